@@ -1,0 +1,130 @@
+"""What is measured: the rows of docs/design.md's table on matching, and a case that we lose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import shardrules as sr
+from eformer.escale import get_corrected_named_sharding
+from eformer.escale import match_partition_rules as eformer_match
+from jax import tree_util
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from shardrules import demo
+
+from benchmarks.harness import Case
+from tests import corpus
+
+Rules = list[tuple[str, P]]
+
+
+def cases() -> Iterator[Case]:
+    """The cases, each built when its turn comes."""
+    deepseek = corpus.manifest(corpus.DEEPSEEK)
+    rules = demo.read_rules(demo.RULES)
+    tree = deepseek.nested(corpus.abstract)
+    yield _matching(
+        f"match, DeepSeek-V3 nested ({len(deepseek.parameters):,} leaves, {len(rules)} rules)",
+        rules,
+        tree,
+        {"identity": 0.5, "eformer": 50},
+    )
+    yield _named_shardings(rules, tree)
+    published = corpus.manifest("deepseek-v3")
+    yield _matching(
+        f"match, flat checkpoint names ({len(published.parameters):,} leaves)",
+        [(pattern.replace("/", r"\."), spec) for pattern, spec in rules],
+        published.flat(corpus.abstract),
+        {"identity": 0.5},
+    )
+    layers, names = range(120), ("wq", "wk", "wv", "wo", "w1", "w2")
+    yield _matching(
+        "match, 720 leaves x 720 literal rules (bar: 10 ms)",
+        [(f"layers/{i}/{name}", P("tp")) for i in layers for name in names],
+        {
+            "layers": {
+                str(i): {n: jax.ShapeDtypeStruct((8, 8), "int8") for n in names} for i in layers
+            }
+        },
+        {},
+    )
+    yield _matching(
+        "match, 4 leaves x 12 rules: compiling is all (we lose to the plain loop)",
+        rules,
+        {"norm": {"kernel": np.zeros(2)}, "bias": np.zeros(2), "a": np.zeros(2), "b": np.zeros(2)},
+        {},
+    )
+
+
+def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Case:
+    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+    return Case(
+        name=name,
+        ours=partial(sr.match_partition_rules, rules, tree),
+        identity=_identity(tree),
+        peers={
+            "eformer": _after_purge(partial(eformer_match, rules, tree)),
+            "re loop": partial(_re_loop, compiled, tree),
+        },
+        bars=bars,
+    )
+
+
+def _named_shardings(rules: Rules, tree: Any) -> Case:
+    """Only the matching is ours so far: the correction is eformer's function, leaf by leaf."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("fsdp", "sp", "tp"))
+
+    def shardings(match: Callable[..., Any]) -> Any:
+        specs = match(rules, tree)
+        with mesh:
+            return tree_util.tree_map(
+                lambda leaf, spec: get_corrected_named_sharding(leaf.shape, spec), tree, specs
+            )
+
+    def re_loop(rules: Rules, tree: Any) -> Any:
+        return _re_loop([(re.compile(pattern), spec) for pattern, spec in rules], tree)
+
+    return Case(
+        name="match and correct to NamedShardings (correction not ours yet)",
+        ours=partial(shardings, sr.match_partition_rules),
+        identity=_identity(tree),
+        peers={
+            "eformer": _after_purge(partial(shardings, eformer_match)),
+            "re loop": partial(shardings, re_loop),
+        },
+        bars={"identity": 0.6, "eformer": 60},
+    )
+
+
+def _identity(tree: Any) -> Callable[[], Any]:
+    return lambda: tree_util.tree_map(lambda x: x, tree)
+
+
+def _after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Cold for eformer too: `re` remembers 512 compiled patterns."""
+
+    def purged() -> Any:
+        re.purge()
+        return call()
+
+    return purged
+
+
+def _re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
+    """The least that a careful user would write: patterns compiled beforehand, one search each."""
+
+    def spec_of(path: Any, leaf: Any) -> P:
+        if not leaf.shape:
+            return P()
+        name = "/".join(str(entry.key) for entry in path)
+        for pattern, spec in compiled:
+            if pattern.search(name):
+                return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec
+        raise ValueError(name)
+
+    return tree_util.tree_map_with_path(spec_of, tree)

@@ -1,0 +1,135 @@
+"""Times calls side by side in one process: checks that results are equal, then interleaves.
+
+Reports medians and ratios; absolute times are shown for orientation only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Case:
+    """One line of the report.
+
+    Args:
+        name: What is done, on what.
+        ours: The call under test, cold unless the name says otherwise.
+        identity: `tree_map(lambda x: x)` on the same tree.
+        peers: Other implementations of the same, by name; their results must equal ours.
+        bars: What docs/design.md asks for, by reference: ours may take at most that many times as
+            long as identity, or must be at least that many times faster than a peer.
+    """
+
+    name: str
+    ours: Call
+    identity: Call
+    peers: dict[str, Call]
+    bars: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """Medians in seconds, by implementation ("ours", "identity", or a peer)."""
+
+    case: Case
+    collector: bool
+    seconds: dict[str, float]
+
+    def ratio(self, reference: str) -> float:
+        """Ours to identity, or a peer to ours: how many times as long the numerator takes."""
+        ours, other = self.seconds["ours"], self.seconds[reference]
+        return ours / other if reference == "identity" else other / ours
+
+    def verdict(self) -> str:
+        """Whether each bar is met."""
+        words = []
+        for reference, bar in self.case.bars.items():
+            ratio = self.ratio(reference)
+            met = ratio <= bar if reference == "identity" else ratio >= bar
+            sign = "<=" if reference == "identity" else ">="
+            words.append(f"{reference} {sign} {bar:g}x: {'met' if met else 'MISSED'}")
+        return ", ".join(words)
+
+
+def measure(case: Case, *, collector: bool, runs: int = 9, slow_runs: int = 3) -> Result:
+    """Runs everything once to compare results, then times it, interleaved."""
+    expected = case.ours()
+    for name, call in case.peers.items():
+        if call() != expected:
+            raise AssertionError(f"{case.name}: {name} and shardrules disagree")
+    calls = {"ours": case.ours, "identity": case.identity, **case.peers}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with _collector(collector):
+        for run in range(runs):
+            for name, call in calls.items():
+                if name in case.peers and run >= slow_runs:
+                    continue
+                start = perf_counter()
+                result = call()
+                times[name].append(perf_counter() - start)
+                del result
+    return Result(case, collector, {name: median(t) for name, t in times.items()})
+
+
+@contextmanager
+def _collector(enabled: bool) -> Iterator[None]:
+    gc.collect()
+    if not enabled:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def environment() -> list[str]:
+    """Hardware, versions and commit, one line each."""
+    packages = {
+        name: _version(name) for name in ("jax", "jaxlib", "numpy", "eformer", "shardrules")
+    }
+    return [
+        f"CPU: {_cpu()}, {os.cpu_count()} cores; {platform.system()} {platform.release()}",
+        f"Python {platform.python_version()} ({platform.python_compiler()}); "
+        + ", ".join(f"{name} {number}" for name, number in packages.items()),
+        f"commit {_commit()}",
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or "unknown"
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = " with uncommitted changes" if git("status", "--porcelain") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed

@@ -1,0 +1,152 @@
+#include "program.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace shardrules::automata {
+
+ProgramBuilder::ProgramBuilder() {
+    new_node();  // kRoot
+}
+
+void ProgramBuilder::add_literal(std::u32string_view text) {
+    NodeId node = kRoot;
+    for (const char32_t c : text) node = insert_char(node, program_.tests_.literal(c));
+    accept(node);
+}
+
+void ProgramBuilder::add_pattern(Syntax pattern) {
+    trim_for_search(pattern);
+    const NodeId end = insert(kRoot, pattern);
+    if (end == kNowhere)
+        skip();
+    else
+        accept(end);
+}
+
+void ProgramBuilder::skip() {
+    program_.also_accepts_.push_back(kNoRule);
+    ++rule_;
+}
+
+void ProgramBuilder::accept(NodeId node) {
+    RuleId& last = drafts_[node].last_accepted;
+    (last == kNoRule ? program_.nodes_[node].accepts : program_.also_accepts_[last]) = rule_;
+    last = rule_;
+    skip();
+}
+
+NodeId ProgramBuilder::new_node() {
+    if (program_.nodes_.size() >= kMaxNodes)
+        throw std::length_error("the rules unroll to too many states");
+    // Rules come in order, so the rule that makes a node is the first one to pass through it.
+    program_.nodes_.push_back({rule_, kNoRule, 0, 0});
+    drafts_.emplace_back();
+    return static_cast<NodeId>(program_.nodes_.size() - 1);
+}
+
+NodeId ProgramBuilder::insert(NodeId from, const Syntax& syntax) {
+    using Kind = Syntax::Kind;
+    switch (syntax.kind) {
+        case Kind::kChar: return insert_char(from, syntax.test);
+        case Kind::kNever: return kNowhere;
+        case Kind::kAssert: {
+            const auto [to, is_new] = element(from, syntax);
+            if (is_new) jump(from, to, syntax.assertion);
+            return to;
+        }
+        case Kind::kAlternate: return insert_alternate(from, syntax);
+        case Kind::kRepeat: return insert_repeat(from, syntax);
+        case Kind::kSequence: {
+            NodeId at = from;
+            for (const Syntax& child : syntax.children) {
+                at = insert(at, child);
+                if (at == kNowhere) break;
+            }
+            return at;
+        }
+    }
+    return kNowhere;
+}
+
+NodeId ProgramBuilder::insert_char(NodeId from, TestId test) {
+    for (std::uint32_t e = drafts_[from].edges; e != kNone; e = edges_[e].next)
+        if (edges_[e].value.test == test) return edges_[e].value.target;
+    const NodeId to = new_node();
+    edges_.push_back({{test, to}, drafts_[from].edges});
+    drafts_[from].edges = static_cast<std::uint32_t>(edges_.size() - 1);
+    return to;
+}
+
+NodeId ProgramBuilder::insert_alternate(NodeId from, const Syntax& syntax) {
+    const auto [to, is_new] = element(from, syntax);
+    if (!is_new) return to;
+    for (const Syntax& branch : syntax.children) {
+        const NodeId end = insert(from, branch);
+        if (end != kNowhere) jump(end, to);
+    }
+    return to;
+}
+
+NodeId ProgramBuilder::insert_repeat(NodeId from, const Syntax& syntax) {
+    const Syntax& body = syntax.children.front();
+    NodeId at = from;
+    for (std::uint32_t i = 0; i < syntax.min && at != kNowhere; ++i) at = insert(at, body);
+    if (at == kNowhere || syntax.min == syntax.max) return at;
+
+    Syntax rest = syntax;
+    rest.min = 0;
+    rest.max = syntax.max == kUnbounded ? kUnbounded : syntax.max - syntax.min;
+    const auto [to, is_new] = element(at, rest);
+    if (!is_new) return to;
+    jump(at, to);
+    if (rest.max == kUnbounded) {
+        const NodeId loop = new_node();
+        jump(at, loop);
+        const NodeId end = insert(loop, body);
+        if (end != kNowhere && end != loop) jump(end, loop);
+        jump(loop, to);
+    } else {
+        for (std::uint32_t i = 0; i < rest.max; ++i) {
+            const NodeId end = insert(at, body);
+            if (end == kNowhere || end == at) break;
+            at = end;
+            jump(at, to);
+        }
+    }
+    return to;
+}
+
+std::pair<NodeId, bool> ProgramBuilder::element(NodeId from, const Syntax& syntax) {
+    std::vector<std::uint32_t> key;
+    append_key(syntax, key);
+    const auto [found, added] = elements_.try_emplace({from, std::move(key)}, kNowhere);
+    if (added) found->second = new_node();
+    return {found->second, added};
+}
+
+void ProgramBuilder::jump(NodeId from, NodeId to, Assertion assertion) {
+    jumps_.push_back({{assertion, to}, drafts_[from].jumps});
+    drafts_[from].jumps = static_cast<std::uint32_t>(jumps_.size() - 1);
+}
+
+Program ProgramBuilder::build() && {
+    std::vector<Program::Node>& nodes = program_.nodes_;
+    program_.edges_.reserve(edges_.size());
+    program_.jumps_.reserve(jumps_.size());
+    for (NodeId n = 0; n < drafts_.size(); ++n) {
+        nodes[n].edges = static_cast<std::uint32_t>(program_.edges_.size());
+        nodes[n].jumps = static_cast<std::uint32_t>(program_.jumps_.size());
+        for (std::uint32_t e = drafts_[n].edges; e != kNone; e = edges_[e].next)
+            program_.edges_.push_back(edges_[e].value);
+        for (std::uint32_t j = drafts_[n].jumps; j != kNone; j = jumps_[j].next)
+            program_.jumps_.push_back(jumps_[j].value);
+        std::sort(program_.edges_.begin() + nodes[n].edges, program_.edges_.end(),
+                  [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; });
+    }
+    nodes.push_back({kNoRule, kNoRule, static_cast<std::uint32_t>(program_.edges_.size()),
+                     static_cast<std::uint32_t>(program_.jumps_.size())});
+    return std::move(program_);
+}
+
+}  // namespace shardrules::automata

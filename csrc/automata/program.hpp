@@ -1,0 +1,119 @@
+// All rules as one automaton (NFA): a trie over the elements of the patterns, so that what rules
+// share at their front exists once, with loops and alternatives hanging off it. Building is linear
+// in the unrolled size of the patterns; the built Program is immutable and may be shared between
+// threads. Knows nothing of how a search steps through it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "syntax.hpp"
+
+namespace shardrules::automata {
+
+using NodeId = std::uint32_t;
+using RuleId = std::uint32_t;
+inline constexpr RuleId kNoRule = 0xFFFFFFFF;
+inline constexpr NodeId kRoot = 0;
+inline constexpr std::size_t kMaxNodes = std::size_t{1} << 23;
+
+struct CharEdge {
+    TestId test;
+    NodeId target;
+};
+
+// Followed without consuming a character, if the assertion holds.
+struct Jump {
+    Assertion assertion;
+    NodeId target;
+};
+
+class Program {
+  public:
+    // Rules at or above this one cannot be reached from the node.
+    RuleId first_rule(NodeId n) const { return nodes_[n].first_rule; }
+    // The first rule that matches on arrival at the node, or kNoRule.
+    RuleId accepts(NodeId n) const { return nodes_[n].accepts; }
+    // The next rule that matches wherever this one does.
+    RuleId also_accepts(RuleId r) const { return also_accepts_[r]; }
+    // Ascending by test.
+    std::span<const CharEdge> edges(NodeId n) const {
+        return {edges_.data() + nodes_[n].edges, edges_.data() + nodes_[n + 1].edges};
+    }
+    std::span<const Jump> jumps(NodeId n) const {
+        return {jumps_.data() + nodes_[n].jumps, jumps_.data() + nodes_[n + 1].jumps};
+    }
+    std::size_t node_count() const { return nodes_.size() - 1; }
+    std::size_t rule_count() const { return also_accepts_.size(); }
+    const CharTests& tests() const { return tests_; }
+    // Python before 3.14: \B does not match the empty text.
+    bool empty_text_has_no_non_boundary() const { return empty_text_has_no_non_boundary_; }
+
+  private:
+    friend class ProgramBuilder;
+    struct Node {
+        RuleId first_rule = kNoRule;
+        RuleId accepts = kNoRule;
+        std::uint32_t edges = 0;  // start in edges_; the next node's start ends it
+        std::uint32_t jumps = 0;
+    };
+    std::vector<Node> nodes_;
+    std::vector<CharEdge> edges_;
+    std::vector<Jump> jumps_;
+    std::vector<RuleId> also_accepts_;
+    CharTests tests_;
+    bool empty_text_has_no_non_boundary_ = false;
+};
+
+// Rules are numbered by the order of the add_* calls. A call that throws std::length_error
+// (over kMaxNodes) leaves the builder unusable.
+class ProgramBuilder {
+  public:
+    ProgramBuilder();
+    CharTests& tests() { return program_.tests_; }
+    void set_empty_text_has_no_non_boundary(bool b) {
+        program_.empty_text_has_no_non_boundary_ = b;
+    }
+
+    void add_literal(std::u32string_view text);
+    void add_pattern(Syntax pattern);
+    void skip();  // a rule that this automaton does not decide
+    Program build() &&;
+
+  private:
+    static constexpr NodeId kNowhere = 0xFFFFFFFF;  // behind an element that matches nothing
+    template <class T>
+    struct Link {
+        T value;
+        std::uint32_t next;
+    };
+    static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+    struct Draft {
+        std::uint32_t edges = kNone, jumps = kNone;  // heads of lists, newest first
+        RuleId last_accepted = kNoRule;
+    };
+
+    NodeId new_node();
+    void accept(NodeId node);
+    NodeId insert(NodeId from, const Syntax& syntax);
+    NodeId insert_char(NodeId from, TestId test);
+    NodeId insert_alternate(NodeId from, const Syntax& syntax);
+    NodeId insert_repeat(NodeId from, const Syntax& syntax);
+    // The node behind a shared element of `from`, and whether it is new.
+    std::pair<NodeId, bool> element(NodeId from, const Syntax& syntax);
+    void jump(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
+
+    Program program_;
+    RuleId rule_ = 0;
+    std::vector<Draft> drafts_;
+    std::vector<Link<CharEdge>> edges_;
+    std::vector<Link<Jump>> jumps_;
+    std::map<std::pair<NodeId, std::vector<std::uint32_t>>, NodeId> elements_;
+};
+
+}  // namespace shardrules::automata

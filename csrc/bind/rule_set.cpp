@@ -1,0 +1,183 @@
+#include "rule_set.hpp"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+namespace py = pybind11;
+
+namespace shardrules::bind {
+namespace {
+
+using pytree::Ref;
+
+// DFAs kept for the next call; more than one is idle only after calls overlapped.
+constexpr std::size_t kIdleKept = 4;
+
+std::u32string code_points(py::handle text) {
+    const automata::Text view = pytree::text_of(text.ptr());
+    std::u32string out(view.length, U'\0');
+    for (std::size_t i = 0; i < view.length; ++i)
+        out[i] = PyUnicode_READ(view.width, view.data, static_cast<Py_ssize_t>(i));
+    return out;
+}
+
+automata::AsciiSet ascii_set(py::handle members) {
+    const py::int_ half(64);
+    const auto low_bits = [](const py::object& number) {
+        return PyLong_AsUnsignedLongLongMask(number.ptr());
+    };
+    automata::AsciiSet set;
+    const auto number = py::reinterpret_borrow<py::object>(members);
+    const unsigned long long words[] = {low_bits(number), low_bits(number >> half)};
+    for (std::size_t c = 0; c < automata::kAsciiEnd; ++c) set[c] = (words[c / 64] >> (c % 64)) & 1;
+    return set;
+}
+
+automata::Oracle oracle_of(const py::object& accepts) {
+    return [accepts](std::uint32_t number, char32_t c) {
+        const auto character = py::reinterpret_steal<py::object>(
+            PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1));
+        return accepts(number, character).cast<bool>();
+    };
+}
+
+// Runs `call`, turning the error of the pytree layer into pybind11's.
+template <class Call>
+auto translated(Call call) {
+    try {
+        return call();
+    } catch (const pytree::PythonError&) {
+        throw py::error_already_set();
+    }
+}
+
+py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
+
+automata::Program compile(const py::sequence& patterns, const py::sequence& classes,
+                          int word_class, int ascii_word_class,
+                          bool empty_text_has_no_non_boundary) {
+    automata::ProgramBuilder builder;
+    builder.set_empty_text_has_no_non_boundary(empty_text_has_no_non_boundary);
+    for (const py::handle members : classes) builder.tests().add_class(ascii_set(members));
+    if (word_class >= 0) builder.tests().use_word(static_cast<std::uint32_t>(word_class));
+    if (ascii_word_class >= 0)
+        builder.tests().use_ascii_word(static_cast<std::uint32_t>(ascii_word_class));
+    for (const py::handle pattern : patterns) {
+        if (pattern.is_none())
+            builder.skip();
+        else if (PyUnicode_Check(pattern.ptr()))
+            builder.add_literal(code_points(pattern));
+        else
+            builder.add_pattern(automata::decode(pattern.cast<std::vector<std::uint32_t>>(),
+                                                 builder.tests()));
+    }
+    return std::move(builder).build();
+}
+
+}  // namespace
+
+RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
+                 const py::object& accepts, int word_class, int ascii_word_class,
+                 bool empty_text_has_no_non_boundary, const py::sequence& searched,
+                 std::size_t memory_budget)
+    : program_(std::make_shared<const automata::Program>(compile(
+          patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
+      oracle_(oracle_of(accepts)),
+      memory_budget_(memory_budget) {
+    idle_.reserve(kIdleKept);
+    for (const py::handle entry : searched) {
+        const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
+        searched_.push_back({rule, Ref::borrow(search.ptr())});
+    }
+}
+
+RuleSet::Lease::Lease(RuleSet& owner)
+    : owner_(owner), exceptions_before_(std::uncaught_exceptions()) {
+    if (owner.idle_.empty()) {
+        dfa_ = std::make_unique<automata::LazyDfa>(owner.program_, owner.oracle_,
+                                                   owner.memory_budget_);
+    } else {
+        dfa_ = std::move(owner.idle_.back());
+        owner.idle_.pop_back();
+    }
+    dfa_->begin();
+}
+
+RuleSet::Lease::~Lease() {
+    // A call that failed may have stopped in the middle of a change to its DFA.
+    const bool failed = std::uncaught_exceptions() > exceptions_before_;
+    if (!failed && owner_.idle_.size() < kIdleKept) owner_.idle_.push_back(std::move(dfa_));
+}
+
+py::object RuleSet::first_match(const py::str& path) {
+    const Lease dfa(*this);
+    (*dfa).enter(pytree::text_of(path.ptr()));
+    const automata::RuleId rule = translated([&] {
+        return pytree::first_match((*dfa).winner(), searched_,
+                                   [&] { return Ref::borrow(path.ptr()); });
+    });
+    return rule == automata::kNoRule ? py::object(py::none()) : py::object(py::int_(rule));
+}
+
+py::list RuleSet::all_matches(const py::str& path) const {
+    std::vector<automata::RuleId> rules =
+        automata::all_matches(*program_, oracle_, pytree::text_of(path.ptr()));
+    for (const pytree::SearchedRule& candidate : searched_) {
+        const auto search = py::reinterpret_borrow<py::object>(candidate.search.get());
+        if (!search(path).is_none()) rules.push_back(candidate.rule);
+    }
+    std::sort(rules.begin(), rules.end());
+    return py::cast(rules);
+}
+
+py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
+                         pytree::SpecTable& specs, bool strict, const py::object& min_size,
+                         const py::object& replicated, bool record_events) {
+    if (specs.rule_count() != program_->rule_count())
+        throw std::invalid_argument("the spec table is of another rule list");
+    const Lease dfa(*this);
+    return translated([&] {
+        pytree::MatchLeaves leaves(specs, searched_,
+                                   {strict, min_size.ptr(), replicated.ptr(), record_events});
+        const Ref matched = pytree::map_tree(tree.ptr(), separator.ptr(), *dfa, leaves);
+        return py::make_tuple(to_python(matched), leaves.unmatched_count(),
+                              to_python(leaves.unmatched()), to_python(leaves.events()));
+    });
+}
+
+py::dict RuleSet::stats() const {
+    automata::DfaStats total;
+    for (const auto& dfa : idle_) {
+        total.states_built += dfa->stats().states_built;
+        total.cache_clears += dfa->stats().cache_clears;
+        total.simulated_steps += dfa->stats().simulated_steps;
+    }
+    py::dict out;
+    out["nodes"] = program_->node_count();
+    out["states_built"] = total.states_built;
+    out["cache_clears"] = total.cache_clears;
+    out["simulated_steps"] = total.simulated_steps;
+    return out;
+}
+
+void register_rule_set(py::module_& module) {
+    py::class_<RuleSet>(module, "RuleSet")
+        .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
+                      const py::sequence&, std::size_t>(),
+             py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
+             py::arg("word_class"), py::arg("ascii_word_class"),
+             py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),
+             py::arg("memory_budget"))
+        .def("first_match", &RuleSet::first_match, py::arg("path"))
+        .def("all_matches", &RuleSet::all_matches, py::arg("path"))
+        .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("separator"),
+             py::arg("specs"), py::arg("strict"), py::arg("min_size"), py::arg("replicated"),
+             py::arg("record_events"))
+        .def("stats", &RuleSet::stats);
+}
+
+}  // namespace shardrules::bind

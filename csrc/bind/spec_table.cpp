@@ -1,0 +1,20 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "pytree/spec_table.hpp"
+#include "rule_set.hpp"
+
+namespace py = pybind11;
+
+namespace shardrules::bind {
+
+void register_spec_table(py::module_& module) {
+    using pytree::SpecTable;
+    py::class_<SpecTable>(module, "SpecTable")
+        .def(py::init([](const std::vector<Py_ssize_t>& lengths, const py::object& make) {
+                 return SpecTable(lengths, pytree::Ref::borrow(make.ptr()));
+             }),
+             py::kw_only(), py::arg("lengths"), py::arg("make"));
+}
+
+}  // namespace shardrules::bind

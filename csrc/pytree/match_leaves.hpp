@@ -1,0 +1,70 @@
+// The decision for one leaf, with the semantics of eformer's match_partition_rules (0.0.101): which
+// spec it gets, whether it is too small or has no shape, and a record of what went unmatched. Reads
+// a leaf's .shape and nothing else.
+#pragma once
+
+#include <vector>
+
+#include "shape_reader.hpp"
+#include "spec_table.hpp"
+#include "walk.hpp"
+
+namespace shardrules::pytree {
+
+// A rule outside the automaton: a call of search(path) that is not None is a match.
+struct SearchedRule {
+    automata::RuleId rule;
+    Ref search;
+};
+
+// The first rule that matches the path, given the automaton's answer, which stands only if no
+// searched rule (ascending) before it matches.
+template <class PathText>
+automata::RuleId first_match(automata::RuleId from_automaton,
+                             const std::vector<SearchedRule>& searched, PathText path_text) {
+    if (searched.empty() || searched.front().rule >= from_automaton) return from_automaton;
+    const Ref path = path_text();
+    for (const SearchedRule& candidate : searched) {
+        if (candidate.rule >= from_automaton) break;
+        const Ref match = Ref::checked(PyObject_CallOneArg(candidate.search.get(), path.get()));
+        if (match.get() != Py_None) return candidate.rule;
+    }
+    return from_automaton;
+}
+
+struct MatchOptions {
+    bool strict;           // look at shapes: scalars, min_size, truncation
+    PyObject* min_size;    // a number; leaves with fewer elements are replicated
+    PyObject* replicated;  // what a leaf gets that no rule shards
+    bool record_events;
+};
+
+class MatchLeaves final : public LeafVisitor {
+  public:
+    static constexpr Py_ssize_t kUnmatchedShown = 10;
+
+    MatchLeaves(SpecTable& specs, const std::vector<SearchedRule>& searched,
+                const MatchOptions& options);
+    Ref visit(PyObject* leaf, const LeafPlace& place) override;
+
+    Py_ssize_t unmatched_count() const { return unmatched_count_; }
+    // Lists of (path, shape or None) and, with record_events, (path, truncated spec or None when
+    // the leaf was smaller than min_size), in the order of the walk.
+    const Ref& unmatched() const { return unmatched_; }
+    const Ref& events() const { return events_; }
+
+  private:
+    static Py_ssize_t rank_of(PyObject* leaf, PyObject* shape);
+    bool too_small(PyObject* shape) const;
+    void record(const Ref& list, const LeafPlace& place, PyObject* what) const;
+
+    SpecTable& specs_;
+    const std::vector<SearchedRule>& searched_;
+    MatchOptions options_;
+    bool has_min_size_;
+    ShapeReader shapes_;
+    Py_ssize_t unmatched_count_ = 0;
+    Ref unmatched_, events_;
+};
+
+}  // namespace shardrules::pytree

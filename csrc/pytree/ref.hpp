@@ -1,0 +1,48 @@
+// Owning references to Python objects, and Python's errors as a C++ exception. No cost over the
+// bare calls. Knows nothing of trees.
+#pragma once
+
+#include <Python.h>
+
+#include <utility>
+
+namespace shardrules::pytree {
+
+// Thrown while a Python error is set; whoever catches it returns to Python or clears the error.
+struct PythonError {};
+
+class Ref {
+  public:
+    Ref() = default;
+    static Ref steal(PyObject* object) { return Ref(object); }
+    static Ref borrow(PyObject* object) {
+        Py_XINCREF(object);
+        return Ref(object);
+    }
+    // For calls that return a new reference, or nullptr with an error set.
+    static Ref checked(PyObject* object) {
+        if (object == nullptr) throw PythonError{};
+        return Ref(object);
+    }
+    Ref(const Ref& other) : object_(other.object_) { Py_XINCREF(object_); }
+    Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+    Ref& operator=(Ref other) noexcept {
+        std::swap(object_, other.object_);
+        return *this;
+    }
+    ~Ref() { Py_XDECREF(object_); }
+
+    PyObject* get() const { return object_; }
+    PyObject* release() { return std::exchange(object_, nullptr); }
+    explicit operator bool() const { return object_ != nullptr; }
+
+  private:
+    explicit Ref(PyObject* object) : object_(object) {}
+    PyObject* object_ = nullptr;
+};
+
+inline void check(int status) {
+    if (status < 0) throw PythonError{};
+}
+
+}  // namespace shardrules::pytree

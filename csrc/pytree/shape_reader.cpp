@@ -1,0 +1,39 @@
+#include "shape_reader.hpp"
+
+#include <structmember.h>
+
+namespace shardrules::pytree {
+namespace {
+
+PyObject* shape_name() {
+    static PyObject* const name = PyUnicode_InternFromString("shape");
+    return name;
+}
+
+}  // namespace
+
+void ShapeReader::inspect(PyTypeObject* type) {
+    slot_ = 0;
+    type_ = type;
+    alive_ = Ref::borrow(reinterpret_cast<PyObject*>(type));
+    if (type->tp_getattro != PyObject_GenericGetAttr) return;
+    const Ref found =
+        Ref::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), shape_name()));
+    if (!found) return PyErr_Clear();
+    if (Py_TYPE(found.get()) != &PyMemberDescr_Type) return;
+    const auto* member = reinterpret_cast<const PyMemberDescrObject*>(found.get());
+    const bool plain_slot = member->d_member->type == T_OBJECT_EX;
+    if (plain_slot && PyType_IsSubtype(type, member->d_common.d_type))
+        slot_ = member->d_member->offset;
+}
+
+Ref ShapeReader::read_attribute(PyObject* leaf) {
+    PyObject* shape = PyObject_GetAttr(leaf, shape_name());
+    if (shape == nullptr) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw PythonError{};
+        PyErr_Clear();
+    }
+    return Ref::steal(shape);
+}
+
+}  // namespace shardrules::pytree

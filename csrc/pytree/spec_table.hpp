@@ -1,0 +1,47 @@
+// One spec object per distinct (rule, rank), made by Python on first sight and shared by all leaves
+// afterwards; a look-up is O(1). Guarded by the GIL. Knows nothing of what a spec is.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "automata/program.hpp"
+#include "ref.hpp"
+
+namespace shardrules::pytree {
+
+inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
+
+class SpecTable {
+  public:
+    // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the spec whole.
+    // make(rule, rank): the spec for a leaf of a lower rank, or the whole one.
+    SpecTable(std::span<const Py_ssize_t> lengths, Ref make);
+
+    std::size_t rule_count() const { return rows_.size(); }
+
+    struct Spec {
+        PyObject* object;  // borrowed from the table
+        bool truncated;
+    };
+    Spec get(automata::RuleId rule, Py_ssize_t rank) {
+        const Row& row = rows_[rule];
+        const bool truncated = rank < row.length;
+        const Py_ssize_t entries = truncated ? rank : row.length;
+        const Ref& slot = specs_[row.start + static_cast<std::size_t>(entries)];
+        return {slot ? slot.get() : make(rule, entries), truncated};
+    }
+
+  private:
+    struct Row {
+        std::size_t start;
+        Py_ssize_t length;
+    };
+    PyObject* make(automata::RuleId rule, Py_ssize_t entries);
+
+    std::vector<Row> rows_;
+    std::vector<Ref> specs_;
+    Ref make_;
+};
+
+}  // namespace shardrules::pytree

@@ -1,0 +1,52 @@
+// Where a walk stands: the keys from the root to here, as objects, indices or texts. Pushing and
+// popping cost a few instructions; the path's text is built only when someone asks for it.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "automata/lazy_dfa.hpp"
+#include "ref.hpp"
+
+namespace shardrules::pytree {
+
+// A dict key or attribute name (any object, whose str() is the text), or a sequence index. The
+// object is borrowed: the walk's frame that pushed it owns it.
+struct Key {
+    PyObject* object = nullptr;
+    Py_ssize_t index = 0;  // without an object
+};
+
+// The text of one key, valid as long as this object.
+class KeyText {
+  public:
+    explicit KeyText(const Key& key);
+    KeyText(const KeyText&) = delete;
+    KeyText& operator=(const KeyText&) = delete;
+    const automata::Text& text() const { return text_; }
+
+  private:
+    Ref made_;
+    char digits_[20]{};
+    automata::Text text_{};
+};
+
+automata::Text text_of(PyObject* unicode);  // an exact or derived str
+
+class TreePath {
+  public:
+    explicit TreePath(PyObject* separator) : separator_(separator) {}
+    void push(Key key) { keys_.push_back(key); }
+    void pop() { keys_.pop_back(); }
+    std::size_t depth() const { return keys_.size(); }
+    // The keys' texts, joined by the separator.
+    Ref text() const;
+    // The same, but short: for notes on errors in trees of any depth.
+    Ref short_text() const;
+
+  private:
+    PyObject* separator_;
+    std::vector<Key> keys_;
+};
+
+}  // namespace shardrules::pytree

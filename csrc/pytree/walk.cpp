@@ -1,0 +1,253 @@
+#include "walk.hpp"
+
+#include "step_memo.hpp"
+
+namespace shardrules::pytree {
+namespace {
+
+// A walk allocates thousands of containers and no garbage, so collecting on the way only costs:
+// several times the walk itself in a process with many live objects.
+class CollectorPause {
+  public:
+    CollectorPause() : was_enabled_(PyGC_Disable() == 1) {}
+    CollectorPause(const CollectorPause&) = delete;
+    CollectorPause& operator=(const CollectorPause&) = delete;
+    ~CollectorPause() {
+        if (was_enabled_) PyGC_Enable();
+    }
+
+  private:
+    bool was_enabled_;
+};
+
+// Up to here a new dict with inserted keys is cheaper than a copy whose values are overwritten.
+constexpr Py_ssize_t kFewKeys = 3;
+
+class Walk {
+  public:
+    Walk(PyObject* separator, automata::LazyDfa& dfa, LeafVisitor& visitor)
+        : separator_(text_of(separator)), dfa_(dfa), visitor_(visitor), path_(separator) {}
+
+    Ref run(PyObject* tree) {
+        try {
+            const Kind kind = kinds_.of(tree);
+            return kind == Kind::kLeaf ? leaf(tree) : node(tree, kind);
+        } catch (const PythonError&) {
+            note_path();
+            throw;
+        }
+    }
+
+  private:
+    Ref leaf(PyObject* object) { return visitor_.visit(object, {dfa_, path_}); }
+
+    // A child of the node that the walk is in. On errors the path stays, for the note.
+    Ref child(const Key& key, PyObject* object) {
+        path_.push(key);
+        steps_.enter(dfa_, key);
+        const Kind kind = kinds_.of(object);
+        Ref result;
+        if (kind == Kind::kLeaf) {
+            result = leaf(object);
+        } else {
+            dfa_.extend(separator_);
+            result = node(object, kind);
+        }
+        dfa_.leave();
+        path_.pop();
+        return result;
+    }
+
+    Ref node(PyObject* object, Kind kind) {
+        if (path_.depth() > kMaxTreeDepth) {
+            PyErr_Format(PyExc_RecursionError, "the tree is nested more than %zu levels deep",
+                         kMaxTreeDepth);
+            throw PythonError{};
+        }
+        check(Py_EnterRecursiveCall(" while walking a pytree"));
+        const struct Leave {
+            ~Leave() { Py_LeaveRecursiveCall(); }
+        } leave;
+        switch (kind) {
+            case Kind::kNone: return Ref::borrow(Py_None);
+            case Kind::kDict: return dict(object);
+            case Kind::kOrderedDict: return ordered_dict(object);
+            case Kind::kDefaultDict: return default_dict(object);
+            case Kind::kList: return list(object);
+            case Kind::kTuple: return tuple(object);
+            case Kind::kNamedTuple: return named_tuple(object);
+            case Kind::kRegistered: return registered(object);
+            case Kind::kLeaf: break;
+        }
+        return leaf(object);
+    }
+
+    Ref dict(PyObject* object) {
+        const bool few = PyDict_GET_SIZE(object) <= kFewKeys;
+        Ref out = Ref::checked(few ? PyDict_New() : PyDict_Copy(object));
+        map_values(few ? object : out.get(), out.get(), true);
+        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
+        return out;
+    }
+
+    Ref default_dict(PyObject* object) {
+        const Ref children = Ref::checked(PyDict_Copy(object));
+        map_values(children.get(), children.get(), false);
+        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(children.get()), object);
+        const Ref factory = Ref::checked(PyObject_GetAttrString(object, "default_factory"));
+        return Ref::checked(PyObject_CallFunctionObjArgs(
+            reinterpret_cast<PyObject*>(Py_TYPE(object)), factory.get(), children.get(), nullptr));
+    }
+
+    // Sets each key of `from` in `to`, which may be the same dict, to what stands for its value.
+    void map_values(PyObject* from, PyObject* to, bool sorted_by_jax) {
+        PyObject *borrowed_key = nullptr, *borrowed_value = nullptr;
+        Py_ssize_t at = 0;
+        bool only_str = true;
+        for (Py_ssize_t left = PyDict_GET_SIZE(from); left > 0; --left) {
+            if (!PyDict_Next(from, &at, &borrowed_key, &borrowed_value)) break;
+            const Ref key = Ref::borrow(borrowed_key), value = Ref::borrow(borrowed_value);
+            if (sorted_by_jax && only_str && !PyUnicode_CheckExact(key.get())) {
+                only_str = false;
+                check_sortable(from);
+            }
+            const Ref result = child({key.get()}, value.get());
+            check(PyDict_SetItem(to, key.get(), result.get()));
+        }
+    }
+
+    // JAX sorts the keys of a dict, and refuses one that it cannot sort.
+    void check_sortable(PyObject* dict) {
+        const Ref keys = Ref::checked(PyDict_Keys(dict));
+        if (PyList_Sort(keys.get()) == 0) return;
+        if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ValueError,
+                        "JAX cannot sort the keys of this dict, so it is no pytree: use keys of "
+                        "one type");
+        throw PythonError{};
+    }
+
+    Ref ordered_dict(PyObject* object) {
+        const Ref items = Ref::checked(PyObject_CallMethod(object, "items", nullptr));
+        const Ref pairs = Ref::checked(PySequence_List(items.get()));
+        Ref out = Ref::checked(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(Py_TYPE(object))));
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(pairs.get()); ++i) {
+            PyObject* pair = PyList_GET_ITEM(pairs.get(), i);
+            PyObject* key = PyTuple_GET_ITEM(pair, 0);
+            const Ref result = child({key}, PyTuple_GET_ITEM(pair, 1));
+            check(PyObject_SetItem(out.get(), key, result.get()));
+        }
+        unchanged(PyDict_GET_SIZE(object) == PyList_GET_SIZE(pairs.get()), object);
+        return out;
+    }
+
+    Ref list(PyObject* object) {
+        const Py_ssize_t size = PyList_GET_SIZE(object);
+        Ref out = hidden(PyList_New(size));
+        for (Py_ssize_t i = 0; i < size; ++i) {
+            unchanged(PyList_GET_SIZE(object) == size, object);
+            const Ref item = Ref::borrow(PyList_GET_ITEM(object, i));
+            PyList_SET_ITEM(out.get(), i, child({nullptr, i}, item.get()).release());
+        }
+        unchanged(PyList_GET_SIZE(object) == size, object);
+        PyObject_GC_Track(out.get());
+        return out;
+    }
+
+    Ref tuple(PyObject* object) {
+        const Py_ssize_t size = PyTuple_GET_SIZE(object);
+        if (size == 0) return Ref::borrow(object);  // shared by all of Python
+        Ref out = hidden(PyTuple_New(size));
+        for (Py_ssize_t i = 0; i < size; ++i)
+            PyTuple_SET_ITEM(out.get(), i,
+                             child({nullptr, i}, PyTuple_GET_ITEM(object, i)).release());
+        PyObject_GC_Track(out.get());
+        return out;
+    }
+
+    Ref named_tuple(PyObject* object) {
+        PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+        const Ref declared = Ref::checked(PyObject_GetAttrString(type, "_fields"));
+        const Ref fields = Ref::checked(PySequence_Tuple(declared.get()));
+        const Py_ssize_t size = PyTuple_GET_SIZE(object);
+        if (PyTuple_GET_SIZE(fields.get()) != size) {
+            PyErr_Format(PyExc_ValueError, "a %.200s has %zd items but %zd names in _fields",
+                         Py_TYPE(object)->tp_name, size, PyTuple_GET_SIZE(fields.get()));
+            throw PythonError{};
+        }
+        if (size == 0) return Ref::checked(PyObject_CallNoArgs(type));
+        const Ref children = hidden(PyTuple_New(size));
+        for (Py_ssize_t i = 0; i < size; ++i)
+            PyTuple_SET_ITEM(
+                children.get(), i,
+                child({PyTuple_GET_ITEM(fields.get(), i)}, PyTuple_GET_ITEM(object, i)).release());
+        PyObject_GC_Track(children.get());
+        return Ref::checked(PyObject_CallObject(type, children.get()));
+    }
+
+    Ref registered(PyObject* object) {
+        const Ref pairs = keyed_children(object);
+        const Ref children = Ref::checked(PyList_New(0));
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.get()); ++i) {
+            const Ref pair =
+                Ref::checked(PySequence_Tuple(PySequence_Fast_GET_ITEM(pairs.get(), i)));
+            if (PyTuple_GET_SIZE(pair.get()) != 2) {
+                PyErr_Format(PyExc_TypeError, "%.200s: children with keys must be pairs",
+                             Py_TYPE(object)->tp_name);
+                throw PythonError{};
+            }
+            const Ref text = key_entry_text(PyTuple_GET_ITEM(pair.get(), 0));
+            const Ref result = child({text.get()}, PyTuple_GET_ITEM(pair.get(), 1));
+            check(PyList_Append(children.get(), result.get()));
+        }
+        return with_children(object, children.get());
+    }
+
+    // A new list or tuple, kept from the garbage collector's eyes (and so from user code that asks
+    // it for objects) as long as it has holes.
+    static Ref hidden(PyObject* container) {
+        Ref out = Ref::checked(container);
+        PyObject_GC_UnTrack(container);
+        return out;
+    }
+
+    static void unchanged(bool same_size, PyObject* object) {
+        if (same_size) return;
+        PyErr_Format(PyExc_RuntimeError, "a %.200s changed size while it was walked",
+                     Py_TYPE(object)->tp_name);
+        throw PythonError{};
+    }
+
+    // Adds "at 'a/b'" to the error that is set. A failure to add it is not worth an error.
+    void note_path() {
+        PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyErr_NormalizeException(&type, &value, &traceback);
+        try {
+            const Ref where = path_.short_text();
+            const Ref note =
+                Ref::checked(PyUnicode_FromFormat("shardrules: at %R in the tree", where.get()));
+            Ref::checked(PyObject_CallMethod(value, "add_note", "O", note.get()));
+        } catch (const PythonError&) {
+            PyErr_Clear();
+        }
+        PyErr_Restore(type, value, traceback);
+    }
+
+    automata::Text separator_;
+    automata::LazyDfa& dfa_;
+    LeafVisitor& visitor_;
+    TreePath path_;
+    NodeKinds kinds_;
+    StepMemo steps_;
+};
+
+}  // namespace
+
+Ref map_tree(PyObject* tree, PyObject* separator, automata::LazyDfa& dfa, LeafVisitor& visitor) {
+    const CollectorPause pause;
+    return Walk(separator, dfa, visitor).run(tree);
+}
+
+}  // namespace shardrules::pytree

@@ -1,0 +1,230 @@
+// The automata without Python: trimming, sharing, cursor, budget, alphabet. Exactness against `re`
+// is tests/test_exactness.py's job.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "automata/lazy_dfa.hpp"
+
+namespace {
+
+using namespace shardrules::automata;
+using Words = std::vector<std::uint32_t>;
+
+int failures = 0;
+
+#define EXPECT(condition)                                                        \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);  \
+            ++failures;                                                          \
+        }                                                                        \
+    } while (false)
+
+// Encodings by hand: words of Op.
+Words literal(char32_t c) { return {0, static_cast<std::uint32_t>(c)}; }
+Words cls(std::uint32_t number) { return {1, number}; }
+Words assertion(Assertion a) { return {2, static_cast<std::uint32_t>(a)}; }
+Words joined(Words head, const std::vector<Words>& parts) {
+    head.push_back(static_cast<std::uint32_t>(parts.size()));
+    for (const Words& part : parts) head.insert(head.end(), part.begin(), part.end());
+    return head;
+}
+Words sequence(const std::vector<Words>& parts) { return joined({6}, parts); }
+Words alternate(const std::vector<Words>& parts) { return joined({4}, parts); }
+Words repeat(std::uint32_t min, std::uint32_t max, const Words& body) {
+    Words out{5, min, max};
+    out.insert(out.end(), body.begin(), body.end());
+    return out;
+}
+Words text(std::string_view s) {
+    std::vector<Words> parts;
+    for (const char c : s) parts.push_back(literal(static_cast<char32_t>(c)));
+    return sequence(parts);
+}
+
+AsciiSet all_but_newline() {
+    AsciiSet set;
+    set.set();
+    set.reset('\n');
+    return set;
+}
+constexpr std::uint32_t kAny = 0;  // the class that builder() adds
+
+ProgramBuilder builder() {
+    ProgramBuilder made;
+    made.tests().add_class(all_but_newline());
+    return made;
+}
+
+bool never_asked(std::uint32_t, char32_t) { throw std::runtime_error("asked the oracle"); }
+bool accepts_all(std::uint32_t, char32_t) { return true; }
+
+Text view(std::string_view s) { return {s.data(), s.size(), 1}; }
+
+struct Rules {
+    explicit Rules(const std::vector<Words>& patterns, std::size_t budget = 1 << 20) {
+        ProgramBuilder made = builder();
+        for (const Words& pattern : patterns) made.add_pattern(decode(pattern, made.tests()));
+        program = std::make_shared<const Program>(std::move(made).build());
+        dfa = std::make_unique<LazyDfa>(program, accepts_all, budget);
+    }
+    RuleId first(std::string_view s) const {
+        dfa->begin();
+        dfa->enter(view(s));
+        return dfa->winner();
+    }
+    std::shared_ptr<const Program> program;
+    std::unique_ptr<LazyDfa> dfa;
+};
+
+void optional_ends_are_trimmed() {
+    const Words any = repeat(0, kUnbounded, cls(kAny));
+    const Rules padded({sequence({any, text("ab"), any})});
+    const Rules bare({text("ab")});
+    EXPECT(padded.program->node_count() == bare.program->node_count());
+    EXPECT(padded.first("x\nab") == 0);
+    const Rules everything({any});
+    EXPECT(everything.first("") == 0);
+    EXPECT(everything.dfa->decided());
+}
+
+void rules_share_their_front() {
+    const Rules two({text("layers/1"), text("layers/2")});
+    EXPECT(two.program->node_count() == 1 + 7 + 2);
+    // The same loop behind the same prefix exists once.
+    const auto looped = [](char c) {
+        return sequence({text("l"), repeat(1, kUnbounded, cls(kAny)),
+                         literal(static_cast<char32_t>(c))});
+    };
+    const Rules one_loop({looped('a')});
+    const Rules two_loops({looped('a'), looped('b')});
+    EXPECT(two_loops.program->node_count() == one_loop.program->node_count() + 1);
+}
+
+void first_rule_wins_and_same_patterns_are_all_found() {
+    const Rules rules({text("b"), text("ab"), text("b")});
+    EXPECT(rules.first("ab") == 0);
+    EXPECT(rules.first("a") == kNoRule);
+    EXPECT((all_matches(*rules.program, accepts_all, view("ab")) == std::vector<RuleId>{0, 1, 2}));
+}
+
+void assertions_look_both_ways() {
+    const Rules dollar({sequence({literal('a'), assertion(Assertion::kDollar)})});
+    EXPECT(dollar.first("a") == 0);
+    EXPECT(dollar.first("a\n") == 0);
+    EXPECT(dollar.first("a\n\n") == kNoRule);
+    EXPECT(dollar.first("ab") == kNoRule);
+    const Rules begin({sequence({assertion(Assertion::kBegin), literal('a')})});
+    EXPECT(begin.first("ab") == 0);
+    EXPECT(begin.first("ba") == kNoRule);
+    // Nothing but assertions: the search must stay alive without a character to wait for.
+    const Rules late({sequence({assertion(Assertion::kEndLine), assertion(Assertion::kBeginLine)})});
+    EXPECT(late.first("a\n") == 0);
+    EXPECT(late.first("a") == kNoRule);
+}
+
+void cursor_resumes_and_leaves() {
+    const Rules rules({text("ax"), text("ay")});
+    rules.dfa->begin();
+    rules.dfa->enter(view("a"));
+    rules.dfa->enter(view("x"));
+    EXPECT(rules.dfa->winner() == 0);
+    EXPECT(rules.dfa->decided());
+    rules.dfa->leave();
+    rules.dfa->extend(view("y"));
+    EXPECT(rules.dfa->winner() == 1);
+    EXPECT(!rules.dfa->decided());
+}
+
+void tiny_budget_gives_the_same_answers() {
+    // a[ab]{6}c needs 2^7 states.
+    const Words ab = alternate({literal('a'), literal('b')});
+    const Words pattern = sequence({literal('a'), repeat(6, 6, ab), literal('c')});
+    const Rules roomy({pattern}), tight({pattern}, 1), small({pattern}, 5000);
+    std::uint32_t seed = 1;
+    for (int i = 0; i < 2000; ++i) {
+        std::string s;
+        for (int k = 0; k < 24; ++k) {
+            seed = seed * 1664525 + 1013904223;
+            s.push_back("aabbabbc"[seed >> 29]);
+        }
+        const RuleId expected = roomy.first(s);
+        EXPECT(tight.first(s) == expected);
+        EXPECT(small.first(s) == expected);
+    }
+    EXPECT(tight.dfa->stats().cache_clears > 0);
+    EXPECT(tight.dfa->stats().simulated_steps > 0);
+    EXPECT(small.dfa->stats().cache_clears > 0);
+}
+
+void oracle_is_asked_once_a_code_point() {
+    int asked = 0;
+    ProgramBuilder made = builder();
+    made.add_pattern(decode(sequence({cls(kAny), literal(0xE9)}), made.tests()));
+    const auto program = std::make_shared<const Program>(std::move(made).build());
+    LazyDfa dfa(program, [&](std::uint32_t, char32_t) { return ++asked > 0; }, 1 << 20);
+    const char16_t word[] = u"\u00e9\u00e9\u4e00\u00e9\u00e9";
+    for (int i = 0; i < 3; ++i) {
+        dfa.begin();
+        dfa.enter({word, 5, 2});
+        EXPECT(dfa.winner() == 0);
+    }
+    EXPECT(asked == 2);
+
+    LazyDfa ascii_only(program, never_asked, 1 << 20);
+    ascii_only.begin();
+    ascii_only.enter(view("plain"));
+    EXPECT(ascii_only.winner() == kNoRule);
+}
+
+void unrolling_is_bounded() {
+    ProgramBuilder made = builder();
+    const Words inner = repeat(4000, 4000, cls(kAny));
+    bool refused = false;
+    try {
+        made.add_pattern(decode(sequence({text("x"), repeat(4000, 4000, inner), text("y")}),
+                                made.tests()));
+    } catch (const std::length_error&) {
+        refused = true;
+    }
+    EXPECT(refused);
+}
+
+void malformed_codes_are_refused() {
+    Words deep;
+    for (int i = 0; i < 1000; ++i) deep.insert(deep.end(), {6, 1});
+    deep.insert(deep.end(), {6, 0});
+    const std::vector<Words> bad = {{}, {9}, {0}, {1, 7}, {2, 0}, {2, 99}, {4, 5}, {5, 2, 1, 6, 0},
+                                    {6, 0, 6, 0}, {6, 0xFFFFFFFF}, deep};
+    for (const Words& code : bad) {
+        CharTests tests;
+        bool refused = false;
+        try {
+            decode(code, tests);
+        } catch (const std::invalid_argument&) {
+            refused = true;
+        }
+        EXPECT(refused);
+    }
+}
+
+}  // namespace
+
+int main() {
+    optional_ends_are_trimmed();
+    rules_share_their_front();
+    first_rule_wins_and_same_patterns_are_all_found();
+    assertions_look_both_ways();
+    cursor_resumes_and_leaves();
+    tiny_budget_gives_the_same_answers();
+    oracle_is_asked_once_a_code_point();
+    unrolling_is_bounded();
+    malformed_codes_are_refused();
+    std::printf("automata: %d failures\n", failures);
+    return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}

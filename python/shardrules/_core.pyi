@@ -1,0 +1,58 @@
+"""The C++ core: csrc/bind."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+class SpecTable:
+    """The spec object of each (rule, rank), made by `make` on first sight.
+
+    Args:
+        lengths: Per rule, the entries of its spec; a leaf of at least that rank gets it whole.
+        make: make(rule, rank), the spec for a leaf of that rank.
+    """
+
+    def __init__(self, *, lengths: Sequence[int], make: Callable[[int, int], object]) -> None: ...
+
+class RuleSet:
+    r"""A compiled rule list.
+
+    Args:
+        patterns: Per rule a literal, code words, or None where `searched` has the rule.
+        classes: Per character class its ASCII members, bit c for character c.
+        accepts: accepts(class, character), for non-ASCII characters.
+        word_class: The class that `\b` looks at, or -1.
+        ascii_word_class: The same for patterns with the ASCII flag.
+        empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
+        searched: (rule, search) of the rules evaluated by calling search(path).
+        memory_budget: Bytes for the states of each DFA.
+    """
+
+    def __init__(
+        self,
+        *,
+        patterns: Sequence[str | list[int] | None],
+        classes: Sequence[int],
+        accepts: Callable[[int, str], bool],
+        word_class: int,
+        ascii_word_class: int,
+        empty_text_has_no_non_boundary: bool,
+        searched: Sequence[tuple[int, Callable[[str], object]]],
+        memory_budget: int,
+    ) -> None: ...
+    def first_match(self, path: str) -> int | None: ...
+    def all_matches(self, path: str) -> list[int]: ...
+    def match(
+        self,
+        tree: object,
+        *,
+        separator: str,
+        specs: SpecTable,
+        strict: bool,
+        min_size: object,
+        replicated: object,
+        record_events: bool,
+    ) -> tuple[Any, int, list[tuple[str, Any]], list[tuple[str, Any]]]:
+        """(tree of specs, unmatched leaves, the first of them as (path, shape), events)."""
+
+    def stats(self) -> dict[str, int]:
+        """Nodes of the program, and counters of the idle DFAs."""

@@ -1,0 +1,270 @@
+"""From a rule's pattern to the code that the automaton is built from.
+
+Patterns are parsed by the running Python's own `re` parser, and the characters that a class accepts
+are asked from the running `re`, so neither can differ from it. What is not regular (lookaround,
+backreferences, ...) is left to `re` and named. Costs one parse per pattern; plain literals skip it.
+Must not know about specs, trees or JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+from typing import Any, Final, NamedTuple
+
+# Words of the encoding: csrc/automata/syntax.hpp.
+_LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
+_UNBOUNDED: Final = 0xFFFFFFFF
+(
+    _BEGIN,
+    _BEGIN_LINE,
+    _DOLLAR,
+    _END_LINE,
+    _END,
+    _BOUNDARY,
+    _NOT_BOUNDARY,
+    _ASCII_BOUNDARY,
+    _NOT_ASCII_BOUNDARY,
+) = range(1, 10)
+
+# Beyond these `re` evaluates the pattern itself; `{1000}{1000}` would unroll to a million states.
+_MAX_NODES_OF_PATTERN: Final = 20_000
+_MAX_NODES_OF_RULES: Final = 4_000_000
+_MAX_DEPTH: Final = 100
+
+_ASCII: Final = "".join(map(chr, range(128)))
+_METACHARACTER: Final = re.compile(r"[\\.^$*+?{}\[\]|()]")
+_ALPHABET_FLAGS: Final = int(re.ASCII | re.LOCALE | re.UNICODE)
+# Flags that change which characters a class accepts.
+_CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL)
+# Python 3.14 made \B match the empty string.
+EMPTY_TEXT_HAS_NO_NON_BOUNDARY: Final = re.search(r"\B", "") is None
+
+_NOT_REGULAR: Final = {
+    _constants.GROUPREF: "backreference",
+    _constants.GROUPREF_EXISTS: "conditional on a group",
+    _constants.ATOMIC_GROUP: "atomic group",
+    _constants.POSSESSIVE_REPEAT: "possessive repeat",
+}
+_LOOKAROUNDS: Final = {_constants.ASSERT: "look", _constants.ASSERT_NOT: "negative look"}
+_ANCHORS: Final = {
+    _constants.AT_BEGINNING: (_BEGIN, _BEGIN_LINE),
+    _constants.AT_BEGINNING_STRING: (_BEGIN, _BEGIN),
+    _constants.AT_END: (_DOLLAR, _END_LINE),
+    _constants.AT_END_STRING: (_END, _END),
+}
+_BOUNDARIES: Final = {
+    _constants.AT_BOUNDARY: (_BOUNDARY, _ASCII_BOUNDARY),
+    _constants.AT_NON_BOUNDARY: (_NOT_BOUNDARY, _NOT_ASCII_BOUNDARY),
+}
+
+
+class PatternCode(NamedTuple):
+    """The patterns of one rule list, ready for `_core.RuleSet`."""
+
+    patterns: tuple[str | list[int] | None, ...]
+    """Per rule: a literal, code words, or None where `re` evaluates the rule."""
+    classes: tuple[int, ...]
+    """Per character class its ASCII members, bit c for character c."""
+    accepts: Callable[[int, str], bool]
+    """Whether a class, by number, accepts a character."""
+    word_class: int
+    ascii_word_class: int
+    searched: tuple[tuple[int, Callable[[str], object]], ...]
+    """(rule, search) of the rules that `re` evaluates."""
+    fallbacks: tuple[tuple[int, str], ...]
+    """(rule, reason) of the same."""
+
+
+def _not_regular(op: Any, argument: Any) -> str:
+    if op in _LOOKAROUNDS:
+        return _LOOKAROUNDS[op] + ("ahead" if argument[0] > 0 else "behind")
+    return _NOT_REGULAR.get(op, f"{op} is not known to shardrules")
+
+
+class _NotRegularError(Exception):
+    """Carries the reason why `re` has to evaluate a pattern."""
+
+
+class _CharClass(NamedTuple):
+    ascii_members: int
+    fullmatch: Callable[[str], object]
+
+
+@functools.lru_cache(maxsize=4096)
+def _char_class(op: int, argument: object, flags: int) -> _CharClass:
+    """Asks `re` which characters a single-character node of a parse tree accepts."""
+    operand = list(argument) if isinstance(argument, tuple) else argument
+    node = _parser.SubPattern(_parser.State(), [(op, operand)])
+    compiled = _compiler.compile(node, flags)
+    members = sum(1 << ord(c) for c in compiled.findall(_ASCII))
+    return _CharClass(members, compiled.fullmatch)
+
+
+class _Lowering:
+    """Numbers the character classes of a rule list while its patterns are lowered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, object, int], int] = {}
+        self._classes: list[_CharClass] = []
+        self._boundaries: dict[bool, int] = {}
+
+    def number(self, op: int, argument: object, flags: int) -> int:
+        key = (op, argument, flags & _CLASS_FLAGS)
+        known = self._numbers.get(key)
+        if known is None:
+            known = self._numbers[key] = len(self._classes)
+            self._classes.append(_char_class(*key))
+        return known
+
+    def word_class(self, *, ascii_only: bool) -> int:
+        r"""The class that \b looks at, or -1 if no pattern has one."""
+        return self._boundaries.get(ascii_only, -1)
+
+    def classes(self) -> tuple[int, ...]:
+        return tuple(c.ascii_members for c in self._classes)
+
+    def acceptor(self) -> Callable[[int, str], bool]:
+        fullmatches = [c.fullmatch for c in self._classes]
+        return lambda number, character: fullmatches[number](character) is not None
+
+    def sequence(
+        self, items: Iterable[tuple[Any, Any]], flags: int, code: list[int], depth: int
+    ) -> int:
+        """Appends the code of a parse tree to `code`; returns its unrolled size in nodes."""
+        if depth > _MAX_DEPTH:
+            raise _NotRegularError("nested too deeply for the automaton")
+        code += (_SEQUENCE, 0)
+        at = len(code) - 1
+        size = 1
+        for op, argument in items:
+            code[at] += 1
+            size += self._item(op, argument, flags, code, depth)
+            if size > _MAX_NODES_OF_PATTERN:
+                raise _NotRegularError("too large for the automaton once its repeats are unrolled")
+        return size
+
+    def _item(self, op: Any, argument: Any, flags: int, code: list[int], depth: int) -> int:
+        if op is _constants.LITERAL and not flags & re.IGNORECASE:
+            code += (_LITERAL, argument)
+        elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY):
+            code += (_CLASS, self.number(op, argument, flags))
+        elif op is _constants.IN:
+            code += (_CLASS, self.number(op, tuple(argument), flags))
+        elif op is _constants.AT:
+            code += (_ASSERT, self._assertion(argument, flags))
+        elif op is _constants.FAILURE:
+            code.append(_NEVER)
+        elif op is _constants.SUBPATTERN:
+            _, added, removed, content = argument
+            if added & _ALPHABET_FLAGS & ~flags:
+                # `re` forgets these flags where it skips ahead to a possible first character.
+                raise _NotRegularError("scoped ASCII or UNICODE flag")
+            return self.sequence(content, (flags | added) & ~removed, code, depth + 1)
+        elif op is _constants.BRANCH:
+            branches = argument[1]
+            code += (_ALTERNATE, len(branches))
+            return 1 + sum(self.sequence(b, flags, code, depth + 1) for b in branches)
+        elif op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+            low, high, content = argument
+            endless = high is _constants.MAXREPEAT
+            code += (_REPEAT, low, _UNBOUNDED if endless else high)
+            size = self.sequence(content, flags, code, depth + 1)
+            return 2 + size * (low + 1 if endless else int(high))
+        else:
+            raise _NotRegularError(_not_regular(op, argument))
+        return 1
+
+    def _assertion(self, anchor: Any, flags: int) -> int:
+        if anchor in _ANCHORS:
+            return _ANCHORS[anchor][bool(flags & re.MULTILINE)]
+        ascii_only = bool(flags & re.ASCII)
+        word = (_constants.CATEGORY, _constants.CATEGORY_WORD)
+        self._boundaries[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
+        return _BOUNDARIES[anchor][ascii_only]
+
+
+def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
+    """Lowers the patterns of a rule list.
+
+    Raises:
+        re.error: `re` rejects a pattern; the message has the rule's index and a caret.
+    """
+    lowering = _Lowering()
+    lowered: list[str | list[int] | None] = []
+    searched: list[tuple[int, Callable[[str], object]]] = []
+    fallbacks: list[tuple[int, str]] = []
+    nodes = 0
+    for index, pattern in enumerate(patterns):
+        if isinstance(pattern, str) and not _METACHARACTER.search(pattern):
+            nodes += len(pattern)
+            lowered.append(pattern)
+            continue
+        code: list[int] = []
+        try:
+            tree = _parse(index, pattern)
+            size = lowering.sequence(tree, tree.state.flags, code, 0)
+            if nodes + size > _MAX_NODES_OF_RULES:
+                raise _NotRegularError("the rules before it fill the automaton")
+            nodes += size
+            lowered.append(code)
+        except _NotRegularError as reason:
+            lowered.append(None)
+            searched.append((index, _compile(index, pattern).search))
+            fallbacks.append((index, str(reason)))
+    return PatternCode(
+        tuple(lowered),
+        lowering.classes(),
+        lowering.acceptor(),
+        lowering.word_class(ascii_only=False),
+        lowering.word_class(ascii_only=True),
+        tuple(searched),
+        tuple(fallbacks),
+    )
+
+
+def _parse(index: int, pattern: str | re.Pattern[str]) -> Any:
+    text, flags = _text_and_flags(pattern)
+    try:
+        return _parser.parse(text, flags)
+    except re.error as error:
+        raise _located(index, error) from None
+    except (OverflowError, RecursionError) as error:
+        raise type(error)(f"rule {index}: {error}: {_shown(text)}") from None
+
+
+def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        # Parsing has warned already, if there was a reason to.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(pattern)
+    except re.error as error:
+        raise _located(index, error) from None
+
+
+def _text_and_flags(pattern: str | re.Pattern[str]) -> tuple[str, int]:
+    if isinstance(pattern, str):
+        return pattern, 0
+    return pattern.pattern, pattern.flags & ~re.DEBUG
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
+
+
+def _located(index: int, error: re.error) -> re.error:
+    """The same error, naming the rule, with a caret under the place."""
+    pattern = error.pattern if isinstance(error.pattern, str) else ""
+    located = re.error(error.msg, pattern, error.pos)
+    message = f"rule {index}: {located}"
+    if located.pos is not None and located.lineno is not None and located.colno is not None:
+        line = pattern.split("\n")[located.lineno - 1]
+        message += f"\n    {line}\n    {' ' * (located.colno - 1)}^"
+    elif pattern:
+        message += f"\n    {pattern}"
+    located.args = (message,)
+    return located

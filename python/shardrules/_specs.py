@@ -1,0 +1,97 @@
+"""What a rule may give a leaf: a PartitionSpec, or any object of the user's.
+
+Normalises specs once per rule and cuts them to a rank once per (rule, rank). JAX is imported only
+when a PartitionSpec has to be made. Must not know about patterns or trees.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+
+def partition_spec(*entries: Any) -> PartitionSpec:
+    """A `jax.sharding.PartitionSpec` of these entries."""
+    from jax.sharding import PartitionSpec
+
+    return PartitionSpec(*entries)
+
+
+def normalize_spec(index: int, spec: object) -> object:
+    """What rule `index` was given, ready for use: a hashable object.
+
+    None, a string, and a tuple or list of axis names become tuples of PartitionSpec entries; they
+    are made a PartitionSpec when the first leaf needs one. Any other object is kept.
+
+    Raises:
+        TypeError: an entry is no axis name, or the spec cannot be hashed.
+    """
+    if spec is None:
+        return Entries(())
+    if isinstance(spec, str):
+        return Entries((spec,))
+    if isinstance(spec, (tuple, list)) and not _is_named_tuple(spec):
+        return Entries(tuple(_entry(index, position, e) for position, e in enumerate(spec)))
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise TypeError(
+            f"rule {index}: the spec {shown(spec)} cannot be hashed ({error}); give a "
+            "PartitionSpec, None, an axis name, a tuple of axis names, or a hashable object"
+        ) from None
+    return spec
+
+
+class Entries(tuple[Any, ...]):
+    """Entries of a PartitionSpec that has not been made yet."""
+
+    __slots__ = ()
+
+
+def spec_length(spec: object) -> int:
+    """Entries that a spec has; a leaf of at least this rank gets the spec as it is."""
+    return len(spec) if isinstance(spec, Entries) or _is_partition_spec(spec) else 0
+
+
+def spec_for_rank(spec: object, rank: int) -> object:
+    """The spec for a leaf of that rank, cut as eformer's match_partition_rules cuts it."""
+    if isinstance(spec, Entries):
+        return partition_spec(*spec[:rank])
+    if not _is_partition_spec(spec) or rank >= len(spec):
+        return spec
+    return partition_spec(*tuple(spec)[:rank])
+
+
+def _is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
+    # Without JAX in the process nobody can have made one.
+    sharding = sys.modules.get("jax.sharding")
+    return sharding is not None and isinstance(spec, sharding.PartitionSpec)
+
+
+def _is_named_tuple(spec: object) -> bool:
+    return hasattr(type(spec), "_fields")
+
+
+def _entry(index: int, position: int, entry: object) -> object:
+    if entry is None or isinstance(entry, str) or _is_unconstrained(entry):
+        return entry
+    if isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
+        return tuple(entry)
+    raise TypeError(
+        f"rule {index}: entry {position} of the spec is {shown(entry)}; an entry is None, an axis "
+        "name, or a tuple of axis names"
+    )
+
+
+def _is_unconstrained(entry: object) -> bool:
+    sharding = sys.modules.get("jax.sharding")
+    return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
+
+
+def shown(value: object) -> str:
+    """A value and its type, short enough for an error message."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} (a {type(value).__name__})"

@@ -1,0 +1,54 @@
+"""The real manifests and rule sets that tests and benchmarks run on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from shardrules import demo
+from shardrules._manifest import Manifest, Parameter, read_manifest
+
+_DATA = Path(__file__).parent / "data"
+DEEPSEEK = "flaxpath-deepseek-v3"
+
+Rule = tuple[str, PartitionSpec]
+
+
+def manifest_names() -> list[str]:
+    """All manifests; the largest one ships with the package, for the demo."""
+    files = (_DATA / "manifests").glob("*.json.gz")
+    return sorted([DEEPSEEK, *(f.name.removesuffix(".json.gz") for f in files)])
+
+
+@cache
+def manifest(name: str) -> Manifest:
+    path = demo.MODEL if name == DEEPSEEK else _DATA / "manifests" / f"{name}.json.gz"
+    return read_manifest(path)
+
+
+@cache
+def _rule_files() -> dict[str, Any]:
+    with gzip.open(_DATA / "rules.json.gz") as file:
+        return dict(json.load(file))
+
+
+def regex_rule_sets() -> list[str]:
+    return [name for name, content in _rule_files().items() if content["kind"] == "regex"]
+
+
+def rules(name: str) -> list[Rule]:
+    return [(pattern, _spec(spec)) for pattern, spec in _rule_files()[name]["rules"]]
+
+
+def abstract(parameter: Parameter) -> jax.ShapeDtypeStruct:
+    """A leaf with the parameter's shape; all dtypes are one, since matching reads none."""
+    return jax.ShapeDtypeStruct(parameter.shape, "bfloat16")
+
+
+def _spec(entries: list[Any]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))

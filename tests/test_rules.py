@@ -1,0 +1,115 @@
+"""`Rules` as a value: immutable, hashable, picklable, usable from many threads at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import shardrules as sr
+from jax.sharding import PartitionSpec as P
+
+PAIRS = [("wq/kernel", P("fsdp", "tp")), (re.compile("BIAS", re.I), P()), (r"(?=x)x", None)]
+
+
+def test_a_sequence_of_its_pairs():
+    rules = sr.Rules(PAIRS)
+    assert len(rules) == 3
+    assert rules[0] == PAIRS[0]
+    assert [pattern for pattern, _ in rules] == [pattern for pattern, _ in PAIRS]
+    assert rules.dialect is sr.EFORMER
+    assert repr(rules) == "<Rules: 3 rules, dialect eformer>"
+
+
+def test_equality_and_hash():
+    assert sr.Rules(PAIRS) == sr.Rules(list(PAIRS))
+    assert hash(sr.Rules(PAIRS)) == hash(sr.Rules(PAIRS))
+    assert sr.Rules(PAIRS) != sr.Rules(PAIRS[:2])
+    assert sr.Rules([("a", P())]) != sr.Rules([(re.compile("a", re.I), P())])
+    assert sr.Rules(PAIRS) != PAIRS
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+def test_copies_and_pickles(duplicate):
+    rules = sr.Rules(PAIRS, memory_budget=4096)
+    again = duplicate(rules)
+    assert again == rules
+    assert again.first_match("a/bias") == 1
+    assert again.match({"wq": {"kernel": np.zeros((2, 2))}}) == {"wq": {"kernel": P("fsdp", "tp")}}
+
+
+def test_immutable():
+    rules = sr.Rules(PAIRS)
+    with pytest.raises(AttributeError, match="immutable"):
+        rules.dialect = None
+    with pytest.raises(AttributeError):
+        rules.other = 1
+    with pytest.raises(AttributeError, match="immutable"):
+        del rules._pairs
+
+
+def test_matches_of_a_path():
+    rules = sr.Rules([*PAIRS, (".*", None), ("kernel", P())])
+    assert rules.first_match("wq/kernel") == 0
+    assert rules.all_matches("wq/kernel") == [0, 3, 4]
+    assert rules.all_matches("x") == [2, 3]
+    assert sr.Rules(PAIRS).first_match("none of them") is None
+    assert sr.Rules(PAIRS).all_matches("none of them") == []
+    assert sr.Rules([]).first_match("") is None
+
+
+def test_one_rules_object_for_many_trees():
+    rules = sr.Rules([("kernel", P("tp"))])
+    for size in (1, 2, 3):
+        tree = {str(i): {"kernel": np.zeros(4)} for i in range(size)}
+        expected = {str(i): {"kernel": P("tp")} for i in range(size)}
+        assert rules.match(tree) == expected
+        assert sr.match_partition_rules(rules, tree) == expected
+
+
+def test_flags_of_compiled_patterns_hold():
+    rules = sr.Rules([(re.compile("a.b", re.I | re.S), None), (re.compile("x y", re.X), None)])
+    assert rules.first_match("A\nB") == 0
+    assert rules.first_match("xy") == 1
+
+
+def test_nested_use_from_a_leaf():
+    """A leaf whose shape property resolves another tree with the same rules."""
+    rules = sr.Rules([("inner", P("tp")), (".*", P("dp"))])
+    inner = []
+
+    class Leaf:
+        @property
+        def shape(self):
+            inner.append(rules.match({"inner": np.zeros(2), "x": np.zeros(3)}))
+            return (4,)
+
+    assert rules.match({"a": Leaf(), "b": [Leaf()]}) == {"a": P("dp"), "b": [P("dp")]}
+    assert inner == [{"inner": P("tp"), "x": P("dp")}] * 2
+
+
+def test_threads_share_rules():
+    rules = sr.Rules(
+        [(rf"layers/{i}/.*(kernel|é{i})", i) for i in range(40)] + [(".*", -1)],
+        memory_budget=30_000,
+    )
+    trees = [
+        {"layers": {str((i + t) % 40): {"mlp": {"kernel": 0, f"é{i}": 0}} for i in range(40)}}
+        for t in range(8)
+    ]
+    expected = [sr.Rules(list(rules)).match(tree, strict=False) for tree in trees]
+    barrier = threading.Barrier(8)
+
+    def work(t):
+        barrier.wait()
+        return [rules.match(trees[t], strict=False) for _ in range(50)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for t, results in enumerate(pool.map(work, range(8))):
+            assert results == [expected[t]] * 50

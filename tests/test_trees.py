@@ -1,0 +1,241 @@
+"""Every kind of pytree node: the result is what jax.tree_util.tree_map_with_path gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import shardrules as sr
+from jax import tree_util
+from jax.sharding import PartitionSpec as P
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Empty(NamedTuple):
+    pass
+
+
+@tree_util.register_pytree_node_class
+class WithoutKeys:
+    def __init__(self, *children, note="x"):
+        self.children, self.note = children, note
+
+    def tree_flatten(self):
+        return self.children, self.note
+
+    @classmethod
+    def tree_unflatten(cls, note, children):
+        return cls(*children, note=note)
+
+
+@tree_util.register_pytree_with_keys_class
+class WithKeys(WithoutKeys):
+    def tree_flatten_with_keys(self):
+        return [(f"<{i}>", child) for i, child in enumerate(self.children)], self.note
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    kernel: Any
+    bias: Any
+    name: str = dataclasses.field(metadata={"static": True}, default="block")
+
+
+class RegisteredPair(NamedTuple):
+    a: Any
+    b: Any
+
+
+tree_util.register_pytree_with_keys(
+    RegisteredPair,
+    lambda p: (((tree_util.GetAttrKey("z"), p.b),), p.a),
+    lambda a, children: RegisteredPair(a, children[0]),
+)
+
+
+class DictSubclass(dict):
+    """No pytree node: a leaf to JAX."""
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def kinds_of_trees():
+    leaf = array(4, 8)
+    return {
+        "leaf": leaf,
+        "none": None,
+        "dict": {"b": leaf, "a": {"c": leaf}},
+        "empty containers": {"a": {}, "b": [], "c": (), "d": None, "e": Empty()},
+        "OrderedDict": OrderedDict([("b", leaf), ("a", leaf)]),
+        "defaultdict": {"x": defaultdict(list, {"b": leaf, "a": [leaf]})},
+        "list": [leaf, [leaf, None], {"k": leaf}],
+        "long list": [leaf] * 120,
+        "tuple": (leaf, (leaf,), ()),
+        "namedtuple": Pair(leaf, Pair({"k": leaf}, 3)),
+        "registered namedtuple": [RegisteredPair(1, leaf), Pair(leaf, leaf)],
+        "without keys": {"n": WithoutKeys(leaf, {"k": leaf}, note="kept")},
+        "with keys": [WithKeys(leaf, [leaf], note="kept")],
+        "dataclass": {"block": Block(leaf, array(8), name="kept")},
+        "int keys": {2: leaf, 10: {1: leaf}},
+        "tuple keys": {(1, "a"): leaf, (0, "b"): leaf},
+        "float and bool keys": {1.5: leaf, True: leaf},
+        "bytes keys": {b"x": leaf},
+        "odd text keys": {"a/b": {"": leaf, "\n": leaf, "é": leaf, "\U0001f600": leaf}},
+        "dict subclass": {"leaf": DictSubclass(a=leaf)},
+        "leaves": [np.zeros((2, 3)), np.float32(1), 1, 2.5, "text", jax.numpy.ones(3), object],
+    }
+
+
+def trees_of_libraries():
+    trees = {}
+    leaf = array(4, 8)
+    flax = pytest.importorskip("flax")
+    from flax import nnx
+
+    trees["FrozenDict"] = flax.core.freeze({"b": leaf, "a": {"c": leaf}})
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    trees["nnx.State"] = nnx.state(Model(nnx.Rngs(0)))
+    trees["nnx pure dict"] = nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(0))))
+
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
+    trees["equinox Module"] = mlp
+    trees["equinox arrays"] = eqx.filter(mlp, eqx.is_array)
+
+    optax = pytest.importorskip("optax")
+    params = {"w": {"kernel": np.zeros((4, 8), np.float32)}, "b": np.zeros(3, np.float32)}
+    adam = optax.adam(1e-3)
+    trees["optax Adam"] = adam.init(params)
+    trees["optax MultiSteps"] = optax.MultiSteps(adam, 2).init(params)
+    trees["optax masked"] = optax.masked(adam, {"w": True, "b": False}).init(params)
+    trees["optax chain"] = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(
+        params
+    )
+    return trees
+
+
+def key_text(entry):
+    """As eformer.pytree.tree_path_to_string."""
+    for attribute in ("idx", "name", "key"):
+        if type(entry).__module__.startswith("jax") and hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def assert_same_tree(tree):
+    """Each leaf's rule is found by its path; the trees have equal structures."""
+    paths = [p for p, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    texts = ["/".join(map(key_text, path)) for path in paths]
+    # One rule a leaf, whose spec is its number: the result shows which path each leaf had.
+    rules = sr.Rules([(rf"\A{escaped(text)}\Z", number) for number, text in enumerate(texts)])
+    result = rules.match(tree, strict=False)
+    expected = tree_util.tree_map_with_path(
+        lambda path, _: texts.index("/".join(map(key_text, path))), tree
+    )
+    assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
+    assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
+    return result
+
+
+def escaped(text):
+    return "".join(f"\\U{ord(c):08x}" for c in text)
+
+
+@pytest.mark.parametrize("kind", kinds_of_trees())
+def test_structure_and_paths(kind):
+    assert_same_tree(kinds_of_trees()[kind])
+
+
+LIBRARY_KINDS = [
+    "FrozenDict", "nnx.State", "nnx pure dict", "equinox Module", "equinox arrays", "optax Adam",
+    "optax MultiSteps", "optax masked", "optax chain",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_structure_and_paths_of_libraries(kind):
+    tree = trees_of_libraries()[kind]
+    result = assert_same_tree(tree)
+    assert type(result) is type(tree)
+
+
+@pytest.mark.parametrize("kind", [*kinds_of_trees(), *LIBRARY_KINDS])
+def test_same_as_eformer(kind):
+    eformer = pytest.importorskip("eformer.escale", reason="eformer is not installed")
+    tree = (kinds_of_trees() | trees_of_libraries())[kind]
+    rules = [("kernel|1", P("tp", "fsdp")), ("mu|a", P(None, "dp")), (".*", P())]
+    expected = eformer.match_partition_rules(rules, tree)
+    result = sr.match_partition_rules(rules, tree)
+    assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
+    assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
+
+
+def test_nodes_keep_their_type_and_auxiliary_data():
+    trees = kinds_of_trees()
+    rules = [(".*", P())]
+
+    def match(kind):
+        return sr.match_partition_rules(rules, trees[kind])
+
+    assert list(match("OrderedDict")) == ["b", "a"]
+    assert match("defaultdict")["x"].default_factory is list
+    assert match("without keys")["n"].note == "kept"
+    assert match("dataclass")["block"].name == "kept"
+    assert isinstance(match("namedtuple"), Pair)
+    assert match("registered namedtuple")[0] == RegisteredPair(1, P())
+
+
+def test_dicts_keep_the_order_of_their_keys():
+    tree = {k: {"z": array(2), "a": array(2)} for k in ("c", "a", "b")}
+    result = sr.match_partition_rules([(".*", P())], tree)
+    assert list(result) == ["c", "a", "b"]
+    assert list(result["a"]) == ["z", "a"]
+    assert list(tree) == ["c", "a", "b"]
+    assert isinstance(tree["a"]["z"], jax.ShapeDtypeStruct)
+
+
+def test_keys_that_jax_cannot_sort_are_refused():
+    tree = {"outer": {1: array(2), "a": array(2)}}
+    with pytest.raises(ValueError, match="sort"):
+        tree_util.tree_map(lambda x: x, tree)
+    with pytest.raises(ValueError, match="cannot sort the keys"):
+        sr.match_partition_rules([(".*", P())], tree)
+
+
+def test_types_registered_between_two_calls_are_seen():
+    class Late:
+        def __init__(self, inner):
+            self.inner = inner
+
+    rules = [(".*", P())]
+    assert sr.match_partition_rules(rules, {"late": Late(array(2))}) == {"late": P()}
+    tree_util.register_pytree_node(
+        Late, lambda n: ((n.inner,), None), lambda _, children: Late(*children)
+    )
+    result = sr.match_partition_rules(rules, {"late": Late(array(2))})
+    assert result["late"].inner == P()
+
+
+def test_tracers_and_arrays():
+    seen = []
+
+    @jax.jit
+    def step(params):
+        seen.append(sr.match_partition_rules([("w", P("tp")), (".*", P())], params))
+        return params
+
+    step({"w": jax.numpy.ones((4, 2)), "b": 1.0})
+    assert seen == [{"w": P("tp"), "b": P()}]
