@@ -16,8 +16,8 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     console.print("\n".join(environment()))
     console.print(
-        "Medians of interleaved runs in one process; results are checked to be equal first. Ours is cold: "
-        "rules are compiled anew each time.\nFreeing the result counts for nobody."
+        "Medians of interleaved runs in one process; results are checked to be equal first.\n"
+        "Ours is cold: rules are compiled anew each time. Freeing the result counts for nobody."
     )
     results: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases():

@@ -33,7 +33,9 @@ def normalize_spec(index: int, spec: object) -> object:
         return Entries(())
     if isinstance(spec, str):
         return Entries((spec,))
-    if isinstance(spec, (tuple, list)) and not _is_named_tuple(spec):
+    # Before JAX 0.6 a PartitionSpec is a tuple itself.
+    plain = not _is_partition_spec(spec) and not _is_named_tuple(spec)
+    if isinstance(spec, (tuple, list)) and plain:
         return Entries(tuple(_entry(index, position, e) for position, e in enumerate(spec)))
     try:
         hash(spec)

@@ -36,7 +36,7 @@ def main() -> int:
     rules = read_rules(RULES)
     total = sum(p.bytes for p in manifest.parameters)
     console.print(
-        f"[bold]{manifest.model}[/bold]: {len(manifest.parameters):,} arrays, "
+        f"[bold]DeepSeek-V3[/bold] ({manifest.model}): {len(manifest.parameters):,} arrays, "
         f"{total / 1e9:,.0f} GB; "
         f"{len(rules)} rules of EasyDeL 0.0.80 (DeepseekV2Config)\n"
     )
