@@ -1,10 +1,12 @@
-// Remembers where the automaton gets to from a state over a key object: the same interned "kernel"
-// comes back thousands of times. A fixed table, one entry per slot; a hit costs one comparison.
+// Remembers where the automaton gets to from a state over a key: "kernel" comes back thousands of
+// times. A fixed table, one entry per slot, found through the hash that a dict key carries anyway;
+// a hit costs a comparison of texts, which for one and the same object is one of addresses.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "tree_path.hpp"
 
@@ -18,26 +20,36 @@ class StepMemo {
         if (dfa.decided()) return dfa.enter(from);
         if (key.object == nullptr || !PyUnicode_CheckExact(key.object))
             return dfa.enter(KeyText(key).text());
-        Slot& slot = slots_[index(from, key.object)];
-        if (slot.from == from && slot.key.get() == key.object && slot.epoch == dfa.epoch())
-            return dfa.enter(slot.to);
+        const automata::Text text = text_of(key.object);
+        // A long name, as in a flat checkpoint, is hardly met twice.
+        if (text.length > kLongest) return dfa.enter(text);
+        Slot& slot = slots_[index(from, PyObject_Hash(key.object))];
         const std::uint64_t epoch = dfa.epoch();
-        dfa.enter(text_of(key.object));
-        if (dfa.epoch() == epoch)
-            slot = {Ref::borrow(key.object), epoch, from, dfa.position()};
+        if (slot.from == from && slot.epoch == epoch && same_text(slot, key.object, text))
+            return dfa.enter(slot.to);
+        dfa.enter(text);
+        if (dfa.epoch() == epoch) slot = {Ref::borrow(key.object), epoch, from, dfa.position()};
     }
 
   private:
     struct Slot {
-        Ref key;  // owned, so that no other object can have its address
+        Ref key;
         std::uint64_t epoch = 0;
         automata::LazyDfa::StateId from = 0, to = 0;
     };
     static constexpr std::size_t kSlots = 1024;
+    static constexpr std::size_t kLongest = 32;
 
-    static std::size_t index(automata::LazyDfa::StateId from, PyObject* key) {
-        const auto address = reinterpret_cast<std::uintptr_t>(key);
-        return ((address >> 4) ^ (address >> 14) ^ (from * std::size_t{0x9E3779B1})) % kSlots;
+    static std::size_t index(automata::LazyDfa::StateId from, Py_hash_t hash) {
+        return (static_cast<std::size_t>(hash) ^ (from * std::size_t{0x9E3779B1})) % kSlots;
+    }
+
+    static bool same_text(const Slot& slot, PyObject* key, const automata::Text& text) {
+        if (slot.key.get() == key) return true;
+        if (!slot.key) return false;
+        const automata::Text known = text_of(slot.key.get());
+        return known.length == text.length && known.width == text.width &&
+               std::memcmp(known.data, text.data, text.length * static_cast<std::size_t>(text.width)) == 0;
     }
 
     std::array<Slot, kSlots> slots_;
