@@ -9,7 +9,7 @@ INSTALL := install --quiet --disable-pip-version-check
 # Tests run on every core; PYTEST_ARGS passes more.
 PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: demo test test-cpp test-oldest bench lint format sanitize clean
+.PHONY: demo test test-cpp test-oldest bench fuzz-differential lint format sanitize clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m shardrules.demo
@@ -30,6 +30,10 @@ sanitize: $(VENV)/dependencies
 	$(VENV)/bin/cmake --preset sanitize --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
 	$(VENV)/bin/cmake --build build/sanitize
 	$(VENV)/bin/ctest --test-dir build/sanitize --output-on-failure
+
+# A million random cases against `re`; ARGS='--seed 7' repeats a run.
+fuzz-differential: $(VENV)/installed
+	$(VENV)/bin/python -m tests.differential $(ARGS)
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks

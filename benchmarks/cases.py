@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import shardrules as sr
 from eformer.escale import get_corrected_named_sharding
 from eformer.escale import match_partition_rules as eformer_match
 from jax import tree_util
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from shardrules import demo
 
+import shardrules as sr
 from benchmarks.harness import Case
+from shardrules import demo
 from tests import corpus
 
 Rules = list[tuple[str, P]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+
 from shardrules import demo
 from shardrules._manifest import Manifest, Parameter, read_manifest
 

@@ -7,11 +7,11 @@ from functools import cache
 
 import jax
 import pytest
-import shardrules as sr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import shardrules as sr
 from tests import corpus
 
 eformer = pytest.importorskip("eformer.escale", reason="eformer is not installed")

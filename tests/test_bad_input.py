@@ -8,8 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-import shardrules as sr
 from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
 
 CATCH_ALL = [(".*", P())]
 
@@ -41,6 +42,13 @@ def test_what_re_rejects_is_rejected(pattern):
 def test_a_repeat_that_overflows():
     with pytest.raises(OverflowError, match="rule 0"):
         sr.Rules([("a{99999999999999999999}", P())])
+
+
+def test_flags_that_exclude_each_other():
+    with pytest.raises(ValueError, match="ASCII and UNICODE flags are incompatible"):
+        re.compile("(?a)(?u)x")
+    with pytest.raises(ValueError, match="rule 0: ASCII and UNICODE flags are incompatible"):
+        sr.Rules([("(?a)(?u)x", P())])
 
 
 def test_a_pattern_nested_very_deeply():

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 import shardrules
 
 MODULES = [

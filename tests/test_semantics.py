@@ -7,8 +7,9 @@ import warnings
 import jax
 import numpy as np
 import pytest
-import shardrules as sr
 from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
 
 TREE = {"w": np.zeros((4, 8)), "b": np.zeros(8), "step": np.array(3), "lr": 0.1}
 RULES = [("w", P("tp", None)), ("b", P("tp", "dp")), ("step|lr", P("dp"))]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-import shardrules as sr
 from jax import tree_util
 from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
@@ -199,7 +199,7 @@ def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
     fallbacks: list[tuple[int, str]] = []
     nodes = 0
     for index, pattern in enumerate(patterns):
-        if isinstance(pattern, str) and not _METACHARACTER.search(pattern):
+        if _is_literal(pattern) and nodes + len(pattern) <= _MAX_NODES_OF_RULES:
             nodes += len(pattern)
             lowered.append(pattern)
             continue
@@ -226,13 +226,17 @@ def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
     )
 
 
+def _is_literal(pattern: str | re.Pattern[str]) -> TypeGuard[str]:
+    return isinstance(pattern, str) and not _METACHARACTER.search(pattern)
+
+
 def _parse(index: int, pattern: str | re.Pattern[str]) -> Any:
     text, flags = _text_and_flags(pattern)
     try:
         return _parser.parse(text, flags)
     except re.error as error:
         raise _located(index, error) from None
-    except (OverflowError, RecursionError) as error:
+    except (OverflowError, RecursionError, ValueError) as error:
         raise type(error)(f"rule {index}: {error}: {_shown(text)}") from None
 
 
