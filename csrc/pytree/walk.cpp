@@ -35,10 +35,18 @@ class Walk {
         } catch (const PythonError&) {
             note_path();
             throw;
+        } catch (const TooDeep&) {
+            PyErr_Format(PyExc_RecursionError, "the tree is nested more than %zu levels deep",
+                         path_.depth());
+            note_path();
+            throw PythonError{};
         }
     }
 
   private:
+    // Becomes a RecursionError once the stack is unwound: down there Python cannot make one.
+    struct TooDeep {};
+
     Ref leaf(PyObject* object) { return visitor_.visit(object, {dfa_, path_}); }
 
     // A child of the node that the walk is in. On errors the path stays, for the note.
@@ -59,12 +67,11 @@ class Walk {
     }
 
     Ref node(PyObject* object, Kind kind) {
-        if (path_.depth() > kMaxTreeDepth) {
-            PyErr_Format(PyExc_RecursionError, "the tree is nested more than %zu levels deep",
-                         kMaxTreeDepth);
-            throw PythonError{};
+        if (path_.depth() > kMaxTreeDepth) throw TooDeep{};
+        if (Py_EnterRecursiveCall(" while walking a pytree") != 0) {
+            PyErr_Clear();
+            throw TooDeep{};
         }
-        check(Py_EnterRecursiveCall(" while walking a pytree"));
         const struct Leave {
             ~Leave() { Py_LeaveRecursiveCall(); }
         } leave;
