@@ -48,8 +48,9 @@ class StepMemo {
         if (slot.key.get() == key) return true;
         if (!slot.key) return false;
         const automata::Text known = text_of(slot.key.get());
+        const std::size_t bytes = text.length * static_cast<std::size_t>(text.width);
         return known.length == text.length && known.width == text.width &&
-               std::memcmp(known.data, text.data, text.length * static_cast<std::size_t>(text.width)) == 0;
+               std::memcmp(known.data, text.data, bytes) == 0;
     }
 
     std::array<Slot, kSlots> slots_;
