@@ -45,4 +45,10 @@ inline void check(int status) {
     if (status < 0) throw PythonError{};
 }
 
+inline Ref attribute(PyObject* object, const char* name) {
+    return Ref::checked(PyObject_GetAttrString(object, name));
+}
+
+inline Ref imported(const char* module) { return Ref::checked(PyImport_ImportModule(module)); }
+
 }  // namespace shardrules::pytree

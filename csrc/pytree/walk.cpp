@@ -1,5 +1,7 @@
 #include "walk.hpp"
 
+#include "node_types.hpp"
+#include "registry.hpp"
 #include "step_memo.hpp"
 
 namespace shardrules::pytree {
@@ -30,8 +32,8 @@ class Walk {
 
     Ref run(PyObject* tree) {
         try {
-            const Kind kind = kinds_.of(tree);
-            return kind == Kind::kLeaf ? leaf(tree) : node(tree, kind);
+            const NodeType& type = types_.of(tree);
+            return type.kind == Kind::kLeaf ? leaf(tree) : node(tree, type);
         } catch (const PythonError&) {
             note_path();
             throw;
@@ -53,20 +55,20 @@ class Walk {
     Ref child(const Key& key, PyObject* object) {
         path_.push(key);
         steps_.enter(dfa_, key);
-        const Kind kind = kinds_.of(object);
+        const NodeType& type = types_.of(object);
         Ref result;
-        if (kind == Kind::kLeaf) {
+        if (type.kind == Kind::kLeaf) {
             result = leaf(object);
         } else {
             dfa_.extend(separator_);
-            result = node(object, kind);
+            result = node(object, type);
         }
         dfa_.leave();
         path_.pop();
         return result;
     }
 
-    Ref node(PyObject* object, Kind kind) {
+    Ref node(PyObject* object, const NodeType& type) {
         if (path_.depth() > kMaxTreeDepth) throw TooDeep{};
         if (Py_EnterRecursiveCall(" while walking a pytree") != 0) {
             PyErr_Clear();
@@ -75,15 +77,15 @@ class Walk {
         const struct Leave {
             ~Leave() { Py_LeaveRecursiveCall(); }
         } leave;
-        switch (kind) {
+        switch (type.kind) {
             case Kind::kNone: return Ref::borrow(Py_None);
             case Kind::kDict: return dict(object);
             case Kind::kOrderedDict: return ordered_dict(object);
             case Kind::kDefaultDict: return default_dict(object);
             case Kind::kList: return list(object);
             case Kind::kTuple: return tuple(object);
-            case Kind::kNamedTuple: return named_tuple(object);
-            case Kind::kRegistered: return registered(object);
+            case Kind::kNamedTuple: return named_tuple(object, type);
+            case Kind::kRegistered: return registered(object, type);
             case Kind::kLeaf: break;
         }
         return leaf(object);
@@ -173,42 +175,75 @@ class Walk {
         return out;
     }
 
-    Ref named_tuple(PyObject* object) {
-        PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-        const Ref declared = Ref::checked(PyObject_GetAttrString(type, "_fields"));
-        const Ref fields = Ref::checked(PySequence_Tuple(declared.get()));
+    Ref named_tuple(PyObject* object, const NodeType& type) {
         const Py_ssize_t size = PyTuple_GET_SIZE(object);
-        if (PyTuple_GET_SIZE(fields.get()) != size) {
+        PyObject* fields = type.fields.get();
+        if (PyTuple_GET_SIZE(fields) != size) {
             PyErr_Format(PyExc_ValueError, "a %.200s has %zd items but %zd names in _fields",
-                         Py_TYPE(object)->tp_name, size, PyTuple_GET_SIZE(fields.get()));
+                         Py_TYPE(object)->tp_name, size, PyTuple_GET_SIZE(fields));
             throw PythonError{};
         }
-        if (size == 0) return Ref::checked(PyObject_CallNoArgs(type));
-        const Ref children = hidden(PyTuple_New(size));
+        const std::size_t base = values_.size();
         for (Py_ssize_t i = 0; i < size; ++i)
-            PyTuple_SET_ITEM(
-                children.get(), i,
-                child({PyTuple_GET_ITEM(fields.get(), i)}, PyTuple_GET_ITEM(object, i)).release());
-        PyObject_GC_Track(children.get());
-        return Ref::checked(PyObject_CallObject(type, children.get()));
+            values_.push_back(child({PyTuple_GET_ITEM(fields, i)}, PyTuple_GET_ITEM(object, i)));
+        Ref out;
+        if (type.constructor_is_tuple) {
+            PyTypeObject* exact = Py_TYPE(object);
+            out = Ref::checked(exact->tp_alloc(exact, size));
+            for (Py_ssize_t i = 0; i < size; ++i)
+                PyTuple_SET_ITEM(out.get(), i, value(base, i).release());
+        } else {
+            out = Ref::checked(PyObject_CallObject(type.type.get(), tuple_from(base).get()));
+        }
+        values_.resize(base);
+        return out;
     }
 
-    Ref registered(PyObject* object) {
-        const Ref pairs = keyed_children(object);
-        const Ref children = Ref::checked(PyList_New(0));
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.get()); ++i) {
-            const Ref pair =
-                Ref::checked(PySequence_Tuple(PySequence_Fast_GET_ITEM(pairs.get(), i)));
-            if (PyTuple_GET_SIZE(pair.get()) != 2) {
-                PyErr_Format(PyExc_TypeError, "%.200s: children with keys must be pairs",
-                             Py_TYPE(object)->tp_name);
-                throw PythonError{};
-            }
-            const Ref text = key_entry_text(PyTuple_GET_ITEM(pair.get(), 0));
-            const Ref result = child({text.get()}, PyTuple_GET_ITEM(pair.get(), 1));
-            check(PyList_Append(children.get(), result.get()));
+    Ref registered(PyObject* object, const NodeType& type) {
+        const std::size_t base = values_.size();
+        if (!type.record || !type.record->read(object, values_)) return flattened(object, type);
+        const std::vector<Ref>& keys = type.record->keys();
+        for (std::size_t i = 0; i < keys.size(); ++i) {
+            const Ref original = std::move(values_[base + 1 + i]);
+            Ref result = child({keys[i].get()}, original.get());
+            values_[base + 1 + i] = std::move(result);  // the stack may have moved meanwhile
         }
-        return with_children(object, children.get());
+        Ref out = type.record->make(values_.data() + base);
+        values_.resize(base);
+        return out;
+    }
+
+    Ref flattened(PyObject* object, const NodeType& type) {
+        const std::size_t base = values_.size();
+        const KeyedChildren flat = flatten_one_level(object);
+        if (!flat.pairs) {
+            PyErr_Format(PyExc_TypeError, "JAX's registry does not flatten %.200s any more",
+                         Py_TYPE(object)->tp_name);
+            throw PythonError{};
+        }
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flat.pairs.get()); ++i) {
+            const Ref pair = key_and_child(object, flat.pairs.get(), i);
+            const Ref text = key_entry_text(PyTuple_GET_ITEM(pair.get(), 0));
+            values_.push_back(child({text.get()}, PyTuple_GET_ITEM(pair.get(), 1)));
+        }
+        const Ref children = tuple_from(base);
+        values_.resize(base);
+        if (!type.unflatten) return with_children(object, children.get());
+        return Ref::checked(PyObject_CallFunctionObjArgs(
+            type.unflatten.get(), flat.auxiliary.get(), children.get(), nullptr));
+    }
+
+    Ref& value(std::size_t base, Py_ssize_t i) {
+        return values_[base + static_cast<std::size_t>(i)];
+    }
+
+    // Moves the values from there on into a tuple.
+    Ref tuple_from(std::size_t base) {
+        const auto size = static_cast<Py_ssize_t>(values_.size() - base);
+        Ref out = Ref::checked(PyTuple_New(size));
+        for (Py_ssize_t i = 0; i < size; ++i)
+            PyTuple_SET_ITEM(out.get(), i, value(base, i).release());
+        return out;
     }
 
     // A new list or tuple, kept from the garbage collector's eyes (and so from user code that asks
@@ -246,8 +281,9 @@ class Walk {
     automata::LazyDfa& dfa_;
     LeafVisitor& visitor_;
     TreePath path_;
-    NodeKinds kinds_;
+    NodeTypes types_;
     StepMemo steps_;
+    std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open
 };
 
 }  // namespace

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "automata/lazy_dfa.hpp"
-#include "node_kinds.hpp"
 #include "tree_path.hpp"
 
 namespace shardrules::pytree {

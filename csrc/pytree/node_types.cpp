@@ -1,0 +1,81 @@
+#include "node_types.hpp"
+
+#include "registry.hpp"
+
+namespace shardrules::pytree {
+namespace {
+
+bool has_fields(PyTypeObject* type) {
+    return PyType_IsSubtype(type, &PyTuple_Type) &&
+           PyObject_HasAttrString(reinterpret_cast<PyObject*>(type), "_fields") == 1;
+}
+
+// Whether type(*items) runs nothing but the __new__ that collections.namedtuple generates.
+bool constructor_is_tuple(PyTypeObject* type) {
+    if (!Py_IS_TYPE(type, &PyType_Type) || type->tp_init != PyBaseObject_Type.tp_init ||
+        type->tp_alloc != PyType_GenericAlloc)
+        return false;
+    const Ref make = attribute(reinterpret_cast<PyObject*>(type), "__new__");
+    if (!PyFunction_Check(make.get())) return false;
+    const Ref tuple_new = attribute(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__");
+    PyObject* globals = PyFunction_GET_GLOBALS(make.get());
+    PyObject* name = PyDict_GetItemString(globals, "__name__");
+    return PyDict_GetItemString(globals, "_tuple_new") == tuple_new.get() && name != nullptr &&
+           PyUnicode_Check(name) && PyUnicode_GET_LENGTH(name) > 0 &&
+           PyUnicode_Tailmatch(name, Ref::checked(PyUnicode_FromString("namedtuple_")).get(), 0,
+                               PY_SSIZE_T_MAX, -1) == 1;
+}
+
+NodeType named_tuple(PyTypeObject* type) {
+    PyObject* object = reinterpret_cast<PyObject*>(type);
+    const Ref declared = attribute(object, "_fields");
+    return {.kind = Kind::kNamedTuple,
+            .type = Ref::borrow(object),
+            .fields = Ref::checked(PySequence_Tuple(declared.get())),
+            .constructor_is_tuple = constructor_is_tuple(type)};
+}
+
+NodeType registered(PyObject* example, PyTypeObject* type) {
+    PyObject* object = reinterpret_cast<PyObject*>(type);
+    const Ref known = Ref::checked(
+        PyObject_CallMethod(imported("shardrules._node_types").get(), "describe", "OO", object,
+                            example));
+    PyObject *unflatten = nullptr, *record = nullptr;
+    if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};
+    NodeType out{.kind = Kind::kRegistered, .type = Ref::borrow(object)};
+    if (unflatten != Py_None) out.unflatten = Ref::borrow(unflatten);
+    if (record != Py_None) out.record.emplace(type, record);
+    return out;
+}
+
+NodeType classify(PyObject* object, PyTypeObject* type) {
+    const KeyedChildren flat = flatten_one_level(object);
+    if (!flat.pairs) return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
+    if (has_fields(type) && flattened_as_namedtuple(object, flat)) return named_tuple(type);
+    return registered(object, type);
+}
+
+}  // namespace
+
+NodeTypes::NodeTypes() {
+    const Ref collections = imported("collections");
+    const auto type_of = [&](const char* name) {  // immortal in practice: the module keeps it
+        return reinterpret_cast<PyTypeObject*>(attribute(collections.get(), name).get());
+    };
+    for (const auto& [type, kind] :
+         {std::pair{&PyList_Type, Kind::kList}, std::pair{&PyTuple_Type, Kind::kTuple},
+          std::pair{Py_TYPE(Py_None), Kind::kNone},
+          std::pair{type_of("OrderedDict"), Kind::kOrderedDict},
+          std::pair{type_of("defaultdict"), Kind::kDefaultDict}})
+        types_[type].kind = kind;
+}
+
+const NodeType& NodeTypes::look_up(PyObject* object, PyTypeObject* type) {
+    auto found = types_.find(type);
+    if (found == types_.end()) found = types_.emplace(type, classify(object, type)).first;
+    last_type_ = type;
+    last_ = &found->second;
+    return *last_;
+}
+
+}  // namespace shardrules::pytree

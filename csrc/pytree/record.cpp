@@ -1,0 +1,131 @@
+#include "record.hpp"
+
+#include <stdexcept>
+#include <string_view>
+
+namespace shardrules::pytree {
+namespace {
+
+// A run of Refs is an argument vector.
+static_assert(sizeof(Ref) == sizeof(PyObject*) && std::is_standard_layout_v<Ref>);
+
+PyObject* const* arguments(const Ref* values) {
+    return reinterpret_cast<PyObject* const*>(values);
+}
+
+// The Python function that calling the type comes down to, after object.__new__; or empty.
+Ref init_alone(PyTypeObject* type) {
+    if (!Py_IS_TYPE(type, &PyType_Type) || type->tp_new != PyBaseObject_Type.tp_new) return {};
+    Ref init = attribute(reinterpret_cast<PyObject*>(type), "__init__");
+    return PyFunction_Check(init.get()) ? init : Ref();
+}
+
+// dict(sorted(d.items())) without comparing a value; empty if a key is no str.
+Ref sorted_by_key(PyObject* dict) {
+    if (!PyDict_CheckExact(dict)) return {};
+    PyObject *key = nullptr, *value = nullptr, *previous = nullptr;
+    bool sorted = true;
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, nullptr); previous = key) {
+        if (!PyUnicode_CheckExact(key)) return {};
+        sorted = sorted && (previous == nullptr || PyUnicode_Compare(previous, key) < 0);
+    }
+    if (sorted) return Ref::checked(PyDict_Copy(dict));
+    const Ref keys = Ref::checked(PyDict_Keys(dict));
+    check(PyList_Sort(keys.get()));
+    Ref out = Ref::checked(PyDict_New());
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys.get()); ++i) {
+        key = PyList_GET_ITEM(keys.get(), i);
+        value = PyDict_GetItemWithError(dict, key);
+        if (value == nullptr) throw PythonError{};
+        check(PyDict_SetItem(out.get(), key, value));
+    }
+    return out;
+}
+
+}  // namespace
+
+Record::Record(PyTypeObject* type, PyObject* description)
+    : type_(reinterpret_cast<PyObject*>(type)) {
+    const Ref layout = attribute(description, "layout");
+    const char* name = PyUnicode_AsUTF8(layout.get());
+    if (name == nullptr) throw PythonError{};
+    const std::string_view word(name);
+    layout_ = word == "call"         ? Layout::kCall
+              : word == "attributes" ? Layout::kAttributes
+                                     : Layout::kVariable;
+    const Ref keys = attribute(description, "keys");
+    for (Py_ssize_t i = 0; i < PyTuple_Size(keys.get()); ++i)
+        keys_.push_back(Ref::borrow(PyTuple_GET_ITEM(keys.get(), i)));
+    names_ = Ref::checked(PySequence_Concat(attribute(description, "children").get(),
+                                            attribute(description, "rest").get()));
+    if (layout_ == Layout::kCall) init_ = init_alone(type);
+    if (layout_ == Layout::kVariable) new_ = attribute(type_, "_new");
+}
+
+bool Record::read(PyObject* node, std::vector<Ref>& values) const {
+    const std::size_t start = values.size();
+    values.emplace_back();
+    if (layout_ == Layout::kAttributes ? read_attributes(node, values) : read_values(node, values))
+        return true;
+    values.resize(start);
+    return false;
+}
+
+bool Record::read_values(PyObject* node, std::vector<Ref>& values) const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
+        values.push_back(Ref::checked(PyObject_GetAttr(node, PyTuple_GET_ITEM(names_.get(), i))));
+    if (layout_ == Layout::kVariable) values.back() = sorted_by_key(values.back().get());
+    return static_cast<bool>(values.back());
+}
+
+bool Record::read_attributes(PyObject* node, std::vector<Ref>& values) const {
+    const Ref dict = Ref::steal(PyObject_GenericGetDict(node, nullptr));
+    if (!dict) PyErr_Clear();
+    if (!dict || PyDict_GET_SIZE(dict.get()) != PyTuple_GET_SIZE(names_.get())) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i) {
+        PyObject* value =
+            PyDict_GetItemWithError(dict.get(), PyTuple_GET_ITEM(names_.get(), i));
+        if (value == nullptr) {
+            if (PyErr_Occurred() != nullptr) throw PythonError{};
+            return false;
+        }
+        values.push_back(Ref::borrow(value));
+    }
+    return true;
+}
+
+Ref Record::new_object() const {
+    const Ref no_arguments = Ref::checked(PyTuple_New(0));
+    return Ref::checked(PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(type_),
+                                                 no_arguments.get(), nullptr));
+}
+
+Ref Record::make(Ref* values) const {
+    switch (layout_) {
+        case Layout::kCall: return call(values);
+        case Layout::kAttributes: {
+            Ref node = new_object();
+            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
+                check(PyObject_GenericSetAttr(node.get(), PyTuple_GET_ITEM(names_.get(), i),
+                                              values[i + 1].get()));
+            return node;
+        }
+        case Layout::kVariable:
+            return Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
+    }
+    throw std::logic_error("no such layout");
+}
+
+Ref Record::call(Ref* values) const {
+    if (!init_)
+        return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names_.get()));
+    values[0] = new_object();
+    const Ref returned =
+        Ref::checked(PyObject_Vectorcall(init_.get(), arguments(values), 1, names_.get()));
+    if (returned.get() == Py_None) return values[0];
+    PyErr_Format(PyExc_TypeError, "__init__() should return None, not '%.200s'",
+                 Py_TYPE(returned.get())->tp_name);
+    throw PythonError{};
+}
+
+}  // namespace shardrules::pytree

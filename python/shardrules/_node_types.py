@@ -1,0 +1,129 @@
+"""What is known of a registered pytree type beyond the registry: which of them are plain records.
+
+A record's children are attributes with fixed names, so the core reads and rebuilds it without the
+registry's Python functions. Three are known: JAX's own dataclasses, equinox modules and flax nnx
+Variables. Each is recognised by the very functions that it was registered with, and checked on the
+first node met; whatever looks different goes through the registry. Asked once per type and walk;
+imports neither flax nor equinox.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+
+class Record(NamedTuple):
+    """How the core reads and rebuilds nodes of one type."""
+
+    layout: str
+    """call: type(**everything); attributes: a new object whose __dict__ is everything;
+    variable: type._new(child, metadata with sorted keys)."""
+    children: tuple[str, ...]
+    """Attributes that hold the children."""
+    keys: tuple[str, ...]
+    """The children's texts in paths."""
+    rest: tuple[str, ...]
+    """Attributes that are carried over."""
+
+
+# JAX 0.12 gave the function its underscore.
+_JAX_DATACLASS: Final = {
+    ("jax._src.tree_util", f"{prefix}register_dataclass.<locals>.unflatten_func")
+    for prefix in ("", "_")
+}
+
+_known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
+
+
+def describe(node_type: type, example: object) -> tuple[Callable[..., Any] | None, Record | None]:
+    """The unflatten function that the type is registered with, and the record that it is.
+
+    Either is None if it is not known; then the registry itself is asked, node by node.
+    """
+    from jax._src import tree_util
+
+    entry = getattr(tree_util, "_registry", {}).get(node_type)
+    unflatten = getattr(entry, "from_iter", None)
+    if unflatten is None:
+        return None, None
+    record = _known.get(node_type)
+    if record is None:
+        record = _record(node_type, unflatten)
+        if record is None or not _fits(record, example, unflatten):
+            return unflatten, None
+        _known[node_type] = record
+    return unflatten, record
+
+
+def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
+    if _name(unflatten) in _JAX_DATACLASS:
+        fields = inspect.getclosurevars(unflatten).nonlocals
+        children, rest = tuple(fields["data_fields"]), tuple(fields["meta_fields"])
+        is_its_own = fields["nodetype"] is node_type
+        return Record("call", children, children, rest) if is_its_own else None
+    if isinstance(unflatten, functools.partial) and unflatten.args == (node_type,):
+        if _is_of_equinox(unflatten.func, node_type):
+            return _equinox_module(node_type)
+        if _name(unflatten.func) == ("flax.nnx.variablelib", "_variable_unflatten"):
+            return _nnx_variable(node_type)
+    return None
+
+
+def _is_of_equinox(function: Callable[..., Any], node_type: type) -> bool:
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    return file == f"<generated_unflatten_{node_type.__qualname__}>"
+
+
+def _equinox_module(node_type: Any) -> Record:
+    static = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(node_type)}
+    children = tuple(name for name, is_static in static.items() if not is_static)
+    rest = tuple(name for name, is_static in static.items() if is_static)
+    return Record("attributes", children, children, rest)
+
+
+def _nnx_variable(node_type: type) -> Record | None:
+    make = getattr(getattr(node_type, "_new", None), "__func__", None)
+    if _name(make) != ("flax.nnx.variablelib", "Variable._new"):
+        return None
+    return Record("variable", ("_raw_value",), ("value",), ("_var_metadata",))
+
+
+def _name(function: object) -> tuple[Any, Any]:
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+
+
+def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
+    """Whether the registry takes this node apart, and puts it together, as the record has it."""
+    from jax.tree_util import GetAttrKey, default_registry
+
+    flat = default_registry.flatten_one_level_with_keys(node)
+    if flat is None:
+        return False
+    pairs, auxiliary = list(flat[0]), flat[1]
+    if [key for key, _ in pairs] != [GetAttrKey(key) for key in record.keys]:
+        return False
+    children = tuple(child for _, child in pairs)
+    if record.layout == "call":  # JAX's own code; the constructor is the user's, so not tried
+        return True
+    again = unflatten(auxiliary, children)
+    if record.layout == "attributes":
+        before = getattr(node, "__dict__", {})
+        names = (*record.children, *record.rest)
+        expected = {name: before[name] for name in names if name in before}
+        return len(expected) == len(names) and _same_items(again.__dict__, expected)
+    slots = [name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())]
+    if sorted(slots) != ["_raw_value", "_trace_state", "_var_metadata"]:
+        return False
+    metadata = getattr(node, "_var_metadata", {})
+    return again._raw_value is getattr(node, "_raw_value", None) and _same_items(
+        again._var_metadata, dict(sorted(metadata.items()))
+    )
+
+
+def _same_items(found: dict[str, object], expected: dict[str, object]) -> bool:
+    return list(found) == list(expected) and all(found[k] is expected[k] for k in expected)
