@@ -21,15 +21,15 @@ test: $(VENV)/installed test-cpp
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python $(PYTEST)
 
-test-cpp: $(VENV)/dependencies
-	$(VENV)/bin/cmake --preset test --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
-	$(VENV)/bin/cmake --build build/test
-	$(VENV)/bin/ctest --test-dir build/test --output-on-failure
+test-cpp: cpp-test
 
-sanitize: $(VENV)/dependencies
-	$(VENV)/bin/cmake --preset sanitize --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
-	$(VENV)/bin/cmake --build build/sanitize
-	$(VENV)/bin/ctest --test-dir build/sanitize --output-on-failure
+# AddressSanitizer with UndefinedBehaviorSanitizer, then ThreadSanitizer.
+sanitize: cpp-sanitize cpp-sanitize-threads
+
+cpp-%: $(VENV)/dependencies
+	$(VENV)/bin/cmake --preset $* --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
+	$(VENV)/bin/cmake --build build/$*
+	$(VENV)/bin/ctest --test-dir build/$* --output-on-failure
 
 # A million random cases against `re`; ARGS='--seed 7' repeats a run.
 fuzz-differential: $(VENV)/installed

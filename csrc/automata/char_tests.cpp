@@ -67,9 +67,12 @@ CharClass Alphabet::intern(const Signature& signature) {
     const auto next = static_cast<CharClass>(classes_.size());
     const auto [found, added] = by_signature_.try_emplace(signature, next);
     if (added) {
-        Class made{signature, {}, {}};
-        for (TestId t = 0; t < tests_.tests_.size(); ++t)
-            if ((signature[t / 64] >> (t % 64)) & 1) made.tests.push_back(t);
+        Class made{signature, {}, kNoTest, {}};
+        for (TestId t = 0; t < tests_.tests_.size(); ++t) {
+            if (((signature[t / 64] >> (t % 64)) & 1) == 0) continue;
+            made.tests.push_back(t);
+            if (tests_.is_literal(t)) made.literal = t;
+        }
         const auto has = [&](const std::optional<TestId>& t) {
             return t && ((signature[*t / 64] >> (*t % 64)) & 1);
         };

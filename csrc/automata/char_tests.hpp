@@ -18,6 +18,7 @@
 namespace shardrules::automata {
 
 using TestId = std::uint32_t;
+inline constexpr TestId kNoTest = 0xFFFFFFFF;
 using CharClass = std::uint32_t;
 
 inline constexpr char32_t kAsciiEnd = 128;
@@ -34,6 +35,7 @@ class CharTests {
     // Classes are numbered 0, 1, ... in the order of these calls.
     void add_class(const AsciiSet& ascii);
     TestId class_test(std::uint32_t number) const;  // std::invalid_argument when unknown
+    bool is_literal(TestId test) const { return tests_[test].literal != kCodePointEnd; }
 
     // The tests that assertions look through; unused ones do not split the alphabet.
     void use_newline() { newline_ = literal(U'\n'); }
@@ -71,6 +73,8 @@ class Alphabet {
     bool accepts(CharClass c, TestId test) const {
         return (classes_[c].accepted[test / 64] >> (test % 64)) & 1;
     }
+    // The literal that the class consists of, or kNoTest.
+    TestId literal_of(CharClass c) const { return classes_[c].literal; }
     // The tests that accept the class, ascending.
     const std::vector<TestId>& tests_of(CharClass c) const { return classes_[c].tests; }
     const CharFacts& facts(CharClass c) const { return classes_[c].facts; }
@@ -80,6 +84,7 @@ class Alphabet {
     struct Class {
         Signature accepted;
         std::vector<TestId> tests;
+        TestId literal;
         CharFacts facts;
     };
     static constexpr std::size_t kPage = 256;

@@ -38,25 +38,35 @@ std::uint16_t boundary(bool wanted, bool word_behind, std::uint16_t word, std::u
     return wanted != word_behind ? word : not_word;
 }
 
+// What the root accepts, it has accepted at the start.
+bool has_late_events(const Program& program) {
+    const auto is_late = [](const Jump& jump) { return jump.assertion != Assertion::kBegin; };
+    return !program.class_edges(kRoot).empty() ||
+           std::ranges::any_of(program.jumps(kRoot), is_late);
+}
+
 }  // namespace
 
-Determinizer::Determinizer(const Program& program, const Alphabet& alphabet,
-                           std::vector<bool>* collect)
-    : program_(program), alphabet_(alphabet), collect_(collect), marks_(program.node_count(), 0) {}
+Determinizer::Determinizer(const Program& program, const Alphabet& alphabet, Search search)
+    : program_(program),
+      alphabet_(alphabet),
+      search_(search),
+      restarts_(has_late_events(program)),
+      marks_(program.node_count(), 0) {}
 
 void Determinizer::start(Frontier& out) {
-    out.threads.clear();
-    out.best = kNoRule;
+    out = {};
     new_round();
-    follow({kRoot, kNothing, 0}, {true, {}}, out);
+    arrive(kRoot, {true, {}}, out);
     finish(out);
 }
 
 void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
     const CharFacts& facts = alphabet_.facts(c);
     const Behind behind{false, facts};
-    out.threads.clear();
     out.best = from.best;
+    if (search_ == Search::kAll) out.matched = from.matched;
+    out.threads.clear();
     new_round();
     for (const Thread& thread : from.threads) {
         const std::optional<std::uint16_t> ahead = consume(thread.ahead, facts);
@@ -71,21 +81,30 @@ void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
         each_target(thread.node, c,
                     [&](NodeId target) { follow({target, *ahead, 0}, behind, out); });
     }
-    // The search may begin anywhere.
-    follow({kRoot, kNothing, 0}, behind, out);
+    arrive(next_literal(from.literal, c), behind, out);
     finish(out);
+}
+
+bool Determinizer::step_quietly(Frontier& at, CharClass c) const {
+    const NodeId to = next_literal(at.literal, c);
+    if (program_.eventful(to) != kRoot || program_.first_rule(to) >= at.best) return false;
+    at.literal = to;
+    return true;
 }
 
 RuleId Determinizer::at_end(const Frontier& frontier) const {
     RuleId best = frontier.best;
-    for (const Thread& thread : frontier.threads) {
-        if (!thread.accepting || !holds_at_end(thread.ahead)) continue;
-        const RuleId rule = program_.accepts(thread.node);
-        best = std::min(best, rule);
-        if (collect_)
-            for (RuleId r = rule; r != kNoRule; r = program_.also_accepts(r)) (*collect_)[r] = true;
-    }
+    for (const Thread& thread : frontier.threads)
+        if (thread.accepting && holds_at_end(thread.ahead))
+            best = std::min(best, program_.accepts(thread.node));
     return best;
+}
+
+void Determinizer::all_at_end(const Frontier& frontier, std::vector<RuleId>& rules) const {
+    rules = frontier.matched;
+    for (const Thread& thread : frontier.threads)
+        if (thread.accepting && holds_at_end(thread.ahead))
+            add(program_.accepts(thread.node), rules);
 }
 
 void Determinizer::new_round() {
@@ -93,7 +112,7 @@ void Determinizer::new_round() {
         std::fill(marks_.begin(), marks_.end(), 0);
         round_ = 1;
     }
-    constrained_.clear();
+    if (!constrained_.empty()) constrained_.clear();
 }
 
 bool Determinizer::visit(const Thread& thread) {
@@ -105,16 +124,42 @@ bool Determinizer::visit(const Thread& thread) {
 }
 
 void Determinizer::accept(RuleId rule, Frontier& out) const {
-    if (collect_) {
-        for (RuleId r = rule; r != kNoRule; r = program_.also_accepts(r)) (*collect_)[r] = true;
-    } else {
+    if (search_ == Search::kFirst)
         out.best = std::min(out.best, rule);
+    else
+        add(rule, out.matched);
+}
+
+// The rule, and those of the same pattern.
+void Determinizer::add(RuleId rule, std::vector<RuleId>& rules) const {
+    for (; rule != kNoRule; rule = program_.also_accepts(rule)) {
+        const auto place = std::lower_bound(rules.begin(), rules.end(), rule);
+        if (place == rules.end() || *place != rule) rules.insert(place, rule);
     }
+}
+
+NodeId Determinizer::next_literal(NodeId from, CharClass c) const {
+    const TestId test = alphabet_.literal_of(c);
+    if (test == kNoTest) return kRoot;
+    for (;; from = program_.suffix(from)) {
+        const NodeId to = program_.literal_child(from, test);
+        if (to != kNoNode) return to;
+        if (from == kRoot) return kRoot;
+    }
+}
+
+// At a node of the literal trie, hence at its suffixes and, as a search may begin anywhere, at the
+// root.
+void Determinizer::arrive(NodeId literal, const Behind& behind, Frontier& out) {
+    out.literal = literal;
+    NodeId node = program_.eventful(literal);
+    for (; node != kRoot; node = program_.eventful(program_.suffix(node)))
+        follow({node, kNothing, 0}, behind, out);
+    if (behind.start || restarts_) follow({kRoot, kNothing, 0}, behind, out);
 }
 
 // Everything that `first` reaches without consuming a character.
 void Determinizer::follow(Thread first, const Behind& behind, Frontier& out) {
-    stack_.clear();
     stack_.push_back(first);
     while (!stack_.empty()) {
         const Thread at = stack_.back();
@@ -126,60 +171,72 @@ void Determinizer::follow(Thread first, const Behind& behind, Frontier& out) {
             else
                 out.threads.push_back({at.node, at.ahead, 1});
         }
-        // The root stays alive, edges or not: an assertion may hold further on.
-        if (at.node == kRoot || !program_.edges(at.node).empty()) out.threads.push_back(at);
-        for (const Jump& jump : program_.jumps(at.node)) {
-            std::uint16_t ahead = at.ahead;
-            const CharFacts& last = behind.last;
-            switch (jump.assertion) {
-                case Assertion::kNone: break;
-                case Assertion::kBegin:
-                    if (!behind.start) continue;
-                    break;
-                case Assertion::kBeginLine:
-                    if (!behind.start && !last.newline) continue;
-                    break;
-                case Assertion::kDollar: ahead |= kLastNewline; break;
-                case Assertion::kEndLine: ahead |= kNewlineOrEnd; break;
-                case Assertion::kEnd: ahead |= kTextEnd; break;
-                case Assertion::kWordBoundary:
-                case Assertion::kNotWordBoundary:
-                    ahead |= boundary(jump.assertion == Assertion::kWordBoundary, last.word, kWord,
-                                      kNotWord);
-                    break;
-                case Assertion::kAsciiWordBoundary:
-                case Assertion::kNotAsciiWordBoundary:
-                    ahead |= boundary(jump.assertion == Assertion::kAsciiWordBoundary,
-                                      last.ascii_word, kAsciiWord, kNotAsciiWord);
-                    break;
-            }
-            const bool non_boundary = jump.assertion == Assertion::kNotWordBoundary ||
-                                      jump.assertion == Assertion::kNotAsciiWordBoundary;
-            if (non_boundary && behind.start && program_.empty_text_has_no_non_boundary())
-                ahead |= kSomething;
-            stack_.push_back({jump.target, ahead, 0});
-        }
+        const bool alive = program_.in_literal_trie(at.node)
+                               ? !program_.class_edges(at.node).empty()
+                               : program_.has_edges(at.node);
+        if (alive) out.threads.push_back(at);
+        for (const Jump& from_here : program_.jumps(at.node)) jump(from_here, at, behind);
     }
 }
 
+void Determinizer::jump(const Jump& jump, const Thread& at, const Behind& behind) {
+    std::uint16_t ahead = at.ahead;
+    const CharFacts& last = behind.last;
+    switch (jump.assertion) {
+        case Assertion::kNone: break;
+        case Assertion::kBegin:
+            if (!behind.start) return;
+            break;
+        case Assertion::kBeginLine:
+            if (!behind.start && !last.newline) return;
+            break;
+        case Assertion::kDollar: ahead |= kLastNewline; break;
+        case Assertion::kEndLine: ahead |= kNewlineOrEnd; break;
+        case Assertion::kEnd: ahead |= kTextEnd; break;
+        case Assertion::kWordBoundary:
+        case Assertion::kNotWordBoundary:
+            ahead |= boundary(jump.assertion == Assertion::kWordBoundary, last.word, kWord,
+                              kNotWord);
+            break;
+        case Assertion::kAsciiWordBoundary:
+        case Assertion::kNotAsciiWordBoundary:
+            ahead |= boundary(jump.assertion == Assertion::kAsciiWordBoundary, last.ascii_word,
+                              kAsciiWord, kNotAsciiWord);
+            break;
+    }
+    const bool non_boundary = jump.assertion == Assertion::kNotWordBoundary ||
+                              jump.assertion == Assertion::kNotAsciiWordBoundary;
+    if (non_boundary && behind.start && program_.empty_text_has_no_non_boundary())
+        ahead |= kSomething;
+    stack_.push_back({jump.target, ahead, 0});
+}
+
 void Determinizer::finish(Frontier& out) const {
-    // Threads added before the best rule was known may be unable to win by now.
-    std::erase_if(out.threads,
-                  [&](const Thread& t) { return program_.first_rule(t.node) >= out.best; });
+    // What was added before the best rule was known may be unable to win by now.
+    const auto lost = [&](NodeId node) { return program_.first_rule(node) >= out.best; };
+    while (out.literal != kRoot && lost(out.literal)) out.literal = program_.suffix(out.literal);
+    std::erase_if(out.threads, [&](const Thread& t) { return lost(t.node); });
+    if (out.threads.size() < 2) return;
     std::sort(out.threads.begin(), out.threads.end());
     out.threads.erase(std::unique(out.threads.begin(), out.threads.end()), out.threads.end());
 }
 
+// Where the character leads from a thread; in the literal trie, literals are not its business.
 template <class Visit>
 void Determinizer::each_target(NodeId node, CharClass c, Visit visit) const {
-    const std::span<const CharEdge> edges = program_.edges(node);
+    const TestId literal = alphabet_.literal_of(c);
+    if (literal != kNoTest && !program_.in_literal_trie(node)) {
+        const NodeId target = program_.literal_child(node, literal);
+        if (target != kNoNode) visit(target);
+    }
+    const std::span<const CharEdge> edges = program_.class_edges(node);
     const std::vector<TestId>& tests = alphabet_.tests_of(c);
     if (edges.size() <= 4 * tests.size() + 4) {
         for (const CharEdge& edge : edges)
             if (alphabet_.accepts(c, edge.test)) visit(edge.target);
         return;
     }
-    // A wide node, such as the root of many rules: look the few accepting tests up instead.
+    // A wide node: look the few accepting tests up instead.
     for (const TestId test : tests) {
         const auto found = std::lower_bound(
             edges.begin(), edges.end(), test,

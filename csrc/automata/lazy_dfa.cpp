@@ -1,6 +1,7 @@
 #include "lazy_dfa.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -14,54 +15,100 @@ constexpr std::uint64_t kStepsThatPayForAState = 10;
 constexpr std::size_t kStateOverhead = 96;
 
 template <class Visit>
-auto with_units(Text text, Visit visit) {
+void with_units(const Text& text, Visit visit) {
+    const auto units = [&](const auto* p) { visit(p, p + text.length); };
     switch (text.width) {
-        case 1: {
-            const auto* p = static_cast<const std::uint8_t*>(text.data);
-            return visit(p, p + text.length);
-        }
-        case 2: {
-            const auto* p = static_cast<const char16_t*>(text.data);
-            return visit(p, p + text.length);
-        }
-        case 4: {
-            const auto* p = static_cast<const char32_t*>(text.data);
-            return visit(p, p + text.length);
-        }
+        case 1: return units(static_cast<const std::uint8_t*>(text.data));
+        case 2: return units(static_cast<const char16_t*>(text.data));
+        case 4: return units(static_cast<const char32_t*>(text.data));
         default: throw std::invalid_argument("a code unit is 1, 2 or 4 bytes wide");
     }
 }
 
 }  // namespace
 
-LazyDfa::LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, std::size_t memory_budget)
+LazyDfa::LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search search,
+                 std::size_t memory_budget)
     : program_(std::move(program)),
       alphabet_(program_->tests(), std::move(oracle)),
-      determinizer_(*program_, alphabet_),
+      determinizer_(*program_, alphabet_, search),
       budget_(memory_budget),
       index_(64, ByFrontier{this}, ByFrontier{this}) {
     widen_rows();
     Frontier start;
     determinizer_.start(start);
-    path_.push_back(add_state(start));
+    path_.push_back({add_state(start)});
+    has_room_ = bytes_ <= budget_;
 }
 
 void LazyDfa::begin() {
     path_.resize(1);
-    simulating_ = false;
+    only_simulate_ = !has_room_;
 }
 
-LazyDfa::StateId LazyDfa::advance(StateId from, Text text) {
-    if (states_[from].decided) return from;
+// A new position on top, where the one below it is. One that is left for the second time is worth
+// a state.
+void LazyDfa::push() {
+    const std::size_t top = path_.size() - 1;
+    if (path_[top].state == kNoState && path_[top].entered_from && !only_simulate_) {
+        const StateId state = intern(simulated_[top]);
+        path_[top].state = state;
+    }
+    path_[top].entered_from = true;
+    path_.push_back({path_[top].state});
+    if (path_[top].state == kNoState) {
+        if (simulated_.size() < path_.size()) simulated_.resize(path_.size());
+        simulated_[top + 1] = simulated_[top];
+    }
+}
+
+void LazyDfa::extend(Text text) {
+    if (decided()) return;
     read_since_clear_ += text.length;
-    return with_units(text, [&](const auto* p, const auto* end) {
-        return simulating_ ? simulate(from, p, end) : run(from, p, end);
-    });
+    with_units(text, [&](const auto* p, const auto* end) { run(p, end, nullptr); });
 }
 
+void LazyDfa::enter_like_last(Text text) {
+    push();
+    if (position() == kNoState || decided()) return extend(text);
+    const std::size_t shared = shared_prefix(text);
+    const std::size_t skipped = shared * static_cast<std::size_t>(text.width);
+    if (shared == 0) {
+        trail_.from = position();
+        trail_.epoch = epoch();
+        trail_.width = text.width;
+    } else {
+        path_.back().state = trail_.states[shared - 1];
+    }
+    const auto* bytes = static_cast<const unsigned char*>(text.data);
+    const std::size_t size = text.length * static_cast<std::size_t>(text.width);
+    trail_.text.resize(skipped);
+    trail_.text.insert(trail_.text.end(), bytes + skipped, bytes + size);
+    trail_.states.resize(shared);
+    read_since_clear_ += text.length;
+    with_units({bytes + skipped, text.length - shared, text.width},
+               [&](const auto* p, const auto* end) { run(p, end, &trail_.states); });
+    if (trail_.epoch != epoch()) trail_.from = kNoState;
+}
+
+// How many of the text's characters the trail's states cover.
+std::size_t LazyDfa::shared_prefix(const Text& text) const {
+    if (trail_.from != position() || trail_.epoch != epoch() || trail_.width != text.width) return 0;
+    const std::size_t width = static_cast<std::size_t>(text.width);
+    const std::size_t most = std::min(trail_.states.size(), text.length) * width;
+    const auto* bytes = static_cast<const unsigned char*>(text.data);
+    const auto differs = std::mismatch(bytes, bytes + most, trail_.text.begin());
+    return static_cast<std::size_t>(differs.first - bytes) / width;
+}
+
+// Moves the top from its state as far as transitions are known or worth knowing, and simulates the
+// rest. The states along the way go to the trail.
 template <class Unit>
-LazyDfa::StateId LazyDfa::run(StateId at, const Unit* text, const Unit* end) {
+void LazyDfa::run(const Unit* text, const Unit* end, std::vector<StateId>* trail) {
+    StateId at = position();
+    if (at == kNoState) return simulate(text, end);
     const CharClass* ascii = alphabet_.ascii();
+    bool build = false;
     for (; text != end; ++text) {
         const auto unit = static_cast<char32_t>(*text);
         CharClass c;
@@ -71,27 +118,43 @@ LazyDfa::StateId LazyDfa::run(StateId at, const Unit* text, const Unit* end) {
             c = alphabet_.class_of(unit);
             if (alphabet_.class_count() > (std::size_t{1} << shift_)) widen_rows();
         }
-        StateId next = table_[(std::size_t{at} << shift_) | c];
-        if (next == kUnknown) [[unlikely]] {
+        StateId& transition = table_[(std::size_t{at} << shift_) | c];
+        StateId next = transition;
+        if (next > kLastState) [[unlikely]] {
+            build = build || worth_building(transition, states_[at]);
+            if (!build) {
+                if (simulated_.size() < path_.size()) simulated_.resize(path_.size());
+                simulated_[path_.size() - 1] = states_[at].frontier;
+                path_.back().state = kNoState;
+                return simulate(text, end);
+            }
             next = build_transition(at, c);
-            if (simulating_) return simulate(next, text + 1, end);
         }
         at = next;
+        if (trail != nullptr) trail->push_back(at);
     }
-    return at;
+    path_.back().state = at;
+}
+
+bool LazyDfa::worth_building(StateId& transition, const State& from) const {
+    if (only_simulate_) return false;
+    const StateId cost = from.quiet ? kCostOfQuietStep : kCostOfStep;
+    if (transition - kLastState <= cost) return true;
+    transition -= cost;
+    return false;
 }
 
 template <class Unit>
-LazyDfa::StateId LazyDfa::simulate(StateId from, const Unit* text, const Unit* end) {
-    Frontier at = states_[from].frontier;
-    Frontier next;
-    for (; text != end && !at.decided(); ++text) {
-        determinizer_.step(at, alphabet_.class_of(static_cast<char32_t>(*text)), next);
-        std::swap(at, next);
+void LazyDfa::simulate(const Unit* text, const Unit* end) {
+    Frontier& at = simulated_[path_.size() - 1];
+    for (; text != end && !determinizer_.decided(at); ++text) {
+        const CharClass c = alphabet_.class_of(static_cast<char32_t>(*text));
         ++stats_.simulated_steps;
+        if (determinizer_.quiet(at) && determinizer_.step_quietly(at, c)) continue;
+        determinizer_.step(at, c, scratch_);
+        std::swap(at, scratch_);
     }
     if (alphabet_.class_count() > (std::size_t{1} << shift_)) widen_rows();
-    return intern(at);
 }
 
 LazyDfa::StateId LazyDfa::build_transition(StateId from, CharClass c) {
@@ -105,7 +168,7 @@ LazyDfa::StateId LazyDfa::build_transition(StateId from, CharClass c) {
 
 LazyDfa::StateId LazyDfa::intern(const Frontier& frontier) {
     if (const auto found = index_.find(frontier); found != index_.end()) return *found;
-    if (bytes_ > budget_) make_room();
+    if (bytes_ > budget_ || states_.size() > kLastState) make_room();
     if (const auto found = index_.find(frontier); found != index_.end()) return *found;
     return add_state(frontier);
 }
@@ -113,12 +176,14 @@ LazyDfa::StateId LazyDfa::intern(const Frontier& frontier) {
 LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
     const auto id = static_cast<StateId>(states_.size());
     const std::size_t row = std::size_t{1} << shift_;
-    states_.push_back({frontier, determinizer_.at_end(frontier), frontier.decided()});
+    const bool decided = determinizer_.decided(frontier);
+    states_.push_back({frontier, determinizer_.at_end(frontier), decided,
+                       determinizer_.quiet(frontier)});
     // What is decided stays where it is, whatever follows.
-    table_.resize(table_.size() + row, frontier.decided() ? id : kUnknown);
+    table_.resize(table_.size() + row, decided ? id : kUnknown);
     index_.insert(id);
     bytes_ += sizeof(State) + frontier.threads.size() * sizeof(Thread) +
-              row * sizeof(StateId) + kStateOverhead;
+              frontier.matched.size() * sizeof(RuleId) + row * sizeof(StateId) + kStateOverhead;
     ++stats_.states_built;
     ++built_since_clear_;
     return id;
@@ -126,17 +191,19 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
 
 // Forgets every state but those that the cursor stands on.
 void LazyDfa::make_room() {
-    simulating_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
+    only_simulate_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
     std::vector<Frontier> kept;
     kept.reserve(path_.size());
-    for (const StateId s : path_) kept.push_back(states_[s].frontier);
+    for (const Position& position : path_)
+        kept.push_back(position.state == kNoState ? Frontier{} : states_[position.state].frontier);
     index_.clear();
     states_.clear();
     table_.clear();
     bytes_ = 0;
     for (std::size_t i = 0; i < path_.size(); ++i) {
+        if (path_[i].state == kNoState) continue;
         const auto found = index_.find(kept[i]);
-        path_[i] = found != index_.end() ? *found : add_state(kept[i]);
+        path_[i].state = found != index_.end() ? *found : add_state(kept[i]);
     }
     ++stats_.cache_clears;
     read_since_clear_ = built_since_clear_ = 0;
@@ -161,32 +228,16 @@ void LazyDfa::widen_rows() {
 }
 
 std::size_t LazyDfa::ByFrontier::hash(const Frontier& frontier) {
-    std::uint64_t h = frontier.best;
-    for (const Thread& t : frontier.threads) {
-        h ^= (std::uint64_t{t.node} << 32) | (std::uint64_t{t.ahead} << 1) | t.accepting;
-        h *= 0x9E3779B97F4A7C15ULL;
+    std::uint64_t h = (std::uint64_t{frontier.literal} << 32) | frontier.best;
+    const auto mix = [&](std::uint64_t word) {
+        h = (h ^ word) * 0x9E3779B97F4A7C15ULL;
         h ^= h >> 29;
-    }
+    };
+    mix(frontier.matched.size());
+    for (const RuleId rule : frontier.matched) mix(rule);
+    for (const Thread& t : frontier.threads)
+        mix((std::uint64_t{t.node} << 32) | (std::uint64_t{t.ahead} << 1) | t.accepting);
     return static_cast<std::size_t>(h);
-}
-
-std::vector<RuleId> all_matches(const Program& program, const Oracle& oracle, Text text) {
-    Alphabet alphabet(program.tests(), oracle);
-    std::vector<bool> matched(program.rule_count(), false);
-    Determinizer determinizer(program, alphabet, &matched);
-    Frontier at, next;
-    determinizer.start(at);
-    with_units(text, [&](const auto* p, const auto* end) {
-        for (; p != end; ++p) {
-            determinizer.step(at, alphabet.class_of(static_cast<char32_t>(*p)), next);
-            std::swap(at, next);
-        }
-    });
-    determinizer.at_end(at);
-    std::vector<RuleId> rules;
-    for (RuleId r = 0; r < matched.size(); ++r)
-        if (matched[r]) rules.push_back(r);
-    return rules;
 }
 
 }  // namespace shardrules::automata

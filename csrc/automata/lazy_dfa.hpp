@@ -1,7 +1,8 @@
 // The rules' automaton made deterministic on demand, and a cursor into a tree of paths. A step
-// over a known transition is one table look-up; states live inside a memory budget: when it is
-// spent the cache is cleared, and when that does not pay any more, steps are simulated instead
-// (linear in text times program, never exponential). One user at a time: RuleSet lends them out.
+// over a known transition is one table look-up. A transition is worth a state only once it has been
+// met a few times; until then it is simulated, as everything is when the memory budget is spent
+// and clearing the states does not pay (linear in text times program, never exponential). One user
+// at a time: DfaPool lends them out.
 #pragma once
 
 #include <cstddef>
@@ -30,33 +31,65 @@ struct DfaStats {
 class LazyDfa {
   public:
     using StateId = std::uint32_t;
+    static constexpr StateId kNoState = 0xFFFFFFFF;
 
-    LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, std::size_t memory_budget);
+    LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search search,
+            std::size_t memory_budget);
 
     // The cursor: a stack of positions, each some text further than the one below. At the bottom,
     // which begin() makes, nothing has been read.
     void begin();
-    void enter(Text text) { path_.push_back(advance(path_.back(), text)); }
+    void enter(Text text) {
+        push();
+        extend(text);
+    }
     // Enters a state that position() showed here in the same epoch, after the same text.
-    void enter(StateId known) { path_.push_back(known); }
-    void extend(Text text) { path_.back() = advance(path_.back(), text); }
+    void enter(StateId known) { path_.push_back({known}); }
+    // The same as enter(text), for a text that begins as the one before it did.
+    void enter_like_last(Text text);
+    void extend(Text text);
     void leave() { path_.pop_back(); }
-    StateId position() const { return path_.back(); }
+    // kNoState if the position is not worth one so far.
+    StateId position() const { return path_.back().state; }
     // States are renumbered when it changes.
     std::uint64_t epoch() const { return stats_.cache_clears; }
-    // No further text can change the winner at this position.
-    bool decided() const { return states_[path_.back()].decided; }
-    // The first rule that matches if the text ends at this position, or kNoRule.
-    RuleId winner() const { return states_[path_.back()].at_end; }
+    // No further text can change what matches at this position.
+    bool decided() const {
+        const StateId at = position();
+        return at == kNoState ? determinizer_.decided(simulated_[path_.size() - 1])
+                              : states_[at].decided;
+    }
+    // Search::kFirst: the first rule that matches if the text ends here, or kNoRule.
+    RuleId winner() const {
+        const StateId at = position();
+        return at == kNoState ? determinizer_.at_end(simulated_[path_.size() - 1])
+                              : states_[at].at_end;
+    }
+    // Search::kAll: all of them, ascending.
+    void matches(std::vector<RuleId>& rules) const {
+        const StateId at = position();
+        determinizer_.all_at_end(
+            at == kNoState ? simulated_[path_.size() - 1] : states_[at].frontier, rules);
+    }
 
     const DfaStats& stats() const { return stats_; }
 
   private:
+    // Entries of the table behind kLastState are unknown transitions; each simulation brings them
+    // nearer to it by its cost, and what has cost as much as a state becomes one.
     static constexpr StateId kUnknown = 0xFFFFFFFF;
+    static constexpr StateId kCostOfQuietStep = 1, kCostOfStep = 8, kCostOfState = 16;
+    static constexpr StateId kLastState = kUnknown - kCostOfState;
+
+    struct Position {
+        StateId state;
+        bool entered_from = false;  // by kNoState positions
+    };
     struct State {
         Frontier frontier;
         RuleId at_end;
         bool decided;
+        bool quiet;
     };
     struct ByFrontier {  // hashes and compares states by what they hold
         using is_transparent = void;
@@ -73,17 +106,27 @@ class LazyDfa {
         }
         static std::size_t hash(const Frontier& frontier);
     };
+    // The states along the text that enter_like_last() saw last.
+    struct Trail {
+        StateId from = kNoState;
+        std::uint64_t epoch = 0;
+        int width = 0;
+        std::vector<unsigned char> text{};
+        std::vector<StateId> states{};
+    };
 
-    StateId advance(StateId from, Text text);
+    void push();
     template <class Unit>
-    StateId run(StateId at, const Unit* text, const Unit* end);
+    void run(const Unit* text, const Unit* end, std::vector<StateId>* trail);
     template <class Unit>
-    StateId simulate(StateId from, const Unit* text, const Unit* end);
+    void simulate(const Unit* text, const Unit* end);
+    bool worth_building(StateId& transition, const State& from) const;
     StateId build_transition(StateId from, CharClass c);
     StateId intern(const Frontier& frontier);
     StateId add_state(const Frontier& frontier);
     void make_room();
     void widen_rows();
+    std::size_t shared_prefix(const Text& text) const;
 
     std::shared_ptr<const Program> program_;
     Alphabet alphabet_;
@@ -95,16 +138,16 @@ class LazyDfa {
     unsigned shift_ = 0;
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;
-    std::vector<StateId> path_;
+    std::vector<Position> path_;
+    std::vector<Frontier> simulated_;  // of the positions in path_ without a state
+    Trail trail_;
 
-    bool simulating_ = false;
+    bool has_room_ = false;  // the budget is for more than the start
+    bool only_simulate_ = false;
     std::uint64_t read_since_clear_ = 0;
     std::uint64_t built_since_clear_ = 0;
-    Frontier scratch_, other_scratch_;
+    Frontier scratch_;
     DfaStats stats_;
 };
-
-// Every rule that matches the text, ascending; nothing is cached.
-std::vector<RuleId> all_matches(const Program& program, const Oracle& oracle, Text text);
 
 }  // namespace shardrules::automata

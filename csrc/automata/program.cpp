@@ -40,7 +40,7 @@ NodeId ProgramBuilder::new_node() {
     if (program_.nodes_.size() >= kMaxNodes)
         throw std::length_error("the rules unroll to too many states");
     // Rules come in order, so the rule that makes a node is the first one to pass through it.
-    program_.nodes_.push_back({rule_, kNoRule, 0, 0});
+    program_.nodes_.push_back({.first_rule = rule_});
     drafts_.emplace_back();
     return static_cast<NodeId>(program_.nodes_.size() - 1);
 }
@@ -131,22 +131,76 @@ void ProgramBuilder::jump(NodeId from, NodeId to, Assertion assertion) {
 }
 
 Program ProgramBuilder::build() && {
+    lay_out_edges();
+    link_literal_trie();
+    const auto& nodes = program_.nodes_;
+    // Nothing is left to find from the root once the first of all rules has matched.
+    RuleId first = kNoRule;
+    for (const Program::Node& node : nodes) first = std::min(first, node.accepts);
+    program_.nodes_[kRoot].first_rule = first;
+    return std::move(program_);
+}
+
+void ProgramBuilder::lay_out_edges() {
     std::vector<Program::Node>& nodes = program_.nodes_;
-    program_.edges_.reserve(edges_.size());
+    std::vector<CharEdge>& edges = program_.edges_;
+    const auto by_test = [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; };
+    edges.reserve(edges_.size());
     program_.jumps_.reserve(jumps_.size());
     for (NodeId n = 0; n < drafts_.size(); ++n) {
-        nodes[n].edges = static_cast<std::uint32_t>(program_.edges_.size());
+        nodes[n].edges = static_cast<std::uint32_t>(edges.size());
         nodes[n].jumps = static_cast<std::uint32_t>(program_.jumps_.size());
         for (std::uint32_t e = drafts_[n].edges; e != kNone; e = edges_[e].next)
-            program_.edges_.push_back(edges_[e].value);
+            edges.push_back(edges_[e].value);
         for (std::uint32_t j = drafts_[n].jumps; j != kNone; j = jumps_[j].next)
             program_.jumps_.push_back(jumps_[j].value);
-        std::sort(program_.edges_.begin() + nodes[n].edges, program_.edges_.end(),
-                  [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; });
+        const auto begin = edges.begin() + nodes[n].edges;
+        const auto classes = std::partition(begin, edges.end(), [&](const CharEdge& edge) {
+            return program_.tests_.is_literal(edge.test);
+        });
+        std::sort(begin, classes, by_test);
+        std::sort(classes, edges.end(), by_test);
+        nodes[n].classes = static_cast<std::uint32_t>(classes - edges.begin());
     }
-    nodes.push_back({kNoRule, kNoRule, static_cast<std::uint32_t>(program_.edges_.size()),
-                     static_cast<std::uint32_t>(program_.jumps_.size())});
-    return std::move(program_);
+    const auto end = static_cast<std::uint32_t>(edges.size());
+    nodes.push_back({.edges = end,
+                     .classes = end,
+                     .jumps = static_cast<std::uint32_t>(program_.jumps_.size())});
+}
+
+// Aho and Corasick's suffix links, breadth first.
+void ProgramBuilder::link_literal_trie() {
+    std::vector<Program::Node>& nodes = program_.nodes_;
+    nodes[kRoot].suffix = nodes[kRoot].eventful = kRoot;
+    std::vector<NodeId> found{kRoot};
+    for (std::size_t next = 0; next < found.size(); ++next) {
+        const NodeId parent = found[next];
+        for (std::uint32_t e = nodes[parent].edges; e != nodes[parent].classes; ++e) {
+            const auto [test, node] = program_.edges_[e];
+            NodeId suffix = parent;
+            NodeId target = kNoNode;
+            while (suffix != kRoot && target == kNoNode) {
+                suffix = nodes[suffix].suffix;
+                target = program_.literal_child(suffix, test);
+            }
+            nodes[node].suffix = target == kNoNode ? kRoot : target;
+            nodes[node].eventful = program_.has_more(node) ? node : nodes[nodes[node].suffix].eventful;
+            found.push_back(node);
+        }
+    }
+}
+
+NodeId Program::literal_child(NodeId n, TestId literal) const {
+    constexpr std::uint32_t kFew = 8;
+    const CharEdge* begin = edges_.data() + nodes_[n].edges;
+    const CharEdge* const end = edges_.data() + nodes_[n].classes;
+    if (end - begin > kFew)
+        begin = std::lower_bound(begin, end, literal, [](const CharEdge& edge, TestId wanted) {
+            return edge.test < wanted;
+        });
+    for (; begin != end && begin->test <= literal; ++begin)
+        if (begin->test == literal) return begin->target;
+    return kNoNode;
 }
 
 }  // namespace shardrules::automata

@@ -1,7 +1,8 @@
 // All rules as one automaton (NFA): a trie over the elements of the patterns, so that what rules
-// share at their front exists once, with loops and alternatives hanging off it. Building is linear
-// in the unrolled size of the patterns; the built Program is immutable and may be shared between
-// threads. Knows nothing of how a search steps through it.
+// share at their front exists once, with loops and alternatives hanging off it. The nodes that
+// literals alone lead to from the root (the literal trie) carry Aho-Corasick links. Building is
+// linear in the unrolled size of the patterns; the built Program is immutable and may be shared
+// between threads. Knows nothing of how a search steps through it.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +21,7 @@ using NodeId = std::uint32_t;
 using RuleId = std::uint32_t;
 inline constexpr RuleId kNoRule = 0xFFFFFFFF;
 inline constexpr NodeId kRoot = 0;
+inline constexpr NodeId kNoNode = 0xFFFFFFFF;
 inline constexpr std::size_t kMaxNodes = std::size_t{1} << 23;
 
 struct CharEdge {
@@ -41,10 +43,24 @@ class Program {
     RuleId accepts(NodeId n) const { return nodes_[n].accepts; }
     // The next rule that matches wherever this one does.
     RuleId also_accepts(RuleId r) const { return also_accepts_[r]; }
-    // Ascending by test.
-    std::span<const CharEdge> edges(NodeId n) const {
-        return {edges_.data() + nodes_[n].edges, edges_.data() + nodes_[n + 1].edges};
+    // Where a literal leads from the node, or kNoNode.
+    NodeId literal_child(NodeId n, TestId literal) const;
+    // The other edges, ascending by test.
+    std::span<const CharEdge> class_edges(NodeId n) const {
+        return {edges_.data() + nodes_[n].classes, edges_.data() + nodes_[n + 1].edges};
     }
+    bool has_edges(NodeId n) const { return nodes_[n].edges != nodes_[n + 1].edges; }
+    // Whether more can happen at the node than that a literal is read.
+    bool has_more(NodeId n) const {
+        return accepts(n) != kNoRule || !class_edges(n).empty() || !jumps(n).empty();
+    }
+    bool in_literal_trie(NodeId n) const { return nodes_[n].suffix != kNoNode; }
+    // In the literal trie: the node of the longest proper suffix of what leads to this one. The
+    // root's is the root.
+    NodeId suffix(NodeId n) const { return nodes_[n].suffix; }
+    // In the literal trie: the first of the node, its suffix, that one's suffix, ..., that has more
+    // to it than literal edges; the root if none before it has.
+    NodeId eventful(NodeId n) const { return nodes_[n].eventful; }
     std::span<const Jump> jumps(NodeId n) const {
         return {jumps_.data() + nodes_[n].jumps, jumps_.data() + nodes_[n + 1].jumps};
     }
@@ -59,8 +75,11 @@ class Program {
     struct Node {
         RuleId first_rule = kNoRule;
         RuleId accepts = kNoRule;
-        std::uint32_t edges = 0;  // start in edges_; the next node's start ends it
+        std::uint32_t edges = 0;    // start in edges_, literals first; the next node's ends it
+        std::uint32_t classes = 0;  // start of the others in edges_
         std::uint32_t jumps = 0;
+        NodeId suffix = kNoNode;
+        NodeId eventful = kNoNode;
     };
     std::vector<Node> nodes_;
     std::vector<CharEdge> edges_;
@@ -86,7 +105,7 @@ class ProgramBuilder {
     Program build() &&;
 
   private:
-    static constexpr NodeId kNowhere = 0xFFFFFFFF;  // behind an element that matches nothing
+    static constexpr NodeId kNowhere = kNoNode;  // behind an element that matches nothing
     template <class T>
     struct Link {
         T value;
@@ -107,6 +126,8 @@ class ProgramBuilder {
     // The node behind a shared element of `from`, and whether it is new.
     std::pair<NodeId, bool> element(NodeId from, const Syntax& syntax);
     void jump(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
+    void lay_out_edges();
+    void link_literal_trie();
 
     Program program_;
     RuleId rule_ = 0;

@@ -3,9 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <exception>
 #include <stdexcept>
 #include <string>
+#include <variant>
 
 namespace py = pybind11;
 
@@ -13,9 +13,6 @@ namespace shardrules::bind {
 namespace {
 
 using pytree::Ref;
-
-// DFAs kept for the next call; more than one is idle only after calls overlapped.
-constexpr std::size_t kIdleKept = 4;
 
 std::u32string code_points(py::handle text) {
     const automata::Text view = pytree::text_of(text.ptr());
@@ -57,6 +54,15 @@ auto translated(Call call) {
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
 
+// A pattern in C++'s hands: a literal, the words of a code, or a rule to skip.
+using Pattern = std::variant<std::u32string, std::vector<std::uint32_t>, std::monostate>;
+
+Pattern taken_over(py::handle pattern) {
+    if (pattern.is_none()) return std::monostate{};
+    if (PyUnicode_Check(pattern.ptr())) return code_points(pattern);
+    return pattern.cast<std::vector<std::uint32_t>>();
+}
+
 automata::Program compile(const py::sequence& patterns, const py::sequence& classes,
                           int word_class, int ascii_word_class,
                           bool empty_text_has_no_non_boundary) {
@@ -66,14 +72,18 @@ automata::Program compile(const py::sequence& patterns, const py::sequence& clas
     if (word_class >= 0) builder.tests().use_word(static_cast<std::uint32_t>(word_class));
     if (ascii_word_class >= 0)
         builder.tests().use_ascii_word(static_cast<std::uint32_t>(ascii_word_class));
-    for (const py::handle pattern : patterns) {
-        if (pattern.is_none())
-            builder.skip();
-        else if (PyUnicode_Check(pattern.ptr()))
-            builder.add_literal(code_points(pattern));
+    std::vector<Pattern> taken;
+    taken.reserve(patterns.size());
+    for (const py::handle pattern : patterns) taken.push_back(taken_over(pattern));
+    // Long with many rules, and nobody's object is touched any more.
+    const py::gil_scoped_release released;
+    for (const Pattern& pattern : taken) {
+        if (const auto* literal = std::get_if<std::u32string>(&pattern))
+            builder.add_literal(*literal);
+        else if (const auto* code = std::get_if<std::vector<std::uint32_t>>(&pattern))
+            builder.add_pattern(automata::decode(*code, builder.tests()));
         else
-            builder.add_pattern(automata::decode(pattern.cast<std::vector<std::uint32_t>>(),
-                                                 builder.tests()));
+            builder.skip();
     }
     return std::move(builder).build();
 }
@@ -86,46 +96,29 @@ RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  std::size_t memory_budget)
     : program_(std::make_shared<const automata::Program>(compile(
           patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
-      oracle_(oracle_of(accepts)),
-      memory_budget_(memory_budget) {
-    idle_.reserve(kIdleKept);
+      first_(program_, oracle_of(accepts), automata::Search::kFirst, memory_budget),
+      all_(program_, oracle_of(accepts), automata::Search::kAll, memory_budget) {
     for (const py::handle entry : searched) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
         searched_.push_back({rule, Ref::borrow(search.ptr())});
     }
 }
 
-RuleSet::Lease::Lease(RuleSet& owner)
-    : owner_(owner), exceptions_before_(std::uncaught_exceptions()) {
-    if (owner.idle_.empty()) {
-        dfa_ = std::make_unique<automata::LazyDfa>(owner.program_, owner.oracle_,
-                                                   owner.memory_budget_);
-    } else {
-        dfa_ = std::move(owner.idle_.back());
-        owner.idle_.pop_back();
-    }
-    dfa_->begin();
-}
-
-RuleSet::Lease::~Lease() {
-    // A call that failed may have stopped in the middle of a change to its DFA.
-    const bool failed = std::uncaught_exceptions() > exceptions_before_;
-    if (!failed && owner_.idle_.size() < kIdleKept) owner_.idle_.push_back(std::move(dfa_));
-}
-
 py::object RuleSet::first_match(const py::str& path) {
-    const Lease dfa(*this);
-    (*dfa).enter(pytree::text_of(path.ptr()));
+    const automata::DfaPool::Lease dfa(first_);
+    dfa->enter(pytree::text_of(path.ptr()));
     const automata::RuleId rule = translated([&] {
-        return pytree::first_match((*dfa).winner(), searched_,
+        return pytree::first_match(dfa->winner(), searched_,
                                    [&] { return Ref::borrow(path.ptr()); });
     });
     return rule == automata::kNoRule ? py::object(py::none()) : py::object(py::int_(rule));
 }
 
-py::list RuleSet::all_matches(const py::str& path) const {
-    std::vector<automata::RuleId> rules =
-        automata::all_matches(*program_, oracle_, pytree::text_of(path.ptr()));
+py::list RuleSet::all_matches(const py::str& path) {
+    const automata::DfaPool::Lease dfa(all_);
+    dfa->enter(pytree::text_of(path.ptr()));
+    std::vector<automata::RuleId> rules;
+    dfa->matches(rules);
     for (const pytree::SearchedRule& candidate : searched_) {
         const auto search = py::reinterpret_borrow<py::object>(candidate.search.get());
         if (!search(path).is_none()) rules.push_back(candidate.rule);
@@ -139,7 +132,7 @@ py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
                          const py::object& replicated, bool record_events) {
     if (specs.rule_count() != program_->rule_count())
         throw std::invalid_argument("the spec table is of another rule list");
-    const Lease dfa(*this);
+    const automata::DfaPool::Lease dfa(first_);
     return translated([&] {
         pytree::MatchLeaves leaves(specs, searched_,
                                    {strict, min_size.ptr(), replicated.ptr(), record_events});
@@ -150,17 +143,12 @@ py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
 }
 
 py::dict RuleSet::stats() const {
-    automata::DfaStats total;
-    for (const auto& dfa : idle_) {
-        total.states_built += dfa->stats().states_built;
-        total.cache_clears += dfa->stats().cache_clears;
-        total.simulated_steps += dfa->stats().simulated_steps;
-    }
+    const automata::DfaStats first = first_.stats(), all = all_.stats();
     py::dict out;
     out["nodes"] = program_->node_count();
-    out["states_built"] = total.states_built;
-    out["cache_clears"] = total.cache_clears;
-    out["simulated_steps"] = total.simulated_steps;
+    out["states_built"] = first.states_built + all.states_built;
+    out["cache_clears"] = first.cache_clears + all.cache_clears;
+    out["simulated_steps"] = first.simulated_steps + all.simulated_steps;
     return out;
 }
 

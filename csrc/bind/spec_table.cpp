@@ -11,10 +11,14 @@ namespace shardrules::bind {
 void register_spec_table(py::module_& module) {
     using pytree::SpecTable;
     py::class_<SpecTable>(module, "SpecTable")
-        .def(py::init([](const std::vector<Py_ssize_t>& lengths, const py::object& make) {
-                 return SpecTable(lengths, pytree::Ref::borrow(make.ptr()));
+        .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
+                         const py::object& make) {
+                 std::vector<pytree::Ref> known;
+                 for (const py::handle spec : specs)
+                     known.push_back(pytree::Ref::borrow(spec.ptr()));
+                 return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
              }),
-             py::kw_only(), py::arg("lengths"), py::arg("make"));
+             py::kw_only(), py::arg("specs"), py::arg("lengths"), py::arg("make"));
 }
 
 }  // namespace shardrules::bind

@@ -4,15 +4,17 @@
 
 namespace shardrules::pytree {
 
-SpecTable::SpecTable(std::span<const Py_ssize_t> lengths, Ref make) : make_(std::move(make)) {
-    std::size_t start = 0;
+SpecTable::SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make)
+    : make_(std::move(make)) {
+    if (specs.size() != lengths.size()) throw std::invalid_argument("not one length per spec");
     rows_.reserve(lengths.size());
-    for (const Py_ssize_t length : lengths) {
+    for (std::size_t rule = 0; rule < lengths.size(); ++rule) {
+        const Py_ssize_t length = lengths[rule];
         if (length < 0) throw std::invalid_argument("a spec has no negative length");
-        rows_.push_back({start, length});
-        start += static_cast<std::size_t>(length) + 1;
+        rows_.push_back({specs_.size(), length});
+        specs_.resize(specs_.size() + static_cast<std::size_t>(length) + 1);
+        if (specs[rule].get() != Py_None) specs_.back() = specs[rule];
     }
-    specs_.resize(start);
 }
 
 PyObject* SpecTable::make(automata::RuleId rule, Py_ssize_t entries) {

@@ -14,9 +14,10 @@ inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
 
 class SpecTable {
   public:
+    // specs[rule]: its spec, or None if it has to be made yet.
     // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the spec whole.
     // make(rule, rank): the spec for a leaf of a lower rank, or the whole one.
-    SpecTable(std::span<const Py_ssize_t> lengths, Ref make);
+    SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make);
 
     std::size_t rule_count() const { return rows_.size(); }
 

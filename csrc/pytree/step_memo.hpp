@@ -17,18 +17,20 @@ class StepMemo {
     // dfa.enter() of the key's text.
     void enter(automata::LazyDfa& dfa, const Key& key) {
         const automata::LazyDfa::StateId from = dfa.position();
-        if (dfa.decided()) return dfa.enter(from);
         if (key.object == nullptr || !PyUnicode_CheckExact(key.object))
             return dfa.enter(KeyText(key).text());
         const automata::Text text = text_of(key.object);
-        // A long name, as in a flat checkpoint, is hardly met twice.
-        if (text.length > kLongest) return dfa.enter(text);
+        // A long name, as in a flat checkpoint, is hardly met twice, but begins like the last one.
+        if (text.length > kLongest) return dfa.enter_like_last(text);
+        if (from == automata::LazyDfa::kNoState) return dfa.enter(text);
+        if (dfa.decided()) return dfa.enter(from);
         Slot& slot = slots_[index(from, PyObject_Hash(key.object))];
         const std::uint64_t epoch = dfa.epoch();
         if (slot.from == from && slot.epoch == epoch && same_text(slot, key.object, text))
             return dfa.enter(slot.to);
         dfa.enter(text);
-        if (dfa.epoch() == epoch) slot = {Ref::borrow(key.object), epoch, from, dfa.position()};
+        if (dfa.epoch() == epoch && dfa.position() != automata::LazyDfa::kNoState)
+            slot = {Ref::borrow(key.object), epoch, from, dfa.position()};
     }
 
   private:

@@ -8,44 +8,12 @@
 #include <string_view>
 #include <vector>
 
-#include "automata/lazy_dfa.hpp"
+#include "patterns.hpp"
 
 namespace {
 
 using namespace shardrules::automata;
-using Words = std::vector<std::uint32_t>;
-
-int failures = 0;
-
-#define EXPECT(condition)                                                        \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);  \
-            ++failures;                                                          \
-        }                                                                        \
-    } while (false)
-
-// Encodings by hand: words of Op.
-Words literal(char32_t c) { return {0, static_cast<std::uint32_t>(c)}; }
-Words cls(std::uint32_t number) { return {1, number}; }
-Words assertion(Assertion a) { return {2, static_cast<std::uint32_t>(a)}; }
-Words joined(Words head, const std::vector<Words>& parts) {
-    head.push_back(static_cast<std::uint32_t>(parts.size()));
-    for (const Words& part : parts) head.insert(head.end(), part.begin(), part.end());
-    return head;
-}
-Words sequence(const std::vector<Words>& parts) { return joined({6}, parts); }
-Words alternate(const std::vector<Words>& parts) { return joined({4}, parts); }
-Words repeat(std::uint32_t min, std::uint32_t max, const Words& body) {
-    Words out{5, min, max};
-    out.insert(out.end(), body.begin(), body.end());
-    return out;
-}
-Words text(std::string_view s) {
-    std::vector<Words> parts;
-    for (const char c : s) parts.push_back(literal(static_cast<char32_t>(c)));
-    return sequence(parts);
-}
+using namespace shardrules::automata::testing;
 
 AsciiSet all_but_newline() {
     AsciiSet set;
@@ -64,19 +32,24 @@ ProgramBuilder builder() {
 bool never_asked(std::uint32_t, char32_t) { throw std::runtime_error("asked the oracle"); }
 bool accepts_all(std::uint32_t, char32_t) { return true; }
 
-Text view(std::string_view s) { return {s.data(), s.size(), 1}; }
-
 struct Rules {
     explicit Rules(const std::vector<Words>& patterns, std::size_t budget = 1 << 20) {
         ProgramBuilder made = builder();
         for (const Words& pattern : patterns) made.add_pattern(decode(pattern, made.tests()));
         program = std::make_shared<const Program>(std::move(made).build());
-        dfa = std::make_unique<LazyDfa>(program, accepts_all, budget);
+        dfa = std::make_unique<LazyDfa>(program, accepts_all, Search::kFirst, budget);
     }
     RuleId first(std::string_view s) const {
         dfa->begin();
         dfa->enter(view(s));
         return dfa->winner();
+    }
+    std::vector<RuleId> all(std::string_view s) const {
+        LazyDfa collecting(program, accepts_all, Search::kAll, 1 << 20);
+        collecting.enter(view(s));
+        std::vector<RuleId> rules;
+        collecting.matches(rules);
+        return rules;
     }
     std::shared_ptr<const Program> program;
     std::unique_ptr<LazyDfa> dfa;
@@ -110,7 +83,8 @@ void first_rule_wins_and_same_patterns_are_all_found() {
     const Rules rules({text("b"), text("ab"), text("b")});
     EXPECT(rules.first("ab") == 0);
     EXPECT(rules.first("a") == kNoRule);
-    EXPECT((all_matches(*rules.program, accepts_all, view("ab")) == std::vector<RuleId>{0, 1, 2}));
+    EXPECT((rules.all("ab") == std::vector<RuleId>{0, 1, 2}));
+    EXPECT(rules.all("a").empty());
 }
 
 void assertions_look_both_ways() {
@@ -157,9 +131,48 @@ void tiny_budget_gives_the_same_answers() {
         EXPECT(tight.first(s) == expected);
         EXPECT(small.first(s) == expected);
     }
-    EXPECT(tight.dfa->stats().cache_clears > 0);
+    EXPECT(tight.dfa->stats().states_built == 1);
     EXPECT(tight.dfa->stats().simulated_steps > 0);
     EXPECT(small.dfa->stats().cache_clears > 0);
+}
+
+void suffixes_of_literals_are_found() {
+    // What Aho and Corasick's links are for: "she" ends in "he", and "hers" goes on from there.
+    const Rules rules({text("hers"), text("she"), text("he"), text("is")});
+    EXPECT(rules.first("ushers") == 0);
+    EXPECT(rules.first("ushe") == 1);
+    EXPECT(rules.first("the") == 2);
+    EXPECT((rules.all("this ushers") == std::vector<RuleId>{0, 1, 2, 3}));
+    // A class edge of a suffix, while the longer literal goes on.
+    const Rules mixed({text("abcd"), sequence({text("b"), cls(kAny), text("x")})});
+    EXPECT(mixed.first("abcx") == 1);
+    EXPECT(mixed.first("abcd") == 0);
+}
+
+void states_are_built_for_what_comes_back() {
+    const Rules rules({text("layers/1/kernel")});
+    rules.first("layers/1/kernel");
+    EXPECT(rules.dfa->stats().states_built == 1);  // the start; one path alone is not worth more
+    EXPECT(rules.dfa->stats().simulated_steps > 0);
+    for (int i = 0; i < 40; ++i) EXPECT(rules.first("layers/1/kernel") == 0);
+    const DfaStats learnt = rules.dfa->stats();
+    EXPECT(learnt.states_built > 1);
+    EXPECT(rules.first("layers/1/kernel") == 0);
+    EXPECT(rules.dfa->stats().simulated_steps == learnt.simulated_steps);
+}
+
+void texts_that_begin_alike() {
+    const Rules rules({text("layers.1.b"), text("layers.1.a"), text("s.2")});
+    const char* const names[] = {"layers.1.a", "layers.1.b", "layers.1.c", "layers.2.a", "layers.1.a",
+                                 "layers.1.bb", "layers.1", "x", "layers.2.bb"};
+    for (int round = 0; round < 20; ++round) {
+        for (const char* const name : names) {
+            const RuleId expected = rules.first(name);
+            rules.dfa->begin();
+            rules.dfa->enter_like_last(view(name));
+            EXPECT(rules.dfa->winner() == expected);
+        }
+    }
 }
 
 void oracle_is_asked_once_a_code_point() {
@@ -167,7 +180,7 @@ void oracle_is_asked_once_a_code_point() {
     ProgramBuilder made = builder();
     made.add_pattern(decode(sequence({cls(kAny), literal(0xE9)}), made.tests()));
     const auto program = std::make_shared<const Program>(std::move(made).build());
-    LazyDfa dfa(program, [&](std::uint32_t, char32_t) { return ++asked > 0; }, 1 << 20);
+    LazyDfa dfa(program, [&](std::uint32_t, char32_t) { return ++asked > 0; }, Search::kFirst, 1 << 20);
     const char16_t word[] = u"\u00e9\u00e9\u4e00\u00e9\u00e9";
     for (int i = 0; i < 3; ++i) {
         dfa.begin();
@@ -176,7 +189,7 @@ void oracle_is_asked_once_a_code_point() {
     }
     EXPECT(asked == 2);
 
-    LazyDfa ascii_only(program, never_asked, 1 << 20);
+    LazyDfa ascii_only(program, never_asked, Search::kFirst, 1 << 20);
     ascii_only.begin();
     ascii_only.enter(view("plain"));
     EXPECT(ascii_only.winner() == kNoRule);
@@ -221,10 +234,13 @@ int main() {
     first_rule_wins_and_same_patterns_are_all_found();
     assertions_look_both_ways();
     cursor_resumes_and_leaves();
+    suffixes_of_literals_are_found();
+    states_are_built_for_what_comes_back();
+    texts_that_begin_alike();
     tiny_budget_gives_the_same_answers();
     oracle_is_asked_once_a_code_point();
     unrolling_is_bounded();
     malformed_codes_are_refused();
-    std::printf("automata: %d failures\n", failures);
+    std::printf("automata: %d failures\n", failures.load());
     return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -7,11 +7,18 @@ class SpecTable:
     """The spec object of each (rule, rank), made by `make` on first sight.
 
     Args:
+        specs: Per rule its spec, or None if it has yet to be made.
         lengths: Per rule, the entries of its spec; a leaf of at least that rank gets it whole.
         make: make(rule, rank), the spec for a leaf of that rank.
     """
 
-    def __init__(self, *, lengths: Sequence[int], make: Callable[[int, int], object]) -> None: ...
+    def __init__(
+        self,
+        *,
+        specs: Sequence[object],
+        lengths: Sequence[int],
+        make: Callable[[int, int], object],
+    ) -> None: ...
 
 class RuleSet:
     r"""A compiled rule list.

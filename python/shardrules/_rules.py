@@ -15,7 +15,14 @@ from typing import Any, Final, NoReturn
 from shardrules._core import RuleSet, SpecTable
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._specs import normalize_spec, partition_spec, shown, spec_for_rank, spec_length
+from shardrules._specs import (
+    Entries,
+    normalize_spec,
+    partition_spec,
+    shown,
+    spec_for_rank,
+    spec_length,
+)
 
 Pattern = str | re.Pattern[str]
 
@@ -77,6 +84,7 @@ class Rules:
             "_memory_budget": memory_budget,
             "_fallbacks": code.fallbacks,
             "_table": SpecTable(
+                specs=[None if isinstance(spec, Entries) else spec for spec in specs],
                 lengths=[spec_length(spec) for spec in specs],
                 make=lambda rule, rank: spec_for_rank(specs[rule], rank),
             ),

@@ -6,6 +6,7 @@ when a PartitionSpec has to be made. Must not know about patterns or trees.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -60,11 +61,15 @@ def spec_length(spec: object) -> int:
 
 def spec_for_rank(spec: object, rank: int) -> object:
     """The spec for a leaf of that rank, cut as eformer's match_partition_rules cuts it."""
-    if isinstance(spec, Entries):
-        return partition_spec(*spec[:rank])
-    if not _is_partition_spec(spec) or rank >= len(spec):
-        return spec
-    return partition_spec(*tuple(spec)[:rank])
+    if isinstance(spec, Entries) or (_is_partition_spec(spec) and rank < len(spec)):
+        return _made(tuple(spec)[:rank])
+    return spec
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(entries: tuple[Any, ...]) -> PartitionSpec:
+    # Thousands of rules have a handful of specs.
+    return partition_spec(*entries)
 
 
 def _is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
