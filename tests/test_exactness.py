@@ -129,33 +129,9 @@ def test_fallbacks_are_named(pattern, reason):
     assert rules.fallbacks == ((1, reason),)
 
 
-def test_a_huge_literal_is_left_to_re():
-    rules = sr.Rules([("x" * 5_000_000, None), ("y", None)])
+def test_a_huge_literal_is_left_to_re(monkeypatch):
+    for limit in ("_MAX_NODES_OF_PATTERN", "_MAX_NODES_OF_RULES"):
+        monkeypatch.setattr(f"shardrules._patterns.{limit}", 4_000)
+    rules = sr.Rules([("x" * 5_000, None), ("y", None)])
     assert rules.fallbacks == ((0, "too large for the automaton once its repeats are unrolled"),)
     assert rules.first_match("xy") == 1
-
-
-def test_adversarial_patterns_take_linear_time():
-    """Exponential for `re` or for an eager DFA; the counters show what was built instead."""
-    patterns = [
-        r"(a|b)*a(a|b){20}c", "(x+x+)+y", ".*.*.*.*=.*", "(a?){50}a{50}", r"[\s\S]{1000}"
-    ]  # fmt: skip
-    rules = sr.Rules([(p, None) for p in patterns], memory_budget=1 << 20)
-    assert rules.fallbacks == ()
-    text = "ab" * 200 + "x" * 90
-    assert rules.first_match(text) is None
-    assert rules.first_match(text + "=") == 2
-    assert rules.first_match("a" * 50) == 3
-    assert rules.all_matches("b" * 1000) == [4]
-    stats = rules._rule_set.stats()
-    assert stats["states_built"] + stats["simulated_steps"] < 5000
-
-
-def test_memory_budget_is_kept_and_answers_stay_right(rng):
-    pattern = re.compile("[ab]*a[ab]{12}c|b[ab]{9}a[ab]{3}/")
-    rules = sr.Rules([(pattern, None), ("aaaab", None)], memory_budget=20_000)
-    for _ in range(300):
-        text = "".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60))
-        expected = 0 if pattern.search(text) else 1 if "aaaab" in text else None
-        assert rules.first_match(text) == expected
-    assert rules._rule_set.stats()["cache_clears"] > 0

@@ -2,10 +2,11 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <variant>
+
+#include "pytree/count_matches.hpp"
 
 namespace py = pybind11;
 
@@ -119,11 +120,9 @@ py::list RuleSet::all_matches(const py::str& path) {
     dfa->enter(pytree::text_of(path.ptr()));
     std::vector<automata::RuleId> rules;
     dfa->matches(rules);
-    for (const pytree::SearchedRule& candidate : searched_) {
-        const auto search = py::reinterpret_borrow<py::object>(candidate.search.get());
-        if (!search(path).is_none()) rules.push_back(candidate.rule);
-    }
-    std::sort(rules.begin(), rules.end());
+    translated([&] {
+        pytree::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
+    });
     return py::cast(rules);
 }
 
@@ -142,14 +141,21 @@ py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
     });
 }
 
-py::dict RuleSet::stats() const {
+py::tuple RuleSet::count_matches(const py::object& tree, const py::str& separator, bool strict) {
+    const automata::DfaPool::Lease dfa(all_);
+    pytree::CountMatches counts(program_->rule_count(), searched_, strict);
+    translated([&] { pytree::map_tree(tree.ptr(), separator.ptr(), *dfa, counts); });
+    py::list lost;
+    for (const auto& [rules, leaves] : counts.lost())
+        lost.append(py::make_tuple(rules.first, rules.second, leaves));
+    return py::make_tuple(counts.matched(), counts.won(), counts.unmatched(), lost);
+}
+
+py::tuple RuleSet::counters() const {
     const automata::DfaStats first = first_.stats(), all = all_.stats();
-    py::dict out;
-    out["nodes"] = program_->node_count();
-    out["states_built"] = first.states_built + all.states_built;
-    out["cache_clears"] = first.cache_clears + all.cache_clears;
-    out["simulated_steps"] = first.simulated_steps + all.simulated_steps;
-    return out;
+    return py::make_tuple(first.states_built + all.states_built,
+                          first.cache_clears + all.cache_clears,
+                          first.simulated_steps + all.simulated_steps, program_->node_count());
 }
 
 void register_rule_set(py::module_& module) {
@@ -165,7 +171,9 @@ void register_rule_set(py::module_& module) {
         .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("separator"),
              py::arg("specs"), py::arg("strict"), py::arg("min_size"), py::arg("replicated"),
              py::arg("record_events"))
-        .def("stats", &RuleSet::stats);
+        .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
+             py::arg("separator"), py::arg("strict"))
+        .def("counters", &RuleSet::counters);
 }
 
 }  // namespace shardrules::bind

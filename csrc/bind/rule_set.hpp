@@ -29,7 +29,9 @@ class RuleSet {
     pybind11::tuple match(const pybind11::object& tree, const pybind11::str& separator,
                           pytree::SpecTable& specs, bool strict, const pybind11::object& min_size,
                           const pybind11::object& replicated, bool record_events);
-    pybind11::dict stats() const;
+    pybind11::tuple count_matches(const pybind11::object& tree, const pybind11::str& separator,
+                                  bool strict);
+    pybind11::tuple counters() const;
 
   private:
     std::shared_ptr<const automata::Program> program_;

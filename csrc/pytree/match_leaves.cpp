@@ -1,6 +1,7 @@
 #include "match_leaves.hpp"
 
 namespace shardrules::pytree {
+
 MatchLeaves::MatchLeaves(SpecTable& specs, const std::vector<SearchedRule>& searched,
                          const MatchOptions& options)
     : specs_(specs),
@@ -20,7 +21,7 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     Py_ssize_t rank = kAnyRank;
     if (options_.strict) {
         shape = shapes_.read(leaf);
-        rank = shape ? rank_of(leaf, shape.get()) : 0;
+        rank = ShapeReader::rank_of(leaf, shape);
         if (rank == 0) return Ref::borrow(options_.replicated);
     }
     const automata::RuleId rule =
@@ -37,18 +38,6 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     const SpecTable::Spec spec = specs_.get(rule, rank);
     if (spec.truncated && options_.record_events) record(events_, place, spec.object);
     return Ref::borrow(spec.object);
-}
-
-Py_ssize_t MatchLeaves::rank_of(PyObject* leaf, PyObject* shape) {
-    if (PyTuple_CheckExact(shape)) return PyTuple_GET_SIZE(shape);
-    const Py_ssize_t rank = PyObject_Size(shape);
-    if (rank >= 0) return rank;
-    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_TypeError, "the .shape of a leaf of type %.200s is %R, not a tuple",
-                     Py_TYPE(leaf)->tp_name, shape);
-    }
-    throw PythonError{};
 }
 
 bool MatchLeaves::too_small(PyObject* shape) const {

@@ -5,32 +5,12 @@
 
 #include <vector>
 
+#include "searched_rules.hpp"
 #include "shape_reader.hpp"
 #include "spec_table.hpp"
 #include "walk.hpp"
 
 namespace shardrules::pytree {
-
-// A rule outside the automaton: a call of search(path) that is not None is a match.
-struct SearchedRule {
-    automata::RuleId rule;
-    Ref search;
-};
-
-// The first rule that matches the path, given the automaton's answer, which stands only if no
-// searched rule (ascending) before it matches.
-template <class PathText>
-automata::RuleId first_match(automata::RuleId from_automaton,
-                             const std::vector<SearchedRule>& searched, PathText path_text) {
-    if (searched.empty() || searched.front().rule >= from_automaton) return from_automaton;
-    const Ref path = path_text();
-    for (const SearchedRule& candidate : searched) {
-        if (candidate.rule >= from_automaton) break;
-        const Ref match = Ref::checked(PyObject_CallOneArg(candidate.search.get(), path.get()));
-        if (match.get() != Py_None) return candidate.rule;
-    }
-    return from_automaton;
-}
 
 struct MatchOptions {
     bool strict;           // look at shapes: scalars, min_size, truncation
@@ -54,7 +34,6 @@ class MatchLeaves final : public LeafVisitor {
     const Ref& events() const { return events_; }
 
   private:
-    static Py_ssize_t rank_of(PyObject* leaf, PyObject* shape);
     bool too_small(PyObject* shape) const;
     void record(const Ref& list, const LeafPlace& place, PyObject* what) const;
 

@@ -27,6 +27,19 @@ void ShapeReader::inspect(PyTypeObject* type) {
         slot_ = member->d_member->offset;
 }
 
+Py_ssize_t ShapeReader::rank_of(PyObject* leaf, const Ref& shape) {
+    if (!shape) return 0;
+    if (PyTuple_CheckExact(shape.get())) return PyTuple_GET_SIZE(shape.get());
+    const Py_ssize_t rank = PyObject_Size(shape.get());
+    if (rank >= 0) return rank;
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "the .shape of a leaf of type %.200s is %R, not a tuple",
+                     Py_TYPE(leaf)->tp_name, shape.get());
+    }
+    throw PythonError{};
+}
+
 Ref ShapeReader::read_attribute(PyObject* leaf) {
     PyObject* shape = PyObject_GetAttr(leaf, shape_name());
     if (shape == nullptr) {

@@ -17,6 +17,9 @@ class ShapeReader {
         return Ref::borrow(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(leaf) + slot_));
     }
 
+    // The rank of the shape that read() gave; 0 without one.
+    static Py_ssize_t rank_of(PyObject* leaf, const Ref& shape);
+
   private:
     void inspect(PyTypeObject* type);
     static Ref read_attribute(PyObject* leaf);

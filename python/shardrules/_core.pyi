@@ -61,5 +61,10 @@ class RuleSet:
     ) -> tuple[Any, int, list[tuple[str, Any]], list[tuple[str, Any]]]:
         """(tree of specs, unmatched leaves, the first of them as (path, shape), events)."""
 
-    def stats(self) -> dict[str, int]:
-        """Nodes of the program, and counters of the idle DFAs."""
+    def count_matches(
+        self, tree: object, *, separator: str, strict: bool
+    ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
+        """Leaves (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
+
+    def counters(self) -> tuple[int, int, int, int]:
+        """(states built, cache clears, simulated steps, program nodes)."""

@@ -37,6 +37,8 @@ _MAX_DEPTH: Final = 100
 
 _ASCII: Final = "".join(map(chr, range(128)))
 _METACHARACTER: Final = re.compile(r"[\\.^$*+?{}\[\]|()]")
+# As plain ints: `&` of an enum's members costs a microsecond, and each character is asked.
+_IGNORECASE, _MULTILINE, _ASCII_ONLY, _DEBUG = map(int, (re.I, re.M, re.A, re.DEBUG))
 _ALPHABET_FLAGS: Final = int(re.ASCII | re.LOCALE | re.UNICODE)
 # Flags that change which characters a class accepts.
 _CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL)
@@ -148,7 +150,7 @@ class _Lowering:
         return size
 
     def _item(self, op: Any, argument: Any, flags: int, code: list[int], depth: int) -> int:
-        if op is _constants.LITERAL and not flags & re.IGNORECASE:
+        if op is _constants.LITERAL and not flags & _IGNORECASE:
             code += (_LITERAL, argument)
         elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY):
             code += (_CLASS, self.number(op, argument, flags))
@@ -180,8 +182,8 @@ class _Lowering:
 
     def _assertion(self, anchor: Any, flags: int) -> int:
         if anchor in _ANCHORS:
-            return _ANCHORS[anchor][bool(flags & re.MULTILINE)]
-        ascii_only = bool(flags & re.ASCII)
+            return _ANCHORS[anchor][bool(flags & _MULTILINE)]
+        ascii_only = bool(flags & _ASCII_ONLY)
         word = (_constants.CATEGORY, _constants.CATEGORY_WORD)
         self._boundaries[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
         return _BOUNDARIES[anchor][ascii_only]
@@ -253,7 +255,7 @@ def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 def _text_and_flags(pattern: str | re.Pattern[str]) -> tuple[str, int]:
     if isinstance(pattern, str):
         return pattern, 0
-    return pattern.pattern, pattern.flags & ~re.DEBUG
+    return pattern.pattern, pattern.flags & ~_DEBUG
 
 
 def _shown(text: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
 from shardrules._core import RuleSet, SpecTable
+from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
 from shardrules._specs import (
@@ -44,11 +45,13 @@ class Rules:
             hashable object, which leaves get as it is.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
-            runs at the same time. When they are spent it forgets and goes on, slower.
+            runs at the same time; 32 MiB unless told. When they are spent it forgets and goes on,
+            slower; with 0 it remembers nothing. `counters` shows what happened.
 
     Raises:
         TypeError: A rule is not a pair, a pattern is no string, or a spec cannot be one.
         re.error: A pattern is invalid; the message has the rule's index and a caret.
+        ValueError: memory_budget is no number of bytes.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -75,6 +78,8 @@ class Rules:
         *,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
+        if not isinstance(memory_budget, int) or memory_budget < 0:
+            raise ValueError(f"memory_budget is {memory_budget!r}; it must be a number of bytes")
         pairs = tuple(_checked_pair(i, rule) for i, rule in enumerate(_checked_rules(rules)))
         code = compile_patterns([pattern for pattern, _ in pairs])
         specs = [spec for _, spec in pairs]
@@ -103,6 +108,11 @@ class Rules:
             object.__setattr__(self, name, value)
 
     @property
+    def counters(self) -> Counters:
+        """What the matcher has done so far, of all calls that have ended."""
+        return Counters(*self._rule_set.counters())
+
+    @property
     def dialect(self) -> Dialect:
         """Whose semantics the rules follow."""
         return self._dialect
@@ -128,6 +138,25 @@ class Rules:
     def all_matches(self, path: str) -> list[int]:
         """The indices of all rules that match the path, ascending."""
         return self._rule_set.all_matches(path)
+
+    def coverage(self, tree: Any, strict: bool = True) -> Coverage:
+        """How each rule does on the tree, from one walk over it.
+
+        Args:
+            tree: Any pytree; of its leaves only `.shape` is read.
+            strict: Leaves without a shape, or with an empty one, need no rule and are not counted.
+
+        Example:
+            >>> import numpy as np
+            >>> rules = Rules([("kernel", "tp"), ("wq/kernel", None), ("lora", None)])
+            >>> coverage = rules.coverage({"wq": {"kernel": np.ones((2, 2))}, "b": np.ones(2)})
+            >>> coverage.shadowed, coverage.dead, coverage.unmatched
+            ({1: (0,)}, (2,), 1)
+        """
+        counts = self._rule_set.count_matches(
+            tree, separator=self._dialect.separator, strict=strict
+        )
+        return Coverage.from_counts(*counts)
 
     def __len__(self) -> int:
         return len(self._pairs)
