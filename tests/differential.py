@@ -1,35 +1,33 @@
-"""Random rule lists against `re`: `python -m tests.differential --lists 100000 --seed 7`.
+"""Ours against `re`: `python -m tests.differential --size 3 --lists 130000 --seed 7`.
 
-Prints a reproducer of each difference and exits with 1 if there was one. A list has 1, 2 or 5 rules
-and meets 8 texts, so a million cases are 125,000 lists.
+First every pattern up to a size (exhaustive.py), then random rule lists, on all cores. Prints a
+reproducer of each difference and exits with 1 if there was one. A random list has 1, 2 or 5 rules
+and meets 8 texts.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import shardrules as sr
+from tests import exhaustive
+from tests.engines import Outcome, differences
 from tests.random_patterns import FLAGS, compiles, random_pattern, random_text
 
 TEXTS = 8
 BUDGETS = (1, 3000, 1 << 20)
+SHARES = 32
+LISTS_OF_A_SHARE = 1000
 
 
 class TooSlowForReError(Exception):
     pass
-
-
-@dataclass
-class Outcome:
-    cases: int = 0
-    slow: int = 0
-    differences: list[str] = field(default_factory=list)
 
 
 def run(rng: random.Random, lists: int) -> Outcome:
@@ -46,19 +44,6 @@ def run(rng: random.Random, lists: int) -> Outcome:
         except TooSlowForReError:
             outcome.slow += 1
     return outcome
-
-
-def differences(patterns, texts, **options) -> list[str]:
-    """A reproducer for each text on which the answers are not those of `re`."""
-    rules = sr.Rules([(p, None) for p in patterns], **options)
-    found = []
-    for text in texts:
-        expected = [i for i, pattern in enumerate(patterns) if pattern.search(text)]
-        first = expected[0] if expected else None
-        if (rules.first_match(text), rules.all_matches(text)) != (first, expected):
-            listed = ", ".join(f"(re.compile({p.pattern!r}, {p.flags}), None)" for p in patterns)
-            found.append(f"sr.Rules([{listed}], **{options}).all_matches({text!r})  # {expected}")
-    return found
 
 
 def _random_rules(rng):
@@ -90,15 +75,39 @@ def _patience(seconds: float) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lists", type=int, default=130_000)
+    parser.add_argument("--size", type=int, default=3, help="of the patterns that are enumerated")
+    parser.add_argument("--lists", type=int, default=130_000, help="how many random rule lists")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     options = parser.parse_args()
     print(f"seed {options.seed}")
-    outcome = run(random.Random(options.seed), options.lists)
-    print("\n".join(outcome.differences))
-    print(f"{outcome.cases:,} cases, {len(outcome.differences)} differences; "
-          f"{outcome.slow} lists given up because re took over a second")  # fmt: skip
-    return 1 if outcome.differences else 0
+    # JAX has threads, which a forked process would lose.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        shares = exhaustive.shares(options.size, SHARES)
+        exact = _report("exhaustive", pool.map(exhaustive.check, shares))
+        starts = range(0, options.lists, LISTS_OF_A_SHARE)
+        seeds = [f"{options.seed}/{start}" for start in starts]
+        counts = [min(LISTS_OF_A_SHARE, options.lists - start) for start in starts]
+        exact &= _report("random", pool.map(_run_seeded, seeds, counts))
+    return 0 if exact else 1
+
+
+def _run_seeded(seed: str, lists: int) -> Outcome:
+    return run(random.Random(seed), lists)
+
+
+def _report(title: str, outcomes: Iterable[Outcome]) -> bool:
+    """Prints the differences as they come, then the sums; whether there was none."""
+    total = Outcome()
+    for outcome in outcomes:
+        for difference in outcome.differences:
+            print(difference, flush=True)
+        total.cases += outcome.cases
+        total.slow += outcome.slow
+        total.differences += outcome.differences
+    print(f"{title}: {total.cases:,} cases, {len(total.differences)} differences")
+    if total.slow:
+        print(f"  {total.slow} lists given up because re took over a second")
+    return not total.differences
 
 
 if __name__ == "__main__":

@@ -76,7 +76,12 @@ def test_leaves_that_need_no_rule_are_not_counted():
 def test_the_same_walk_as_match():
     """Whatever match decides, coverage counts as won."""
     tree = corpus.manifest(corpus.manifest_names()[0]).nested(corpus.abstract)
-    rules = [(pattern, i) for i, (pattern, _) in enumerate(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"))]
+    rules = [
+        (pattern, i)
+        for i, (pattern, _) in enumerate(
+            corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
+        )
+    ]
     compiled = sr.Rules([*rules, ("", -1)])
     leaves = [
         spec

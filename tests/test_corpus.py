@@ -1,0 +1,35 @@
+"""The hand-picked cases of data/corpus.toml, through `re` itself and through every engine."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import reduce
+from operator import or_
+from pathlib import Path
+
+import pytest
+
+from tests.engines import ENGINES, Rule
+
+CORPUS = tomllib.loads((Path(__file__).parent / "data" / "corpus.toml").read_text("utf-8"))
+CASES = [
+    pytest.param(case["rules"], case["paths"], id=f"{group}: {case['name']}")
+    for group, cases in CORPUS.items()
+    for case in cases
+]
+
+
+def rule_of(entry: str | list[str]) -> Rule:
+    if isinstance(entry, str):
+        return entry
+    pattern, letters = entry
+    return re.compile(pattern, reduce(or_, (re.RegexFlag[letter.upper()] for letter in letters)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("rules", "expected"), CASES)
+def test_corpus(rules, expected, engine):
+    paths = [path for path, _ in expected]
+    chosen = ENGINES[engine]([rule_of(entry) for entry in rules], paths)
+    assert [list(pair) for pair in zip(paths, chosen, strict=True)] == expected
