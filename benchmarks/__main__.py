@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.cases import cases
 from benchmarks.harness import Result, environment, measure
+from benchmarks.scaling import Row, rows
 
 
 def main() -> int:
@@ -22,11 +25,22 @@ def main() -> int:
     results: dict[bool, list[Result]] = {False: [], True: []}
     for case in cases():
         for collector, measured in results.items():
-            measured.append(measure(case, collector=collector))
+            measured.append(measure(case, with_collector=collector))
             console.print(f"  measured: {case.name}", style="dim")
     for collector, measured in results.items():
         console.print(_table(f"Garbage collector {'on' if collector else 'off'}", measured))
+    console.print(_rows_table(rows()))
     return 0
+
+
+def _rows_table(measured: Iterable[Row]) -> Table:
+    table = Table("what", "measured", "bar", "", title="Growth, compiling, bounds; garbage "
+                  "collector off", title_justify="left")  # fmt: skip
+    for row in measured:
+        met = "" if row.bar is None else "met" if row.measured <= row.bar else "MISSED"
+        bar = "" if row.bar is None else f"<= {row.bar:g} {row.unit}: {met}"
+        table.add_row(escape(row.name), f"{row.measured:.2f} {row.unit}", bar, row.note)
+    return table
 
 
 def _table(title: str, results: list[Result]) -> Table:
@@ -35,13 +49,13 @@ def _table(title: str, results: list[Result]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("bars")
     for r in results:
+        peers = (f"{r.ratio(p):.1f}x" if p in r.seconds else "" for p in ("eformer", "re loop"))
         table.add_row(
             r.case.name,
             f"{r.seconds['ours'] * 1e3:.2f} ms",
             f"{r.seconds['identity'] * 1e3:.2f} ms",
             f"{r.ratio('identity'):.2f}x",
-            f"{r.ratio('eformer'):.1f}x",
-            f"{r.ratio('re loop'):.1f}x",
+            *peers,
             r.verdict(),
         )
     return table

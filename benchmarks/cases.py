@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from benchmarks import trees
 from benchmarks.harness import Case
 from shardrules import demo
 from tests import corpus
@@ -42,6 +43,8 @@ def cases() -> Iterator[Case]:
         published.flat(corpus.abstract),
         {"identity": 0.5},
     )
+    for family, of_family in trees.families(tree).items():
+        yield _family(family, rules, of_family)
     layers, names = range(120), ("wq", "wk", "wv", "wo", "w1", "w2")
     yield _matching(
         "match, 720 leaves x 720 literal rules (bar: 10 ms)",
@@ -72,6 +75,18 @@ def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Cas
             "re loop": partial(_re_loop, compiled, tree),
         },
         bars=bars,
+    )
+
+
+def _family(name: str, rules: Rules, tree: Any) -> Case:
+    """The plain loop is there for its result; nobody waits for eformer seven times."""
+    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+    return Case(
+        name=f"match, {name}",
+        ours=partial(sr.match_partition_rules, rules, tree),
+        identity=_identity(tree),
+        peers={"re loop": partial(_re_loop, compiled, tree)},
+        bars={"identity": 0.7},
     )
 
 
@@ -121,7 +136,7 @@ def _re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
     def spec_of(path: Any, leaf: Any) -> P:
         if not leaf.shape:
             return P()
-        name = "/".join(str(entry.key) for entry in path)
+        name = tree_util.keystr(path, simple=True, separator="/")
         for pattern, spec in compiled:
             if pattern.search(name):
                 return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec

@@ -17,6 +17,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from jax import tree_util
+from jax.sharding import PartitionSpec
+
 Call = Callable[[], Any]
 
 
@@ -45,7 +48,6 @@ class Result:
     """Medians in seconds, by implementation ("ours", "identity", or a peer)."""
 
     case: Case
-    collector: bool
     seconds: dict[str, float]
 
     def ratio(self, reference: str) -> float:
@@ -64,15 +66,15 @@ class Result:
         return ", ".join(words)
 
 
-def measure(case: Case, *, collector: bool, runs: int = 9, slow_runs: int = 3) -> Result:
+def measure(case: Case, *, with_collector: bool, runs: int = 9, slow_runs: int = 3) -> Result:
     """Runs everything once to compare results, then times it, interleaved."""
     expected = case.ours()
     for name, call in case.peers.items():
-        if call() != expected:
+        if not _same(call(), expected):
             raise AssertionError(f"{case.name}: {name} and shardrules disagree")
     calls = {"ours": case.ours, "identity": case.identity, **case.peers}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with _collector(collector):
+    with collector(enabled=with_collector):
         for run in range(runs):
             for name, call in calls.items():
                 if name in case.peers and run >= slow_runs:
@@ -81,11 +83,19 @@ def measure(case: Case, *, collector: bool, runs: int = 9, slow_runs: int = 3) -
                 result = call()
                 times[name].append(perf_counter() - start)
                 del result
-    return Result(case, collector, {name: median(t) for name, t in times.items()})
+    return Result(case, {name: median(t) for name, t in times.items()})
+
+
+def _same(a: Any, b: Any) -> bool:
+    def flat(tree: Any) -> Any:
+        return tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    return bool(flat(a) == flat(b))
 
 
 @contextmanager
-def _collector(enabled: bool) -> Iterator[None]:
+def collector(*, enabled: bool) -> Iterator[None]:
+    """With the garbage collector on, or off, and in any case run once before."""
     gc.collect()
     if not enabled:
         gc.disable()

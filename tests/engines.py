@@ -20,7 +20,9 @@ Rule = str | re.Pattern[str]
 Engine = Callable[[Sequence[Rule], Sequence[str]], list[int]]
 
 NO_RULE = -1
-# The simulation, which remembers no states.
+# What is met for the first time is simulated; all has become states after so many rounds.
+ROUNDS = 20
+# With no memory everything is simulated, always.
 NFA = {"memory_budget": 0}
 
 
@@ -32,40 +34,64 @@ def searched(rules: Sequence[Rule], paths: Sequence[str]) -> list[int]:
     ]
 
 
-def first_match(rules: Sequence[Rule], paths: Sequence[str], **options: Any) -> list[int]:
-    found = map(_indexed(rules, **options).first_match, paths)
-    return [NO_RULE if rule is None else rule for rule in found]
+def first_match(
+    rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any
+) -> list[int]:
+    compiled = _indexed(rules, **options)
+
+    def choose() -> list[int]:
+        found = map(compiled.first_match, paths)
+        return [NO_RULE if rule is None else rule for rule in found]
+
+    return _repeated(choose, rounds)
 
 
-def first_of_all_matches(rules: Sequence[Rule], paths: Sequence[str]) -> list[int]:
-    found = map(_indexed(rules).all_matches, paths)
-    return [next(iter(matches), NO_RULE) for matches in found]
+def first_of_all_matches(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1) -> list[int]:
+    compiled = _indexed(rules)
+
+    def choose() -> list[int]:
+        return [next(iter(compiled.all_matches(path)), NO_RULE) for path in paths]
+
+    return _repeated(choose, rounds)
 
 
-def flat_walk(rules: Sequence[Rule], paths: Sequence[str]) -> list[int]:
+def flat_walk(rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1) -> list[int]:
     """All paths at once, as the keys of one dict."""
-    matched = _with_catch_all(rules).match(dict.fromkeys(paths, "leaf"), strict=False)
-    return [matched[path] for path in paths]
+    compiled = _with_catch_all(rules)
+    tree = dict.fromkeys(paths, "leaf")
+
+    def choose() -> list[int]:
+        matched = compiled.match(tree, strict=False)
+        return [matched[path] for path in paths]
+
+    return _repeated(choose, rounds)
 
 
-def nested_walk(rules: Sequence[Rule], paths: Sequence[str], **options: Any) -> list[int]:
+def nested_walk(
+    rules: Sequence[Rule], paths: Sequence[str], rounds: int = 1, **options: Any
+) -> list[int]:
     """Paths of the same depth as one tree, of which the matcher reads key after key."""
     compiled = _with_catch_all(rules, **options)
-    chosen: dict[str, int] = {}
-    for depth in {path.count("/") for path in paths}:
-        tree = _nested(path for path in paths if path.count("/") == depth)
-        matched = compiled.match(tree, strict=False)
-        chosen.update(zip(tree_leaves(tree), tree_leaves(matched), strict=True))
-    return [chosen[path] for path in paths]
+    depths = {path.count("/") for path in paths}
+    trees = [_nested(path for path in paths if path.count("/") == depth) for depth in depths]
+
+    def choose() -> list[int]:
+        chosen: dict[str, int] = {}
+        for tree in trees:
+            matched = compiled.match(tree, strict=False)
+            chosen.update(zip(tree_leaves(tree), tree_leaves(matched), strict=True))
+        return [chosen[path] for path in paths]
+
+    return _repeated(choose, rounds)
 
 
 ENGINES: dict[str, Engine] = {
     "re": searched,
-    "dfa": first_match,
+    "dfa": partial(first_match, rounds=ROUNDS),
     "nfa": partial(first_match, **NFA),
-    "all_matches": first_of_all_matches,
-    "walk": flat_walk,
-    "nested walk": nested_walk,
+    "all_matches": partial(first_of_all_matches, rounds=ROUNDS),
+    "walk": partial(flat_walk, rounds=ROUNDS),
+    "nested walk": partial(nested_walk, rounds=ROUNDS),
     "nested walk, nfa": partial(nested_walk, **NFA),
 }
 
@@ -102,6 +128,13 @@ def reproducer(
     shown_options = "".join(f", {name}={value}" for name, value in options.items())
     shown_answers = ", ".join(f"{engine}: {answer}" for engine, answer in answers.items())
     return f"sr.Rules([{shown_rules}]{shown_options}).{call}  # {shown_answers}"
+
+
+def _repeated(choose: Callable[[], list[int]], rounds: int) -> list[int]:
+    """What is chosen first; or later, if that is something else."""
+    first = choose()
+    again = (choose() for _ in range(rounds - 1))
+    return next((later for later in again if later != first), first)
 
 
 def _indexed(rules: Sequence[Rule], **options: Any) -> sr.Rules:

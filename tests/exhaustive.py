@@ -10,13 +10,23 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
 
-from tests.engines import ENGINES, NFA, NO_RULE, Outcome, Rule, differences, reproducer
+from tests.engines import (
+    NFA,
+    NO_RULE,
+    Engine,
+    Outcome,
+    Rule,
+    differences,
+    first_match,
+    flat_walk,
+    reproducer,
+)
 from tests.random_patterns import compiles
 
 
@@ -61,6 +71,17 @@ CORE = Grammar(
     characters="a#\n",
     text_length=4,
 )
+# Each atom and anchor shows one of the flags of the scope around it.
+SCOPED = Grammar(
+    atoms=("b", ".", "#\n"),
+    anchors=("^b", "b$"),
+    repeats=("*",),
+    groups=("(?i:", "(?s:", "(?m:", "(?x:", "(?-imsx:"),
+    characters="bB#\n",
+    text_length=3,
+)
+# One round is enough: paths that begin alike make their states soon.
+ENGINES: dict[str, Engine] = {"walk": flat_walk, "nfa": partial(first_match, **NFA)}
 
 
 class Share(NamedTuple):
@@ -74,10 +95,10 @@ class Share(NamedTuple):
 
 
 def shares(size: int, count: int) -> list[Share]:
-    """FULL up to the size with each flag, one less where it is inline; CORE up to two more."""
+    """FULL up to the size with each flag, or one less where it is inline; the others beyond it."""
     parts = [(FULL, size, flags) for flags in (NO_FLAGS, *COMPILED)]
     parts += [(FULL, size - 1, flags) for flags in INLINE]
-    parts += [(CORE, size + 2, NO_FLAGS)]
+    parts += [(SCOPED, size + 1, NO_FLAGS), (CORE, size + 2, NO_FLAGS)]
     return [Share(*part, number, count) for part in parts for number in range(count)]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import ENGINES, Rule
+import shardrules as sr
+from tests.engines import ENGINES, NFA, ROUNDS, Rule
 
 CORPUS = tomllib.loads((Path(__file__).parent / "data" / "corpus.toml").read_text("utf-8"))
 CASES = [
@@ -33,3 +34,21 @@ def test_corpus(rules, expected, engine):
     paths = [path for path, _ in expected]
     chosen = ENGINES[engine]([rule_of(entry) for entry in rules], paths)
     assert [list(pair) for pair in zip(paths, chosen, strict=True)] == expected
+
+
+def test_the_rounds_end_the_simulation():
+    rules = sr.Rules([("x[ab]+y$", None)])
+    simulated = set()
+    for _ in range(ROUNDS):
+        rules.first_match("abxababy")
+        simulated.add(rules.counters.simulated_steps)
+    assert len(simulated) > 1
+    rules.first_match("abxababy")
+    assert rules.counters.simulated_steps in simulated
+
+
+def test_without_memory_all_is_simulated():
+    rules = sr.Rules([("x[ab]+y$", None)], **NFA)
+    for _ in range(ROUNDS):
+        rules.first_match("abxababy")
+    assert rules.counters.simulated_steps == ROUNDS * len("abxababy")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines import ENGINES
-from tests.exhaustive import CORE, NO_FLAGS, Share, check, shares
+from tests.exhaustive import CORE, ENGINES, NO_FLAGS, Share, check, shares
 
 
 @pytest.mark.parametrize("share", shares(size=2, count=4))

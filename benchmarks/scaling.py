@@ -1,0 +1,178 @@
+"""Rows of the table that are no single ratio to a peer: growth, compiling, importing, bounds."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks.harness import collector
+from tests import corpus
+
+LEAF = jax.ShapeDtypeStruct((8, 8), "int8")
+NAMES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "n1", "n2", "b")
+CATCH_ALL = (".*", P())
+ADVERSARIAL = {
+    "(a|b)*a(a|b){20}c": "ab" * 20,
+    "(x+x+)+y": "x" * 24,
+    ".*.*.*.*=.*": "a" * 200,
+    "(a?){50}a{50}": "a" * 22,
+    r"[\s\S]{1000}": "a" * 999,
+}
+
+
+class Row(NamedTuple):
+    """A measurement beside its bar; at most that much is asked for."""
+
+    name: str
+    measured: float
+    unit: str
+    bar: float | None = None
+    note: str = ""
+
+
+def rows() -> Iterator[Row]:
+    """All rows, each measured when its turn comes, without the garbage collector."""
+    for measure in (_rules_growth, _compiling, _importing, _leaves_growth, _coverage, _bounds):
+        with collector(enabled=False):
+            yield from measure()
+
+
+def _seconds(call: Callable[[], Any], runs: int) -> float:
+    times = []
+    for _ in range(runs):
+        start = perf_counter()
+        result = call()
+        times.append(perf_counter() - start)
+        del result
+    return median(times)
+
+
+def _rules_growth() -> Iterator[Row]:
+    """10,000 leaves; 10,000 rules against 10, per leaf, after compiling."""
+    tree = {"layers": {str(i): {n: {"kernel": LEAF} for n in NAMES} for i in range(1000)}}
+    kinds: dict[str, Callable[[int, str], str]] = {
+        "literal rules, one for each leaf": lambda i, n: f"layers/{i}/{n}/kernel",
+        "regex rules, one for each leaf": lambda i, n: rf"layers/{i}/.*{n}/(kernel|bias)",
+    }
+    for name, pattern in kinds.items():
+        every = [(pattern(i, n), P("tp")) for i in range(1000) for n in NAMES]
+        yield from _growth(name, every[:10], every, tree)
+    few = [(rf"layers/\d+/{n}/kernel", P("tp")) for n in NAMES]
+    others = [(rf"other/{i}/.*kernel", P()) for i in range(9_990)]
+    yield from _growth("10 rules that match, the others do not", few, few + others, tree)
+
+
+def _growth(name: str, few: list[Any], many: list[Any], tree: Any) -> Iterator[Row]:
+    first: dict[int, list[float]] = {len(few): [], len(many): []}
+    later: dict[int, list[float]] = {len(few): [], len(many): []}
+    for _ in range(7):
+        for listed in (few, many):
+            rules = sr.Rules([*listed, CATCH_ALL])
+            first[len(listed)].append(_seconds(lambda rules=rules: rules.match(tree), 1))
+            later[len(listed)].append(_seconds(lambda rules=rules: rules.match(tree), 5))
+    for call, times in (("first call", first), ("later calls", later)):
+        ratio = median(times[len(many)]) / median(times[len(few)])
+        yield Row(f"10,000 rules / 10: {name}, {call}", ratio, "x", 1.3)
+
+
+def _compiling() -> Iterator[Row]:
+    literal = [(f"layers/{i}/{n}/kernel", P()) for i in range(1000) for n in NAMES]
+    real = {p for name in corpus.regex_rule_sets() for p, _ in corpus.rules(name)}
+    per_layer = [(rf"layers/{i}/.*(wq|wk)/kernel", P()) for i in range(2000)]
+    for name, rules, bar in (
+        ("literal rules", literal, 5),
+        ("regex rules, real ones", [(p, P()) for p in sorted(real)], 60),
+        ("regex rules, one for each layer", per_layer, 60),
+    ):
+        each = _seconds(lambda rules=rules: sr.Rules(rules), 5) / len(rules) * 1e6
+        yield Row(f"compile: {name}", each, "us a rule", bar)
+
+
+def _importing() -> Iterator[Row]:
+    code = "import time, numpy; s = time.perf_counter(); import shardrules; print(time.perf_counter() - s)"  # noqa: E501
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    yield Row("import shardrules, over import numpy", median(times) * 1e3, "ms", 30)
+
+
+def _leaves_growth() -> Iterator[Row]:
+    rules = [(r"attn/(wq|wk|wv)/kernel", P("fsdp", "tp")), ("wo/kernel", P("tp")), CATCH_ALL]
+    attention = ("wq", "wk", "wv", "wo")
+    each: dict[int, float] = {}
+    for leaves in (1_000, 10_000, 100_000, 1_000_000, 10_000_000):
+        tree = {
+            "layers": {
+                str(i): {"attn": {n: {"kernel": LEAF, "bias": LEAF} for n in attention}}
+                for i in range(leaves // 8)
+            }
+        }
+        compiled = sr.Rules(rules)
+        runs = min(200, 30_000_000 // leaves)
+        ours, theirs = [], []
+        for _ in range(max(3, runs // 10)):
+            ours.append(_seconds(partial(compiled.match, tree), 1))
+            theirs.append(_seconds(partial(jax.tree_util.tree_map, lambda x: x, tree), 1))
+        each[leaves] = median(ours) / leaves * 1e9
+        note = f"identity: {median(theirs) / leaves * 1e9:.0f}"
+        yield Row(f"{leaves:,} leaves", each[leaves], "ns a leaf", note=note)
+    yield Row("10,000,000 leaves / 100,000, per leaf", each[10_000_000] / each[100_000], "x", 1.3)
+    yield from _extra_memory(compiled, tree)
+
+
+def _extra_memory(compiled: sr.Rules, tree: Any) -> Iterator[Row]:
+    """What the walk needs at its height beyond the tree that it returns."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return
+    clear.write_text("5")  # forget the peak
+    result = compiled.match(tree)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, now = (int(status[key].split()[0]) / 1024 for key in ("VmHWM", "VmRSS"))
+    del result
+    yield Row("10,000,000 leaves: memory beyond the output tree", peak - now, "MiB", 64)
+
+
+def _coverage() -> Iterator[Row]:
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    rules = sr.Rules(corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0"))
+    ratio = _seconds(lambda: rules.coverage(tree), 7) / _seconds(lambda: rules.match(tree), 7)
+    yield Row("coverage (all matches of all leaves) / match, DeepSeek-V3", ratio, "x")
+
+
+def _bounds() -> Iterator[Row]:
+    """One search each; `re` is given up after five seconds."""
+    for pattern, text in ADVERSARIAL.items():
+        rules, compiled = sr.Rules([(pattern, P())]), re.compile(pattern)
+        ours = _seconds(lambda rules=rules, text=text: rules.first_match(text), 3)
+        theirs = _interrupted(lambda compiled=compiled, text=text: compiled.search(text), 5)
+        note = f"re: {theirs * 1e6:,.0f} us" if theirs is not None else "re: over 5 s, given up"
+        yield Row(f"{pattern} on {len(text)} characters", ours * 1e6, "us", note=note)
+
+
+def _interrupted(call: Callable[[], Any], seconds: int) -> float | None:
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        return _seconds(call, 1)
+    except TimeoutError:
+        return None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
