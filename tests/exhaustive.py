@@ -43,7 +43,7 @@ COMPILED = [Flags(compiled=flag) for flag in (re.I, re.M, re.S, re.X, re.A)]
 
 
 class Grammar(NamedTuple):
-    """What patterns are made of, and the characters of the texts that tell them apart."""
+    """What patterns are made of, and the texts that tell them apart: `lead` and then characters."""
 
     atoms: tuple[str, ...]
     anchors: tuple[str, ...]
@@ -51,6 +51,7 @@ class Grammar(NamedTuple):
     groups: tuple[str, ...]
     characters: str
     text_length: int
+    lead: str = ""
 
 
 # With VERBOSE, "#" and the newline make a comment. No text has a small b: it matches by IGNORECASE.
@@ -80,6 +81,8 @@ SCOPED = Grammar(
     characters="bB#\n",
     text_length=3,
 )
+# As in a checkpoint: the walk resumes long names where they differ from the one before.
+LONG_NAMES = CORE._replace(lead=33 * "#")
 # One round is enough: paths that begin alike make their states soon.
 ENGINES: dict[str, Engine] = {"walk": flat_walk, "nfa": partial(first_match, **NFA)}
 
@@ -98,7 +101,8 @@ def shares(size: int, count: int) -> list[Share]:
     """FULL up to the size with each flag, or one less where it is inline; the others beyond it."""
     parts = [(FULL, size, flags) for flags in (NO_FLAGS, *COMPILED)]
     parts += [(FULL, size - 1, flags) for flags in INLINE]
-    parts += [(SCOPED, size + 1, NO_FLAGS), (CORE, size + 2, NO_FLAGS)]
+    parts += [(grammar, size + 1, NO_FLAGS) for grammar in (SCOPED, LONG_NAMES)]
+    parts += [(CORE, size + 2, NO_FLAGS)]
     return [Share(*part, number, count) for part in parts for number in range(count)]
 
 
@@ -157,8 +161,10 @@ def _or_none(rule: int) -> int | None:
 
 @cache
 def _texts(grammar: Grammar) -> list[str]:
-    lengths = range(grammar.text_length + 1)
-    return ["".join(text) for n in lengths for text in product(grammar.characters, repeat=n)]
+    characters = [
+        product(grammar.characters, repeat=length) for length in range(grammar.text_length + 1)
+    ]
+    return [grammar.lead + "".join(text) for text in chain.from_iterable(characters)]
 
 
 @cache
