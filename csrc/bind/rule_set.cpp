@@ -6,7 +6,9 @@
 #include <string>
 #include <variant>
 
+#include "errors.hpp"
 #include "pytree/count_matches.hpp"
+#include "register.hpp"
 
 namespace py = pybind11;
 
@@ -41,16 +43,6 @@ automata::Oracle oracle_of(const py::object& accepts) {
             PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1));
         return accepts(number, character).cast<bool>();
     };
-}
-
-// Runs `call`, turning the error of the pytree layer into pybind11's.
-template <class Call>
-auto translated(Call call) {
-    try {
-        return call();
-    } catch (const pytree::PythonError&) {
-        throw py::error_already_set();
-    }
 }
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
@@ -127,17 +119,18 @@ py::list RuleSet::all_matches(const py::str& path) {
 }
 
 py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
-                         pytree::SpecTable& specs, bool strict, const py::object& min_size,
+                         pytree::Answers& answers, bool strict, const py::object& min_size,
                          const py::object& replicated, bool record_events) {
-    if (specs.rule_count() != program_->rule_count())
-        throw std::invalid_argument("the spec table is of another rule list");
+    if (answers.rule_count() != program_->rule_count())
+        throw std::invalid_argument("the answers are of another rule list");
     const automata::DfaPool::Lease dfa(first_);
     return translated([&] {
-        pytree::MatchLeaves leaves(specs, searched_,
+        pytree::MatchLeaves leaves(answers, searched_,
                                    {strict, min_size.ptr(), replicated.ptr(), record_events});
         const Ref matched = pytree::map_tree(tree.ptr(), separator.ptr(), *dfa, leaves);
         return py::make_tuple(to_python(matched), leaves.unmatched_count(),
-                              to_python(leaves.unmatched()), to_python(leaves.events()));
+                              to_python(leaves.unmatched()), leaves.problem_count(),
+                              to_python(leaves.problems()), to_python(leaves.events()));
     });
 }
 
@@ -169,7 +162,7 @@ void register_rule_set(py::module_& module) {
         .def("first_match", &RuleSet::first_match, py::arg("path"))
         .def("all_matches", &RuleSet::all_matches, py::arg("path"))
         .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("separator"),
-             py::arg("specs"), py::arg("strict"), py::arg("min_size"), py::arg("replicated"),
+             py::arg("answers"), py::arg("strict"), py::arg("min_size"), py::arg("replicated"),
              py::arg("record_events"))
         .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
              py::arg("separator"), py::arg("strict"))

@@ -27,8 +27,9 @@ class RuleSet {
     pybind11::object first_match(const pybind11::str& path);
     pybind11::list all_matches(const pybind11::str& path);
     pybind11::tuple match(const pybind11::object& tree, const pybind11::str& separator,
-                          pytree::SpecTable& specs, bool strict, const pybind11::object& min_size,
-                          const pybind11::object& replicated, bool record_events);
+                          pytree::Answers& answers, bool strict,
+                          const pybind11::object& min_size, const pybind11::object& replicated,
+                          bool record_events);
     pybind11::tuple count_matches(const pybind11::object& tree, const pybind11::str& separator,
                                   bool strict);
     pybind11::tuple counters() const;
@@ -38,8 +39,5 @@ class RuleSet {
     automata::DfaPool first_, all_;  // by what is searched for
     std::vector<pytree::SearchedRule> searched_;
 };
-
-void register_rule_set(pybind11::module_& module);
-void register_spec_table(pybind11::module_& module);
 
 }  // namespace shardrules::bind

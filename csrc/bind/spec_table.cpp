@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "pytree/spec_table.hpp"
-#include "rule_set.hpp"
+#include "register.hpp"
 
 namespace py = pybind11;
 
@@ -10,7 +10,8 @@ namespace shardrules::bind {
 
 void register_spec_table(py::module_& module) {
     using pytree::SpecTable;
-    py::class_<SpecTable>(module, "SpecTable")
+    py::class_<pytree::Answers>(module, "Answers");
+    py::class_<SpecTable, pytree::Answers>(module, "SpecTable")
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {
                  std::vector<pytree::Ref> known;

@@ -2,12 +2,13 @@
 
 namespace shardrules::pytree {
 
-MatchLeaves::MatchLeaves(SpecTable& specs, const std::vector<SearchedRule>& searched,
+MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
                          const MatchOptions& options)
-    : specs_(specs),
+    : answers_(answers),
       searched_(searched),
       options_(options),
       unmatched_(Ref::checked(PyList_New(0))),
+      problems_(Ref::checked(PyList_New(0))),
       events_(Ref::checked(PyList_New(0))) {
     // No size is below zero, so zero asks nothing; it is the default.
     const Ref zero = Ref::checked(PyLong_FromLong(0));
@@ -35,9 +36,16 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
         if (options_.record_events) record(events_, place, Py_None);
         return Ref::borrow(options_.replicated);
     }
-    const SpecTable::Spec spec = specs_.get(rule, rank);
-    if (spec.truncated && options_.record_events) record(events_, place, spec.object);
-    return Ref::borrow(spec.object);
+    const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
+    if (answer.object == nullptr) {
+        if (problem_count_++ < kProblemsShown) {
+            const Ref what = Ref::checked(Py_BuildValue("(IO)", rule, shape.get()));
+            record(problems_, place, what.get());
+        }
+        return Ref::borrow(Py_None);
+    }
+    if (answer.truncated && options_.record_events) record(events_, place, answer.object);
+    return Ref::borrow(answer.object);
 }
 
 bool MatchLeaves::too_small(PyObject* shape) const {

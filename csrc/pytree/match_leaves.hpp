@@ -5,9 +5,9 @@
 
 #include <vector>
 
+#include "answers.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
-#include "spec_table.hpp"
 #include "walk.hpp"
 
 namespace shardrules::pytree {
@@ -21,29 +21,32 @@ struct MatchOptions {
 
 class MatchLeaves final : public LeafVisitor {
   public:
-    static constexpr Py_ssize_t kUnmatchedShown = 10;
+    static constexpr Py_ssize_t kUnmatchedShown = 10, kProblemsShown = 20;
 
-    MatchLeaves(SpecTable& specs, const std::vector<SearchedRule>& searched,
+    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
                 const MatchOptions& options);
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     Py_ssize_t unmatched_count() const { return unmatched_count_; }
-    // Lists of (path, shape or None) and, with record_events, (path, truncated spec or None when
-    // the leaf was smaller than min_size), in the order of the walk.
+    Py_ssize_t problem_count() const { return problem_count_; }
+    // Lists in the order of the walk: (path, shape or None); (path, (rule, shape)) of leaves that
+    // their rule cannot be applied to; with record_events, (path, truncated spec or None when the
+    // leaf was smaller than min_size).
     const Ref& unmatched() const { return unmatched_; }
+    const Ref& problems() const { return problems_; }
     const Ref& events() const { return events_; }
 
   private:
     bool too_small(PyObject* shape) const;
     void record(const Ref& list, const LeafPlace& place, PyObject* what) const;
 
-    SpecTable& specs_;
+    Answers& answers_;
     const std::vector<SearchedRule>& searched_;
     MatchOptions options_;
     bool has_min_size_;
     ShapeReader shapes_;
-    Py_ssize_t unmatched_count_ = 0;
-    Ref unmatched_, events_;
+    Py_ssize_t unmatched_count_ = 0, problem_count_ = 0;
+    Ref unmatched_, problems_, events_;
 };
 
 }  // namespace shardrules::pytree

@@ -5,27 +5,20 @@
 #include <span>
 #include <vector>
 
-#include "automata/program.hpp"
-#include "ref.hpp"
+#include "answers.hpp"
 
 namespace shardrules::pytree {
 
-inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
-
-class SpecTable {
+class SpecTable final : public Answers {
   public:
     // specs[rule]: its spec, or None if it has to be made yet.
     // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the spec whole.
     // make(rule, rank): the spec for a leaf of a lower rank, or the whole one.
     SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make);
 
-    std::size_t rule_count() const { return rows_.size(); }
+    std::size_t rule_count() const override { return rows_.size(); }
 
-    struct Spec {
-        PyObject* object;  // borrowed from the table
-        bool truncated;
-    };
-    Spec get(automata::RuleId rule, Py_ssize_t rank) {
+    Answer get(automata::RuleId rule, PyObject*, Py_ssize_t rank) override {
         const Row& row = rows_[rule];
         const bool truncated = rank < row.length;
         const Py_ssize_t entries = truncated ? rank : row.length;

@@ -1,11 +1,34 @@
 """shardrules: decides how every array of a huge JAX model is sharded.
 
-See `match_partition_rules` for the main job, and `Rules` to compile a rule list once.
+See `match_partition_rules` and `named_shardings` for the main job, `shard` and
+`with_sharding_constraint` to apply it, and `Rules` to compile a rule list once.
 """
 
+from shardrules._constraints import with_sharding_constraint
+from shardrules._correction import Correction, RuleSpec
 from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
+from shardrules._fingerprint import fingerprint
+from shardrules._mesh import resolve_mesh
+from shardrules._placement import gather, shard
 from shardrules._rules import Rules, match_partition_rules
+from shardrules._shardings import named_shardings, spec_for
 
-__all__ = ["EFORMER", "Counters", "Coverage", "Dialect", "Rules", "match_partition_rules"]
+__all__ = [
+    "EFORMER",
+    "Correction",
+    "Counters",
+    "Coverage",
+    "Dialect",
+    "RuleSpec",
+    "Rules",
+    "fingerprint",
+    "gather",
+    "match_partition_rules",
+    "named_shardings",
+    "resolve_mesh",
+    "shard",
+    "spec_for",
+    "with_sharding_constraint",
+]
 __version__ = "0.1.0"

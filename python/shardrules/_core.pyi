@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-class SpecTable:
+class Answers:
+    """What a leaf gets from the rule that has won it."""
+
+class SpecTable(Answers):
     """The spec object of each (rule, rank), made by `make` on first sight.
 
     Args:
@@ -18,6 +21,38 @@ class SpecTable:
         specs: Sequence[object],
         lengths: Sequence[int],
         make: Callable[[int, int], object],
+    ) -> None: ...
+
+class Corrector:
+    """Which axes of a spec an array of a given shape can have.
+
+    Args:
+        dims: Per entry of the spec, (sizes of its axes, 0 for an absent one; unit of the cuts).
+        absent: "drop", "drop_axis", "prefix" or "keep".
+        indivisible: The same.
+    """
+
+    def __init__(
+        self, dims: Sequence[tuple[Sequence[int], int]], *, absent: str, indivisible: str
+    ) -> None: ...
+    def kept(self, shape: tuple[int, ...]) -> int:
+        """Bit i: the i-th axis of the spec is kept."""
+
+class ShardingTable(Answers):
+    """What each (spec, rank, kept axes) gets, made by `make` on first sight.
+
+    Args:
+        correctors: Per distinct spec.
+        spec_of: Per rule, its spec's index.
+        make: make(spec, rank, kept), what such a leaf gets; None if it cannot be given that.
+    """
+
+    def __init__(
+        self,
+        *,
+        correctors: Sequence[Corrector],
+        spec_of: Sequence[int],
+        make: Callable[[int, int, int], object],
     ) -> None: ...
 
 class RuleSet:
@@ -53,13 +88,24 @@ class RuleSet:
         tree: object,
         *,
         separator: str,
-        specs: SpecTable,
+        answers: Answers,
         strict: bool,
         min_size: object,
         replicated: object,
         record_events: bool,
-    ) -> tuple[Any, int, list[tuple[str, Any]], list[tuple[str, Any]]]:
-        """(tree of specs, unmatched leaves, the first of them as (path, shape), events)."""
+    ) -> tuple[
+        Any,
+        int,
+        list[tuple[str, Any]],
+        int,
+        list[tuple[str, tuple[int, Any]]],
+        list[tuple[str, Any]],
+    ]:
+        """The tree of answers, with what went wrong and what is worth a word.
+
+        (tree, unmatched leaves, the first of them as (path, shape), leaves that their rule cannot
+        be applied to, the first of them as (path, (rule, shape)), events).
+        """
 
     def count_matches(
         self, tree: object, *, separator: str, strict: bool

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardrules._correction import Correction
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -15,11 +17,14 @@ class Dialect:
     Args:
         name: The library that the dialect is of.
         separator: What joins the keys of a path.
+        correction: How specs are made to fit arrays and meshes.
     """
 
     name: str
     separator: str
+    correction: Correction
 
 
-EFORMER = Dialect(name="eformer", separator="/")
-"""`eformer.escale.match_partition_rules`, as of eformer 0.0.101."""
+EFORMER = Dialect(name="eformer", separator="/", correction=Correction())
+"""`eformer.escale.match_partition_rules`, as of eformer 0.0.101; the correction is that of its
+`get_corrected_named_sharding`, but keeps PartitionSpec.UNCONSTRAINED."""

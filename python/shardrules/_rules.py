@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NoReturn, TypeVar
 
-from shardrules._core import RuleSet, SpecTable
+from shardrules._core import Answers, RuleSet, SpecTable
+from shardrules._correction import RuleSpec
 from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
@@ -26,8 +28,10 @@ from shardrules._specs import (
 )
 
 Pattern = str | re.Pattern[str]
+_T = TypeVar("_T")
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
+_MESHES_REMEMBERED: Final = 16
 _DEFAULT_MIN_SIZE: Final = "16384"
 _TRUE_WORDS: Final = ("true", "yes", "1", "on")
 
@@ -42,7 +46,7 @@ class Rules:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
             hold. A spec is a PartitionSpec; or None, an axis name, or a tuple or list of
             PartitionSpec entries, which stand for the PartitionSpec made of them; or any other
-            hashable object, which leaves get as it is.
+            hashable object, which leaves get as it is. A `RuleSpec` adds a correction to a spec.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
             runs at the same time; 32 MiB unless told. When they are spent it forgets and goes on,
@@ -62,11 +66,14 @@ class Rules:
         [1, 2]
     """
 
-    __slots__ = ("_dialect", "_fallbacks", "_memory_budget", "_pairs", "_rule_set", "_table")
+    __slots__ = (
+        "_dialect", "_fallbacks", "_memory_budget", "_on_meshes", "_pairs", "_rule_set", "_table",
+    )  # fmt: skip
 
     _dialect: Dialect
     _fallbacks: tuple[tuple[int, str], ...]
     _memory_budget: int
+    _on_meshes: dict[Any, Any]
     _pairs: tuple[tuple[Pattern, Any], ...]
     _rule_set: RuleSet
     _table: SpecTable
@@ -82,9 +89,10 @@ class Rules:
             raise ValueError(f"memory_budget is {memory_budget!r}; it must be a number of bytes")
         pairs = tuple(_checked_pair(i, rule) for i, rule in enumerate(_checked_rules(rules)))
         code = compile_patterns([pattern for pattern, _ in pairs])
-        specs = [spec for _, spec in pairs]
+        specs = [spec.spec if isinstance(spec, RuleSpec) else spec for _, spec in pairs]
         attributes = {
             "_pairs": pairs,
+            "_on_meshes": {},
             "_dialect": dialect,
             "_memory_budget": memory_budget,
             "_fallbacks": code.fallbacks,
@@ -188,22 +196,56 @@ class Rules:
         raise AttributeError("Rules are immutable; make new ones")
 
     def _match(self, tree: Any, min_size: int | None, strict: bool) -> Any:
+        return self.resolve(
+            tree, self._table, partition_spec(), min_size=min_size, strict=strict, stacklevel=4
+        )
+
+    def resolve(
+        self,
+        tree: Any,
+        answers: Answers,
+        replicated: object,
+        *,
+        min_size: int | None,
+        strict: bool = True,
+        stacklevel: int = 3,
+        describe: Callable[[int, list[tuple[str, tuple[int, Any]]]], str] | None = None,
+    ) -> Any:
+        """The tree with each leaf replaced by what `answers` has for it, in one crossing.
+
+        For the modules of this package: `replicated` is what a leaf gets that is not sharded, and
+        `describe` words the problems that `answers` reports.
+        """
         if min_size is None:
             min_size = int(os.environ.get("MIN_SHARDING_SIZE", _DEFAULT_MIN_SIZE))
-        matched, unmatched_count, unmatched, events = self._rule_set.match(
+        result, unmatched_count, unmatched, problem_count, problems, events = self._rule_set.match(
             tree,
             separator=self._dialect.separator,
-            specs=self._table,
+            answers=answers,
             strict=strict,
             min_size=min_size,
-            replicated=partition_spec(),
+            replicated=replicated,
             record_events=os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS,
         )
         for path, spec in events:
-            warnings.warn(_event_message(path, spec), stacklevel=3)
+            warnings.warn(_event_message(path, spec), stacklevel=stacklevel)
+        messages = []
         if unmatched_count:
-            raise ValueError(_unmatched_message(unmatched_count, unmatched, len(self)))
-        return matched
+            messages.append(_unmatched_message(unmatched_count, unmatched, len(self)))
+        if problem_count and describe is not None:
+            messages.append(describe(problem_count, problems))
+        if messages:
+            raise ValueError("\n".join(messages))
+        return result
+
+    def cached_on_mesh(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` makes of these rules, remembered for the next call with this key."""
+        found = self._on_meshes.get(key)
+        if found is None:
+            if len(self._on_meshes) >= _MESHES_REMEMBERED:
+                self._on_meshes.clear()
+            found = self._on_meshes.setdefault(key, make())
+        return found  # type: ignore[no-any-return]
 
 
 def match_partition_rules(
@@ -273,6 +315,8 @@ def _checked_pair(index: int, rule: Any) -> tuple[Pattern, Any]:
             f"rule {index}: the pattern must be a string or a compiled re.Pattern of one, not "
             f"{shown(pattern)}"
         )
+    if isinstance(spec, RuleSpec):
+        return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
     return pattern, normalize_spec(index, spec)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def normalize_spec(index: int, spec: object) -> object:
     if isinstance(spec, str):
         return Entries((spec,))
     # Before JAX 0.6 a PartitionSpec is a tuple itself.
-    plain = not _is_partition_spec(spec) and not _is_named_tuple(spec)
+    plain = not is_partition_spec(spec) and not _is_named_tuple(spec)
     if isinstance(spec, (tuple, list)) and plain:
         return Entries(tuple(_entry(index, position, e) for position, e in enumerate(spec)))
     try:
@@ -56,12 +57,12 @@ class Entries(tuple[Any, ...]):
 
 def spec_length(spec: object) -> int:
     """Entries that a spec has; a leaf of at least this rank gets the spec as it is."""
-    return len(spec) if isinstance(spec, Entries) or _is_partition_spec(spec) else 0
+    return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
 
 
 def spec_for_rank(spec: object, rank: int) -> object:
     """The spec for a leaf of that rank, cut as eformer's match_partition_rules cuts it."""
-    if isinstance(spec, Entries) or (_is_partition_spec(spec) and rank < len(spec)):
+    if isinstance(spec, Entries) or (is_partition_spec(spec) and rank < len(spec)):
         return _made(tuple(spec)[:rank])
     return spec
 
@@ -72,7 +73,8 @@ def _made(entries: tuple[Any, ...]) -> PartitionSpec:
     return partition_spec(*entries)
 
 
-def _is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
+def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
+    """Whether it is a PartitionSpec."""
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(spec, sharding.PartitionSpec)
@@ -83,7 +85,7 @@ def _is_named_tuple(spec: object) -> bool:
 
 
 def _entry(index: int, position: int, entry: object) -> object:
-    if entry is None or isinstance(entry, str) or _is_unconstrained(entry):
+    if entry is None or isinstance(entry, str) or is_unconstrained(entry):
         return entry
     if isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
@@ -93,7 +95,42 @@ def _entry(index: int, position: int, entry: object) -> object:
     )
 
 
-def _is_unconstrained(entry: object) -> bool:
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None or is_unconstrained(entry):
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: tuple[str, ...]) -> Any:
+    """The plainest entry of these mesh axes."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
+    """A spec of these entries, with the unreduced and reduced axes of `spec`."""
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
+    return partition_spec(*entries)
+
+
+def without_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """The spec with these mesh axes left out."""
+    if axes.isdisjoint(axis for entry in spec for axis in entry_axes(entry)):
+        return spec
+    return with_entries(
+        spec,
+        (
+            entry
+            if is_unconstrained(entry)
+            else entry_of(tuple(axis for axis in entry_axes(entry) if axis not in axes))
+            for entry in spec
+        ),
+    )
+
+
+def is_unconstrained(entry: object) -> bool:
+    """Whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
 

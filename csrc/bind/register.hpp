@@ -1,0 +1,12 @@
+// What module.cpp lists, each defined beside the thing that it binds.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace shardrules::bind {
+
+void register_rule_set(pybind11::module_& module);
+void register_sharding(pybind11::module_& module);
+void register_spec_table(pybind11::module_& module);
+
+}  // namespace shardrules::bind

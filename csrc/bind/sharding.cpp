@@ -1,0 +1,58 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "errors.hpp"
+#include "pytree/sharding_table.hpp"
+#include "register.hpp"
+
+namespace py = pybind11;
+
+namespace shardrules::bind {
+namespace {
+
+using pytree::ShardingTable;
+using sharding::Corrector;
+using sharding::Misfit;
+
+Misfit misfit(const std::string& name) {
+    if (name == "drop") return Misfit::kDrop;
+    if (name == "drop_axis") return Misfit::kDropAxis;
+    if (name == "prefix") return Misfit::kPrefix;
+    if (name == "keep") return Misfit::kKeep;
+    throw std::invalid_argument("no such policy: " + name);
+}
+
+using SpecDims = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
+
+Corrector corrector(const SpecDims& dims, const std::string& absent,
+                    const std::string& indivisible) {
+    std::vector<sharding::SpecDim> taken;
+    for (const auto& [axis_sizes, unit] : dims) taken.push_back({axis_sizes, unit});
+    return Corrector(taken, {misfit(absent), misfit(indivisible)});
+}
+
+}  // namespace
+
+void register_sharding(py::module_& module) {
+    py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector")
+        .def(py::init(&corrector), py::arg("dims"), py::kw_only(), py::arg("absent"),
+             py::arg("indivisible"))
+        .def(
+            "kept",
+            [](const Corrector& self, const py::tuple& shape) {
+                return translated([&] {
+                    return pytree::kept_axes(self, shape.ptr(),
+                                             static_cast<Py_ssize_t>(shape.size()));
+                });
+            },
+            py::arg("shape"));
+    py::class_<ShardingTable, pytree::Answers>(module, "ShardingTable")
+        .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
+                         std::vector<std::uint32_t> spec_of, const py::object& make) {
+                 return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
+                                      pytree::Ref::borrow(make.ptr()));
+             }),
+             py::kw_only(), py::arg("correctors"), py::arg("spec_of"), py::arg("make"));
+}
+
+}  // namespace shardrules::bind

@@ -1,0 +1,54 @@
+#include "sharding_table.hpp"
+
+#include <stdexcept>
+
+namespace shardrules::pytree {
+namespace {
+
+std::int64_t size_at(PyObject* shape, std::size_t index) {
+    const auto position = static_cast<Py_ssize_t>(index);
+    const Ref item = PyTuple_CheckExact(shape) ? Ref::borrow(PyTuple_GET_ITEM(shape, position))
+                                               : Ref::checked(PySequence_GetItem(shape, position));
+    const long long size = PyLong_AsLongLong(item.get());
+    if (size >= 0) return size;
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "dimension %zd of the shape %R is negative", position, shape);
+    throw PythonError{};
+}
+
+}  // namespace
+
+sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
+    return corrector.kept(static_cast<std::size_t>(rank),
+                          [&](std::size_t index) { return size_at(shape, index); });
+}
+
+ShardingTable::ShardingTable(std::vector<CorrectorPtr> correctors,
+                             std::vector<std::uint32_t> spec_of, Ref make)
+    : spec_of_(std::move(spec_of)), make_(std::move(make)) {
+    for (CorrectorPtr& corrector : correctors) specs_.emplace_back().corrector = std::move(corrector);
+    for (const std::uint32_t spec : spec_of_)
+        if (spec >= specs_.size()) throw std::invalid_argument("a rule has no such spec");
+}
+
+Answers::Answer ShardingTable::get(automata::RuleId rule, PyObject* shape, Py_ssize_t rank) {
+    Spec& spec = specs_[spec_of_[rule]];
+    const Key key{rank, kept_axes(*spec.corrector, shape, rank)};
+    PyObject* made = key == spec.last ? spec.last_made : make(spec_of_[rule], key);
+    return {made == Py_None ? nullptr : made, false};
+}
+
+PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
+    Spec& spec = specs_[index];
+    auto found = spec.made.find(key);
+    if (found == spec.made.end()) {
+        Ref made = Ref::checked(PyObject_CallFunction(make_.get(), "InK", index, key.rank,
+                                                      static_cast<unsigned long long>(key.kept)));
+        // Making it ran Python code, which may have come here first.
+        found = spec.made.try_emplace(key, std::move(made)).first;
+    }
+    spec.last = key;
+    return spec.last_made = found->second.get();
+}
+
+}  // namespace shardrules::pytree

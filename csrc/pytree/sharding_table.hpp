@@ -1,0 +1,55 @@
+// One object per distinct (spec, rank, axes kept), made by Python on first sight and shared by all
+// leaves afterwards: the NamedShardings of a rule list on a mesh. A look-up costs a division for each
+// sharded dimension. Guarded by the GIL. Knows nothing of what a sharding is.
+#pragma once
+
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "answers.hpp"
+#include "sharding/correction.hpp"
+
+namespace shardrules::pytree {
+
+class ShardingTable final : public Answers {
+  public:
+    using CorrectorPtr = std::shared_ptr<const sharding::Corrector>;
+
+    // spec_of[rule]: the index of its corrector.
+    // make(spec, rank, kept): what such a leaf gets, or None if it cannot have that.
+    ShardingTable(std::vector<CorrectorPtr> correctors, std::vector<std::uint32_t> spec_of,
+                  Ref make);
+
+    std::size_t rule_count() const override { return spec_of_.size(); }
+    Answer get(automata::RuleId rule, PyObject* shape, Py_ssize_t rank) override;
+
+  private:
+    struct Key {
+        Py_ssize_t rank;
+        sharding::Kept kept;
+        bool operator==(const Key&) const = default;
+    };
+    struct KeyHash {
+        std::size_t operator()(const Key& key) const {
+            return std::hash<sharding::Kept>{}(key.kept ^ (static_cast<sharding::Kept>(key.rank) << 48));
+        }
+    };
+    struct Spec {
+        CorrectorPtr corrector;
+        Key last{-1, 0};
+        PyObject* last_made = nullptr;  // owned by `made`
+        std::unordered_map<Key, Ref, KeyHash> made;
+    };
+    PyObject* make(std::uint32_t spec, const Key& key);
+
+    std::vector<Spec> specs_;
+    std::vector<std::uint32_t> spec_of_;
+    Ref make_;
+};
+
+// The axes kept by an array of this shape, a sequence of sizes; TypeError or ValueError if it is not
+// one.
+sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank);
+
+}  // namespace shardrules::pytree

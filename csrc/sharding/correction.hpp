@@ -1,0 +1,76 @@
+// Which mesh axes of a spec an array of a given shape can have. One bit for each axis that the spec
+// names, so what an array gets is a look-up by those bits. A corrector is immutable; asking it costs
+// one division for each sharded dimension. Knows nothing of names or of Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace shardrules::sharding {
+
+// What becomes of a dimension's axes when they do not all fit.
+enum class Misfit : std::uint8_t {
+    kDrop,      // all of them go
+    kDropAxis,  // those go that do not fit beside the ones before them
+    kPrefix,    // those go that come after the longest prefix that fits
+    kKeep,      // none goes
+};
+
+struct Policy {
+    Misfit absent;       // an axis that the mesh does not have
+    Misfit indivisible;  // a dimension that the axes do not divide
+};
+
+inline constexpr std::int64_t kAbsentAxis = 0;  // as a size
+
+// One entry of a spec: the sizes of its axes in order, and the unit in whose multiples alone the
+// dimension may be cut (as for heads of 128).
+struct SpecDim {
+    std::vector<std::int64_t> axis_sizes;
+    std::int64_t unit = 1;
+};
+
+// Bit i is the i-th axis of the spec, counted over all its dimensions.
+using Kept = std::uint64_t;
+inline constexpr std::size_t kMaxAxes = 64;
+
+class Corrector {
+  public:
+    // Throws std::invalid_argument for more than kMaxAxes axes, or a size or unit below its least.
+    Corrector(std::span<const SpecDim> dims, const Policy& policy);
+
+    // The axes that an array of this rank keeps; size_of(d) is its dimension d, not negative. Axes
+    // of dimensions that it does not have are not kept.
+    template <class SizeOf>
+    Kept kept(std::size_t rank, SizeOf size_of) const {
+        Kept result = 0;
+        for (const Dim& dim : dims_) {
+            if (dim.index >= rank) break;
+            const std::int64_t size = size_of(dim.index);
+            result |= size % dim.divisor == 0 ? dim.fitting : fewer(dim, size);
+        }
+        return result;
+    }
+
+  private:
+    struct Axis {
+        std::int64_t size;
+        Kept bit;
+    };
+    struct Dim {  // one that has axes
+        std::size_t index;
+        std::vector<Axis> axes;  // without those that go because of an absent one
+        std::int64_t unit;
+        std::int64_t divisor;  // what a size must be a multiple of to keep them all
+        Kept fitting;          // all of them
+    };
+    static std::vector<Axis> present(const std::vector<Axis>& axes, Misfit absent);
+    Kept fewer(const Dim& dim, std::int64_t size) const;
+
+    std::vector<Dim> dims_;
+    Misfit indivisible_;
+};
+
+}  // namespace shardrules::sharding

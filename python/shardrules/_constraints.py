@@ -1,0 +1,132 @@
+"""`with_sharding_constraint`: rules or specs applied to arrays, inside jit and outside of it.
+
+Decides, per kind of mesh axis, which of JAX's operations says the same thing. Must not know how a
+sharding was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import Correction
+from shardrules._mesh import axes_of_type, current_view
+from shardrules._requests import requested_shardings
+from shardrules._specs import is_unconstrained, without_axes
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._mesh import AnyMesh, MeshLike
+
+
+def with_sharding_constraint(
+    tree: Any,
+    specs_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    correction: Correction | None = None,
+) -> Any:
+    """The tree with its arrays constrained to shardings, corrected to their shapes and the mesh.
+
+    As `jax.lax.with_sharding_constraint`, and with the correction of
+    `eformer.escale.with_sharding_constraint`. Inside jit, axes of type Auto become a constraint,
+    Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out. Outside
+    of jit the arrays, numpy ones included, are put there in one batched call.
+
+    Args:
+        tree: Any pytree. Leaves without a shape, such as Python numbers, are left alone.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; or a PartitionSpec or NamedSharding for
+            all leaves; or a tree of those, which may be a prefix of `tree`; None leaves a leaf
+            alone.
+        mesh: For rules and PartitionSpecs; the context's unless given.
+        correction: Instead of the dialect's; eformer's for specs.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: As `named_shardings`; before anything is done to an array.
+        TypeError: Something else is given for a spec.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh = Mesh(jax.devices()[:1], ("dp",))
+        >>> step = jax.jit(lambda x: with_sharding_constraint(2 * x, P("dp", "tp"), mesh))
+        >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
+        ('dp',)
+    """
+    leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
+    apply = _constrain_traced if _is_tracing(leaves) else _put
+    # A leaf that is the whole tree is the common case in a forward pass.
+    return treedef.unflatten(apply(leaves, shardings))
+
+
+def _is_tracing(leaves: list[Any]) -> bool:
+    import jax
+    from jax._src.core import trace_state_clean
+
+    return not trace_state_clean() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+    import jax
+
+    placed = list(leaves)
+    at_once = []
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None or not hasattr(leaf, "shape"):
+            continue
+        if any(map(is_unconstrained, sharding.spec)) or not _has_devices(sharding):
+            placed[index] = jax.lax.with_sharding_constraint(leaf, sharding)
+        else:
+            at_once.append(index)
+    if at_once:
+        put = jax.device_put([leaves[i] for i in at_once], [shardings[i] for i in at_once])
+        for index, array in zip(at_once, put, strict=True):
+            placed[index] = array
+    return placed
+
+
+def _has_devices(sharding: NamedSharding) -> bool:
+    from jax.sharding import Mesh
+
+    return isinstance(sharding.mesh, Mesh)
+
+
+def _constrain_traced(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+    return [
+        leaf
+        if sharding is None or not hasattr(leaf, "shape")
+        else _constrained(leaf, *_by_axis_type(sharding, current_view(sharding.mesh)))
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+
+
+def _constrained(array: Any, explicit: NamedSharding | None, auto: NamedSharding | None) -> Any:
+    import jax
+
+    if explicit is not None:
+        array = jax.sharding.reshard(array, explicit)
+    if auto is not None:
+        array = jax.lax.with_sharding_constraint(array, auto)
+    return array
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_axis_type(
+    sharding: NamedSharding, view: AnyMesh
+) -> tuple[NamedSharding | None, NamedSharding | None]:
+    """(for reshard, for with_sharding_constraint), in terms of `view`; None: nothing to do."""
+    from jax.sharding import NamedSharding
+
+    types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit", "Manual")}
+
+    def only(kind: str) -> NamedSharding | None:
+        if not types[kind]:
+            return None
+        others = frozenset(view.axis_names) - types[kind]
+        return NamedSharding(view, without_axes(sharding.spec, others))
+
+    return only("Explicit"), only("Auto")

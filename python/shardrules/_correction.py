@@ -1,0 +1,254 @@
+"""Correction: making a spec fit an array and a mesh, by policies.
+
+A spec is bound to a mesh's axis sizes once; the C++ `Corrector` then says which of its axes an
+array of a given shape can have, and from that the corrected spec is made, once per distinct answer.
+What was lost, and why, is derived from the same answer. Must not know about paths, trees or
+contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._core import Corrector
+from shardrules._specs import (
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    partition_spec,
+    shown,
+    with_entries,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+_MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
+_CHOICES: Final = {
+    "absent": _MISFITS,
+    "indivisible": _MISFITS,
+    "rank": ("truncate", "replicate", "keep", "error"),
+    "size_one": ("keep", "remove"),
+    "unconstrained": ("keep", "drop"),
+    "pad": (True, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What becomes of a spec that does not fit the array or the mesh.
+
+    A mesh axis that shards two dimensions is an error under every policy, as it is in JAX.
+
+    Args:
+        absent: For an entry that names an axis the mesh does not have: "drop" all axes of the
+            entry, "drop_axis" only that axis, keep the "prefix" before it, "keep" it (JAX will
+            refuse it), or "error".
+        indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
+            the axes that do not fit beside those before them, keep the longest "prefix" that fits,
+            "keep" them (uneven shards), or "error".
+        rank: For a spec that is longer than the array's rank: "truncate" it, "replicate" the array,
+            "keep" it, or "error".
+        size_one: Whether mesh axes of size 1 stay in the spec: "keep" or "remove".
+        unconstrained: Whether PartitionSpec.UNCONSTRAINED stays: "keep", or "drop" (it becomes
+            None).
+        pad: Fill the spec with None up to the rank; and give PartitionSpec() where no axis is left.
+
+    Raises:
+        ValueError: A choice that does not exist.
+
+    Example:
+        >>> Correction(indivisible="prefix").absent
+        'drop'
+    """
+
+    absent: str = "drop"
+    indivisible: str = "drop"
+    rank: str = "truncate"
+    size_one: str = "keep"
+    unconstrained: str = "keep"
+    pad: bool = True
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                listed = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {listed}")
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSpec:
+    """A rule's spec together with a correction of its own.
+
+    Args:
+        spec: As in `Rules`.
+        correction: Instead of the dialect's.
+        units: Per dimension, the number in whose multiples alone it may be cut, such as head_dim;
+            or None.
+
+    Example:
+        >>> from shardrules import Correction, RuleSpec
+        >>> exact = Correction(indivisible="error")
+        >>> rule = ("wk/kernel", RuleSpec(("fsdp", "tp"), exact, units=(None, 128)))
+    """
+
+    spec: Any
+    correction: Correction | None = None
+    units: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(self.units))
+        for unit in self.units:
+            if unit is not None and (not isinstance(unit, int) or unit < 1):
+                raise ValueError(f"units are positive integers or None, not {shown(unit)}")
+        if not isinstance(self.correction, Correction | None):
+            raise TypeError(f"correction must be a Correction, not {shown(self.correction)}")
+
+
+class Loss(NamedTuple):
+    """Axes of a spec that an array does not get, or (for "rank" and "duplicate") cannot have."""
+
+    kind: str
+    """"absent", "indivisible", "rank" or "duplicate"."""
+    dim: int
+    axes: tuple[str, ...]
+
+
+class SpecOnMesh:
+    """A spec bound to the axis sizes of a mesh and to a correction.
+
+    Args:
+        spec: A PartitionSpec.
+        axis_sizes: Devices along each mesh axis.
+        correction: The policies.
+        units: As in `RuleSpec`.
+
+    Raises:
+        ValueError: The spec has more than 64 axes.
+    """
+
+    __slots__ = ("_axes", "_axis_sizes", "_correction", "_units", "corrector", "spec")
+
+    def __init__(
+        self,
+        spec: PartitionSpec,
+        axis_sizes: Mapping[str, int],
+        correction: Correction,
+        units: tuple[int | None, ...] = (),
+    ) -> None:
+        self.spec = spec
+        self._axis_sizes = axis_sizes
+        self._correction = correction
+        self._axes = tuple(map(entry_axes, spec))
+        self._units = tuple(
+            (units[dim] if dim < len(units) else None) or 1 for dim in range(len(spec))
+        )
+        self.corrector = Corrector(
+            [
+                ([axis_sizes.get(axis, 0) for axis in axes], unit)
+                for axes, unit in zip(self._axes, self._units, strict=True)
+            ],
+            absent=_dropping(correction.absent),
+            indivisible=_dropping(correction.indivisible),
+        )
+
+    def corrected(self, rank: int, kept: int) -> PartitionSpec | None:
+        """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
+        if any(self._is_error(loss) for loss in self.losses(rank, kept)):
+            return None
+        if rank < len(self.spec) and self._correction.rank == "replicate":
+            return partition_spec()
+        entries = [
+            self._entry(entry, axes)
+            for entry, axes in zip(self.spec, self._kept_axes(rank, kept), strict=False)
+        ]
+        if self._correction.pad:
+            entries += [None] * (rank - len(entries))
+            if all(entry is None for entry in entries):
+                entries = []
+        return with_entries(self.spec, entries)
+
+    def losses(self, rank: int, kept: int) -> Iterator[Loss]:
+        """What an array of this rank that can have the `kept` axes does not get, dim by dim."""
+        if rank < len(self.spec):
+            lost = tuple(axis for axes in self._axes[rank:] for axis in axes)
+            yield Loss("rank", rank, lost)
+            if self._correction.rank == "replicate":
+                return
+        seen: set[str] = set()
+        for dim, axes in enumerate(self._kept_axes(rank, kept)):
+            wanted = self._axes[dim]
+            absent = tuple(axis for axis in wanted if axis not in self._axis_sizes)
+            if absent:
+                yield Loss("absent", dim, absent)
+            if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
+                yield Loss("indivisible", dim, tuple(a for a in wanted if a not in absent))
+            twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
+            if twice:
+                yield Loss("duplicate", dim, twice)
+            seen.update(axes)
+
+    def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
+        """Of each loss that an array of this shape may not have: what is wrong and the way out."""
+        for loss in self.losses(len(shape), self.corrector.kept(shape)):
+            if self._is_error(loss):
+                yield self._described(loss, shape)
+
+    def _is_error(self, loss: Loss) -> bool:
+        return loss.kind == "duplicate" or getattr(self._correction, loss.kind) == "error"
+
+    def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
+        bit = 1
+        for dim, axes in enumerate(self._axes):
+            mine = []
+            for axis in axes:
+                # The core looks at the dimensions that there are.
+                if kept & bit or dim >= rank:
+                    mine.append(axis)
+                bit <<= 1
+            if dim < rank or self._correction.rank == "keep":
+                yield tuple(mine)
+
+    def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
+        """Whether the absent axes alone explain what was lost."""
+        present = tuple(axis for axis in wanted if axis in self._axis_sizes)
+        first_absent = next(i for i, axis in enumerate(wanted) if axis not in self._axis_sizes)
+        left = {"drop_axis": present, "prefix": wanted[:first_absent], "keep": wanted}
+        return kept == left.get(self._correction.absent, ())
+
+    def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
+        if is_unconstrained(entry):
+            return entry if self._correction.unconstrained == "keep" else None
+        if self._correction.size_one == "remove":
+            axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
+        return entry if axes == entry_axes(entry) else entry_of(axes)
+
+    def _described(self, loss: Loss, shape: tuple[int, ...]) -> str:
+        axes = ", ".join(map(repr, loss.axes))
+        if loss.kind == "rank":
+            return (
+                f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions: "
+                "shorten the spec, or truncate it with Correction(rank='truncate')"
+            )
+        if loss.kind == "absent":
+            return (
+                f"dim {loss.dim}: the mesh has no axis {axes}: rename it in the rule, add it to "
+                "the mesh, or drop it with Correction(absent='drop_axis')"
+            )
+        if loss.kind == "duplicate":
+            return f"dim {loss.dim}: {axes} is used twice; an axis can cut only one dimension, once"
+        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in loss.axes)
+        unit = self._units[loss.dim]
+        multiples = f" in multiples of {unit}" if unit > 1 else ""
+        return (
+            f"dim {loss.dim} of size {shape[loss.dim]} is not divisible by {parts}{multiples}: use "
+            "fewer axes or pad the array, or let Correction(indivisible='prefix') keep those that "
+            "divide"
+        )
+
+
+def _dropping(misfit: str) -> str:
+    # What "error" drops is reported by whoever sees that it was dropped.
+    return "drop" if misfit == "error" else misfit

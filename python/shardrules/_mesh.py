@@ -1,0 +1,147 @@
+"""One answer to "which mesh?", for every function that takes `mesh=None`.
+
+The only module that looks into JAX's mesh contexts; what JAX has no public function for is read
+from its private module, without the deprecation warnings of the public aliases. Must not know about
+specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardrules._specs import shown
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+    AnyMesh = Mesh | AbstractMesh
+    MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
+    """The mesh to use.
+
+    In this order: the argument; the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`,
+    inside and outside jit; the mesh of the legacy `with mesh:`.
+
+    Args:
+        mesh: A Mesh, an AbstractMesh, or devices per axis such as {"dp": 8, "tp": 4}, for when no
+            device is needed; or None for the context's.
+
+    Raises:
+        ValueError: No mesh, a mesh without devices, or two contexts that disagree.
+        TypeError: `mesh` is something else.
+
+    Example:
+        >>> resolve_mesh({"dp": 8, "tp": 4}).size
+        32
+    """
+    found = context_mesh() if mesh is None else as_mesh(mesh)
+    if found is None:
+        raise ValueError(
+            "no mesh: pass mesh=..., or call this inside `with jax.set_mesh(mesh):` (or, in older "
+            "code, `with mesh:`)"
+        )
+    return found
+
+
+def as_mesh(mesh: MeshLike) -> AnyMesh:
+    """A mesh from what may stand for one; see `resolve_mesh`."""
+    from jax.sharding import AbstractMesh, Mesh
+
+    if isinstance(mesh, Mapping):
+        return _abstract_mesh(mesh)
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(
+            f"mesh is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of "
+            "axis sizes such as {'dp': 8, 'tp': 4}"
+        )
+    if not mesh.shape or 0 in mesh.shape.values():
+        raise ValueError(f"a mesh without devices: its axes are {axes_shown(mesh)}")
+    return mesh
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh of the context, or None.
+
+    Raises:
+        ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
+    """
+    from jax._src import mesh as jax_mesh
+
+    abstract = _unless_empty(jax_mesh.get_abstract_mesh())
+    concrete = _unless_empty(jax_mesh.get_concrete_mesh())
+    legacy = _unless_empty(jax_mesh.thread_resources.env.physical_mesh)
+    current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
+    if current is None:
+        return legacy
+    if legacy is not None and legacy != concrete and _differ(legacy, concrete, current):
+        raise ValueError(
+            f"two meshes are in force: jax.set_mesh's {axes_shown(current)} and `with mesh:`'s "
+            f"{axes_shown(legacy)}"
+            + ("" if legacy.shape != current.shape else " with other devices or axis types")
+            + "; leave one of the two contexts, or pass mesh=..."
+        )
+    return current
+
+
+def current_view(mesh: AnyMesh) -> AnyMesh:
+    """The mesh as the code that is being traced sees it: inside shard_map some axes are manual."""
+    from jax._src import mesh as jax_mesh
+
+    abstract = _unless_empty(jax_mesh.get_abstract_mesh())
+    if abstract is None or abstract.shape_tuple != mesh.shape_tuple:
+        return mesh
+    return abstract if _has_other_axes(abstract, mesh) else mesh
+
+
+def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
+    """The axes of type "Auto", "Explicit" or "Manual"."""
+    types = getattr(mesh, "axis_types", None)
+    if not isinstance(types, tuple):  # JAX before 0.6 knows no types that matter here
+        return frozenset(mesh.axis_names) if kind == "Auto" else frozenset()
+    return frozenset(
+        name for name, type_ in zip(mesh.axis_names, types, strict=True) if type_.name == kind
+    )
+
+
+def axes_shown(mesh: AnyMesh) -> str:
+    """The axis sizes, for a message."""
+    return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
+
+
+def _unless_empty(mesh: Any) -> AnyMesh | None:
+    # JAX before 0.6 gives () or None for no mesh.
+    return mesh if mesh and not mesh.empty else None
+
+
+def _has_other_axes(abstract: Any, concrete: Any) -> bool:
+    """Whether use_abstract_mesh, or shard_map, has made something else of set_mesh's mesh."""
+    if abstract is None:
+        return False
+    types = getattr(abstract, "axis_types", None) != getattr(concrete, "axis_types", None)
+    return types or abstract.shape_tuple != concrete.shape_tuple
+
+
+def _differ(legacy: Any, concrete: Any, current: Any) -> bool:
+    return concrete is not None or legacy.shape_tuple != current.shape_tuple
+
+
+def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    import jax.sharding
+
+    for name, size in sizes.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the mesh axis {shown(name)} must have a string for a name")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"the mesh axis {name!r} has the size {shown(size)}, not an integer")
+        if size < 1:
+            raise ValueError(f"the mesh axis {name!r} has the size {size}; it must be at least 1")
+    if not sizes:
+        raise ValueError("a mesh without axes")
+    make: Any = jax.sharding.AbstractMesh
+    if not hasattr(jax.sharding, "AxisType"):  # JAX before 0.6
+        return make(tuple(sizes.items()))  # type: ignore[no-any-return]
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return make(tuple(sizes.values()), tuple(sizes), axis_types=auto)  # type: ignore[no-any-return]

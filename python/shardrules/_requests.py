@@ -1,0 +1,104 @@
+"""What a caller asks for, rules or specs or shardings, as one sharding for each leaf.
+
+Shared by the functions that apply shardings to arrays. Must not know how they are applied.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import Correction
+from shardrules._dialects import EFORMER
+from shardrules._mesh import resolve_mesh
+from shardrules._rules import Rules
+from shardrules._shardings import corrected_sharding, named_shardings
+from shardrules._specs import is_partition_spec, shown
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._mesh import MeshLike
+
+
+def requested_shardings(
+    tree: Any, specs_or_rules: Any, mesh: MeshLike | None, correction: Correction | None
+) -> tuple[list[Any], Any, list[NamedSharding | None]]:
+    """(leaves, treedef, the sharding of each leaf or None where nothing is asked for).
+
+    Args:
+        tree: Any pytree.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; or a PartitionSpec, a NamedSharding or
+            None for all leaves; or a tree of those, which may be a prefix of `tree`.
+        mesh: For rules and PartitionSpecs; the context's unless given.
+        correction: Instead of the dialect's.
+
+    Raises:
+        ValueError: As `named_shardings`; or the tree of specs does not fit.
+        TypeError: Something else is given for a spec.
+    """
+    from jax import tree_util
+
+    leaves, treedef = tree_util.tree_flatten(tree)
+    if _are_rules(specs_or_rules):
+        shardings = named_shardings(tree, specs_or_rules, mesh, correction=correction)
+        return leaves, treedef, tree_util.tree_leaves(shardings)
+    spread: list[Any] = []
+    tree_util.tree_map(
+        lambda spec, part: spread.extend([spec] * len(tree_util.tree_leaves(part))),
+        specs_or_rules,
+        tree,
+        is_leaf=lambda x: x is None or is_partition_spec(x),
+    )
+    policy = correction or EFORMER.correction
+    resolved: Any = None
+    shardings_of_leaves: list[NamedSharding | None] = []
+    for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
+        if spec is None:
+            shardings_of_leaves.append(None)
+            continue
+        if is_partition_spec(spec):
+            resolved = resolved or resolve_mesh(mesh)
+            wanted, on_mesh = spec, resolved
+        elif _is_named_sharding(spec):
+            wanted, on_mesh = spec.spec, spec.mesh
+        else:
+            raise TypeError(
+                f"for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be a "
+                "PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+            )
+        try:
+            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
+        except ValueError as error:
+            raise ValueError(f"the leaf {_path(tree, index)}: {error}") from None
+        shardings_of_leaves.append(sharding)
+    return leaves, treedef, shardings_of_leaves
+
+
+def _are_rules(given: Any) -> bool:
+    if isinstance(given, Rules):
+        return True
+    # A spec has no strings outside its PartitionSpec, so a pair with a pattern is a rule.
+    return (
+        isinstance(given, (list, tuple))
+        and len(given) > 0
+        and not is_partition_spec(given)
+        and all(isinstance(rule, (tuple, list)) and len(rule) == 2 for rule in given)
+        and all(isinstance(rule[0], (str, re.Pattern)) for rule in given)
+    )
+
+
+def _is_named_sharding(spec: Any) -> bool:
+    from jax.sharding import NamedSharding
+
+    return isinstance(spec, NamedSharding)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def _path(tree: Any, index: int) -> str:
+    from jax import tree_util
+
+    return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"

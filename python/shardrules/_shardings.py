@@ -1,0 +1,209 @@
+"""From rules and a mesh to NamedShardings: one walk over the tree, one object per sharding.
+
+Binds the specs of a rule list to a mesh once, and words what cannot be. Must not know about arrays
+or devices beyond shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardrules._core import ShardingTable
+from shardrules._correction import Correction, RuleSpec, SpecOnMesh
+from shardrules._mesh import axes_of_type, axes_shown, context_mesh, resolve_mesh
+from shardrules._rules import Pattern, Rules
+from shardrules._specs import (
+    Entries,
+    is_partition_spec,
+    partition_spec,
+    shown,
+    without_axes,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from shardrules._mesh import AnyMesh, MeshLike
+
+RulesLike = Rules | Iterable[tuple[Pattern, Any]]
+
+
+def named_shardings(
+    tree: Any,
+    rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+) -> Any:
+    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh.
+
+    As `eformer.escale.get_corrected_named_sharding` of what `match_partition_rules` gives, leaf by
+    leaf, but in one call; and leaves that get the same sharding get the same object.
+
+    Inside shard_map the axes that are manual there are left out, and shapes are the local ones.
+
+    Args:
+        tree: Any pytree; of its leaves only `.shape` is read. A leaf without one is replicated.
+        rules: `Rules`, or (pattern, spec) pairs.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        min_size: As in `match_partition_rules`.
+        correction: Instead of the dialect's; rules with a `RuleSpec` keep their own.
+
+    Returns:
+        A tree of the same structure. On a dict of axis sizes the shardings have an AbstractMesh.
+
+    Raises:
+        ValueError: No mesh; leaves that no rule matches; or leaves that cannot be sharded as their
+            rules say: an axis used twice, and whatever the correction calls an error. All leaves
+            are looked at first; the message lists the first 20, with the count.
+        TypeError: A rule's spec cannot be made a PartitionSpec.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import PartitionSpec as P
+        >>> params = {"wq": jax.ShapeDtypeStruct((512, 30), "bfloat16")}
+        >>> shardings = named_shardings(params, [("wq", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4})
+        >>> shardings["wq"].spec == P("fsdp", None)
+        True
+    """
+    compiled = rules if isinstance(rules, Rules) else Rules(rules)
+    on_mesh = _bound(compiled, resolve_mesh(mesh), correction)
+    return compiled.resolve(
+        tree,
+        on_mesh.table,
+        on_mesh.replicated,
+        min_size=min_size,
+        describe=functools.partial(_problems_message, compiled, on_mesh),
+    )
+
+
+def spec_for(
+    path: str,
+    shape: Sequence[int],
+    rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+) -> PartitionSpec:
+    """The PartitionSpec of one array: that of `named_shardings`.
+
+    Without a mesh, given or in the context, that of `match_partition_rules`.
+
+    Example:
+        >>> mesh = {"fsdp": 8, "tp": 4}
+        >>> tuple(spec_for("layers/0/wk", (512, 30), [("wk", ("fsdp", "tp"))], mesh))
+        ('fsdp', None)
+    """
+    compiled = rules if isinstance(rules, Rules) else Rules(rules)
+    tree = {path: SimpleNamespace(shape=tuple(shape))}
+    if mesh is None and context_mesh() is None:
+        return compiled.match(tree, min_size)[path]  # type: ignore[no-any-return]
+    sharding = named_shardings(tree, compiled, mesh, min_size=min_size, correction=correction)[path]
+    return sharding.spec  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=4096)
+def corrected_sharding(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
+) -> NamedSharding:
+    """The NamedSharding of one array whose spec is known.
+
+    Raises:
+        ValueError: The correction calls what is wrong an error; no path is named.
+    """
+    from jax.sharding import NamedSharding
+
+    on_mesh = _spec_on_mesh(spec, mesh, correction)
+    corrected = on_mesh.corrected(len(shape), on_mesh.corrector.kept(shape))
+    if corrected is None:
+        raise ValueError(
+            f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
+            f"{axes_shown(mesh)}:\n" + "\n".join(f"  {text}" for text in on_mesh.errors(shape))
+        )
+    return NamedSharding(mesh, corrected)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_on_mesh(spec: PartitionSpec, mesh: AnyMesh, correction: Correction) -> SpecOnMesh:
+    manual = axes_of_type(mesh, "Manual")
+    return SpecOnMesh(without_axes(spec, manual), dict(mesh.shape), correction)
+
+
+class _OnMesh(NamedTuple):
+    """A rule list bound to a mesh."""
+
+    table: ShardingTable
+    specs: list[SpecOnMesh]
+    spec_of: list[int]
+    replicated: NamedSharding
+    mesh: AnyMesh
+
+
+def _bound(rules: Rules, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
+    chosen = correction or rules.dialect.correction
+    return rules.cached_on_mesh((mesh, chosen), lambda: _bind(rules, mesh, chosen))
+
+
+def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
+    from jax.sharding import NamedSharding
+
+    index_of: dict[RuleSpec, int] = {}
+    spec_of = []
+    for index, (_, spec) in enumerate(rules):
+        wanted = spec if isinstance(spec, RuleSpec) else RuleSpec(spec)
+        if not is_partition_spec(wanted.spec) and not isinstance(wanted.spec, Entries):
+            raise TypeError(
+                f"rule {index}: the spec {shown(wanted.spec)} cannot be put on a mesh: it is no "
+                "PartitionSpec, axis name, tuple of axis names or None"
+            )
+        spec_of.append(index_of.setdefault(wanted, len(index_of)))
+    sizes = dict(mesh.shape)
+    manual = axes_of_type(mesh, "Manual")
+    specs = [
+        SpecOnMesh(
+            without_axes(_as_partition_spec(wanted.spec), manual),
+            sizes,
+            wanted.correction or correction,
+            wanted.units,
+        )
+        for wanted in index_of
+    ]
+    shardings: dict[PartitionSpec, NamedSharding] = {}
+
+    # Must not refer to the table, which holds it.
+    def make(spec: int, rank: int, kept: int) -> NamedSharding | None:
+        corrected = specs[spec].corrected(rank, kept)
+        if corrected is None:
+            return None
+        if corrected not in shardings:
+            shardings[corrected] = NamedSharding(mesh, corrected)
+        return shardings[corrected]
+
+    replicated = shardings[partition_spec()] = NamedSharding(mesh, partition_spec())
+    table = ShardingTable(correctors=[spec.corrector for spec in specs], spec_of=spec_of, make=make)
+    return _OnMesh(table, specs, spec_of, replicated, mesh)
+
+
+def _as_partition_spec(spec: Any) -> PartitionSpec:
+    return partition_spec(*spec) if isinstance(spec, Entries) else spec
+
+
+def _problems_message(
+    rules: Rules, on_mesh: _OnMesh, count: int, problems: list[tuple[str, tuple[int, Any]]]
+) -> str:
+    leaves = "1 leaf" if count == 1 else f"{count} leaves"
+    lines = [
+        f"{leaves} cannot be sharded as the rules say, on the mesh {axes_shown(on_mesh.mesh)}:"
+    ]
+    for path, (rule, shape) in problems:
+        spec = on_mesh.specs[on_mesh.spec_of[rule]]
+        lines.append(f"    {path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {spec.spec}")
+        lines += [f"        {text}" for text in spec.errors(tuple(shape))]
+    if count > len(problems):
+        lines.append(f"    ... and {count - len(problems)} more")
+    return "\n".join(lines)
