@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
+
+# Before JAX starts: the tests of meshes need devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
 
 import shardrules
 
@@ -23,3 +33,9 @@ def first_match():
         return shardrules.Rules([(p, None) for p in patterns]).first_match(path)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Mesh:
+    """Eight devices: dp=1, fsdp=4, tp=2."""
+    return Mesh(np.array(jax.devices()[:8]).reshape(1, 4, 2), ("dp", "fsdp", "tp"))

@@ -8,13 +8,13 @@ namespace shardrules::sharding {
 namespace {
 
 // Sticks at the largest number, which divides no size but zero, as the true product would.
-std::int64_t product(std::int64_t a, std::int64_t b) {
-    constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max();
+std::uint64_t product(std::uint64_t a, std::uint64_t b) {
+    constexpr std::uint64_t kLargest = std::numeric_limits<std::uint64_t>::max();
     return a > kLargest / b ? kLargest : a * b;
 }
 
 // An uncut dimension need not be a multiple of the unit.
-std::int64_t divisor_of(std::int64_t parts, std::int64_t unit) {
+std::uint64_t divisor_of(std::uint64_t parts, std::uint64_t unit) {
     return parts == 1 ? 1 : product(parts, unit);
 }
 
@@ -31,21 +31,21 @@ Corrector::Corrector(std::span<const SpecDim> dims, const Policy& policy)
         for (const std::int64_t size : spec.axis_sizes) {
             if (size < kAbsentAxis) throw std::invalid_argument("an axis has no negative size");
             if (axis_count == kMaxAxes) throw std::invalid_argument("a spec has at most 64 axes");
-            axes.push_back({size, Kept{1} << axis_count++});
+            axes.push_back({static_cast<std::uint64_t>(size), Kept{1} << axis_count++});
         }
-        Dim dim{index, present(axes, policy.absent), spec.unit, 1, 0};
-        std::int64_t parts = 1;
+        Dim dim{index, present(axes, policy.absent), static_cast<std::uint64_t>(spec.unit), 1, 0};
+        std::uint64_t parts = 1;
         for (const Axis& axis : dim.axes) {
-            parts = product(parts, std::max<std::int64_t>(axis.size, 1));
+            parts = product(parts, std::max<std::uint64_t>(axis.size, 1));
             dim.fitting |= axis.bit;
         }
-        dim.divisor = divisor_of(parts, spec.unit);
+        dim.divisor = divisor_of(parts, dim.unit);
         dims_.push_back(std::move(dim));
     }
 }
 
 std::vector<Corrector::Axis> Corrector::present(const std::vector<Axis>& axes, Misfit absent) {
-    const auto is_absent = [](const Axis& axis) { return axis.size == kAbsentAxis; };
+    const auto is_absent = [](const Axis& axis) { return axis.size == 0; };
     const auto first = std::find_if(axes.begin(), axes.end(), is_absent);
     if (first == axes.end() || absent == Misfit::kKeep) return axes;
     if (absent == Misfit::kDrop) return {};
@@ -55,18 +55,18 @@ std::vector<Corrector::Axis> Corrector::present(const std::vector<Axis>& axes, M
     return rest;
 }
 
-Kept Corrector::fewer(const Dim& dim, std::int64_t size) const {
+Kept Corrector::fewer(const Dim& dim, std::uint64_t size) const {
     if (indivisible_ == Misfit::kDrop) return 0;
     if (indivisible_ == Misfit::kKeep) return dim.fitting;
     Kept prefix = 0, greedy = 0;  // the longest prefix that fits; what fits, axis by axis
     Kept so_far = 0;
-    std::int64_t parts = 1, greedy_parts = 1;
+    std::uint64_t parts = 1, greedy_parts = 1;
     for (const Axis& axis : dim.axes) {
-        const std::int64_t axis_size = std::max<std::int64_t>(axis.size, 1);
+        const std::uint64_t axis_size = std::max<std::uint64_t>(axis.size, 1);
         parts = product(parts, axis_size);
         so_far |= axis.bit;
         if (size % divisor_of(parts, dim.unit) == 0) prefix = so_far;
-        const std::int64_t with_it = product(greedy_parts, axis_size);
+        const std::uint64_t with_it = product(greedy_parts, axis_size);
         if (size % divisor_of(with_it, dim.unit) != 0) continue;
         greedy_parts = with_it;
         greedy |= axis.bit;

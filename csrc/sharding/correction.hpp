@@ -48,7 +48,7 @@ class Corrector {
         Kept result = 0;
         for (const Dim& dim : dims_) {
             if (dim.index >= rank) break;
-            const std::int64_t size = size_of(dim.index);
+            const auto size = static_cast<std::uint64_t>(size_of(dim.index));
             result |= size % dim.divisor == 0 ? dim.fitting : fewer(dim, size);
         }
         return result;
@@ -56,18 +56,18 @@ class Corrector {
 
   private:
     struct Axis {
-        std::int64_t size;
+        std::uint64_t size;
         Kept bit;
     };
     struct Dim {  // one that has axes
         std::size_t index;
         std::vector<Axis> axes;  // without those that go because of an absent one
-        std::int64_t unit;
-        std::int64_t divisor;  // what a size must be a multiple of to keep them all
+        std::uint64_t unit;
+        std::uint64_t divisor;  // what a size must be a multiple of to keep them all
         Kept fitting;          // all of them
     };
     static std::vector<Axis> present(const std::vector<Axis>& axes, Misfit absent);
-    Kept fewer(const Dim& dim, std::int64_t size) const;
+    Kept fewer(const Dim& dim, std::uint64_t size) const;
 
     std::vector<Dim> dims_;
     Misfit indivisible_;

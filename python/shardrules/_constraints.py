@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._correction import Correction
 from shardrules._mesh import axes_of_type, current_view
 from shardrules._requests import requested_shardings
-from shardrules._specs import is_unconstrained, without_axes
+from shardrules._specs import entries_of, is_unconstrained, without_axes
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -78,7 +78,7 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is None or not hasattr(leaf, "shape"):
             continue
-        if any(map(is_unconstrained, sharding.spec)) or not _has_devices(sharding):
+        if any(map(is_unconstrained, entries_of(sharding.spec))) or not _has_devices(sharding):
             placed[index] = jax.lax.with_sharding_constraint(leaf, sharding)
         else:
             at_once.append(index)

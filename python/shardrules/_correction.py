@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._specs import (
+    entries_of,
     entry_axes,
     entry_of,
     is_unconstrained,
@@ -141,7 +142,7 @@ class SpecOnMesh:
         self.spec = spec
         self._axis_sizes = axis_sizes
         self._correction = correction
-        self._axes = tuple(map(entry_axes, spec))
+        self._axes = tuple(map(entry_axes, entries_of(spec)))
         self._units = tuple(
             (units[dim] if dim < len(units) else None) or 1 for dim in range(len(spec))
         )
@@ -162,7 +163,7 @@ class SpecOnMesh:
             return partition_spec()
         entries = [
             self._entry(entry, axes)
-            for entry, axes in zip(self.spec, self._kept_axes(rank, kept), strict=False)
+            for entry, axes in zip(entries_of(self.spec), self._kept_axes(rank, kept), strict=False)
         ]
         if self._correction.pad:
             entries += [None] * (rank - len(entries))

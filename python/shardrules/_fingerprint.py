@@ -10,6 +10,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from shardrules._mesh import axes_shown
+from shardrules._specs import entries_of
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -89,4 +90,4 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
         for name in ("unreduced", "reduced")
         if getattr(sharding.spec, name, None)
     ]
-    return " ".join([repr(tuple(sharding.spec)), *extra, axes_shown(sharding.mesh)])
+    return " ".join([repr(entries_of(sharding.spec)), *extra, axes_shown(sharding.mesh)])

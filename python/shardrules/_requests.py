@@ -6,7 +6,7 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._correction import Correction
 from shardrules._dialects import EFORMER
@@ -18,7 +18,9 @@ from shardrules._specs import is_partition_spec, shown
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from shardrules._mesh import MeshLike
+    from shardrules._mesh import AnyMesh, MeshLike
+
+_SHOWN: Final = 20
 
 
 def requested_shardings(
@@ -51,27 +53,30 @@ def requested_shardings(
         is_leaf=lambda x: x is None or is_partition_spec(x),
     )
     policy = correction or EFORMER.correction
-    resolved: Any = None
+    resolved: AnyMesh | None = None
     shardings_of_leaves: list[NamedSharding | None] = []
+    errors: list[str] = []
     for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
-        if spec is None:
-            shardings_of_leaves.append(None)
-            continue
+        sharding = None
         if is_partition_spec(spec):
             resolved = resolved or resolve_mesh(mesh)
             wanted, on_mesh = spec, resolved
         elif _is_named_sharding(spec):
             wanted, on_mesh = spec.spec, spec.mesh
-        else:
+        elif spec is not None:
             raise TypeError(
                 f"for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be a "
                 "PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
-        try:
-            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
-        except ValueError as error:
-            raise ValueError(f"the leaf {_path(tree, index)}: {error}") from None
+        if spec is not None:
+            try:
+                sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
+            except ValueError as error:
+                errors.append(f"the leaf {_path(tree, index)}: {error}")
         shardings_of_leaves.append(sharding)
+    if errors:
+        more = [f"... and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
+        raise ValueError("\n".join([*errors[:_SHOWN], *more]))
     return leaves, treedef, shardings_of_leaves
 
 

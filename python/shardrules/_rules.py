@@ -225,7 +225,7 @@ class Rules:
             strict=strict,
             min_size=min_size,
             replicated=replicated,
-            record_events=os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS,
+            record_events=logs_moves(),
         )
         for path, spec in events:
             warnings.warn(_event_message(path, spec), stacklevel=stacklevel)
@@ -288,6 +288,11 @@ def match_partition_rules(
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
     return compiled._match(tree, min_size, strict)
+
+
+def logs_moves() -> bool:
+    """Whether LOG_SHARDING_MOVE, read at each call, asks for a warning at each correction."""
+    return os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS
 
 
 def _unpickled(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, RuleSpec, SpecOnMesh
+from shardrules._correction import Correction, Loss, RuleSpec, SpecOnMesh
 from shardrules._mesh import axes_of_type, axes_shown, context_mesh, resolve_mesh
 from shardrules._rules import Pattern, Rules
 from shardrules._specs import (
@@ -126,6 +126,14 @@ def corrected_sharding(
             f"{axes_shown(mesh)}:\n" + "\n".join(f"  {text}" for text in on_mesh.errors(shape))
         )
     return NamedSharding(mesh, corrected)
+
+
+def correction_losses(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
+) -> list[Loss]:
+    """What an array of this shape does not get of its spec."""
+    on_mesh = _spec_on_mesh(spec, mesh, correction)
+    return list(on_mesh.losses(len(shape), on_mesh.corrector.kept(shape)))
 
 
 @functools.lru_cache(maxsize=1024)

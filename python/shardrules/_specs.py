@@ -63,7 +63,7 @@ def spec_length(spec: object) -> int:
 def spec_for_rank(spec: object, rank: int) -> object:
     """The spec for a leaf of that rank, cut as eformer's match_partition_rules cuts it."""
     if isinstance(spec, Entries) or (is_partition_spec(spec) and rank < len(spec)):
-        return _made(tuple(spec)[:rank])
+        return _made(spec[:rank]) if isinstance(spec, Entries) else _cut(spec, rank)
     return spec
 
 
@@ -71,6 +71,10 @@ def spec_for_rank(spec: object, rank: int) -> object:
 def _made(entries: tuple[Any, ...]) -> PartitionSpec:
     # Thousands of rules have a handful of specs.
     return partition_spec(*entries)
+
+
+def _cut(spec: PartitionSpec, rank: int) -> PartitionSpec:
+    return with_entries(spec, entries_of(spec)[:rank])
 
 
 def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
@@ -95,6 +99,11 @@ def _entry(index: int, position: int, entry: object) -> object:
     )
 
 
+def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries; a spec with unreduced axes refuses to be iterated over."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes that an entry of a PartitionSpec names."""
     if entry is None or is_unconstrained(entry):
@@ -111,12 +120,12 @@ def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
     """A spec of these entries, with the unreduced and reduced axes of `spec`."""
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
-    return partition_spec(*entries)
+    return _made(tuple(entries))
 
 
 def without_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     """The spec with these mesh axes left out."""
-    if axes.isdisjoint(axis for entry in spec for axis in entry_axes(entry)):
+    if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
         return spec
     return with_entries(
         spec,
@@ -124,7 +133,7 @@ def without_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
             entry
             if is_unconstrained(entry)
             else entry_of(tuple(axis for axis in entry_axes(entry) if axis not in axes))
-            for entry in spec
+            for entry in entries_of(spec)
         ),
     )
 

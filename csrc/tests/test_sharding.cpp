@@ -1,0 +1,114 @@
+// Correction against a plain restatement of the policies, over all small cases.
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <stdexcept>
+#include <vector>
+
+#include "sharding/correction.hpp"
+
+namespace {
+
+using namespace shardrules::sharding;
+
+void expect(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+}
+
+// One dimension, by the words of the header.
+Kept restated(const std::vector<std::int64_t>& axes, std::int64_t unit, const Policy& policy,
+              std::int64_t size) {
+    const auto fits = [&](Kept chosen) {
+        std::int64_t parts = 1;
+        for (std::size_t i = 0; i < axes.size(); ++i)
+            if ((chosen >> i) & 1 && axes[i] > 0) parts *= axes[i];
+        return size % (parts == 1 ? 1 : parts * unit) == 0;
+    };
+    Kept all = 0;
+    bool seen_absent = false;
+    for (std::size_t i = 0; i < axes.size(); ++i) {
+        seen_absent |= axes[i] == kAbsentAxis;
+        const bool goes = policy.absent == Misfit::kPrefix ? seen_absent : axes[i] == kAbsentAxis;
+        if (policy.absent == Misfit::kKeep || !goes) all |= Kept{1} << i;
+    }
+    if (seen_absent && policy.absent == Misfit::kDrop) all = 0;
+    if (policy.indivisible == Misfit::kKeep || fits(all)) return all;
+    if (policy.indivisible == Misfit::kDrop) return 0;
+    Kept prefix = 0, greedy = 0;
+    for (std::size_t i = 0; i < axes.size(); ++i) {
+        const Kept bit = Kept{1} << i;
+        if ((all & bit) == 0) continue;
+        const Kept up_to_here = all & ((bit << 1) - 1);
+        if (fits(up_to_here)) prefix = up_to_here;
+        if (fits(greedy | bit)) greedy |= bit;
+    }
+    return policy.indivisible == Misfit::kPrefix ? prefix : greedy;
+}
+
+void all_small_cases() {
+    constexpr Misfit kAll[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix, Misfit::kKeep};
+    const std::vector<std::int64_t> sizes = {0, 1, 2, 3, 4};
+    for (const std::int64_t a : sizes)
+        for (const std::int64_t b : sizes)
+            for (const std::int64_t c : sizes)
+                for (const std::int64_t unit : {1, 2, 3})
+                    for (const Misfit absent : kAll)
+                        for (const Misfit indivisible : kAll) {
+                            const std::vector<std::int64_t> axes = {a, b, c};
+                            const SpecDim dim{axes, unit};
+                            const Corrector corrector({&dim, 1}, {absent, indivisible});
+                            for (std::int64_t size = 0; size <= 48; ++size)
+                                expect(corrector.kept(1, [&](std::size_t) { return size; }) ==
+                                           restated(axes, unit, {absent, indivisible}, size),
+                                       "a small case");
+                        }
+}
+
+void bits_run_over_all_dimensions() {
+    const std::vector<SpecDim> dims = {{{2, 3}, 1}, {{}, 1}, {{4}, 1}};
+    const Corrector corrector(dims, {Misfit::kDrop, Misfit::kDrop});
+    const auto kept = [&](std::vector<std::int64_t> shape) {
+        return corrector.kept(shape.size(), [&](std::size_t d) { return shape[d]; });
+    };
+    expect(kept({6, 1, 4}) == 0b111, "all fit");
+    expect(kept({6, 1, 5}) == 0b011, "the last does not");
+    expect(kept({5, 1, 4}) == 0b100, "the first do not");
+    expect(kept({6, 1}) == 0b011, "a dimension that is not there keeps nothing");
+    expect(kept({}) == 0, "nor does a scalar");
+}
+
+void refuses() {
+    const auto refused = [](std::vector<SpecDim> dims) {
+        try {
+            const Corrector corrector(dims, {Misfit::kDrop, Misfit::kDrop});
+        } catch (const std::invalid_argument&) {
+            return true;
+        }
+        return false;
+    };
+    expect(refused({{std::vector<std::int64_t>(65, 2), 1}}), "65 axes");
+    expect(!refused({{std::vector<std::int64_t>(64, 2), 1}}), "64 axes");
+    expect(refused({{{-1}, 1}}), "a negative axis size");
+    expect(refused({{{2}, 0}}), "a unit of zero");
+}
+
+void sizes_that_overflow() {
+    const std::int64_t huge = std::int64_t{1} << 62;
+    const SpecDim dim{{huge, huge}, huge};
+    const Corrector corrector({&dim, 1}, {Misfit::kDrop, Misfit::kPrefix});
+    expect(corrector.kept(1, [](std::size_t) { return INT64_MAX; }) == 0, "the largest size");
+    expect(corrector.kept(1, [](std::size_t) { return std::int64_t{0}; }) == 3, "an empty one");
+}
+
+}  // namespace
+
+int main() {
+    all_small_cases();
+    bits_run_over_all_dimensions();
+    refuses();
+    sizes_that_overflow();
+    std::puts("sharding: ok");
+    return 0;
+}

@@ -1,0 +1,56 @@
+"""Bytes of one sharded array on each device, uneven shards included.
+
+Costs one small array the size of the mesh. Must not know about trees or rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardrules._specs import entries_of, entry_axes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from jax.sharding import PartitionSpec
+
+
+def device_bytes(
+    shape: Sequence[int], itemsize: int, spec: PartitionSpec, axis_sizes: Mapping[str, int]
+) -> npt.NDArray[np.int64]:
+    """What each device of the mesh holds of the array.
+
+    A dimension that its axes do not divide is cut as XLA cuts it: into parts of the size rounded
+    up, the last ones smaller or empty.
+
+    Args:
+        shape: Of the whole array.
+        itemsize: Bytes of one element.
+        spec: At most as long as the shape.
+        axis_sizes: Devices along each mesh axis, in the mesh's order.
+
+    Returns:
+        Bytes, int64, an array with one dimension for each mesh axis.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> device_bytes((10, 4), 2, P("dp"), {"dp": 4, "tp": 1}).ravel()
+        array([24, 24, 24,  8])
+    """
+    entries = entries_of(spec)
+    names = list(axis_sizes)
+    held = np.full(tuple(axis_sizes.values()), itemsize, np.int64)
+    for dim, size in enumerate(shape):
+        axes = entry_axes(entries[dim]) if dim < len(entries) else ()
+        position = np.zeros((1,) * len(names), np.int64)
+        parts = 1
+        for axis in axes:
+            along = [1] * len(names)
+            along[names.index(axis)] = axis_sizes[axis]
+            position = position * axis_sizes[axis] + np.arange(axis_sizes[axis]).reshape(along)
+            parts *= axis_sizes[axis]
+        part = -(-size // parts)
+        held *= np.clip(size - position * part, 0, part)
+    return held

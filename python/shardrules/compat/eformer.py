@@ -1,0 +1,479 @@
+"""`eformer.escale.partition.constraints` of eformer 0.0.101: its 17 public functions.
+
+The same signatures and results, under every mesh context of today's JAX. Where eformer's own are
+broken these work; docs/eformer.md lists the differences. eformer itself is not needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardrules._constraints import with_sharding_constraint as _with_sharding_constraint
+from shardrules._device_bytes import device_bytes
+from shardrules._dialects import EFORMER
+from shardrules._mesh import context_mesh
+from shardrules._placement import gather, shard
+from shardrules._rules import Rules, logs_moves, match_partition_rules
+from shardrules._shardings import corrected_sharding, correction_losses
+from shardrules._specs import entries_of, entry_axes
+
+if TYPE_CHECKING:
+    from shardrules._mesh import AnyMesh
+
+    AxisNames = str | list[str] | tuple[str, ...]
+
+__all__ = [
+    "analyze_sharding_strategy",
+    "create_pattern_based_partition_spec",
+    "extract_sharding_structure",
+    "extract_shardings",
+    "get_axes_size_in_mesh",
+    "get_corrected_named_sharding",
+    "get_incontext_mesh",
+    "get_mesh_axis_names",
+    "get_mesh_axis_size",
+    "get_names_from_partition_spec",
+    "get_partition_spec",
+    "get_shardings_with_structure",
+    "get_submesh_device_index",
+    "make_shard_and_gather_fns",
+    "match_partition_rules",
+    "names_in_current_mesh",
+    "with_sharding_constraint",
+]
+
+# eformer turns UNCONSTRAINED into None.
+_CORRECTION: Final = replace(EFORMER.correction, unconstrained="drop")
+_NO_MESH: Final = "No mesh found under this context manager."
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Whether all the names are axes of the context's mesh.
+
+    Example:
+        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
+        ...     names_in_current_mesh("dp"), names_in_current_mesh("dp", "tp")
+        (True, False)
+    """
+    return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
+
+
+def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    """A tree of functions that put an array on the mesh, and one of functions that fetch it.
+
+    Nothing is compiled. To move a whole tree, `shardrules.shard` and `shardrules.gather` are
+    faster: one call for all leaves.
+
+    Args:
+        partition_specs: A tree of PartitionSpecs.
+        mesh: The context's unless given.
+
+    Returns:
+        (shard functions, gather functions), trees like `partition_specs`. A shard function takes a
+        jax or numpy array or a number, and corrects the spec to its shape; a gather function
+        returns a numpy array.
+
+    Raises:
+        ValueError: A spec names an axis that the mesh does not have.
+        AssertionError: No mesh.
+    """
+    on_mesh = get_incontext_mesh() if mesh is None else mesh
+
+    def shard_fn(spec: PartitionSpec) -> Callable[[Any], jax.Array]:
+        sharding = NamedSharding(on_mesh, spec)  # refuses axes that are not there
+        return lambda tensor: shard(tensor, sharding, correction=_CORRECTION)
+
+    def gather_fn(_: PartitionSpec) -> Callable[[Any], Any]:
+        return lambda tensor: gather(jax.numpy.asarray(tensor))
+
+    return (
+        jax.tree_util.tree_map(shard_fn, partition_specs, is_leaf=_is_spec),
+        jax.tree_util.tree_map(gather_fn, partition_specs, is_leaf=_is_spec),
+    )
+
+
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
+    """The mesh axes that specs name, each once, in the order of their first appearance.
+
+    Args:
+        partition_specs: A PartitionSpec, a dict of them, or nested sequences and dicts.
+
+    Example:
+        >>> get_names_from_partition_spec({"w": PartitionSpec("dp", ("fsdp", "tp")), "b": None})
+        ['dp', 'fsdp', 'tp']
+    """
+    names: dict[str, None] = {}
+    items = partition_specs.values() if isinstance(partition_specs, Mapping) else partition_specs
+    for item in items:
+        if isinstance(item, str):
+            names[item] = None
+        elif isinstance(item, Iterable):
+            names.update(dict.fromkeys(get_names_from_partition_spec(item)))
+    return list(names)
+
+
+def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) -> Any:
+    """The jax.Arrays of the tree, constrained to the sharding as far as it fits each of them.
+
+    An axis that the mesh does not have, or whose size does not divide, leaves its dimension
+    unsharded. Without a mesh, and for an empty spec, nothing happens. Leaves that are no jax.Array
+    are left alone.
+
+    Raises:
+        TypeError: `sharding` is neither a PartitionSpec nor a NamedSharding.
+    """
+    if isinstance(sharding, NamedSharding):
+        spec, mesh = sharding.spec, sharding.mesh
+    elif isinstance(sharding, PartitionSpec):
+        spec, mesh = sharding, get_incontext_mesh(raise_error=False)
+    else:
+        raise TypeError(f"Unsupported sharding type: {type(sharding)}")
+    if mesh.empty:
+        if logs_moves():
+            warnings.warn("A sharding constraint without a mesh: ignored.", stacklevel=2)
+        return arr
+    if len(spec) == 0:
+        return arr
+
+    def wanted(leaf: Any) -> PartitionSpec | None:
+        if not isinstance(leaf, jax.Array):
+            return None
+        _warn_of_losses(leaf.shape, spec, mesh, stacklevel=6)
+        return spec
+
+    specs = jax.tree_util.tree_map(wanted, arr)
+    return _with_sharding_constraint(arr, specs, mesh, correction=_CORRECTION)
+
+
+def get_corrected_named_sharding(
+    shape: tuple[int, ...], partition_spec: PartitionSpec, raise_mesh_error: bool = True
+) -> NamedSharding:
+    """The NamedSharding on the context's mesh of an array of this shape, corrected to fit.
+
+    For whole trees `shardrules.named_shardings` does this in one call.
+
+    Args:
+        shape: Of the array.
+        partition_spec: What is wanted.
+        raise_mesh_error: Whether having no mesh is an error; if not, the sharding is replicated, on
+            an empty mesh, with a warning.
+
+    Raises:
+        AssertionError: No mesh.
+        ValueError: An axis is used twice.
+
+    Example:
+        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
+        ...     tuple(get_corrected_named_sharding((4, 4), PartitionSpec("dp", "tp")).spec)
+        ('dp', None)
+    """
+    mesh = get_incontext_mesh(raise_error=raise_mesh_error)
+    if mesh.empty:
+        warnings.warn("Active mesh is empty. Returning replicated NamedSharding.", stacklevel=2)
+        return NamedSharding(mesh, PartitionSpec())
+    if len(partition_spec) == 0:
+        return NamedSharding(mesh, PartitionSpec())
+    _warn_of_losses(shape, partition_spec, mesh, stacklevel=3)
+    return corrected_sharding(partition_spec, tuple(shape), mesh, _CORRECTION)
+
+
+def analyze_sharding_strategy(
+    pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
+) -> dict[str, Any]:
+    """How a sharding spreads a tree over the devices.
+
+    Args:
+        pytree: Arrays, or anything with a shape and a dtype.
+        partition_specs: A tree of the same structure.
+        mesh: The context's unless given.
+
+    Returns:
+        "total_parameters" and "sharded_parameters" (elements of arrays with a spec other than
+        PartitionSpec()); "memory_per_device" (bytes, by device, or by index on an AbstractMesh);
+        "balance_score" (mean by largest of those; 1.0 is even); "partition_stats" (by spec: leaves,
+        parameters and bytes).
+
+    Raises:
+        AssertionError: No mesh.
+        KeyError: A spec names an axis that the mesh does not have.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+        >>> tree = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+        >>> analyze_sharding_strategy(tree, {"w": PartitionSpec("dp")}, mesh)["balance_score"]
+        1.0
+    """
+    on_mesh = get_incontext_mesh() if mesh is None else mesh
+    axis_sizes = dict(on_mesh.shape)
+    total = sharded = 0
+    held = np.zeros(tuple(axis_sizes.values()), np.int64)
+    stats: dict[str, dict[str, int]] = {}
+
+    def add(leaf: Any, spec: PartitionSpec) -> None:
+        nonlocal total, sharded, held
+        elements = int(np.prod(leaf.shape, dtype=object))
+        total += elements
+        sharded += elements if spec != PartitionSpec() else 0
+        absent = [a for entry in entries_of(spec) for a in entry_axes(entry) if a not in axis_sizes]
+        if absent:
+            raise KeyError(f"{absent[0]!r} of {spec} is no axis of the mesh {axis_sizes}")
+        held += device_bytes(leaf.shape, leaf.dtype.itemsize, spec, axis_sizes)
+        of_spec = stats.setdefault(str(spec), {"leaves": 0, "parameters": 0, "bytes": 0})
+        of_spec["leaves"] += 1
+        of_spec["parameters"] += elements
+        of_spec["bytes"] += elements * leaf.dtype.itemsize
+
+    jax.tree_util.tree_map(add, pytree, partition_specs)
+    devices = on_mesh.devices.ravel() if isinstance(on_mesh, Mesh) else range(held.size)
+    return {
+        "total_parameters": total,
+        "sharded_parameters": sharded,
+        "memory_per_device": {
+            str(device): int(n) for device, n in zip(devices, held.ravel(), strict=True)
+        },
+        "balance_score": float(held.mean() / held.max()) if held.max() else 1.0,
+        "partition_stats": stats,
+    }
+
+
+def create_pattern_based_partition_spec(
+    pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+) -> Callable[[str, Any], PartitionSpec]:
+    """A function (name, array) -> PartitionSpec from rules in one string.
+
+    Args:
+        pattern: Rules separated by commas, "regex|regex->axis.axis"; the first that matches wins.
+        mesh: Not looked at, as in eformer, but without it one must be in force.
+        default_spec: Where nothing matches; PartitionSpec() unless given.
+
+    Raises:
+        ValueError: A rule has more than one "->".
+        re.error: A regex is invalid.
+        AssertionError: No mesh.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+        >>> spec_of = create_pattern_based_partition_spec("attn|mlp->fsdp.tp,norm->tp", mesh)
+        >>> tuple(spec_of("layers/0/mlp", None)), tuple(spec_of("head", None))
+        (('fsdp', 'tp'), ())
+    """
+    if mesh is None:
+        get_incontext_mesh()
+    default = PartitionSpec() if default_spec is None else default_spec
+    pairs: list[tuple[str, PartitionSpec]] = []
+    for rule in pattern.split(","):
+        if "->" not in rule:
+            continue
+        if rule.count("->") > 1:
+            raise ValueError(f"the rule {rule!r} has more than one '->'; separate rules by commas")
+        regexes, axes = rule.split("->")
+        spec = PartitionSpec(*axes.split("."))
+        pairs.extend((regex, spec) for regex in regexes.split("|"))
+    rules = Rules(pairs)
+
+    def get_partition_spec(name: str, array: Any) -> PartitionSpec:
+        found = rules.first_match(name)
+        return default if found is None else pairs[found][1]
+
+    return get_partition_spec
+
+
+def extract_sharding_structure(pytree: Any) -> Any:
+    """The NamedSharding of each leaf; None for leaves that have none.
+
+    Example:
+        >>> extract_sharding_structure({"step": 3})
+        {'step': None}
+    """
+
+    def of_leaf(leaf: Any) -> NamedSharding | None:
+        sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+        return sharding if isinstance(sharding, NamedSharding) else None
+
+    return jax.tree_util.tree_map(of_leaf, pytree)
+
+
+get_shardings_with_structure = extract_sharding_structure
+
+
+def get_incontext_mesh(raise_error: bool = True) -> Any:
+    """The mesh of `jax.set_mesh`, `jax.sharding.use_abstract_mesh` or `with mesh:`.
+
+    Args:
+        raise_error: Whether having none is an error; if not, an empty Mesh is returned.
+
+    Raises:
+        AssertionError: No mesh.
+        ValueError: Two contexts that disagree.
+
+    Example:
+        >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
+        ...     get_incontext_mesh().axis_names
+        ('dp',)
+    """
+    mesh = context_mesh()
+    if mesh is None and raise_error:
+        raise AssertionError(_NO_MESH)
+    return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
+
+
+def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
+    """Devices along an axis, or along several together.
+
+    Args:
+        axis_names: An axis name, or a list or tuple of them.
+        mesh: The context's unless given.
+
+    Raises:
+        KeyError: The mesh has no such axis.
+        TypeError: `axis_names` is something else.
+        AssertionError: No mesh.
+
+    Example:
+        >>> get_axes_size_in_mesh(["dp"], jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
+        1
+    """
+    sizes = (get_incontext_mesh() if mesh is None else mesh).shape
+    return _product(axis_names, lambda axis: sizes[axis])  # type: ignore[no-any-return]
+
+
+def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
+    """The axis names of the mesh, or of the context's.
+
+    Example:
+        >>> get_mesh_axis_names(jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
+        ['dp']
+    """
+    return list((get_incontext_mesh() if mesh is None else mesh).shape)
+
+
+def get_mesh_axis_size(axis_names: AxisNames) -> Any:
+    """Devices along the axes, inside a function that is mapped over them (shard_map, vmap, pmap).
+
+    Raises:
+        TypeError: `axis_names` is no axis name nor a list or tuple of them.
+
+    Example:
+        >>> jax.vmap(lambda x: x * get_mesh_axis_size("i"), axis_name="i")(jax.numpy.ones(3))
+        Array([3., 3., 3.], dtype=float32)
+    """
+    return _product(axis_names, lambda axis: jax.lax.psum(1, axis_name=axis))
+
+
+def get_submesh_device_index(axis_names: AxisNames) -> Any:
+    """The device's position along the axes, the first the most major, inside a mapped function.
+
+    Raises:
+        TypeError: `axis_names` is no axis name nor a list or tuple of them.
+
+    Example:
+        >>> jax.vmap(lambda _: get_submesh_device_index(("i",)), axis_name="i")(jax.numpy.ones(3))
+        Array([0, 1, 2], dtype=int32)
+    """
+    index: Any = 0
+    for axis in _names(axis_names):
+        index = index * jax.lax.psum(1, axis_name=axis) + jax.lax.axis_index(axis)
+    return index
+
+
+def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+    """The NamedSharding of each leaf's `.sharding`, which may be a PartitionSpec; or None.
+
+    Args:
+        tree: Any pytree.
+        mesh: For PartitionSpecs; the context's unless given.
+
+    Raises:
+        ValueError: A leaf has a PartitionSpec and there is no mesh.
+
+    Example:
+        >>> extract_shardings({"step": 3})
+        {'step': None}
+    """
+    on_mesh = context_mesh() if mesh is None else mesh
+
+    def of_leaf(leaf: Any) -> NamedSharding | None:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, PartitionSpec):
+            if on_mesh is None:
+                raise ValueError("Mesh can not be None (use function under with `mesh`).")
+            return NamedSharding(on_mesh, sharding)
+        return sharding if isinstance(sharding, NamedSharding) else None
+
+    return jax.tree_util.tree_map(of_leaf, tree)
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The PartitionSpec of each jax.Array; PartitionSpec() for Python numbers.
+
+    Raises:
+        ValueError: A leaf is something else.
+        AttributeError: An array's sharding has no spec.
+
+    Example:
+        >>> get_partition_spec({"step": 3}) == {"step": PartitionSpec()}
+        True
+    """
+
+    def of_leaf(leaf: Any) -> PartitionSpec:
+        if isinstance(leaf, jax.Array):
+            sharding: Any = leaf.sharding
+            if not hasattr(sharding, "spec"):
+                raise AttributeError(
+                    f"an array of shape {leaf.shape} has a {type(sharding).__name__}, which has no "
+                    "spec: place it on a mesh first"
+                )
+            return sharding.spec  # type: ignore[no-any-return]
+        if isinstance(leaf, (int, float)):
+            return PartitionSpec()
+        raise ValueError(
+            f"Unsupported leaf type for get_partition_spec: {type(leaf)}. Expected jax.Array, int, "
+            "or float."
+        )
+
+    return jax.tree_util.tree_map(of_leaf, tree)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def _names(axis_names: Any) -> Iterable[str]:
+    if isinstance(axis_names, str):
+        return (axis_names,)
+    if isinstance(axis_names, (list, tuple)):
+        return axis_names
+    raise TypeError(
+        f"axis_names must be a string or a list or tuple of strings, got {type(axis_names)}"
+    )
+
+
+def _product(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
+    product = 1
+    for axis in _names(axis_names):
+        product *= size_of(axis)
+    return product
+
+
+def _warn_of_losses(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, stacklevel: int
+) -> None:
+    """With LOG_SHARDING_MOVE, one warning for each correction, as eformer."""
+    if not logs_moves():
+        return
+    for loss in correction_losses(spec, tuple(shape), mesh, _CORRECTION):
+        reason = (
+            f"{loss.kind}: {', '.join(loss.axes)}" if loss.kind != "rank" else "beyond the rank"
+        )
+        warnings.warn(
+            f"{spec} for an array of shape {shape} on a mesh of {dict(mesh.shape)}: dimension "
+            f"{loss.dim} is corrected to None ({reason})",
+            stacklevel=stacklevel,
+        )

@@ -1,0 +1,25 @@
+"""Mesh contexts for tests, under the JAX that is installed."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+
+import jax
+import pytest
+
+needs_set_mesh = pytest.mark.skipif(
+    not hasattr(jax, "set_mesh"), reason="this JAX has no jax.set_mesh"
+)
+
+
+@contextmanager
+def legacy(mesh):
+    """`with mesh:`, whose deprecation warning is the user's, not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mesh.__enter__()
+    try:
+        yield mesh
+    finally:
+        mesh.__exit__(None, None, None)
