@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+
+# Before JAX starts: the rows on arrays need devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks import arrays, scaling
 from benchmarks.cases import cases
 from benchmarks.harness import Result, environment, measure
-from benchmarks.scaling import Row, rows
+from benchmarks.scaling import Row
 
 
 def main() -> int:
@@ -29,13 +36,14 @@ def main() -> int:
             console.print(f"  measured: {case.name}", style="dim")
     for collector, measured in results.items():
         console.print(_table(f"Garbage collector {'on' if collector else 'off'}", measured))
-    console.print(_rows_table(rows()))
+    console.print(_rows_table("Arrays on 8 host devices", arrays.rows()))
+    console.print(_rows_table("Growth, compiling, bounds", scaling.rows()))
     return 0
 
 
-def _rows_table(measured: Iterable[Row]) -> Table:
-    table = Table("what", "measured", "bar", "", title="Growth, compiling, bounds; garbage "
-                  "collector off", title_justify="left")  # fmt: skip
+def _rows_table(title: str, measured: Iterable[Row]) -> Table:
+    table = Table("what", "measured", "bar", "", title=f"{title}; garbage collector off",
+                  title_justify="left")  # fmt: skip
     for row in measured:
         met = "" if row.bar is None else "met" if row.measured <= row.bar else "MISSED"
         bar = "" if row.bar is None else f"<= {row.bar:g} {row.unit}: {met}"

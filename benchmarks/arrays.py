@@ -1,0 +1,114 @@
+"""What is measured on arrays: placement beside eformer, constraints beside JAX's own call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eformer.escale import make_shard_and_gather_fns
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks.harness import collector
+from benchmarks.scaling import Row
+
+LEAVES = 200
+CALLS = 200  # constraints in one traced function
+
+
+def rows() -> Iterator[Row]:
+    """Each row's ratio, from medians of interleaved runs."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    with collector(enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # eformer's
+        yield from _placement(mesh)
+        yield from _constraints(mesh)
+
+
+def _placement(mesh: Mesh) -> Iterator[Row]:
+    # Of different shapes, as eformer compiles for each; jax.Arrays, as it leaves numpy ones alone.
+    tree = {f"w{i}": jnp.ones((64, 8 * (i + 1)), "float32") for i in range(LEAVES)}
+    rules = sr.Rules([("w", P("fsdp", "tp"))])
+    specs = rules.match(tree)
+    shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
+
+    def by_leaf(functions: Any, arrays: Any) -> Any:
+        return jax.block_until_ready(tree_util.tree_map(lambda f, x: f(x), functions, arrays))
+
+    placed = sr.shard(tree, rules, mesh)
+    expected = by_leaf(shard_fns, tree)
+    for name, array in placed.items():
+        if not array.sharding.is_equivalent_to(expected[name].sharding, array.ndim):
+            raise AssertionError(f"shard: eformer and shardrules disagree on {name}")
+    for name, array in sr.gather(placed).items():
+        np.testing.assert_array_equal(array, np.asarray(tree[name]))
+
+    def cold(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            jax.clear_caches()
+            return call()
+
+        return run
+
+    pairs = {
+        "shard": (
+            lambda: jax.block_until_ready(sr.shard(tree, rules, mesh)),
+            lambda: by_leaf(shard_fns, tree),
+        ),
+        "gather": (lambda: sr.gather(placed), lambda: by_leaf(gather_fns, placed)),
+    }
+    for name, (ours, theirs) in pairs.items():
+        a, b = _seconds([cold(ours), cold(theirs)], runs=1)
+        note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.0f} ms, which compiles for each leaf"
+        yield Row(f"{name} {LEAVES} leaves, first call, ours / eformer", a / b, "x", None, note)
+        a, b = _seconds([ours, theirs], runs=9)
+        note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.1f} ms"
+        yield Row(f"{name} {LEAVES} leaves, again, ours / eformer", a / b, "x", None, note)
+
+
+def _constraints(mesh: Mesh) -> Iterator[Row]:
+    spec = P("fsdp", None, "tp")
+    x = jax.device_put(np.zeros((8, 64, 64), "float32"), NamedSharding(mesh, spec))
+
+    def traced(constrain: Callable[[Any], Any]) -> Callable[[], Any]:
+        def body(x: Any) -> Any:
+            for _ in range(CALLS):
+                x = constrain(x)
+            return x
+
+        return lambda: jax.make_jaxpr(partial(body))(x)  # a new function: traced each time
+
+    def bare(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    def ours(x: Any) -> Any:
+        return sr.with_sharding_constraint(x, spec)
+
+    with jax.set_mesh(mesh):
+        nothing, a, b = _seconds([traced(lambda x: x), traced(ours), traced(bare)], runs=15)
+        a, b = (a - nothing) / CALLS, (b - nothing) / CALLS
+        note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
+        yield Row("constraint inside jit, a call, ours / bare", a / b, "x", None, note)
+        a, b = _seconds([lambda: ours(x), lambda: bare(x)], runs=301)
+        note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
+        yield Row("constraint outside of jit, a call, ours / bare", a / b, "x", None, note)
+
+
+def _seconds(calls: list[Callable[[], Any]], runs: int) -> list[float]:
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs):
+        for call, taken in zip(calls, times, strict=True):
+            start = perf_counter()
+            result = call()
+            taken.append(perf_counter() - start)
+            del result
+    return [median(taken) for taken in times]
