@@ -43,7 +43,7 @@ def test_public_docstrings_have_examples():
 def test_readme():
     names = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
         # A comment behind an expression says its value.
@@ -51,6 +51,9 @@ def test_readme():
             found = re.fullmatch(r"(compiled\..*?)\s+# (\d|\[.*\])", line)
             if found:
                 assert eval(found[1], names) == ast.literal_eval(found[2])
+            found = re.fullmatch(r"(sr\.spec_for.*?)\s+# (P\(.*?\)):.*", line)
+            if found:
+                assert eval(found[1], names) == eval(found[2], names)
 
 
 def test_import_is_light():

@@ -53,12 +53,15 @@ def test_what_is_in_place_is_not_copied(mesh):
 
 
 def test_nothing_is_compiled(mesh):
-    arrays = {f"w{i}": np.ones((8, 8 * (i + 1)), "float32") for i in range(50)}
+    arrays = {f"w{i}": np.ones((8, 8 * (i + 1)), "float32") for i in range(20)}
+    arrays |= {f"on_device/w{i}": jnp.asarray(array) for i, array in enumerate(arrays.values())}
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "compile" in event else None
     )
     fetched = sr.gather(sr.shard(arrays, RULES, mesh))
+    resharded = sr.shard(sr.shard(arrays, RULES, mesh), [("w", P("tp"))], mesh)
+    assert resharded["w0"].sharding.spec == P("tp", None)
     assert compiled == []
     jax.jit(lambda x: x + 1)(fetched["w0"])
     assert compiled  # the listener would have seen it

@@ -74,7 +74,7 @@ def shard(
             )
     if jax.process_count() > 1:
         check_same_in_all_processes(fingerprint(tree, wanted), "the plan of shard()")
-    put = _put_across_processes if jax.process_count() > 1 else jax.device_put
+    put = _put_across_processes if jax.process_count() > 1 else put_at_once
     for index, array in zip(chosen, put([leaves[i] for i in chosen], shardings), strict=True):
         placed[index] = array
     return treedef.unflatten(placed)
@@ -116,6 +116,25 @@ def gather(tree: Any) -> Any:
     for index, array in zip(arrays, fetched, strict=True):
         leaves[index] = array
     return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def put_at_once(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """jax.device_put in one batch, without what it compiles for each leaf.
+
+    An array on other devices, as a fresh one on a single device, would be cut there by a program of
+    its own; it goes through the host instead, which compiles nothing.
+    """
+    import jax
+
+    elsewhere = [
+        i
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set
+    ]
+    fetched = jax.device_get([leaves[i] for i in elsewhere])
+    on_host = dict(zip(elsewhere, fetched, strict=True))
+    sources = [on_host.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return jax.device_put(sources, shardings)  # type: ignore[no-any-return]
 
 
 def _can_be_placed(leaf: Any) -> bool:
