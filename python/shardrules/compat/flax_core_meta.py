@@ -1,0 +1,508 @@
+"""`flax.core.meta` of flax 0.12: boxes around parameters that carry logical axis names.
+
+The same signatures and results, without flax; where flax is loaded, each side's functions take the
+other's boxes, and `nnx` Variables keep their shardings. One `jax.tree_util.tree_map` per call. Must
+not know about rules; docs/flax_core.md lists the differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, dataclass_transform
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules._logical import logical_names
+from shardrules._mesh import context_mesh, resolve_mesh
+from shardrules._specs import shown
+from shardrules.compat._flax import loaded, says_its_sharding, variable_types
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from shardrules._mesh import AnyMesh, MeshLike
+
+    LogicalNames = tuple[str | None, ...]
+
+__all__ = [
+    "PARTITION_NAME",
+    "AxisMetadata",
+    "Partitioned",
+    "PartitioningUnspecifiedError",
+    "add_axis",
+    "get_global_mesh",
+    "get_partition_spec",
+    "get_sharding",
+    "global_mesh_defined",
+    "is_axis_metadata",
+    "map_axis_meta",
+    "remove_axis",
+    "replace_boxed",
+    "unbox",
+    "with_partitioning",
+]
+
+A = TypeVar("A")
+
+PARTITION_NAME = "partition_name"
+
+
+class PartitioningUnspecifiedError(Exception):
+    """A transformation adds or removes an axis without a name for it; see `Partitioned.add_axis`.
+
+    As flax.errors.PartitioningUnspecifiedError, 0.12.
+
+    Args:
+        target: What the axis is added to.
+
+    Example:
+        >>> box = Partitioned(1, ("embed",))
+        >>> box.add_axis(0, {})  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        PartitioningUnspecifiedError: no name for the axis
+    """
+
+    def __init__(self, target: object) -> None:
+        super().__init__(target)
+
+    def __str__(self) -> str:
+        return (
+            "no name for the axis that a transformation adds to or takes from "
+            f"{shown(self.args[0])}: give it metadata_params={{{PARTITION_NAME!r}: 'layers'}}, or "
+            "None instead of 'layers' for an axis that is not sharded"
+        )
+
+
+class AxisMetadata(ABC, Generic[A]):
+    """A box: a value with what is known of each of its axes.
+
+    Subclasses should be pytree nodes whose leaves are those of the value. Where flax is loaded,
+    they count as subclasses of flax's own class. Semantics of flax.core.meta.AxisMetadata, 0.12.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """As usual; and from the first box on, flax takes ours."""
+        _box_type()
+        return super().__new__(cls)
+
+    @abstractmethod
+    def unbox(self) -> A:
+        """The value as it is in the box, even if that is a box itself."""
+
+    @abstractmethod
+    def replace_boxed(self, val: Any) -> AxisMetadata[Any]:
+        """A box of the same kind around another value."""
+
+    @abstractmethod
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """The box of a value that has one axis more; `remove_axis` undoes it.
+
+        Args:
+            index: Where the new axis is.
+            params: What the transformation was given as `metadata_params`.
+        """
+
+    @abstractmethod
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """The box of a value that has one axis less; arguments as in `add_axis`."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+class _PytreeDataclass:
+    """Makes subclasses frozen dataclasses and pytree nodes.
+
+    A field whose metadata says pytree_node=False is static.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclasses.dataclass(frozen=True)(cls)
+        names: dict[bool, list[str]] = {True: [], False: []}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            names[field.metadata.get("pytree_node", True)].append(field.name)
+        jax.tree_util.register_dataclass(cls, names[True], names[False])
+
+    def replace(self, **updates: Any) -> Self:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **updates)  # type: ignore[type-var]
+
+
+class Partitioned(_PytreeDataclass, AxisMetadata[A]):
+    """A box with the name of each axis of its value. Semantics of flax.core.meta.Partitioned, 0.12.
+
+    A pytree node whose only child has the key `.value`. Subclasses are pytree nodes, too.
+
+    Args:
+        value: An array, or what stands for one.
+        names: A name or None for each axis: mesh axes, or logical names.
+        mesh: The mesh for `unbox`; the context's if None.
+
+    Example:
+        >>> box = Partitioned(jax.numpy.ones((4, 8)), ("embed", "mlp"))
+        >>> box.add_axis(0, {PARTITION_NAME: "layers"}).names
+        ('layers', 'embed', 'mlp')
+        >>> jax.tree_util.tree_map(jax.numpy.shape, box)
+        Partitioned(value=(4, 8), names=('embed', 'mlp'), mesh=None)
+    """
+
+    value: Any
+    names: LogicalNames = dataclasses.field(metadata={"pytree_node": False})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"pytree_node": False})
+
+    def unbox(self, apply_constraint: bool = True) -> A:
+        """The value, constrained to the names as its sharding if there is a mesh.
+
+        Semantics of flax.core.meta.Partitioned.unbox, 0.12.
+
+        Raises:
+            ValueError: JAX refuses: an axis that the mesh does not have, or that does not divide.
+            AssertionError: The mesh's axes are Explicit, and the value is not sharded like that.
+        """
+        if not apply_constraint or (self.mesh is None and not global_mesh_defined()):
+            return self.value  # type: ignore[no-any-return]
+        sharding: Any = self.get_partition_spec()
+        if self.mesh is not None:
+            sharding = NamedSharding(self.mesh, sharding)
+        return jax.lax.with_sharding_constraint(self.value, sharding)  # type: ignore[no-any-return]
+
+    def replace_boxed(self, val: Any) -> Partitioned[Any]:
+        """The same box around another value."""
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """The box with the name params[PARTITION_NAME] inserted; None fills up to the place.
+
+        Raises:
+            PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
+        """
+        name = self._axis_name(params)
+        names: list[Any] = list(logical_names(self.names))
+        names += [None] * (index - len(names))
+        names.insert(index, name)
+        return self.replace(names=tuple(names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """The box without the name params[PARTITION_NAME], which must be in that place.
+
+        Raises:
+            PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
+            IndexError: There is no such place.
+            AssertionError: Another name is there.
+        """
+        expected = self._axis_name(params)
+        names = list(logical_names(self.names))
+        if not -len(names) <= index < len(names):
+            raise IndexError(f"no axis {index} to remove: the names are {self.names}")
+        removed = names.pop(index)
+        if removed != expected:
+            raise AssertionError(
+                f"axis {index} of {self.names} is {removed!r}; {PARTITION_NAME!r} says that it is "
+                f"{expected!r}"
+            )
+        return self.replace(names=tuple(names))
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """The names as a PartitionSpec."""
+        return PartitionSpec(*logical_names(self.names))
+
+    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+        """The names as a NamedSharding on the mesh."""
+        return NamedSharding(mesh, self.get_partition_spec())
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """The fields as an nnx.Variable has them: `names` is its `out_sharding`."""
+        metadata = dict(vars(self))
+        metadata["out_sharding"] = metadata.pop("names")
+        return metadata
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Self:
+        """The box that `to_nnx_metadata` has described; other keys are left out."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        known = {"names": metadata["out_sharding"], **metadata}
+        return cls(**{key: value for key, value in known.items() if key in fields})
+
+    def _axis_name(self, params: dict[Any, Any]) -> Any:
+        if PARTITION_NAME not in params:
+            raise PartitioningUnspecifiedError(self)
+        return params[PARTITION_NAME]
+
+
+def with_partitioning(
+    fn: Callable[..., Any], names: LogicalNames, mesh: Mesh | None = None
+) -> Callable[..., Partitioned[Any]]:
+    """The function, with its result in a box. Semantics of flax.core.meta.with_partitioning, 0.12.
+
+    Args:
+        fn: An initializer, as a rule.
+        names: As in `Partitioned`.
+        mesh: As in `Partitioned`.
+
+    Example:
+        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "tp"))
+        >>> init(jax.random.key(0), (2, 4)).names
+        (None, 'tp')
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Partitioned[Any]:
+        return Partitioned(fn(*args, **kwargs), names, mesh=mesh)
+
+    return wrapper
+
+
+def is_axis_metadata(val: Any) -> bool:
+    """Whether it is a box, ours or flax's. Semantics of flax.core.meta.is_axis_metadata, 0.12.
+
+    Example:
+        >>> is_axis_metadata(Partitioned(1, ())), is_axis_metadata(1)
+        (True, False)
+    """
+    return isinstance(val, _box_type())
+
+
+def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
+    """The tree with `fn` called on each box. Semantics of flax.core.meta.map_axis_meta, 0.12.
+
+    Args:
+        fn: From a box to what replaces it.
+        tree: Any pytree; what is no box is left alone.
+
+    Example:
+        >>> map_axis_meta(lambda box: box.names, [Partitioned(1, ("tp",)), 2])
+        [('tp',), 2]
+    """
+    boxes = _box_type()
+    return jax.tree_util.tree_map(
+        lambda node: fn(node) if isinstance(node, boxes) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, boxes),
+    )
+
+
+def add_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
+    """The tree with an axis more in each box: what `nn.scan` does to the parameters of its layers.
+
+    Semantics of flax.core.meta.add_axis, 0.12; for nnx Variables that have a sharding, of
+    flax.nnx.spmd.add_axis, but on copies.
+
+    Args:
+        tree: Any pytree.
+        index: Where the new axis is.
+        params: {PARTITION_NAME: the name of the axis, or None}, and what else a box wants.
+
+    Raises:
+        PartitioningUnspecifiedError: `params` has no PARTITION_NAME, and a box needs it. Boxes and
+            Variables of flax raise flax's own errors.
+
+    Example:
+        >>> tree = {"w": Partitioned(1, ("embed",)), "step": 2}
+        >>> add_axis(tree, 1, {PARTITION_NAME: "layers"})["w"].names
+        ('embed', 'layers')
+    """
+    return _with_axis_changed("add_axis", tree, index, params)
+
+
+def remove_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
+    """The tree with an axis less in each box: the inverse of `add_axis`.
+
+    Semantics of flax.core.meta.remove_axis, 0.12; for nnx Variables as in `add_axis`.
+
+    Args:
+        tree: Any pytree.
+        index: The axis.
+        params: {PARTITION_NAME: the name that the axis has}, and what else a box wants.
+
+    Raises:
+        PartitioningUnspecifiedError: As in `add_axis`.
+        IndexError: A box has no such axis.
+        AssertionError: The axis has another name.
+
+    Example:
+        >>> stacked = Partitioned(1, ("layers", "embed"))
+        >>> remove_axis([stacked], 0, {PARTITION_NAME: "layers"})[0].names
+        ('embed',)
+    """
+    return _with_axis_changed("remove_axis", tree, index, params)
+
+
+def unbox(tree: Any) -> Any:
+    """The tree with each box replaced by its value, boxes in boxes too.
+
+    Semantics of flax.core.meta.unbox, 0.12.
+
+    Raises:
+        ValueError, AssertionError: As `Partitioned.unbox`.
+
+    Example:
+        >>> unbox([Partitioned(Partitioned(1, ()), ()), 2])
+        [1, 2]
+    """
+    return map_axis_meta(lambda box: unbox(box.unbox()), tree)
+
+
+def replace_boxed(tree: Any, updates: Any) -> Any:
+    """The boxes of the tree around other values. Semantics of flax.core.meta.replace_boxed, 0.12.
+
+    Args:
+        tree: Any pytree; what is no box is replaced by its update.
+        updates: A tree of the structure of `unbox(tree)`.
+
+    Raises:
+        ValueError: The structures differ.
+
+    Example:
+        >>> replace_boxed([Partitioned(1, ("tp",)), 2], [10, 20])
+        [Partitioned(value=10, names=('tp',), mesh=None), 20]
+    """
+
+    def updated(old: Any, new: Any) -> Any:
+        if is_axis_metadata(old):
+            return old.replace_boxed(replace_boxed(old.unbox(), new))
+        return new
+
+    return jax.tree_util.tree_map(updated, tree, updates, is_leaf=is_axis_metadata)
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The tree with the PartitionSpec of each box and each array in its place.
+
+    Semantics of flax.core.meta.get_partition_spec, 0.12; for nnx Variables that have a sharding, of
+    flax.nnx.get_partition_spec: the Variable holds its spec.
+
+    Args:
+        tree: Any pytree. Arrays without a box are replicated, what has no shape gives None.
+
+    Raises:
+        TypeError: A box whose names are no tuple or list.
+
+    Example:
+        >>> tree = {"w": Partitioned(1, ("fsdp", None)), "b": jax.numpy.ones(2), "step": 3}
+        >>> specs = get_partition_spec(tree)
+        >>> specs["w"] == PartitionSpec("fsdp", None), specs["b"] == PartitionSpec(), specs["step"]
+        (True, True, None)
+    """
+
+    def spec(node: Any) -> Any:
+        if hasattr(node, "get_partition_spec"):
+            return node.get_partition_spec()
+        return PartitionSpec() if hasattr(node, "shape") else None
+
+    return _map_sharded(spec, _variable_spec, tree)
+
+
+def get_sharding(tree: Any, mesh: MeshLike) -> Any:
+    """The tree with the NamedSharding of each box and each array in its place.
+
+    Semantics of flax.core.meta.get_sharding, 0.12; for nnx Variables as `get_partition_spec`.
+
+    Args:
+        tree: As in `get_partition_spec`.
+        mesh: A Mesh, an AbstractMesh, or a dict of axis sizes.
+
+    Raises:
+        ValueError: A name is no axis of the mesh.
+        TypeError: As `get_partition_spec`; or the mesh is something else.
+
+    Example:
+        >>> tree = {"w": Partitioned(1, ("fsdp", None)), "step": 3}
+        >>> get_sharding(tree, {"fsdp": 8})["w"].spec == PartitionSpec("fsdp", None)
+        True
+    """
+    on_mesh: Any = resolve_mesh(mesh)
+    replicated = NamedSharding(on_mesh, PartitionSpec())
+
+    def sharding(node: Any) -> Any:
+        if hasattr(node, "get_sharding"):
+            return node.get_sharding(on_mesh)
+        if hasattr(node, "get_partition_spec"):
+            return NamedSharding(on_mesh, node.get_partition_spec())
+        return replicated if hasattr(node, "shape") else None
+
+    def variable_sharding(variable: Any) -> Any:
+        spec = _variable_spec(variable)
+        return jax.tree_util.tree_map(lambda inner: NamedSharding(on_mesh, inner), spec)
+
+    return _map_sharded(sharding, variable_sharding, tree)
+
+
+def get_global_mesh() -> AnyMesh | None:
+    """The mesh of the context, or None.
+
+    Semantics of flax.core.meta.get_global_mesh, 0.12; and the mesh of a legacy `with mesh:`, too.
+
+    Raises:
+        ValueError: Two contexts that disagree.
+
+    Example:
+        >>> get_global_mesh() is None
+        True
+    """
+    return context_mesh()
+
+
+def global_mesh_defined() -> bool:
+    """Whether `get_global_mesh` has one. Semantics of flax.core.meta.global_mesh_defined, 0.12.
+
+    Example:
+        >>> global_mesh_defined()
+        False
+    """
+    return get_global_mesh() is not None
+
+
+def _variable_spec(variable: Any) -> Any:
+    return loaded("flax.nnx.spmd", "get_partition_spec")(variable)
+
+
+def _with_axis_changed(change: str, tree: Any, index: int, params: dict[Any, Any]) -> Any:
+    boxes = _box_type()
+
+    def of_variable(variable: Any) -> Any:
+        # flax changes Variables in place; a mapped Variable is a new one.
+        copy = jax.tree_util.tree_map(lambda x: x, variable)
+        return loaded("flax.nnx.spmd", change)(copy, index, params)
+
+    return _map_sharded(
+        lambda node: getattr(node, change)(index, params) if isinstance(node, boxes) else node,
+        of_variable,
+        tree,
+    )
+
+
+def _map_sharded(
+    on_node: Callable[[Any], Any], on_variable: Callable[[Any], Any], tree: Any
+) -> Any:
+    """The tree with its boxes and leaves mapped, and nnx Variables that have a sharding."""
+    boxes, variables = _box_type(), variable_types()
+
+    # Abstract classes, and nnx's, are slow to ask.
+    kind: Callable[[Any], tuple[bool, bool]] = functools.cache(
+        lambda type_: (issubclass(type_, boxes), issubclass(type_, variables))
+    )
+
+    def is_leaf(node: Any) -> bool:
+        is_box, is_variable = kind(type(node))
+        return is_box or (is_variable and says_its_sharding(node))
+
+    def mapped(node: Any) -> Any:
+        is_variable = kind(type(node))[1]
+        return on_variable(node) if is_variable and says_its_sharding(node) else on_node(node)
+
+    return jax.tree_util.tree_map(mapped, tree, is_leaf=is_leaf)
+
+
+def _box_type() -> Any:
+    """The class that all boxes are instances of: flax's, where flax is loaded."""
+    theirs = loaded("flax.core.meta", "AxisMetadata")
+    return AxisMetadata if theirs is None else _joined(theirs)
+
+
+@functools.cache
+def _joined(theirs: Any) -> Any:
+    theirs.register(AxisMetadata)
+    return theirs
