@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
 from shardrules._mesh import axes_of_type, current_view
-from shardrules._placement import put_at_once
+from shardrules._placement import put
 from shardrules._requests import requested_shardings
 from shardrules._specs import entries_of, is_unconstrained, without_axes
 
@@ -60,6 +60,7 @@ def with_sharding_constraint(
     """
     leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
     apply = _constrain_traced if _is_tracing(leaves) else _put
+    # A leaf that is the whole tree is the common case in a forward pass.
     return treedef.unflatten(apply(leaves, shardings))
 
 
@@ -82,8 +83,8 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
             placed[index] = jax.lax.with_sharding_constraint(leaf, sharding)
         else:
             at_once[index] = sharding
-    put = put_at_once([leaves[i] for i in at_once], list(at_once.values()))
-    for index, array in zip(at_once, put, strict=True):
+    arrays = put([leaves[i] for i in at_once], list(at_once.values()))
+    for index, array in zip(at_once, arrays, strict=True):
         placed[index] = array
     return placed
 

@@ -7,13 +7,17 @@ tells. Must not know how a sharding was decided.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._mesh import axes_shown
 from shardrules._specs import entries_of
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
+
+_BYTES: Final = hashlib.sha256().digest_size
+# In place of the two digests of a process that has none.
+_FAILED: Final = bytes(2 * _BYTES)
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
@@ -48,26 +52,55 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     )
 
 
-def check_same_in_all_processes(digest: str, what: str) -> None:
-    """Compares the fingerprint with those of all other processes; each must call this.
+def check_same_in_all_processes(tree: Any, shardings: list[NamedSharding | None]) -> None:
+    """Compares the fingerprint and the order of devices between all processes.
+
+    Each must call this, or `tell_of_failure`.
 
     Raises:
-        RuntimeError: They differ; the message says which process has which.
+        RuntimeError: They differ, and the message says which process has which; or a process has
+            failed.
     """
     import jax
+
+    mine = bytes.fromhex(fingerprint(tree, shardings)) + _device_order(shardings)
+    rows = _of_all_processes(mine)
+    this = f"this is process {jax.process_index()}"
+    failed = [str(i) for i, row in enumerate(rows) if row == _FAILED]
+    if failed:
+        raise RuntimeError(
+            f"process {', '.join(failed)} failed before anything was placed; see the error there; "
+            f"{this}"
+        )
+    plans, orders = ([row[:_BYTES] for row in rows], [row[_BYTES:] for row in rows])
+    for what, digests in (("the plan", plans), ("the order of the mesh's devices", orders)):
+        if len(set(digests)) > 1:
+            listed = "\n".join(f"    process {i}: {d.hex()[:16]}..." for i, d in enumerate(digests))
+            raise RuntimeError(
+                f"{what} differs between processes; {this}, and the fingerprints are\n{listed}\n"
+                "  Make sure that all of them have the same code, rules, mesh and model "
+                "configuration."
+            )
+
+
+def tell_of_failure() -> None:
+    """Makes `check_same_in_all_processes` raise in the other processes."""
+    _of_all_processes(_FAILED)
+
+
+def _of_all_processes(mine: bytes) -> list[bytes]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    mine = np.frombuffer(bytes.fromhex(digest), dtype=np.uint8)
-    everyones = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, mine.size)
-    digests = [row.tobytes().hex() for row in everyones]
-    if len(set(digests)) > 1:
-        listed = "\n".join(f"    process {i}: {d[:16]}..." for i, d in enumerate(digests))
-        raise RuntimeError(
-            f"{what} differs between processes; this is process {jax.process_index()}, and the "
-            f"fingerprints are\n{listed}\n"
-            "  Make sure that all of them have the same code, rules, mesh and model configuration."
-        )
+    row = np.frombuffer(mine, dtype=np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(row)).reshape(-1, row.size)
+    return [everyones.tobytes() for everyones in rows]
+
+
+def _device_order(shardings: list[NamedSharding | None]) -> bytes:
+    meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
+    ids = [[device.id for device in mesh.devices.flat] for mesh in meshes]
+    return hashlib.sha256(repr(ids).encode()).digest()
 
 
 def _digest(rows: Any) -> str:

@@ -96,6 +96,17 @@ def current_view(mesh: AnyMesh) -> AnyMesh:
     return abstract if _has_other_axes(abstract, mesh) else mesh
 
 
+def spans_processes(mesh: MeshLike | None) -> bool:
+    """Whether the mesh, or the context's, has devices of several processes."""
+    from jax.sharding import Mesh
+
+    try:
+        found = resolve_mesh(mesh)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(found, Mesh) and found.is_multi_process
+
+
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
     """The axes of type "Auto", "Explicit" or "Manual"."""
     types = getattr(mesh, "axis_types", None)

@@ -1,7 +1,8 @@
-"""`shard` and `gather`: whole trees onto devices and back, in one batched call each.
+"""`shard` and `gather`: whole trees onto devices and back.
 
-Nothing is compiled per leaf. In several processes each device gets its own part of what the hosts
-hold, and the processes first agree on the plan. Must not know how a sharding was decided.
+In one process it is one batched call, and nothing is compiled per leaf. In several processes each
+device gets its own part of what the hosts hold, and the processes first agree on the plan. Must not
+know how a sharding was decided.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._fingerprint import check_same_in_all_processes, fingerprint
+from shardrules._fingerprint import check_same_in_all_processes, tell_of_failure
+from shardrules._mesh import spans_processes
 from shardrules._requests import requested_shardings
 from shardrules._specs import shown
 
@@ -29,8 +31,8 @@ def shard(
     """The tree with its leaves as jax.Arrays, placed as the rules say.
 
     In several processes, each calls this with the same tree, or at least with its own shards' part
-    of each array right; no device ever holds more than its shards. The processes compare what they
-    are about to do first.
+    of each array right; no device ever holds more than its shards. On a mesh that spans processes,
+    they compare what they are about to do first.
 
     Args:
         tree: A pytree of jax.Arrays, numpy arrays and Python numbers.
@@ -44,7 +46,7 @@ def shard(
     Raises:
         ValueError: As `named_shardings`; before anything is placed.
         TypeError: A leaf is no array and no number, or the mesh is an abstract one.
-        RuntimeError: The processes do not agree on the shardings.
+        RuntimeError: The processes do not agree on the shardings, or another one has failed.
 
     Example:
         >>> import jax, numpy as np
@@ -53,28 +55,19 @@ def shard(
         >>> tuple(placed["w"].sharding.spec)
         ('tp', None)
     """
-    import jax
-    from jax.sharding import Mesh
-
-    leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
+    try:
+        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
+        _check_placeable(tree, leaves, wanted)
+    except Exception:
+        # The others would wait for this process's fingerprint.
+        if spans_processes(mesh):
+            tell_of_failure()
+        raise
     placed = list(leaves)
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
     shardings: list[Any] = [wanted[i] for i in chosen]
-    for index, sharding in zip(chosen, shardings, strict=True):
-        if not isinstance(sharding.mesh, Mesh):
-            raise TypeError(
-                "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
-                f"{shown(sharding.mesh)}"
-            )
-        if not _can_be_placed(leaves[index]):
-            path = jax.tree_util.tree_flatten_with_path(tree)[0][index][0]
-            raise TypeError(
-                f"the leaf {jax.tree_util.keystr(path)} is {shown(leaves[index])}; only arrays and "
-                "numbers can be placed"
-            )
-    if jax.process_count() > 1:
-        check_same_in_all_processes(fingerprint(tree, wanted), "the plan of shard()")
-    put = _put_across_processes if jax.process_count() > 1 else put_at_once
+    if not all(sharding.is_fully_addressable for sharding in shardings):
+        check_same_in_all_processes(tree, wanted)
     for index, array in zip(chosen, put([leaves[i] for i in chosen], shardings), strict=True):
         placed[index] = array
     return treedef.unflatten(placed)
@@ -83,11 +76,11 @@ def shard(
 def gather(tree: Any) -> Any:
     """The tree with its jax.Arrays as whole numpy arrays on this host.
 
-    In several processes, arrays that are spread over them are first replicated, in one compiled
-    call for all: each device must have room for what is spread.
+    In several processes, each calls this with the same tree. Arrays that are spread over them are
+    replicated on the way, one after the other: each device needs room for the largest.
 
     Args:
-        tree: Any pytree. Leaves that are no jax.Array are left alone.
+        tree: Any pytree. Leaves that are no jax.Array, and random keys, are left alone.
 
     Example:
         >>> import jax
@@ -97,44 +90,77 @@ def gather(tree: Any) -> Any:
     import jax
 
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    arrays: dict[int, Any] = {
-        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)
-    }
-    spread = [
-        i
-        for i, array in arrays.items()
-        if not (array.is_fully_addressable or array.is_fully_replicated)
-    ]
-    if spread:
-        replicated = [
-            jax.sharding.NamedSharding(arrays[i].sharding.mesh, jax.sharding.PartitionSpec())
-            for i in spread
-        ]
-        moved = _moved([arrays[i] for i in spread], replicated)
-        arrays.update(zip(spread, moved, strict=True))
-    fetched = jax.device_get(list(arrays.values()))
-    for index, array in zip(arrays, fetched, strict=True):
+    at_once = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, jax.Array):
+            continue
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            at_once.append(index)
+        else:
+            # All devices are done with one before the next takes room.
+            leaves[index] = jax.device_get(jax.block_until_ready(_replicated(leaf)))
+    fetched = jax.device_get([leaves[i] for i in at_once])
+    for index, array in zip(at_once, fetched, strict=True):
         leaves[index] = array
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def put_at_once(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """jax.device_put in one batch, without what it compiles for each leaf.
+def put(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """What jax.device_put does, in one batch, without what it does for each leaf.
 
-    An array on other devices, as a fresh one on a single device, would be cut there by a program of
-    its own; it goes through the host instead, which compiles nothing.
+    In several processes each does its own devices' part of the host's arrays; JAX's own would
+    compare the data between all processes. An array on other devices, as a fresh one on a single
+    device, goes through the host; JAX would compile a program to cut it.
     """
     import jax
 
     elsewhere = [
         i
         for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set
+        if sharding.is_fully_addressable and _is_plain_array_elsewhere(leaf, sharding)
     ]
     fetched = jax.device_get([leaves[i] for i in elsewhere])
     on_host = dict(zip(elsewhere, fetched, strict=True))
-    sources = [on_host.get(i, leaf) for i, leaf in enumerate(leaves)]
-    return jax.device_put(sources, shardings)  # type: ignore[no-any-return]
+    ready = [
+        _from_own_parts(leaf, sharding)
+        if not sharding.is_fully_addressable and not _is_spread(leaf)
+        else on_host.get(i, leaf)
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+    ]
+    return jax.device_put(ready, shardings)  # type: ignore[no-any-return]
+
+
+def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
+    import jax
+    import jax.numpy as jnp
+
+    return (
+        isinstance(leaf, jax.Array)
+        and leaf.sharding.device_set != sharding.device_set
+        # A numpy array has neither weak types nor random keys.
+        and not getattr(leaf, "weak_type", False)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    )
+
+
+def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
+    import jax
+    from jax.sharding import Mesh
+
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None:
+            continue
+        if not isinstance(sharding.mesh, Mesh):
+            raise TypeError(
+                "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
+                f"{shown(sharding.mesh)}"
+            )
+        if not _can_be_placed(leaf):
+            path = jax.tree_util.tree_flatten_with_path(tree)[0][index][0]
+            raise TypeError(
+                f"the leaf {jax.tree_util.keystr(path)} is {shown(leaf)}; only arrays and "
+                "numbers can be placed"
+            )
 
 
 def _can_be_placed(leaf: Any) -> bool:
@@ -144,30 +170,43 @@ def _can_be_placed(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
-def _put_across_processes(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """What jax.device_put does, of which each process does its own devices' part."""
+def _is_spread(leaf: Any) -> bool:
     import jax
+
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
+    """The global array of which this process's devices get their parts of the host's."""
+    import jax
+
+    host, weak = _on_host(leaf)
+    array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    return jax.jit(_weak, out_shardings=sharding)(array) if weak else array
+
+
+def _on_host(leaf: Any) -> tuple[Any, bool]:
+    """(the leaf with the dtype that it has on devices, whether its type is weak)."""
+    import jax
+    import jax.numpy as jnp
     import numpy as np
 
-    placed = list(leaves)
-    spread = []
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            spread.append(index)
-            continue
-        host = np.asarray(leaf)
-        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-        placed[index] = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-    moved = _moved([leaves[i] for i in spread], [shardings[i] for i in spread])
-    for index, array in zip(spread, moved, strict=True):
-        placed[index] = array
-    return placed
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf, False  # random keys
+    host = np.asarray(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
 
 
-def _moved(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """Arrays that are spread over processes, laid out anew: one compiled call for all of them."""
+def _weak(array: Any) -> Any:
+    # Else a number would be promoted otherwise in several processes than in one.
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(array, weak_type=True)
+
+
+def _replicated(array: Any) -> Any:
     import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    if not arrays:
-        return []
-    return jax.jit(lambda xs: xs, out_shardings=shardings)(arrays)  # type: ignore[no-any-return]
+    return jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))

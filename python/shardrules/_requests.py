@@ -67,6 +67,10 @@ def requested_shardings(
                 sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
             except ValueError as error:
                 errors.append(f"the leaf {_path(tree, index)}: {error}")
+            else:
+                kind = getattr(spec, "memory_kind", None)
+                if kind is not None and kind != sharding.memory_kind:
+                    sharding = sharding.with_memory_kind(kind)
         shardings_of_leaves.append(sharding)
     if errors:
         more = [f"... and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
