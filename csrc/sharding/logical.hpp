@@ -1,0 +1,67 @@
+// Logical axis names to mesh axes, as flax.linen resolves them: the rules are tried in their order; a
+// rule gives its mesh axes to the dimension of its name if that has none yet and all of them are free
+// in this array. Costs one look at each rule whose name the array has. Immutable once made, knows
+// names and axes as numbers only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace shardrules::sharding {
+
+using NameId = std::uint32_t;
+using AxisId = std::uint32_t;
+
+inline constexpr std::uint32_t kNone = UINT32_MAX;
+
+struct LogicalRule {
+    NameId name;
+    std::vector<AxisId> axes;  // none: the dimension stays whole, and later rules do not apply
+};
+
+// A dimension of an array: its name, or the mesh axes that it has already; and how it may be cut.
+struct NamedDim {
+    NameId name = kNone;
+    std::vector<AxisId> axes;
+    std::optional<std::int64_t> size;  // without one, every rule fits
+};
+
+enum class Loss : std::uint8_t {
+    kDimTaken,     // the dimension had its axes from rule `to`
+    kAxisTaken,    // an axis was used by dimension `to`
+    kIndivisible,  // the axes do not divide the dimension
+};
+
+struct LostRule {
+    std::uint32_t rule;
+    std::uint32_t dim;
+    Loss loss;
+    std::uint32_t to;
+};
+
+struct Resolution {
+    std::vector<std::uint32_t> rules;  // per dimension the rule that it got its axes from, or kNone
+    std::vector<LostRule> lost;        // in the order of the rules
+};
+
+class LogicalRules {
+  public:
+    // axis_sizes[id]: devices along the axis; not looked at for dimensions without a size.
+    LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes);
+
+    // The names of an array must differ from each other.
+    Resolution resolve(std::span<const NamedDim> dims) const;
+
+  private:
+    bool divides(const LogicalRule& rule, const NamedDim& dim) const;
+    std::vector<std::uint32_t> rules_on(std::span<const NamedDim> dims) const;
+
+    std::vector<LogicalRule> rules_;
+    std::vector<std::int64_t> axis_sizes_;
+    std::vector<std::vector<std::uint32_t>> by_name_;  // the rules on each name, ascending
+};
+
+}  // namespace shardrules::sharding
