@@ -38,12 +38,31 @@ def _rule_files() -> dict[str, Any]:
         return dict(json.load(file))
 
 
+def rule_sets(kind: str) -> list[str]:
+    return [name for name, content in _rule_files().items() if content["kind"] == kind]
+
+
 def regex_rule_sets() -> list[str]:
-    return [name for name, content in _rule_files().items() if content["kind"] == "regex"]
+    return rule_sets("regex")
 
 
 def rules(name: str) -> list[Rule]:
     return [(pattern, _spec(spec)) for pattern, spec in _rule_files()[name]["rules"]]
+
+
+def logical_rules(name: str) -> list[tuple[str, Any]]:
+    """(logical name, mesh axes) pairs; in the file the mesh axes are a spec of one entry."""
+    return [
+        (axis, None if mesh_axes is None else _spec(mesh_axes)[0])
+        for axis, mesh_axes in _rule_files()[name]["rules"]
+    ]
+
+
+@cache
+def logical_axes(name: str) -> dict[str, list[str | None]]:
+    """The logical axis names of each parameter of a MaxText model."""
+    with gzip.open(_DATA / "manifests" / f"{name}.json.gz") as file:
+        return dict(json.load(file)["logical_axes"])
 
 
 def abstract(parameter: Parameter) -> jax.ShapeDtypeStruct:

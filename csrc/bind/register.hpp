@@ -5,6 +5,7 @@
 
 namespace shardrules::bind {
 
+void register_logical(pybind11::module_& module);
 void register_rule_set(pybind11::module_& module);
 void register_sharding(pybind11::module_& module);
 void register_spec_table(pybind11::module_& module);

@@ -9,6 +9,14 @@ from shardrules._correction import Correction, RuleSpec
 from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._fingerprint import fingerprint
+from shardrules._logical_context import logical_axis_rules
+from shardrules._logical_trees import (
+    RulesFallback,
+    explain_logical,
+    logical_to_mesh,
+    logical_to_mesh_sharding,
+    with_logical_constraint,
+)
 from shardrules._mesh import resolve_mesh
 from shardrules._placement import gather, shard
 from shardrules._rules import Rules, match_partition_rules
@@ -22,13 +30,19 @@ __all__ = [
     "Dialect",
     "RuleSpec",
     "Rules",
+    "RulesFallback",
+    "explain_logical",
     "fingerprint",
     "gather",
+    "logical_axis_rules",
+    "logical_to_mesh",
+    "logical_to_mesh_sharding",
     "match_partition_rules",
     "named_shardings",
     "resolve_mesh",
     "shard",
     "spec_for",
+    "with_logical_constraint",
     "with_sharding_constraint",
 ]
 __version__ = "0.1.0"

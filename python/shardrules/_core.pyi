@@ -38,6 +38,34 @@ class Corrector:
     def kept(self, shape: tuple[int, ...]) -> int:
         """Bit i: the i-th axis of the spec is kept."""
 
+class LogicalRules:
+    """Logical axis rules with names and mesh axes as numbers; see csrc/sharding/logical.hpp.
+
+    Args:
+        rules: (name, mesh axes), by falling priority.
+        axis_sizes: Per mesh axis, its devices; looked at only for dimensions that have a size.
+    """
+
+    def __init__(
+        self, rules: Sequence[tuple[int, Sequence[int]]], axis_sizes: Sequence[int]
+    ) -> None: ...
+    def resolve(
+        self, dims: Sequence[tuple[int | None, Sequence[int], int | None]]
+    ) -> tuple[list[int | None], list[tuple[int, int, str, int | None]]]:
+        """Per dimension (name, mesh axes that it has already, size), the rule it gets.
+
+        And the rules that lost: (rule, dimension, "dim taken" by the rule `to` | "axis taken" by
+        the dimension `to` | "indivisible", to).
+        """
+
+def resolve_all(
+    names: list[Any],
+    shapes: list[Any] | None,
+    memo: dict[Any, Any],
+    make: Callable[[Any, Any], Any],
+) -> list[Any]:
+    """Of each leaf make(names, shape), from the memo where it was asked before."""
+
 class ShardingTable(Answers):
     """What each (spec, rank, kept axes) gets, made by `make` on first sight.
 

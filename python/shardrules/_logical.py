@@ -67,20 +67,28 @@ def last_wins(rules: LogicalRules) -> dict[Any, Any]:
             return dict(listed)
         except (TypeError, ValueError):
             pass  # which rule it is is found below
-    table = {}
-    for index, rule in enumerate(listed):
+    check_rules(listed, ".items()" if isinstance(rules, dict) else "")
+    return dict(listed)
+
+
+def check_rules(rules: Iterable[Any], instead: str = "") -> None:
+    """That each rule is a pair with a name that can be looked up.
+
+    Raises:
+        ValueError, TypeError: As `last_wins`.
+    """
+    hint = f"; of a dict, give {instead}" if instead else ""
+    for index, rule in enumerate(rules):
         if isinstance(rule, str) or (isinstance(rule, (tuple, list)) and len(rule) != 2):
-            hint = "; of a dict, give .items()" if isinstance(rules, dict) else ""
             raise ValueError(f"logical axis rule {index} is {shown(rule)}; {_A_RULE}{hint}")
         if not isinstance(rule, (tuple, list)):
             raise TypeError(f"logical axis rule {index} is {shown(rule)}; {_A_RULE}")
         try:
-            table[rule[0]] = rule[1]
+            hash(rule[0])
         except TypeError as error:
             raise TypeError(
                 f"logical axis rule {index} is for the name {shown(rule[0])}: {error}; {_A_RULE}"
             ) from None
-    return table
 
 
 _PAIRS = frozenset((tuple, list))

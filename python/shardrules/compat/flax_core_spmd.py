@@ -7,12 +7,16 @@ docs/flax_core.md lists the differences.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardrules._flax import loaded
 from shardrules._logical import last_wins, logical_names, resolve_core
+from shardrules._logical_context import (
+    get_logical_axis_rules,
+    logical_axis_rules,
+    set_logical_axis_rules,
+)
 from shardrules._mesh import axes_of_type, axes_shown, context_mesh
 from shardrules._specs import (
     is_partition_spec,
@@ -20,7 +24,6 @@ from shardrules._specs import (
     shown,
     with_entries,
 )
-from shardrules.compat._flax import loaded
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -171,64 +174,6 @@ def shard_value(
     return _apply_sharding(value, sharding, on_mesh)
 
 
-def set_logical_axis_rules(rules: LogicalRules) -> None:
-    """Put logical axis rules in force in this thread, until they are set again.
-
-    Semantics of flax.core.spmd.set_logical_axis_rules, 0.12; where flax is loaded, flax's own
-    functions see them, and the other way round.
-
-    Args:
-        rules: (logical name, mesh axes) pairs.
-
-    Raises:
-        ValueError, TypeError: A rule is not a pair, or the rules can be read only once.
-
-    Example:
-        >>> set_logical_axis_rules([("embed", "fsdp")])
-        >>> tuple(get_pspec(("embed",)))
-        ('fsdp',)
-        >>> set_logical_axis_rules(())
-    """
-    _check(rules)
-    _rules_in_force().rules = rules
-
-
-def get_logical_axis_rules() -> LogicalRules:
-    """The rules in force in this thread. Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
-
-    Example:
-        >>> get_logical_axis_rules()
-        ()
-    """
-    return _rules_in_force().rules  # type: ignore[no-any-return]
-
-
-@contextmanager
-def logical_axis_rules(rules: LogicalRules) -> Generator[None, None, None]:
-    """A context with these rules in force, instead of those outside of it.
-
-    Semantics of flax.core.spmd.logical_axis_rules, 0.12.
-
-    Args:
-        rules: As in `set_logical_axis_rules`.
-
-    Raises:
-        ValueError, TypeError: As `set_logical_axis_rules`.
-
-    Example:
-        >>> with logical_axis_rules([("embed", "fsdp")]):
-        ...     tuple(get_pspec(("embed", "mlp")))
-        ('fsdp', 'mlp')
-    """
-    _check(rules)
-    outer = get_logical_axis_rules()
-    try:
-        _rules_in_force().rules = rules
-        yield
-    finally:
-        _rules_in_force().rules = outer
-
-
 def composite_rules(rule1: LogicalRules | None, rule2: LogicalRules | None) -> LogicalRules:
     """Two lists of rules as one. Semantics of flax.core.spmd.composite_rules, 0.12.
 
@@ -329,28 +274,3 @@ def _is_named_sharding(sharding: Any) -> bool:
 def _is_format(sharding: Any) -> bool:
     format_type = loaded("jax.experimental.layout", "Format")
     return format_type is not None and isinstance(sharding, format_type)
-
-
-def _check(rules: Any) -> None:
-    if isinstance(rules, Iterator):
-        raise TypeError(
-            f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"
-        )
-    last_wins(rules or ())
-
-
-class _AxisRules(threading.local):
-    rules: LogicalRules = ()
-
-
-_own = _AxisRules()
-
-
-def _rules_in_force() -> Any:
-    """What holds this thread's rules: flax's own object, where flax is loaded."""
-    theirs = loaded("flax.core.spmd", "_axis_rules")
-    if theirs is None:
-        return _own
-    if _own.rules:  # set before flax was loaded
-        theirs.rules, _own.rules = theirs.rules or _own.rules, ()
-    return theirs

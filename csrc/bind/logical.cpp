@@ -1,0 +1,90 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "register.hpp"
+#include "sharding/logical.hpp"
+
+namespace py = pybind11;
+
+namespace shardrules::bind {
+namespace {
+
+using sharding::AxisId;
+using sharding::LogicalRules;
+using sharding::Loss;
+using sharding::NameId;
+
+using Rule = std::pair<NameId, std::vector<AxisId>>;
+using Dim = std::tuple<std::optional<NameId>, std::vector<AxisId>, std::optional<std::int64_t>>;
+
+const char* name_of(Loss loss) {
+    switch (loss) {
+        case Loss::kDimTaken: return "dim taken";
+        case Loss::kAxisTaken: return "axis taken";
+        case Loss::kIndivisible: return "indivisible";
+    }
+    return "";
+}
+
+std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
+                                            std::vector<std::int64_t> axis_sizes) {
+    std::vector<sharding::LogicalRule> taken;
+    taken.reserve(rules.size());
+    for (const auto& [name, axes] : rules) taken.push_back({name, axes});
+    return std::make_unique<LogicalRules>(std::move(taken), std::move(axis_sizes));
+}
+
+py::tuple resolve(const LogicalRules& rules, const std::vector<Dim>& dims) {
+    std::vector<sharding::NamedDim> taken;
+    taken.reserve(dims.size());
+    for (const auto& [name, axes, size] : dims)
+        taken.push_back({name.value_or(sharding::kNone), axes, size});
+    const sharding::Resolution result = rules.resolve(taken);
+    const auto or_none = [](std::uint32_t number) {
+        return number == sharding::kNone ? py::object(py::none()) : py::object(py::int_(number));
+    };
+    py::list winners, lost;
+    for (const std::uint32_t rule : result.rules) winners.append(or_none(rule));
+    for (const auto& loss : result.lost)
+        lost.append(py::make_tuple(loss.rule, loss.dim, name_of(loss.loss), or_none(loss.to)));
+    return py::make_tuple(winners, lost);
+}
+
+// One crossing for all leaves; `memo` has the answer of each (names, shape) that was seen before.
+py::list resolve_all(const py::list& names, const py::object& shapes, const py::dict& memo,
+                     const py::function& make) {
+    const bool has_shapes = !shapes.is_none();
+    const py::list shape_list = has_shapes ? py::list(shapes) : py::list();
+    if (has_shapes && shape_list.size() != names.size())
+        throw std::invalid_argument("not one shape for each leaf");
+    py::list answers(names.size());
+    for (std::size_t i = 0; i < names.size(); ++i) {
+        const py::object leaf = names[i];
+        const py::object shape = has_shapes ? py::object(shape_list[i]) : py::object(py::none());
+        const py::object key = has_shapes ? py::object(py::make_tuple(leaf, shape)) : leaf;
+        PyObject* known = PyDict_GetItemWithError(memo.ptr(), key.ptr());
+        if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
+        if (known != nullptr) {
+            answers[i] = py::reinterpret_borrow<py::object>(known);
+            continue;
+        }
+        py::object made = make(leaf, shape);
+        memo[key] = made;
+        answers[i] = std::move(made);
+    }
+    return answers;
+}
+
+}  // namespace
+
+void register_logical(py::module_& module) {
+    py::class_<LogicalRules>(module, "LogicalRules")
+        .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"))
+        .def("resolve", &resolve, py::arg("dims"));
+    module.def("resolve_all", &resolve_all, py::arg("names"), py::arg("shapes"), py::arg("memo"),
+               py::arg("make"));
+}
+
+}  // namespace shardrules::bind

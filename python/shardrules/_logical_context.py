@@ -1,0 +1,100 @@
+"""The logical axis rules in force in a thread, which are flax's own where flax is loaded.
+
+A thread-local value. Must not know what the rules mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shardrules._flax import loaded
+from shardrules._logical import last_wins
+from shardrules._specs import shown
+
+LogicalRulesLike = Sequence[tuple[str, Any]]
+
+
+def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
+    """Put logical axis rules in force in this thread, until they are set again.
+
+    Semantics of flax.core.spmd.set_logical_axis_rules, 0.12; where flax is loaded, flax's own
+    functions see them, and the other way round.
+
+    Args:
+        rules: (logical name, mesh axes) pairs.
+
+    Raises:
+        ValueError, TypeError: A rule is not a pair, or the rules can be read only once.
+
+    Example:
+        >>> set_logical_axis_rules([("embed", "fsdp")])
+        >>> get_logical_axis_rules()
+        [('embed', 'fsdp')]
+        >>> set_logical_axis_rules(())
+    """
+    _check(rules)
+    _rules_in_force().rules = rules
+
+
+def get_logical_axis_rules() -> LogicalRulesLike:
+    """The rules in force in this thread. Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
+
+    Example:
+        >>> get_logical_axis_rules()
+        ()
+    """
+    return _rules_in_force().rules  # type: ignore[no-any-return]
+
+
+@contextmanager
+def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
+    """A context with these rules in force, instead of those outside of it.
+
+    Semantics of flax.core.spmd.logical_axis_rules, 0.12.
+
+    Args:
+        rules: As in `set_logical_axis_rules`.
+
+    Raises:
+        ValueError, TypeError: As `set_logical_axis_rules`.
+
+    Example:
+        >>> with logical_axis_rules([("embed", "fsdp")]):
+        ...     get_logical_axis_rules()
+        [('embed', 'fsdp')]
+    """
+    _check(rules)
+    outer = get_logical_axis_rules()
+    try:
+        _rules_in_force().rules = rules
+        yield
+    finally:
+        _rules_in_force().rules = outer
+
+
+def _check(rules: Any) -> None:
+    if isinstance(rules, Iterator):
+        raise TypeError(
+            f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"
+        )
+    last_wins(rules or ())
+
+
+class _AxisRules(threading.local):
+    rules: LogicalRulesLike = ()
+
+
+_own = _AxisRules()
+
+
+def _rules_in_force() -> Any:
+    """What holds this thread's rules: flax's own object, where flax is loaded."""
+    theirs = loaded("flax.core.spmd", "_axis_rules")
+    if theirs is None:
+        return _own
+    if _own.rules:  # set before flax was loaded
+        theirs.rules, _own.rules = theirs.rules or _own.rules, ()
+    return theirs

@@ -1,0 +1,287 @@
+"""Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints.
+
+One crossing into the core for all leaves, one object per distinct (names, shape). Boxes, ours and
+flax's, are leaves with names. Must not know how rules are resolved.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import TYPE_CHECKING, Any
+
+from shardrules._constraints import with_sharding_constraint
+from shardrules._core import resolve_all
+from shardrules._correction import Correction
+from shardrules._flax import loaded
+from shardrules._logical_context import get_logical_axis_rules
+from shardrules._logical_rules import UNASSIGNED, Outcome, PriorityRules, compiled_rules, hashable
+from shardrules._mesh import context_mesh, resolve_mesh
+from shardrules._shardings import corrected_sharding
+from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, shown
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from shardrules._logical_context import LogicalRulesLike
+    from shardrules._mesh import AnyMesh, MeshLike
+
+_AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
+
+
+class RulesFallback(enum.Enum):
+    """What `with_logical_constraint` does where a name gets no mesh axes from any rule.
+
+    Semantics of flax.linen.spmd.RulesFallback, whose members are understood as well.
+    """
+
+    AXIS_IS_UNSHARDED = "axis_is_unsharded"
+    RAISE_ERROR = "raise_error"
+    NO_CONSTRAINT = "no_constraint"
+
+
+def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
+    """The tree with the logical axis names of each leaf replaced by a PartitionSpec.
+
+    The rules are tried in their order: a rule gives its mesh axes to the dimension of its name, if
+    that has none yet and no other dimension of the array uses them. A name that gets none is
+    unsharded. Semantics of flax.linen.logical_to_mesh, 0.12.
+
+    Args:
+        tree: Any pytree whose leaves are PartitionSpecs or tuples of names (each a logical name,
+            None, UNCONSTRAINED or a tuple of mesh axes), or boxes with names.
+        rules: (logical name, mesh axes) pairs; those of `logical_axis_rules` unless given.
+
+    Raises:
+        ValueError: A name twice in one array, or a rule that is not a pair.
+        TypeError: A leaf is something else.
+
+    Example:
+        >>> rules = [("batch", "dp"), ("heads", "tp"), ("embed", "tp")]
+        >>> tuple(logical_to_mesh(("batch", "heads", "embed"), rules))
+        ('dp', 'tp', None)
+    """
+    priority = compiled(rules, None)
+    return _resolved(tree, None, lambda names, _: priority.resolve(names).spec(names))
+
+
+def logical_to_mesh_sharding(
+    tree: Any,
+    mesh: MeshLike | None = None,
+    rules: LogicalRulesLike | None = None,
+    *,
+    arrays: Any = None,
+    correction: Correction | None = None,
+) -> Any:
+    """The tree with the logical axis names of each leaf replaced by a NamedSharding.
+
+    Semantics of flax.linen.logical_to_mesh_sharding, 0.12. With a `correction`, shapes are looked
+    at in the same pass: a rule whose mesh axes do not divide the dimension loses it to the next
+    rule for that name, and what is then still wrong (an axis that the mesh does not have, a spec
+    longer than the rank) is corrected.
+
+    Args:
+        tree: As in `logical_to_mesh`.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        rules: As in `logical_to_mesh`.
+        arrays: With a correction, a tree of the same structure whose leaves have shapes; without it
+            the leaves of `tree` must be boxes around such.
+        correction: None for flax's way: JAX refuses what does not fit.
+
+    Raises:
+        ValueError: As `logical_to_mesh`; no mesh; an axis that the mesh does not have; or what the
+            correction calls an error.
+        TypeError: As `logical_to_mesh`; or a leaf without a shape, with a correction.
+
+    Example:
+        >>> mesh = {"fsdp": 4, "tp": 2}
+        >>> rules = [("heads", "fsdp"), ("heads", "tp"), ("embed", "fsdp")]
+        >>> tuple(logical_to_mesh_sharding(("heads", "embed"), mesh, rules).spec)
+        ('fsdp', None)
+        >>> import numpy as np
+        >>> tuple(logical_to_mesh_sharding(("heads", "embed"), mesh, rules,
+        ...     arrays=np.ones((6, 8)), correction=Correction()).spec)  # 6 heads, fsdp=4
+        ('tp', 'fsdp')
+    """
+    on_mesh = resolve_mesh(mesh)
+    priority = compiled(rules, on_mesh)
+    if correction is None:
+        return _resolved(
+            tree,
+            None,
+            lambda names, _: named_sharding(priority.resolve(names).spec(names), on_mesh),
+        )
+
+    def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:
+        spec = priority.resolve(names, shape).spec(names)
+        return corrected_sharding(spec, shape, on_mesh, correction)
+
+    return _resolved(tree, _shapes(tree, arrays), corrected)
+
+
+def with_logical_constraint(
+    tree: Any,
+    logical_names: Any,
+    rules: LogicalRulesLike | None = None,
+    mesh: MeshLike | None = None,
+    fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+) -> Any:
+    """The tree with its arrays constrained to the mesh axes of their logical names.
+
+    As `with_sharding_constraint`, on every kind of mesh axis. Without rules or without a mesh,
+    nothing happens. Semantics of flax.linen.with_logical_constraint, 0.12.
+
+    Args:
+        tree: Any pytree of arrays.
+        logical_names: A tuple of names for all leaves, or a tree of those; None for no constraint.
+        rules: As in `logical_to_mesh`.
+        mesh: The context's unless given.
+        fallback: What to do where a name gets no mesh axes: leave the dimension unsharded, raise,
+            or leave the array without a constraint.
+
+    Raises:
+        ValueError: As `logical_to_mesh`; or a name gets no mesh axes and the fallback is
+            RAISE_ERROR.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+        >>> with_logical_constraint(jax.numpy.ones(2), ("batch",), [("batch", "dp")], mesh).shape
+        (2,)
+    """
+    chosen = get_logical_axis_rules() if rules is None else rules
+    on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
+    if not chosen or logical_names is None or on_mesh is None:
+        return tree
+    priority = compiled(chosen, None)
+    specs = _map_names(
+        lambda names: constraint_spec(priority.resolve(names), fallback), logical_names
+    )
+    return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
+
+
+def explain_logical(
+    names: Any,
+    rules: LogicalRulesLike | None = None,
+    mesh: MeshLike | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> str:
+    """What each dimension gets, by which rule, and which rules lost it, to whom.
+
+    Args:
+        names: The logical names of one array.
+        rules: As in `logical_to_mesh`.
+        mesh: With a shape: for the sizes of its axes.
+        shape: Of the array, if rules shall lose that do not divide it.
+
+    Example:
+        >>> rules = [("batch", "fsdp"), ("embed", "fsdp"), ("embed", "tp")]
+        >>> print(explain_logical(("batch", "embed"), rules))
+        dim 0 'batch' -> 'fsdp'  (rule 0)
+        dim 1 'embed' -> 'tp'  (rule 2)
+            rule 1 ('embed', 'fsdp') lost: a mesh axis of it is used by dim 0 'batch'
+    """
+    on_mesh = None if shape is None else resolve_mesh(mesh)
+    return compiled(rules, on_mesh).resolve(names, shape).explained()
+
+
+def compiled(rules: LogicalRulesLike | None, mesh: AnyMesh | None) -> PriorityRules:
+    """The rules, or those in force, compiled for the axis sizes of the mesh."""
+    chosen = get_logical_axis_rules() if rules is None else rules
+    sizes = {} if mesh is None else dict(mesh.shape)
+    try:
+        return compiled_rules(hashable(chosen), tuple(sizes.items()))
+    except TypeError:  # a rule that cannot be hashed; this says which
+        return PriorityRules(chosen, sizes)
+
+
+def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
+    from jax import tree_util
+
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_has_names)
+    names = [getattr(leaf, "names", leaf) if _is_box(leaf) else leaf for leaf in leaves]
+    return tree_util.tree_unflatten(treedef, resolve_all(names, shapes, {}, make))
+
+
+def _shapes(tree: Any, arrays: Any) -> list[Any]:
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(tree, is_leaf=_has_names)
+    arrays_of_leaves: list[Any] = []
+    if arrays is None:
+        arrays_of_leaves += [getattr(leaf, "value", leaf) for leaf in leaves]
+    else:
+        tree_util.tree_map(
+            lambda _, array: arrays_of_leaves.append(array), tree, arrays, is_leaf=_has_names
+        )
+    for leaf, array in zip(leaves, arrays_of_leaves, strict=True):
+        if not hasattr(array, "shape"):
+            raise TypeError(
+                f"a correction needs shapes, and the array with the names {shown(leaf)} is "
+                f"{shown(array)}; give arrays=..., a tree of arrays like that of the names"
+            )
+    return [tuple(array.shape) for array in arrays_of_leaves]
+
+
+@functools.lru_cache(maxsize=4096)
+def named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
+    """A NamedSharding, one object for equal ones."""
+    from jax.sharding import NamedSharding
+
+    return NamedSharding(mesh, spec)
+
+
+def constraint_spec(outcome: Outcome, fallback: Any) -> PartitionSpec | None:
+    """The spec of a constraint, or None for no constraint; see `with_logical_constraint`."""
+    entries = outcome.entries()
+    if UNASSIGNED in entries and fallback.value != RulesFallback.AXIS_IS_UNSHARDED.value:
+        if fallback.value == RulesFallback.NO_CONSTRAINT.value:
+            return None
+        missing = [
+            n for n, entry in zip(outcome.names, entries, strict=True) if entry is UNASSIGNED
+        ]
+        raise ValueError(
+            f"Axis names {outcome.names} did not match a rule: {missing} got no mesh axes; add "
+            f"rules for them\n{outcome.explained()}"
+        )
+    return partition_spec(*(None if entry is UNASSIGNED else entry for entry in entries))
+
+
+def _map_names(function: Any, names: Any) -> Any:
+    from jax import tree_util
+
+    return tree_util.tree_map(
+        lambda leaf: None if leaf is None else function(leaf),
+        names,
+        is_leaf=is_logical_spec,
+    )
+
+
+def is_logical_spec(node: Any) -> bool:
+    """Whether it says what becomes of one array: names, or None for nothing."""
+    return (
+        node is None
+        or is_partition_spec(node)
+        or (isinstance(node, tuple) and all(map(_is_name, node)))
+    )
+
+
+def _has_names(node: Any) -> bool:
+    # An empty tuple, or a namedtuple of None, is a node of the tree as a rule.
+    plain = type(node) is tuple and len(node) > 0 and all(map(_is_name, node))
+    return plain or is_partition_spec(node) or _is_box(node)
+
+
+def _is_name(entry: Any) -> bool:
+    return entry is None or isinstance(entry, str) or is_unconstrained(entry)
+
+
+def _is_box(node: Any) -> bool:
+    return hasattr(node, "names") and any(
+        isinstance(node, box)
+        for box in (
+            loaded("shardrules.compat.flax_core_meta", "AxisMetadata"),
+            loaded("flax.core.meta", "AxisMetadata"),
+        )
+        if box is not None
+    )

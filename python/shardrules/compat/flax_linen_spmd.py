@@ -1,0 +1,220 @@
+"""`flax.linen.spmd` of flax 0.12: logical axis names to mesh axes by the priority of rules.
+
+The same signatures and results, without flax. A rule list is compiled once, and an array's names
+are resolved once for each list. Must not know how rules are resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardrules._core import resolve_all
+from shardrules._logical_context import (
+    get_logical_axis_rules,
+    logical_axis_rules,
+    set_logical_axis_rules,
+)
+from shardrules._logical_trees import (
+    RulesFallback,
+    compiled,
+    constraint_spec,
+    is_logical_spec,
+    named_sharding,
+)
+from shardrules._specs import is_partition_spec
+from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from shardrules._logical_context import LogicalRulesLike
+
+    LogicalNames = tuple[str | None, ...]
+
+__all__ = [
+    "LogicallyPartitioned",
+    "RulesFallback",
+    "get_logical_axis_rules",
+    "logical_axis_rules",
+    "logical_to_mesh",
+    "logical_to_mesh_axes",
+    "logical_to_mesh_sharding",
+    "set_logical_axis_rules",
+    "with_logical_constraint",
+    "with_logical_partitioning",
+]
+
+
+def logical_to_mesh_axes(
+    array_dim_names: Any, rules: LogicalRulesLike | None = None
+) -> PartitionSpec | None:
+    """The PartitionSpec of one array; see `shardrules.logical_to_mesh`.
+
+    Semantics of flax.linen.logical_to_mesh_axes, 0.12.
+
+    Args:
+        array_dim_names: A name, None or UNCONSTRAINED for each dimension; None gives None.
+        rules: (name, mesh axes) pairs; those in force unless given.
+
+    Raises:
+        ValueError: A name twice; a rule that is not a pair; rules that are no tuple or list.
+
+    Example:
+        >>> names = ("batch", "length", "heads", "features")
+        >>> rules = [("batch", "X"), ("features", "X"), ("heads", "Y"), ("batch", "Z")]
+        >>> tuple(logical_to_mesh_axes(names, rules))
+        ('X', None, 'Y', None)
+    """
+    if array_dim_names is None:
+        return None
+    return compiled(rules, None).resolve(array_dim_names).spec(array_dim_names)
+
+
+def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
+    """`logical_to_mesh_axes` of each PartitionSpec of the tree.
+
+    Semantics of flax.linen.logical_to_mesh, 0.12.
+
+    Example:
+        >>> specs = logical_to_mesh({"w": PartitionSpec("embed")}, [("embed", "tp")])
+        >>> specs["w"] == PartitionSpec("tp")
+        True
+    """
+    priority = compiled(rules, None)
+    return _map_specs(tree, lambda names, _: priority.resolve(names).spec(names))
+
+
+def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | None = None) -> Any:
+    """The NamedSharding of each PartitionSpec of the tree.
+
+    Semantics of flax.linen.logical_to_mesh_sharding, 0.12; equal shardings are one object.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+        >>> tree = {"w": PartitionSpec("embed")}
+        >>> tuple(logical_to_mesh_sharding(tree, mesh, [("embed", "tp")])["w"].spec)
+        ('tp',)
+    """
+    priority = compiled(rules, None)
+    return _map_specs(
+        tree, lambda names, _: named_sharding(priority.resolve(names).spec(names), mesh)
+    )
+
+
+def with_logical_constraint(
+    x: Any,
+    logical_axis_resources: Any,
+    rules: LogicalRulesLike | None = None,
+    mesh: Mesh | None = None,
+    fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+) -> Any:
+    """A sharding constraint by logical names; `shardrules.with_logical_constraint` does more.
+
+    Semantics of flax.linen.with_logical_constraint, 0.12: straight to JAX's constraint.
+
+    Args:
+        x: An array or a tree of them.
+        logical_axis_resources: Names for all, or a tree of names; None for no constraint.
+        rules: As in `logical_to_mesh_axes`; without any, nothing happens.
+        mesh: The context's unless given; without any, nothing happens.
+        fallback: For names that get no mesh axes.
+
+    Raises:
+        ValueError: As `logical_to_mesh_axes`; or a name gets none and the fallback is RAISE_ERROR.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+        >>> with_logical_constraint(jax.numpy.ones(2), ("batch",), [("batch", "dp")], mesh).shape
+        (2,)
+    """
+    chosen = get_logical_axis_rules() if rules is None else rules
+    if not chosen or logical_axis_resources is None:
+        return x
+    priority = compiled(chosen, None)
+
+    def constrained(names: Any, part: Any) -> Any:
+        spec = None if names is None else constraint_spec(priority.resolve(names), fallback)
+        if mesh is None and not global_mesh_defined():
+            return part
+        if spec is None and names is not None:
+            return part
+        wanted = spec if mesh is None or spec is None else NamedSharding(mesh, spec)
+        return jax.lax.with_sharding_constraint(part, wanted)
+
+    return jax.tree_util.tree_map(constrained, logical_axis_resources, x, is_leaf=is_logical_spec)
+
+
+class LogicallyPartitioned(Partitioned[Any]):
+    """A `Partitioned` whose names are logical. Semantics of flax.linen.LogicallyPartitioned, 0.12.
+
+    Args:
+        value: An array, or what stands for one.
+        names: A logical name or None for each axis.
+        mesh: The mesh for `unbox`; the context's if None.
+        rules: (name, mesh axes) pairs for `unbox`; those in force if None.
+
+    Example:
+        >>> LogicallyPartitioned(1, ("embed",)).get_partition_spec() == PartitionSpec("embed")
+        True
+    """
+
+    rules: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The value, constrained by its logical names if there is a mesh."""
+        if not apply_constraint or (self.mesh is None and not global_mesh_defined()):
+            return self.value
+        return with_logical_constraint(
+            self.value, self.get_partition_spec(), rules=self.rules, mesh=self.mesh
+        )
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """The fields as an nnx.Variable has them."""
+        metadata = super().to_nnx_metadata()
+        metadata["sharding_rules"] = metadata.pop("rules")
+        return metadata
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
+        """The box that `to_nnx_metadata` has described; other keys are left out."""
+        return super().from_nnx_metadata({"rules": metadata["sharding_rules"], **metadata})
+
+
+def with_logical_partitioning(
+    fn: Callable[..., Any],
+    names: LogicalNames,
+    mesh: Mesh | None = None,
+    rules: LogicalRulesLike | None = None,
+) -> Callable[..., LogicallyPartitioned]:
+    """The function, with its result in a `LogicallyPartitioned`.
+
+    Semantics of flax.linen.with_logical_partitioning, 0.12.
+
+    Args:
+        fn: An initializer, as a rule.
+        names: As in `LogicallyPartitioned`.
+        mesh: As there.
+        rules: As there.
+
+    Example:
+        >>> init = with_logical_partitioning(jax.nn.initializers.ones, (None, "embed"))
+        >>> init(jax.random.key(0), (2, 4)).names
+        (None, 'embed')
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+        return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
+
+    return wrapper
+
+
+def _map_specs(tree: Any, make: Any) -> Any:
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_partition_spec)
+    return jax.tree_util.tree_unflatten(treedef, resolve_all(leaves, None, {}, make))
