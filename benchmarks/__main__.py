@@ -53,17 +53,18 @@ def _rows_table(title: str, measured: Iterable[Row]) -> Table:
 
 def _table(title: str, results: list[Result]) -> Table:
     table = Table("case", title=title, title_justify="left")
-    for heading in ("ours", "identity", "ours / identity", "eformer / ours", "re loop / ours"):
+    peers = ("eformer", "flax", "re loop")
+    for heading in ("ours", "identity", "ours / identity", *(f"{p} / ours" for p in peers)):
         table.add_column(heading, justify="right")
     table.add_column("bars")
     for r in results:
-        peers = (f"{r.ratio(p):.1f}x" if p in r.seconds else "" for p in ("eformer", "re loop"))
+        ratios = (f"{r.ratio(p):.1f}x" if p in r.seconds else "" for p in peers)
         table.add_row(
             r.case.name,
             f"{r.seconds['ours'] * 1e3:.2f} ms",
             f"{r.seconds['identity'] * 1e3:.2f} ms",
             f"{r.ratio('identity'):.2f}x",
-            *peers,
+            *ratios,
             r.verdict(),
         )
     return table

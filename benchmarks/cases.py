@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from eformer.escale import get_corrected_named_sharding
 from eformer.escale import match_partition_rules as eformer_match
+from flax.linen import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
 from jax import tree_util
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -45,6 +46,7 @@ def cases() -> Iterator[Case]:
     )
     for family, of_family in trees.families(tree).items():
         yield _family(family, rules, of_family)
+    yield _logical()
     layers, names = range(120), ("wq", "wk", "wv", "wo", "w1", "w2")
     yield _matching(
         "match, 720 leaves x 720 literal rules (bar: 10 ms)",
@@ -112,6 +114,22 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
             "re loop": partial(shardings, re_loop),
         },
         bars={"identity": 0.6, "eformer": 60},
+    )
+
+
+def _logical() -> Case:
+    """MaxText's unscanned DeepSeek-V3, repeated to 5,000 arrays, on its 80 rules."""
+    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
+    tree = {f"w{i}": P(*names[i % len(names)]) for i in range(5000)}
+    rules = corpus.logical_rules("maxtext-0.2.5__base")
+    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
+    mesh = AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes)))
+    return Case(
+        name="logical_to_mesh_sharding, 5,000 specs, 80 rules",
+        ours=partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
+        identity=_identity(tree),
+        peers={"flax": partial(flax_logical_to_mesh_sharding, tree, mesh, rules)},
+        bars={"flax": 30},
     )
 
 

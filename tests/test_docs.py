@@ -19,7 +19,7 @@ MODULES = [
 ]
 # Values that are read, not made; and what needs arrays on several devices to be worth showing.
 WITHOUT_EXAMPLES = {
-    "AxisMetadata", "Counters", "Coverage", "Dialect", "RulesFallback", "make_shard_and_gather_fns", "with_sharding_constraint",
+    "AxisMetadata", "LogicalDialect", "Counters", "Coverage", "Dialect", "RulesFallback", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 README = Path(__file__).parent.parent / "README.md"
 

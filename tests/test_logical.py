@@ -312,6 +312,29 @@ class TestWithShapes:
             )
 
 
+@settings(max_examples=500, deadline=None)
+@given(st.lists(ARRAYS, max_size=4), RULES)
+def test_the_dialect_of_flax_core(arrays, rules):
+    spmd = pytest.importorskip("flax.core.spmd")
+    if not hasattr(spmd, "get_pspec"):
+        pytest.skip("a flax without get_pspec")
+    tree = [P(*names) for names in arrays]
+    expected = [tuple(spmd.get_pspec(names, rules)) for names in tree]
+    got = sr.logical_to_mesh(tree, rules, dialect=sr.FLAX_CORE)
+    assert [tuple(spec) for spec in got] == expected
+
+
+def test_explain_the_dialect_of_flax_core():
+    rules = [("a", "x"), ("b", "x"), ("a", "y")]
+    text = sr.explain_logical(("a", "b", "c"), rules, dialect=sr.FLAX_CORE)
+    assert text.splitlines() == [
+        "dim 0 'a' -> 'y'  (rule 2)",
+        "    rule 0 ('a', 'x') lost: the dimension has the mesh axes of rule 2",
+        "dim 1 'b' -> 'x'  (rule 1)",
+        "dim 2 'c' -> 'c'",
+    ]
+
+
 def test_explain():
     rules = [
         ("batch", ("dp", "fsdp")), ("embed", "fsdp"), ("embed", "tp"), ("embed", None),

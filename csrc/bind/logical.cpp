@@ -29,11 +29,14 @@ const char* name_of(Loss loss) {
 }
 
 std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
-                                            std::vector<std::int64_t> axis_sizes) {
+                                            std::vector<std::int64_t> axis_sizes,
+                                            bool last_wins) {
     std::vector<sharding::LogicalRule> taken;
     taken.reserve(rules.size());
     for (const auto& [name, axes] : rules) taken.push_back({name, axes});
-    return std::make_unique<LogicalRules>(std::move(taken), std::move(axis_sizes));
+    const auto precedence =
+        last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
+    return std::make_unique<LogicalRules>(std::move(taken), std::move(axis_sizes), precedence);
 }
 
 py::tuple resolve(const LogicalRules& rules, const std::vector<Dim>& dims) {
@@ -81,7 +84,8 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
 
 void register_logical(py::module_& module) {
     py::class_<LogicalRules>(module, "LogicalRules")
-        .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"))
+        .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"), py::kw_only(),
+             py::arg("last_wins"))
         .def("resolve", &resolve, py::arg("dims"));
     module.def("resolve_all", &resolve_all, py::arg("names"), py::arg("shapes"), py::arg("memo"),
                py::arg("make"));

@@ -5,8 +5,9 @@
 
 namespace shardrules::sharding {
 
-LogicalRules::LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes)
-    : rules_(std::move(rules)), axis_sizes_(std::move(axis_sizes)) {
+LogicalRules::LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes,
+                           Precedence precedence)
+    : rules_(std::move(rules)), axis_sizes_(std::move(axis_sizes)), precedence_(precedence) {
     for (std::uint32_t index = 0; index < rules_.size(); ++index) {
         const LogicalRule& rule = rules_[index];
         for (const AxisId axis : rule.axes)
@@ -36,6 +37,24 @@ bool LogicalRules::divides(const LogicalRule& rule, const NamedDim& dim) const {
 }
 
 Resolution LogicalRules::resolve(std::span<const NamedDim> dims) const {
+    return precedence_ == Precedence::kLast ? last(dims) : by_priority(dims);
+}
+
+Resolution LogicalRules::last(std::span<const NamedDim> dims) const {
+    Resolution result{std::vector<std::uint32_t>(dims.size(), kNone), {}};
+    for (std::uint32_t dim = 0; dim < dims.size(); ++dim) {
+        const NameId name = dims[dim].name;
+        if (name >= by_name_.size() || by_name_[name].empty()) continue;
+        const std::vector<std::uint32_t>& rules = by_name_[name];
+        result.rules[dim] = rules.back();
+        for (const std::uint32_t rule : rules)
+            if (rule != rules.back())
+                result.lost.push_back({rule, dim, Loss::kDimTaken, rules.back()});
+    }
+    return result;
+}
+
+Resolution LogicalRules::by_priority(std::span<const NamedDim> dims) const {
     Resolution result{std::vector<std::uint32_t>(dims.size(), kNone), {}};
     std::vector<std::uint32_t> user(axis_sizes_.size(), kNone);  // per axis the dimension that has it
     const auto use = [&](const std::vector<AxisId>& axes, std::uint32_t dim) {

@@ -1,7 +1,7 @@
-// Logical axis names to mesh axes, as flax.linen resolves them: the rules are tried in their order; a
-// rule gives its mesh axes to the dimension of its name if that has none yet and all of them are free
-// in this array. Costs one look at each rule whose name the array has. Immutable once made, knows
-// names and axes as numbers only.
+// Logical axis names to mesh axes. By priority, as flax.linen does it: the rules are tried in their
+// order; a rule gives its mesh axes to the dimension of its name if that has none yet and all of them
+// are free in this array. Or the last rule for a name wins, as in flax.core's dict. Costs one look at
+// each rule whose name the array has. Immutable once made, knows names and axes as numbers only.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +16,8 @@ using NameId = std::uint32_t;
 using AxisId = std::uint32_t;
 
 inline constexpr std::uint32_t kNone = UINT32_MAX;
+
+enum class Precedence : std::uint8_t { kPriority, kLast };
 
 struct LogicalRule {
     NameId name;
@@ -50,18 +52,23 @@ struct Resolution {
 class LogicalRules {
   public:
     // axis_sizes[id]: devices along the axis; not looked at for dimensions without a size.
-    LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes);
+    LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes,
+                 Precedence precedence);
 
-    // The names of an array must differ from each other.
+    // By priority, the names of an array must differ from each other, and a rule may lose; as a dict,
+    // neither sizes nor other dimensions matter.
     Resolution resolve(std::span<const NamedDim> dims) const;
 
   private:
+    Resolution by_priority(std::span<const NamedDim> dims) const;
+    Resolution last(std::span<const NamedDim> dims) const;
     bool divides(const LogicalRule& rule, const NamedDim& dim) const;
     std::vector<std::uint32_t> rules_on(std::span<const NamedDim> dims) const;
 
     std::vector<LogicalRule> rules_;
     std::vector<std::int64_t> axis_sizes_;
     std::vector<std::vector<std::uint32_t>> by_name_;  // the rules on each name, ascending
+    Precedence precedence_;
 };
 
 }  // namespace shardrules::sharding

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sharding/correction.hpp"
+#include "sharding/logical.hpp"
 
 namespace {
 
@@ -102,6 +103,66 @@ void sizes_that_overflow() {
     expect(corrector.kept(1, [](std::size_t) { return std::int64_t{0}; }) == 3, "an empty one");
 }
 
+// Rules by priority, restated: walk all of them, whatever name they are on.
+std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
+                                    const std::vector<std::int64_t>& sizes,
+                                    const std::vector<NamedDim>& dims) {
+    std::vector<std::uint32_t> winners(dims.size(), kNone);
+    std::vector<bool> used(sizes.size());
+    for (std::uint32_t index = 0; index < rules.size(); ++index)
+        for (std::size_t dim = 0; dim < dims.size(); ++dim) {
+            if (dims[dim].name != rules[index].name || winners[dim] != kNone) continue;
+            std::int64_t parts = 1;
+            bool free = true;
+            for (const AxisId axis : rules[index].axes) {
+                free = free && !used[axis];
+                parts *= sizes[axis];
+            }
+            if (!free || (dims[dim].size && *dims[dim].size % parts != 0)) continue;
+            winners[dim] = index;
+            for (const AxisId axis : rules[index].axes) used[axis] = true;
+        }
+    return winners;
+}
+
+void logical_rules_by_priority() {
+    const std::vector<std::int64_t> sizes = {2, 3, 4};
+    std::uint32_t seed = 7;
+    const auto random = [&](std::uint32_t below) {
+        seed = seed * 1664525 + 1013904223;
+        return (seed >> 16) % below;
+    };
+    for (int run = 0; run < 20000; ++run) {
+        std::vector<LogicalRule> rules(random(10));
+        for (LogicalRule& rule : rules) {
+            rule.name = random(4);
+            for (AxisId axis = 0; axis < sizes.size(); ++axis)
+                if (random(3) == 0) rule.axes.push_back(axis);
+        }
+        std::vector<NamedDim> dims;
+        for (NameId name = 0; name < 5; ++name)
+            if (random(2) == 0) dims.push_back({name, {}, std::nullopt});
+        for (NamedDim& dim : dims)
+            if (random(2) == 0) dim.size = random(25);
+        const LogicalRules compiled(rules, sizes, Precedence::kPriority);
+        const Resolution result = compiled.resolve(dims);
+        expect(result.rules == restated(rules, sizes, dims), "rules by priority");
+        std::size_t on_dims = 0;
+        for (const LogicalRule& rule : rules)
+            for (const NamedDim& dim : dims) on_dims += rule.name == dim.name;
+        std::size_t won = 0;
+        for (const std::uint32_t rule : result.rules) won += rule != kNone;
+        expect(won + result.lost.size() == on_dims, "each rule on a name wins or loses");
+    }
+    const LogicalRules one({{0, {0}}}, {2}, Precedence::kPriority);
+    expect(one.resolve(std::vector<NamedDim>{{0, {}, {}}, {kNone, {0}, {}}}).rules[0] == kNone,
+           "an axis that another dimension has already");
+    const LogicalRules last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast);
+    const Resolution result = last.resolve(
+        std::vector<NamedDim>{{0, {}, {}}, {1, {}, 3}, {2, {}, {}}, {0, {}, {}}});
+    expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");
+}
+
 }  // namespace
 
 int main() {
@@ -109,6 +170,7 @@ int main() {
     bits_run_over_all_dimensions();
     refuses();
     sizes_that_overflow();
+    logical_rules_by_priority();
     std::puts("sharding: ok");
     return 0;
 }

@@ -10,6 +10,7 @@ from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._fingerprint import fingerprint
 from shardrules._logical_context import logical_axis_rules
+from shardrules._logical_rules import FLAX_CORE, LINEN, LogicalDialect
 from shardrules._logical_trees import (
     RulesFallback,
     explain_logical,
@@ -24,10 +25,13 @@ from shardrules._shardings import named_shardings, spec_for
 
 __all__ = [
     "EFORMER",
+    "FLAX_CORE",
+    "LINEN",
     "Correction",
     "Counters",
     "Coverage",
     "Dialect",
+    "LogicalDialect",
     "RuleSpec",
     "Rules",
     "RulesFallback",

@@ -42,12 +42,17 @@ class LogicalRules:
     """Logical axis rules with names and mesh axes as numbers; see csrc/sharding/logical.hpp.
 
     Args:
-        rules: (name, mesh axes), by falling priority.
+        rules: (name, mesh axes).
         axis_sizes: Per mesh axis, its devices; looked at only for dimensions that have a size.
+        last_wins: Whether the last rule for a name wins, instead of the first that is free.
     """
 
     def __init__(
-        self, rules: Sequence[tuple[int, Sequence[int]]], axis_sizes: Sequence[int]
+        self,
+        rules: Sequence[tuple[int, Sequence[int]]],
+        axis_sizes: Sequence[int],
+        *,
+        last_wins: bool,
     ) -> None: ...
     def resolve(
         self, dims: Sequence[tuple[int | None, Sequence[int], int | None]]

@@ -1,7 +1,6 @@
-"""Logical axis names to mesh axes, the way of flax.core: a table in which the last rule wins.
+"""What logical axis names and rules are: checked, and in the form that the rest works with.
 
-Pure functions of names and rules, one look-up per name. Must not know about meshes, arrays or
-contexts.
+Pure functions. Must not know how rules are resolved.
 """
 
 from __future__ import annotations
@@ -9,45 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._specs import entries_of, is_partition_spec, partition_spec, shown, with_entries
+from shardrules._specs import entries_of, is_partition_spec, shown
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
-
     LogicalRules = Iterable[tuple[str, Any]]
-
-
-def resolve_core(names: Any, rules: LogicalRules) -> PartitionSpec:
-    """The PartitionSpec that logical axis names have under rules.
-
-    Each entry of `names` is looked up as a whole, a tuple of names too; of the rules for it the
-    last wins, and an entry that has none stays as it is. Semantics of flax.core.spmd.apply_rules,
-    0.12.
-
-    Args:
-        names: A tuple or list of entries, or a PartitionSpec, whose unreduced and reduced axes are
-            kept as they are.
-        rules: (logical name, what it becomes) pairs: a mesh axis, a tuple or list of them, or None.
-
-    Raises:
-        TypeError: `names` is no tuple, list or PartitionSpec, or an entry cannot be hashed.
-        ValueError, TypeError: As `last_wins`.
-
-    Example:
-        >>> rules = [("embed", "tp"), ("batch", "dp"), ("embed", "fsdp")]
-        >>> tuple(resolve_core(("batch", "embed", "heads", None), rules))
-        ('dp', 'fsdp', 'heads', None)
-    """
-    mesh_axes = last_wins(rules)
-    wanted = logical_names(names)
-    try:
-        entries = [_entry(mesh_axes.get(entry, entry)) for entry in wanted]
-    except TypeError as error:
-        raise TypeError(
-            f"an entry of the logical axis names {shown(names)} cannot be looked up: {error}; an "
-            "entry is a name, None, or a tuple of names"
-        ) from None
-    return with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
 
 
 def last_wins(rules: LogicalRules) -> dict[Any, Any]:
@@ -111,8 +75,3 @@ def logical_names(names: Any) -> tuple[Any, ...]:
             "dimension, such as ('embed', None)"
         )
     return tuple(names)
-
-
-def _entry(entry: Any) -> Any:
-    # Rules read from JSON or YAML have lists.
-    return tuple(entry) if isinstance(entry, list) else entry

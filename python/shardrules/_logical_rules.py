@@ -1,4 +1,4 @@
-"""Logical axis rules by priority, as flax.linen resolves them, compiled once per rule list.
+"""Logical axis rules, compiled once per rule list, in the dialects of flax.linen and flax.core.
 
 Gives names and mesh axes numbers, and lets the C++ core decide which rule each dimension gets and
 why others lost. Must not know about trees, contexts or arrays beyond shapes.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import LogicalRules
-from shardrules._logical import check_rules, logical_names
+from shardrules._logical import check_rules, last_wins, logical_names
 from shardrules._specs import (
     is_partition_spec,
     is_unconstrained,
@@ -27,11 +28,35 @@ if TYPE_CHECKING:
 UNASSIGNED: Final = object()
 
 
-class PriorityRules:
-    """A list of (logical name, mesh axes) rules, by falling priority. Immutable.
+@dataclass(frozen=True, slots=True)
+class LogicalDialect:
+    """How logical axis rules meet the names of an array.
+
+    Args:
+        name: Whose way it is.
+        last_wins: Of the rules for a name the last one counts, whatever the other dimensions have;
+            instead of the first whose mesh axes are free. Names may then repeat, and a tuple of
+            names can have a rule.
+        keeps_unknown: A name without a rule stays in the spec, instead of being unsharded.
+    """
+
+    name: str
+    last_wins: bool
+    keeps_unknown: bool
+
+
+LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)
+"""`flax.linen.logical_to_mesh_axes` of flax 0.12: T5X's and MaxText's way."""
+FLAX_CORE: Final = LogicalDialect("flax.core", last_wins=True, keeps_unknown=True)
+"""`flax.core.spmd.get_pspec` of flax 0.12: nnx's way."""
+
+
+class CompiledLogicalRules:
+    """A list of (logical name, mesh axes) rules. Immutable.
 
     Args:
         rules: Pairs; the mesh axes are a name, a tuple or list of names, or None.
+        dialect: How they are resolved.
         axis_sizes: Devices along each mesh axis, for arrays whose shape is known: a rule whose axes
             do not divide the dimension loses, too. An axis that is not there counts as one device.
 
@@ -39,9 +64,9 @@ class PriorityRules:
         ValueError: A rule is not a pair, or the rules are no tuple or list.
     """
 
-    __slots__ = ("_axis_ids", "_core", "_name_ids", "rules")
+    __slots__ = ("_axis_ids", "_core", "_name_ids", "dialect", "rules")
 
-    def __init__(self, rules: Any, axis_sizes: Mapping[str, int]) -> None:
+    def __init__(self, rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int]) -> None:
         if not isinstance(rules, (tuple, list)):
             raise ValueError(  # noqa: TRY004 flax's type
                 f"Unknown axis rule specification type: {shown(rules)}; give a tuple or list of "
@@ -49,13 +74,18 @@ class PriorityRules:
             )
         check_rules(rules)
         self.rules = tuple(rules)
+        self.dialect = dialect
         self._name_ids: dict[Any, int] = {}
         self._axis_ids: dict[str, int] = {}
         numbered = [
             (self._name_ids.setdefault(name, len(self._name_ids)), self._axis_numbers(value))
             for name, value in self.rules
         ]
-        self._core = LogicalRules(numbered, [axis_sizes.get(axis, 1) for axis in self._axis_ids])
+        self._core = LogicalRules(
+            numbered,
+            [axis_sizes.get(axis, 1) for axis in self._axis_ids],
+            last_wins=dialect.last_wins,
+        )
 
     def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Outcome:
         """What each dimension of an array with these names gets.
@@ -70,35 +100,44 @@ class PriorityRules:
             TypeError: `names` is no tuple, list or PartitionSpec.
         """
         wanted = logical_names(names)
-        twice = tuple(n for n, k in Counter(wanted).items() if k > 1 and isinstance(n, str))
-        if twice:
+        twice = tuple(n for n, k in Counter(map(_text, wanted)).items() if n is not None and k > 1)
+        if twice and not self.dialect.last_wins:
             raise ValueError(
                 f"Unsupported: Dimensions {twice} occur more than once in array names {names}; "
                 "give each dimension a name of its own, or None"
             )
-        winners, lost = self._core.resolve(
-            [
-                (
-                    self._name_ids.get(entry) if isinstance(entry, str) else None,
-                    () if isinstance(entry, str) else self._known_axes(entry),
-                    None if shape is None or dim >= len(shape) else shape[dim],
-                )
-                for dim, entry in enumerate(wanted)
-            ]
-        )
+        try:
+            winners, lost = self._core.resolve(
+                [
+                    (self._name_id(entry), self._known_axes(entry), _at(shape, dim))
+                    for dim, entry in enumerate(wanted)
+                ]
+            )
+        except TypeError as error:
+            raise TypeError(
+                f"an entry of the logical axis names {shown(names)} cannot be looked up: {error}; "
+                "an entry is a name, None, or a tuple of names"
+            ) from None
         return Outcome(self, wanted, winners, lost)
+
+    def _name_id(self, entry: Any) -> int | None:
+        if isinstance(entry, str) or self.dialect.last_wins:
+            return self._name_ids.get(entry)
+        return None
 
     def _axis_numbers(self, value: Any) -> list[int]:
         return [self._axis_ids.setdefault(a, len(self._axis_ids)) for a in _axes_in(value)]
 
     def _known_axes(self, entry: Any) -> list[int]:
+        if isinstance(entry, str):
+            return []
         return [self._axis_ids[axis] for axis in _axes_in(entry) if axis in self._axis_ids]
 
 
 class Outcome(NamedTuple):
     """How the names of one array fared."""
 
-    rules: PriorityRules
+    rules: CompiledLogicalRules
     names: tuple[Any, ...]
     winners: list[int | None]
     """Per dimension, the index of the rule that gave it its mesh axes."""
@@ -107,10 +146,11 @@ class Outcome(NamedTuple):
 
     def entries(self) -> list[Any]:
         """Per dimension its entry; UNASSIGNED for a name that got none."""
+        unknown_stays = self.rules.dialect.keeps_unknown
         return [
-            self.rules.rules[winner][1]
+            _tuple_if_list(self.rules.rules[winner][1])
             if winner is not None
-            else (UNASSIGNED if isinstance(name, str) else name)
+            else (UNASSIGNED if isinstance(name, str) and not unknown_stays else name)
             for name, winner in zip(self.names, self.winners, strict=True)
         ]
 
@@ -144,17 +184,56 @@ class Outcome(NamedTuple):
         return "its mesh axes do not divide the dimension"
 
 
-@functools.lru_cache(maxsize=64)
-def compiled_rules(rules: tuple[Any, ...], axes: tuple[tuple[str, int], ...]) -> PriorityRules:
+def compiled_rules(
+    rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int]
+) -> CompiledLogicalRules:
     """The rules, compiled once for each mesh's axis sizes."""
-    return PriorityRules(rules, dict(axes))
+    try:
+        return _compiled(_hashable(rules), dialect, tuple(axis_sizes.items()))
+    except TypeError:  # something that cannot be hashed: this says which, if it matters
+        return CompiledLogicalRules(rules, dialect, axis_sizes)
 
 
-def hashable(rules: Any) -> Any:
-    """The rules as a tuple of pairs with tuples in them, as `compiled_rules` wants them."""
-    if not isinstance(rules, (tuple, list)):
-        return rules
-    return tuple(map(hashable, rules))
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    rules: Any, dialect: LogicalDialect, axis_sizes: tuple[tuple[str, int], ...]
+) -> CompiledLogicalRules:
+    return CompiledLogicalRules(rules, dialect, dict(axis_sizes))
+
+
+def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
+    """The PartitionSpec that logical axis names have under rules.
+
+    Each entry of `names` is looked up as a whole, a tuple of names too; of the rules for it the
+    last wins, and an entry that has none stays as it is. Semantics of flax.core.spmd.apply_rules,
+    0.12.
+
+    Args:
+        names: A tuple or list of entries, or a PartitionSpec, whose unreduced and reduced axes are
+            kept as they are.
+        rules: (logical name, what it becomes) pairs: a mesh axis, a tuple or list of them, or None.
+
+    Raises:
+        TypeError: `names` is no tuple, list or PartitionSpec, or an entry cannot be hashed.
+        ValueError, TypeError: A rule is not a pair.
+
+    Example:
+        >>> rules = [("embed", "tp"), ("batch", "dp"), ("embed", "fsdp")]
+        >>> tuple(resolve_core(("batch", "embed", "heads", None), rules))
+        ('dp', 'fsdp', 'heads', None)
+    """
+    if isinstance(rules, dict):
+        rules = tuple(last_wins(rules).items())
+    pairs = rules if type(rules) is tuple else tuple(rules)
+    try:
+        return _core_spec(names, pairs)
+    except TypeError:  # something that cannot be hashed: this says which, if it matters
+        return compiled_rules(pairs, FLAX_CORE, {}).resolve(names).spec(names)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _core_spec(names: Any, rules: tuple[Any, ...]) -> PartitionSpec:
+    return compiled_rules(rules, FLAX_CORE, {}).resolve(names).spec(names)
 
 
 def _axes_in(value: Any) -> list[str]:
@@ -163,3 +242,28 @@ def _axes_in(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [axis for inner in value for axis in _axes_in(inner)]
     return [value]
+
+
+def _text(entry: Any) -> str | None:
+    return entry if isinstance(entry, str) else None
+
+
+def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:
+    return None if shape is None or dim >= len(shape) else shape[dim]
+
+
+def _tuple_if_list(mesh_axes: Any) -> Any:
+    # Rules read from JSON or YAML have lists.
+    return tuple(mesh_axes) if isinstance(mesh_axes, list) else mesh_axes
+
+
+def _hashable(rules: Any) -> Any:
+    """The rules as a tuple of tuples, if they are lists of pairs."""
+    if not isinstance(rules, (tuple, list)):
+        return rules
+    return tuple(
+        (rule[0], _tuple_if_list(rule[1]))
+        if isinstance(rule, (tuple, list)) and len(rule) == 2
+        else rule
+        for rule in rules
+    )

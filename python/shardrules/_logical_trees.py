@@ -15,7 +15,14 @@ from shardrules._core import resolve_all
 from shardrules._correction import Correction
 from shardrules._flax import loaded
 from shardrules._logical_context import get_logical_axis_rules
-from shardrules._logical_rules import UNASSIGNED, Outcome, PriorityRules, compiled_rules, hashable
+from shardrules._logical_rules import (
+    LINEN,
+    UNASSIGNED,
+    CompiledLogicalRules,
+    LogicalDialect,
+    Outcome,
+    compiled_rules,
+)
 from shardrules._mesh import context_mesh, resolve_mesh
 from shardrules._shardings import corrected_sharding
 from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, shown
@@ -40,7 +47,9 @@ class RulesFallback(enum.Enum):
     NO_CONSTRAINT = "no_constraint"
 
 
-def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
+def logical_to_mesh(
+    tree: Any, rules: LogicalRulesLike | None = None, *, dialect: LogicalDialect = LINEN
+) -> Any:
     """The tree with the logical axis names of each leaf replaced by a PartitionSpec.
 
     The rules are tried in their order: a rule gives its mesh axes to the dimension of its name, if
@@ -51,6 +60,7 @@ def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
         tree: Any pytree whose leaves are PartitionSpecs or tuples of names (each a logical name,
             None, UNCONSTRAINED or a tuple of mesh axes), or boxes with names.
         rules: (logical name, mesh axes) pairs; those of `logical_axis_rules` unless given.
+        dialect: `FLAX_CORE` for a dict instead: the last rule for a name wins, unknown names stay.
 
     Raises:
         ValueError: A name twice in one array, or a rule that is not a pair.
@@ -61,8 +71,8 @@ def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
         >>> tuple(logical_to_mesh(("batch", "heads", "embed"), rules))
         ('dp', 'tp', None)
     """
-    priority = compiled(rules, None)
-    return _resolved(tree, None, lambda names, _: priority.resolve(names).spec(names))
+    resolver = compiled(rules, None, dialect)
+    return _resolved(tree, None, lambda names, _: resolver.resolve(names).spec(names))
 
 
 def logical_to_mesh_sharding(
@@ -72,6 +82,7 @@ def logical_to_mesh_sharding(
     *,
     arrays: Any = None,
     correction: Correction | None = None,
+    dialect: LogicalDialect = LINEN,
 ) -> Any:
     """The tree with the logical axis names of each leaf replaced by a NamedSharding.
 
@@ -87,6 +98,7 @@ def logical_to_mesh_sharding(
         arrays: With a correction, a tree of the same structure whose leaves have shapes; without it
             the leaves of `tree` must be boxes around such.
         correction: None for flax's way: JAX refuses what does not fit.
+        dialect: As in `logical_to_mesh`.
 
     Raises:
         ValueError: As `logical_to_mesh`; no mesh; an axis that the mesh does not have; or what the
@@ -104,16 +116,16 @@ def logical_to_mesh_sharding(
         ('tp', 'fsdp')
     """
     on_mesh = resolve_mesh(mesh)
-    priority = compiled(rules, on_mesh)
+    resolver = compiled(rules, on_mesh, dialect)
     if correction is None:
         return _resolved(
             tree,
             None,
-            lambda names, _: named_sharding(priority.resolve(names).spec(names), on_mesh),
+            lambda names, _: named_sharding(resolver.resolve(names).spec(names), on_mesh),
         )
 
     def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:
-        spec = priority.resolve(names, shape).spec(names)
+        spec = resolver.resolve(names, shape).spec(names)
         return corrected_sharding(spec, shape, on_mesh, correction)
 
     return _resolved(tree, _shapes(tree, arrays), corrected)
@@ -153,9 +165,9 @@ def with_logical_constraint(
     on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
     if not chosen or logical_names is None or on_mesh is None:
         return tree
-    priority = compiled(chosen, None)
+    resolver = compiled(chosen, None)
     specs = _map_names(
-        lambda names: constraint_spec(priority.resolve(names), fallback), logical_names
+        lambda names: constraint_spec(resolver.resolve(names), fallback), logical_names
     )
     return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
 
@@ -165,6 +177,8 @@ def explain_logical(
     rules: LogicalRulesLike | None = None,
     mesh: MeshLike | None = None,
     shape: tuple[int, ...] | None = None,
+    *,
+    dialect: LogicalDialect = LINEN,
 ) -> str:
     """What each dimension gets, by which rule, and which rules lost it, to whom.
 
@@ -173,6 +187,7 @@ def explain_logical(
         rules: As in `logical_to_mesh`.
         mesh: With a shape: for the sizes of its axes.
         shape: Of the array, if rules shall lose that do not divide it.
+        dialect: As in `logical_to_mesh`.
 
     Example:
         >>> rules = [("batch", "fsdp"), ("embed", "fsdp"), ("embed", "tp")]
@@ -182,24 +197,22 @@ def explain_logical(
             rule 1 ('embed', 'fsdp') lost: a mesh axis of it is used by dim 0 'batch'
     """
     on_mesh = None if shape is None else resolve_mesh(mesh)
-    return compiled(rules, on_mesh).resolve(names, shape).explained()
+    return compiled(rules, on_mesh, dialect).resolve(names, shape).explained()
 
 
-def compiled(rules: LogicalRulesLike | None, mesh: AnyMesh | None) -> PriorityRules:
+def compiled(
+    rules: LogicalRulesLike | None, mesh: AnyMesh | None, dialect: LogicalDialect = LINEN
+) -> CompiledLogicalRules:
     """The rules, or those in force, compiled for the axis sizes of the mesh."""
     chosen = get_logical_axis_rules() if rules is None else rules
-    sizes = {} if mesh is None else dict(mesh.shape)
-    try:
-        return compiled_rules(hashable(chosen), tuple(sizes.items()))
-    except TypeError:  # a rule that cannot be hashed; this says which
-        return PriorityRules(chosen, sizes)
+    return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape))
 
 
 def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_has_names)
-    names = [getattr(leaf, "names", leaf) if _is_box(leaf) else leaf for leaf in leaves]
+    names = [leaf.names if _is_box(leaf) else leaf for leaf in leaves]
     return tree_util.tree_unflatten(treedef, resolve_all(names, shapes, {}, make))
 
 
@@ -267,9 +280,10 @@ def is_logical_spec(node: Any) -> bool:
 
 
 def _has_names(node: Any) -> bool:
+    if is_partition_spec(node) or _is_box(node):
+        return True
     # An empty tuple, or a namedtuple of None, is a node of the tree as a rule.
-    plain = type(node) is tuple and len(node) > 0 and all(map(_is_name, node))
-    return plain or is_partition_spec(node) or _is_box(node)
+    return type(node) is tuple and len(node) > 0 and all(map(_is_name, node))
 
 
 def _is_name(entry: Any) -> bool:

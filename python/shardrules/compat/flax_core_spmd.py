@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules._flax import loaded
-from shardrules._logical import last_wins, logical_names, resolve_core
+from shardrules._logical import last_wins, logical_names
 from shardrules._logical_context import (
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
 )
+from shardrules._logical_rules import resolve_core
 from shardrules._mesh import axes_of_type, axes_shown, context_mesh
 from shardrules._specs import (
     is_partition_spec,
