@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from types import MappingProxyType
 
@@ -22,7 +24,8 @@ from tests.contexts import legacy, needs_set_mesh
 theirs = pytest.importorskip("flax.linen.spmd", reason="flax is not installed")
 meta = pytest.importorskip("flax.core.meta")
 NEW_FLAX = pytest.mark.skipif(
-    not hasattr(meta, "global_mesh_defined"), reason="a flax that constrains nothing on CPU and takes UNCONSTRAINED for a name"
+    not hasattr(meta, "global_mesh_defined"),
+    reason="a flax that constrains nothing on CPU and takes UNCONSTRAINED for a name",
 )
 
 NAMES = ["batch", "embed", "heads", "mlp", "layers", "vocab"]
@@ -266,6 +269,38 @@ class TestBoxes:
         assert sr.logical_to_mesh_sharding(specs[0], mesh, self.RULES) == shardings[0]
 
 
+class TestVariables:
+    RULES = (("embed", "fsdp"), ("mlp", "tp"))
+
+    def state(self):
+        nnx = pytest.importorskip("flax.nnx")
+        if not hasattr(nnx, "use_eager_sharding"):
+            pytest.skip("an older flax, whose Variables are made otherwise")
+        with nnx.use_eager_sharding(False):
+            init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+            return nnx.state(nnx.Linear(8, 6, rngs=nnx.Rngs(0), kernel_init=init))
+
+    def test_variables_hold_their_specs(self):
+        from flax import nnx
+
+        state = self.state()
+        specs = sr.logical_to_mesh(state, self.RULES)
+        assert specs["kernel"].get_value() == P("fsdp", "tp")
+        # The bias has no names: replicated.
+        assert jax.tree.leaves(specs) == [P(), P("fsdp", "tp")]
+        assert sr.logical_to_mesh(nnx.get_partition_spec(state), self.RULES) == specs
+
+    def test_shardings_place_the_state(self, mesh):
+        state = self.state()
+        shardings = sr.logical_to_mesh_sharding(state, mesh, self.RULES)
+        placed = jax.device_put(state, shardings)
+        assert placed["kernel"].get_value().sharding == NamedSharding(mesh, P("fsdp", "tp"))
+        odd = sr.logical_to_mesh_sharding(
+            state, {"fsdp": 3, "tp": 2}, self.RULES, correction=sr.Correction()
+        )
+        assert jax.tree.leaves(odd)[1].spec == P(None, "tp")
+
+
 class TestWithShapes:
     MESH = MappingProxyType({"fsdp": 4, "tp": 2})
 
@@ -378,3 +413,18 @@ def test_the_legacy_context(mesh):
     with legacy(mesh):
         y = sr.with_logical_constraint(x, ("batch", "heads"), TestConstraint.RULES)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "tp")), 2)
+
+
+def test_without_flax():
+    code = (
+        "import sys; sys.modules['flax'] = None\n"
+        "import jax, shardrules as sr\n"
+        "from shardrules.compat import flax_linen_spmd as spmd\n"
+        "box = spmd.LogicallyPartitioned(jax.numpy.ones((4, 4)), ('embed', None))\n"
+        "with spmd.logical_axis_rules([('embed', 'tp')]):\n"
+        "    assert tuple(sr.logical_to_mesh({'w': box})['w']) == ('tp', None)\n"
+        "    assert tuple(spmd.logical_to_mesh_axes(('embed',))) == ('tp',)\n"
+        "assert box.unbox() is box.value\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -16,13 +16,25 @@ def loaded(module: str, name: str) -> Any:
 
 def variable_types() -> tuple[type, ...]:
     """The Variable of nnx, and what flax before 0.12 called VariableState; () without nnx."""
-    names = ("Variable", "VariableState")
-    found = {loaded("flax.nnx.variablelib", name) for name in names}
-    return tuple(found - {None})
+    nnx = sys.modules.get("flax.nnx.variablelib")
+    if nnx is None:
+        return ()
+    return tuple(getattr(nnx, name) for name in ("Variable", "VariableState") if hasattr(nnx, name))
+
+
+def box_types() -> tuple[type, ...]:
+    """The classes of boxes, ours and flax's, that something in this process has imported."""
+    modules = ("shardrules.compat.flax_core_meta", "flax.core.meta")
+    return tuple(sys.modules[name].AxisMetadata for name in modules if name in sys.modules)
+
+
+def variable_sharding(variable: Any) -> Any:
+    """The sharding of a Variable, with logical names as a rule; None if it has none."""
+    metadata = variable.get_metadata()
+    # flax before 0.12 says "sharding".
+    return metadata.get("out_sharding") or metadata.get("sharding")
 
 
 def says_its_sharding(variable: Any) -> bool:
     """Whether a Variable has a sharding."""
-    metadata = variable.get_metadata()
-    # flax before 0.12 says "sharding".
-    return bool(metadata.get("out_sharding") or metadata.get("sharding"))
+    return bool(variable_sharding(variable))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._constraints import with_sharding_constraint
 from shardrules._core import resolve_all
 from shardrules._correction import Correction
-from shardrules._flax import loaded
+from shardrules._flax import box_types, says_its_sharding, variable_sharding, variable_types
 from shardrules._logical_context import get_logical_axis_rules
 from shardrules._logical_rules import (
     LINEN,
@@ -58,7 +58,8 @@ def logical_to_mesh(
 
     Args:
         tree: Any pytree whose leaves are PartitionSpecs or tuples of names (each a logical name,
-            None, UNCONSTRAINED or a tuple of mesh axes), or boxes with names.
+            None, UNCONSTRAINED or a tuple of mesh axes), boxes or nnx Variables with names, or
+            arrays, which are replicated.
         rules: (logical name, mesh axes) pairs; those of `logical_axis_rules` unless given.
         dialect: `FLAX_CORE` for a dict instead: the last rule for a name wins, unknown names stay.
 
@@ -211,21 +212,31 @@ def compiled(
 def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     from jax import tree_util
 
-    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_has_names)
-    names = [leaf.names if _is_box(leaf) else leaf for leaf in leaves]
-    return tree_util.tree_unflatten(treedef, resolve_all(names, shapes, {}, make))
+    kinds = _Kinds()
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=kinds.has_names)
+    if kinds.are_specs(leaves):
+        answers = resolve_all(leaves, shapes, {}, make)
+    else:
+        answers = resolve_all(list(map(kinds.names_of, leaves)), shapes, {}, make)
+        answers = [
+            # As in flax.nnx.get_partition_spec, a Variable holds what stands for its array.
+            leaf.replace(answer) if kinds.of(leaf) == "variable" else answer
+            for leaf, answer in zip(leaves, answers, strict=True)
+        ]
+    return tree_util.tree_unflatten(treedef, answers)
 
 
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
     from jax import tree_util
 
-    leaves = tree_util.tree_leaves(tree, is_leaf=_has_names)
+    kinds = _Kinds()
+    leaves = tree_util.tree_leaves(tree, is_leaf=kinds.has_names)
     arrays_of_leaves: list[Any] = []
     if arrays is None:
-        arrays_of_leaves += [getattr(leaf, "value", leaf) for leaf in leaves]
+        arrays_of_leaves += map(kinds.array_in, leaves)
     else:
         tree_util.tree_map(
-            lambda _, array: arrays_of_leaves.append(array), tree, arrays, is_leaf=_has_names
+            lambda _, array: arrays_of_leaves.append(array), tree, arrays, is_leaf=kinds.has_names
         )
     for leaf, array in zip(leaves, arrays_of_leaves, strict=True):
         if not hasattr(array, "shape"):
@@ -234,6 +245,59 @@ def _shapes(tree: Any, arrays: Any) -> list[Any]:
                 f"{shown(array)}; give arrays=..., a tree of arrays like that of the names"
             )
     return [tuple(array.shape) for array in arrays_of_leaves]
+
+
+class _Kinds:
+    """What the nodes of one tree are: each type is looked at once."""
+
+    __slots__ = ("_boxes", "_known", "_variables")
+
+    def __init__(self) -> None:
+        self._boxes = box_types()
+        self._variables = variable_types()
+        self._known: dict[type, str] = {tuple: "tuple"}
+
+    def of(self, node: Any) -> str:
+        """One of "spec", "tuple", "box", "variable" or "other"."""
+        kind = self._known.get(type(node))
+        if kind is None:
+            if is_partition_spec(node):
+                kind = "spec"
+            elif isinstance(node, self._variables):
+                kind = "variable"
+            else:
+                kind = "box" if isinstance(node, self._boxes) else "other"
+            self._known[type(node)] = kind
+        return kind
+
+    def are_specs(self, leaves: list[Any]) -> bool:
+        """Whether all of them are PartitionSpecs, which are their own names."""
+        return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
+
+    def has_names(self, node: Any) -> bool:
+        kind = self.of(node)
+        if kind == "spec":
+            return True
+        if kind == "tuple":  # an empty one is a node of the tree as a rule
+            return len(node) > 0 and all(map(_is_name, node))
+        if kind == "variable":
+            return says_its_sharding(node)
+        return kind == "box" and hasattr(node, "names")
+
+    def names_of(self, leaf: Any) -> Any:
+        kind = self.of(leaf)
+        if kind == "variable":
+            return variable_sharding(leaf)
+        if kind == "box":
+            return leaf.names
+        # An array in a tree of boxes; flax replicates those without one.
+        return () if kind == "other" and hasattr(leaf, "shape") else leaf
+
+    def array_in(self, leaf: Any) -> Any:
+        kind = self.of(leaf)
+        if kind == "variable":
+            return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
+        return leaf.value if kind == "box" else leaf
 
 
 @functools.lru_cache(maxsize=4096)
@@ -279,23 +343,5 @@ def is_logical_spec(node: Any) -> bool:
     )
 
 
-def _has_names(node: Any) -> bool:
-    if is_partition_spec(node) or _is_box(node):
-        return True
-    # An empty tuple, or a namedtuple of None, is a node of the tree as a rule.
-    return type(node) is tuple and len(node) > 0 and all(map(_is_name, node))
-
-
 def _is_name(entry: Any) -> bool:
     return entry is None or isinstance(entry, str) or is_unconstrained(entry)
-
-
-def _is_box(node: Any) -> bool:
-    return hasattr(node, "names") and any(
-        isinstance(node, box)
-        for box in (
-            loaded("shardrules.compat.flax_core_meta", "AxisMetadata"),
-            loaded("flax.core.meta", "AxisMetadata"),
-        )
-        if box is not None
-    )
