@@ -47,6 +47,21 @@ automata::Oracle oracle_of(const py::object& accepts) {
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
 
+py::tuple to_python(const pytree::Record& record) {
+    return py::make_tuple(record.count, to_python(record.shown));
+}
+
+pytree::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
+                           bool unique, bool scalars_need_rules, bool size_one_is_scalar,
+                           bool min_size_first) {
+    return {Ref::borrow(separator.ptr()), Ref::borrow(shown_separator.ptr()),
+            keystr,
+            unique,
+            scalars_need_rules,
+            size_one_is_scalar,
+            min_size_first};
+}
+
 // A pattern in C++'s hands: a literal, the words of a code, or a rule to skip.
 using Pattern = std::variant<std::u32string, std::vector<std::uint32_t>, std::monostate>;
 
@@ -81,16 +96,24 @@ automata::Program compile(const py::sequence& patterns, const py::sequence& clas
     return std::move(builder).build();
 }
 
+automata::RuleId rules_in_a_pass(std::size_t patterns, std::size_t passes) {
+    if (passes == 0 || patterns % passes != 0)
+        throw std::invalid_argument("the patterns are not the same rules in each pass");
+    return static_cast<automata::RuleId>(patterns / passes);
+}
+
 }  // namespace
 
 RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& searched,
-                 std::size_t memory_budget)
+                 std::size_t memory_budget, std::size_t passes, const pytree::Choices& choices)
     : program_(std::make_shared<const automata::Program>(compile(
           patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
       first_(program_, oracle_of(accepts), automata::Search::kFirst, memory_budget),
-      all_(program_, oracle_of(accepts), automata::Search::kAll, memory_budget) {
+      all_(program_, oracle_of(accepts), automata::Search::kAll, memory_budget),
+      passes_(rules_in_a_pass(patterns.size(), passes)),
+      choices_(choices) {
     for (const py::handle entry : searched) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
         searched_.push_back({rule, Ref::borrow(search.ptr())});
@@ -104,7 +127,8 @@ py::object RuleSet::first_match(const py::str& path) {
         return pytree::first_match(dfa->winner(), searched_,
                                    [&] { return Ref::borrow(path.ptr()); });
     });
-    return rule == automata::kNoRule ? py::object(py::none()) : py::object(py::int_(rule));
+    if (rule == automata::kNoRule) return py::none();
+    return py::int_(passes_.rule_of(rule));
 }
 
 py::list RuleSet::all_matches(const py::str& path) {
@@ -115,29 +139,31 @@ py::list RuleSet::all_matches(const py::str& path) {
     translated([&] {
         pytree::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
     });
+    passes_.fold(rules);
     return py::cast(rules);
 }
 
-py::tuple RuleSet::match(const py::object& tree, const py::str& separator,
-                         pytree::Answers& answers, bool strict, const py::object& min_size,
-                         const py::object& replicated, bool record_events) {
-    if (answers.rule_count() != program_->rule_count())
+py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool strict,
+                         const py::object& min_size, const py::object& replicated,
+                         const py::object& unmatched, bool record_events) {
+    if (answers.rule_count() != passes_.rule_count())
         throw std::invalid_argument("the answers are of another rule list");
-    const automata::DfaPool::Lease dfa(first_);
+    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
-        pytree::MatchLeaves leaves(answers, searched_,
-                                   {strict, min_size.ptr(), replicated.ptr(), record_events});
-        const Ref matched = pytree::map_tree(tree.ptr(), separator.ptr(), *dfa, leaves);
-        return py::make_tuple(to_python(matched), leaves.unmatched_count(),
-                              to_python(leaves.unmatched()), leaves.problem_count(),
-                              to_python(leaves.problems()), to_python(leaves.events()));
+        pytree::MatchLeaves leaves(
+            answers, searched_, passes_, choices_,
+            {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(), record_events});
+        const Ref matched = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
+        return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
+                              to_python(leaves.ambiguous()), to_python(leaves.problems()),
+                              to_python(leaves.events()));
     });
 }
 
-py::tuple RuleSet::count_matches(const py::object& tree, const py::str& separator, bool strict) {
+py::tuple RuleSet::count_matches(const py::object& tree, bool strict) {
     const automata::DfaPool::Lease dfa(all_);
-    pytree::CountMatches counts(program_->rule_count(), searched_, strict);
-    translated([&] { pytree::map_tree(tree.ptr(), separator.ptr(), *dfa, counts); });
+    pytree::CountMatches counts(passes_, searched_, choices_, strict);
+    translated([&] { pytree::map_tree(tree.ptr(), choices_, *dfa, counts); });
     py::list lost;
     for (const auto& [rules, leaves] : counts.lost())
         lost.append(py::make_tuple(rules.first, rules.second, leaves));
@@ -152,20 +178,25 @@ py::tuple RuleSet::counters() const {
 }
 
 void register_rule_set(py::module_& module) {
+    py::class_<pytree::Choices>(module, "Choices")
+        .def(py::init(&choices_of), py::kw_only(), py::arg("separator"),
+             py::arg("shown_separator"), py::arg("keystr"), py::arg("unique"),
+             py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
+             py::arg("min_size_first"));
     py::class_<RuleSet>(module, "RuleSet")
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, std::size_t>(),
+                      const py::sequence&, std::size_t, std::size_t, const pytree::Choices&>(),
              py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
              py::arg("word_class"), py::arg("ascii_word_class"),
              py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),
-             py::arg("memory_budget"))
+             py::arg("memory_budget"), py::arg("passes"), py::arg("choices"))
         .def("first_match", &RuleSet::first_match, py::arg("path"))
         .def("all_matches", &RuleSet::all_matches, py::arg("path"))
-        .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("separator"),
-             py::arg("answers"), py::arg("strict"), py::arg("min_size"), py::arg("replicated"),
+        .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("answers"),
+             py::arg("strict"), py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
              py::arg("record_events"))
         .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
-             py::arg("separator"), py::arg("strict"))
+             py::arg("strict"))
         .def("counters", &RuleSet::counters);
 }
 

@@ -18,26 +18,27 @@ class RuleSet {
     // patterns: per rule a str (a literal), a list of code words, or None (not regular).
     // classes: per class its ASCII members, as an int with bit c for character c.
     // accepts(number, character): whether the class has a non-ASCII member.
-    // searched: (rule, search) for each rule given as None, ascending.
+    // searched: (number, search) for each pattern given as None, ascending.
+    // passes: how many times the rules are in these lists, one after the other.
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,
-            std::size_t memory_budget);
+            std::size_t memory_budget, std::size_t passes, const pytree::Choices& choices);
 
     pybind11::object first_match(const pybind11::str& path);
     pybind11::list all_matches(const pybind11::str& path);
-    pybind11::tuple match(const pybind11::object& tree, const pybind11::str& separator,
-                          pytree::Answers& answers, bool strict,
+    pybind11::tuple match(const pybind11::object& tree, pytree::Answers& answers, bool strict,
                           const pybind11::object& min_size, const pybind11::object& replicated,
-                          bool record_events);
-    pybind11::tuple count_matches(const pybind11::object& tree, const pybind11::str& separator,
-                                  bool strict);
+                          const pybind11::object& unmatched, bool record_events);
+    pybind11::tuple count_matches(const pybind11::object& tree, bool strict);
     pybind11::tuple counters() const;
 
   private:
     std::shared_ptr<const automata::Program> program_;
     automata::DfaPool first_, all_;  // by what is searched for
     std::vector<pytree::SearchedRule> searched_;
+    pytree::Passes passes_;
+    pytree::Choices choices_;
 };
 
 }  // namespace shardrules::bind

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "choices.hpp"
+#include "passes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
 #include "walk.hpp"
@@ -16,9 +18,15 @@ namespace shardrules::pytree {
 
 class CountMatches final : public LeafVisitor {
   public:
-    // strict: a leaf without a shape, or with an empty one, needs no rule and is not counted.
-    CountMatches(std::size_t rules, const std::vector<SearchedRule>& searched, bool strict)
-        : searched_(searched), strict_(strict), matched_(rules), won_(rules) {}
+    // strict: scalars, as the choices have it, need no rule and are not counted.
+    CountMatches(const Passes& passes, const std::vector<SearchedRule>& searched,
+                 const Choices& choices, bool strict)
+        : passes_(passes),
+          searched_(searched),
+          choices_(choices),
+          strict_(strict),
+          matched_(passes.rule_count()),
+          won_(passes.rule_count()) {}
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     // In leaves.
@@ -31,7 +39,11 @@ class CountMatches final : public LeafVisitor {
     }
 
   private:
+    bool needs_no_rule(PyObject* leaf);
+
+    const Passes& passes_;
     const std::vector<SearchedRule>& searched_;
+    const Choices& choices_;
     bool strict_;
     ShapeReader shapes_;
     std::vector<std::uint64_t> matched_, won_;

@@ -1,21 +1,40 @@
 #include "match_leaves.hpp"
 
 namespace shardrules::pytree {
+namespace {
+
+Ref or_none(const Ref& shape) { return shape ? shape : Ref::borrow(Py_None); }
+
+Ref rule_and_shape(automata::RuleId rule, const Ref& shape) {
+    return Ref::checked(Py_BuildValue("(IO)", rule, or_none(shape).get()));
+}
+
+Ref rules_and_shape(const std::vector<automata::RuleId>& rules, const Ref& shape) {
+    const Ref list = Ref::checked(PyList_New(0));
+    for (const automata::RuleId rule : rules)
+        check(PyList_Append(list.get(), Ref::checked(PyLong_FromUnsignedLong(rule)).get()));
+    return Ref::checked(PyTuple_Pack(2, list.get(), or_none(shape).get()));
+}
+
+bool is_less(PyObject* left, PyObject* right) {
+    const int result = PyObject_RichCompareBool(left, right, Py_LT);
+    check(result);
+    return result == 1;
+}
+
+}  // namespace
 
 MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
-                         const MatchOptions& options)
+                         const Passes& passes, const Choices& choices, const MatchOptions& options)
     : answers_(answers),
       searched_(searched),
+      passes_(passes),
+      choices_(choices),
       options_(options),
-      unmatched_(Ref::checked(PyList_New(0))),
-      problems_(Ref::checked(PyList_New(0))),
-      events_(Ref::checked(PyList_New(0))) {
-    // No size is below zero, so zero asks nothing; it is the default.
-    const Ref zero = Ref::checked(PyLong_FromLong(0));
-    const int positive = PyObject_RichCompareBool(options.min_size, zero.get(), Py_GT);
-    check(positive);
-    has_min_size_ = positive == 1;
-}
+      // No size is below zero, so zero asks nothing; it is the default.
+      has_min_size_(is_less(Ref::checked(PyLong_FromLong(0)).get(), options.min_size)),
+      sizes_first_(choices.size_one_is_scalar || (choices.min_size_first && has_min_size_)),
+      size_last_(options.strict && has_min_size_ && !choices.min_size_first) {}
 
 Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     Ref shape;
@@ -23,29 +42,52 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     if (options_.strict) {
         shape = shapes_.read(leaf);
         rank = ShapeReader::rank_of(leaf, shape);
-        if (rank == 0) return Ref::borrow(options_.replicated);
+        if (rank == 0 && !choices_.scalars_need_rules) return Ref::borrow(options_.replicated);
+        if (sizes_first_ && shape && needs_no_rule(shape.get()))
+            return Ref::borrow(options_.replicated);
     }
-    const automata::RuleId rule =
-        first_match(place.dfa.winner(), searched_, [&] { return place.path.text(); });
-    if (rule == automata::kNoRule) {
-        if (unmatched_count_++ < kUnmatchedShown)
-            record(unmatched_, place, shape ? shape.get() : Py_None);
-        return Ref::borrow(Py_None);
-    }
-    if (options_.strict && has_min_size_ && too_small(shape.get())) {
-        if (options_.record_events) record(events_, place, Py_None);
+    const automata::RuleId decided = decide(place);
+    if (decided >= kSeveral) return undecided(decided, place, shape);
+    if (size_last_ && shape && too_small(shape.get())) {
+        if (options_.record_events) tell(events_, PY_SSIZE_T_MAX, place, or_none({}));
         return Ref::borrow(options_.replicated);
     }
+    const automata::RuleId rule = passes_.rule_of(decided);
     const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
     if (answer.object == nullptr) {
-        if (problem_count_++ < kProblemsShown) {
-            const Ref what = Ref::checked(Py_BuildValue("(IO)", rule, shape.get()));
-            record(problems_, place, what.get());
-        }
+        tell(problems_, kProblemsShown, place, rule_and_shape(rule, shape));
         return Ref::borrow(Py_None);
     }
-    if (answer.truncated && options_.record_events) record(events_, place, answer.object);
+    if (answer.truncated && options_.record_events)
+        tell(events_, PY_SSIZE_T_MAX, place, Ref::borrow(answer.object));
     return Ref::borrow(answer.object);
+}
+
+automata::RuleId MatchLeaves::decide(const LeafPlace& place) {
+    const auto path = [&] { return place.path.text(); };
+    if (!choices_.unique) return first_match(place.dfa.winner(), searched_, path);
+    place.dfa.matches(matches_);
+    add_matches(searched_, path, matches_);
+    passes_.keep_deciding(matches_);
+    if (matches_.size() > 1) return kSeveral;
+    return matches_.empty() ? automata::kNoRule : matches_.front();
+}
+
+Ref MatchLeaves::undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape) {
+    if (why == kSeveral) {
+        passes_.fold(matches_);
+        tell(ambiguous_, kProblemsShown, place, rules_and_shape(matches_, shape));
+    } else if (options_.unmatched != Py_None) {
+        return Ref::borrow(options_.unmatched);
+    } else {
+        tell(unmatched_, kUnmatchedShown, place, or_none(shape));
+    }
+    return Ref::borrow(Py_None);
+}
+
+bool MatchLeaves::needs_no_rule(PyObject* shape) const {
+    return (choices_.size_one_is_scalar && ShapeReader::holds_one(shape)) ||
+           (choices_.min_size_first && has_min_size_ && too_small(shape));
 }
 
 bool MatchLeaves::too_small(PyObject* shape) const {
@@ -53,14 +95,14 @@ bool MatchLeaves::too_small(PyObject* shape) const {
     const Ref dims = Ref::checked(PySequence_Tuple(shape));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dims.get()); ++i)
         size = Ref::checked(PyNumber_Multiply(size.get(), PyTuple_GET_ITEM(dims.get(), i)));
-    const int smaller = PyObject_RichCompareBool(size.get(), options_.min_size, Py_LT);
-    check(smaller);
-    return smaller == 1;
+    return is_less(size.get(), options_.min_size);
 }
 
-void MatchLeaves::record(const Ref& list, const LeafPlace& place, PyObject* what) const {
-    const Ref entry = Ref::checked(PyTuple_Pack(2, place.path.text().get(), what));
-    check(PyList_Append(list.get(), entry.get()));
+void MatchLeaves::tell(Record& record, Py_ssize_t most, const LeafPlace& place,
+                       const Ref& what) const {
+    if (record.count++ >= most) return;
+    const Ref entry = Ref::checked(PyTuple_Pack(2, place.path.shown().get(), what.get()));
+    check(PyList_Append(record.shown.get(), entry.get()));
 }
 
 }  // namespace shardrules::pytree

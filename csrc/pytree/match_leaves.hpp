@@ -1,11 +1,13 @@
-// The decision for one leaf, with the semantics of eformer's match_partition_rules (0.0.101): which
-// spec it gets, whether it is too small or has no shape, and a record of what went unmatched. Reads
-// a leaf's .shape and nothing else.
+// The decision for one leaf: which spec it gets, whether it needs a rule at all, and a record of what
+// no rule or too many rules match. The dialect's choices say how libraries differ in it. Reads a
+// leaf's .shape and nothing else.
 #pragma once
 
 #include <vector>
 
 #include "answers.hpp"
+#include "choices.hpp"
+#include "passes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
 #include "walk.hpp"
@@ -16,37 +18,50 @@ struct MatchOptions {
     bool strict;           // look at shapes: scalars, min_size, truncation
     PyObject* min_size;    // a number; leaves with fewer elements are replicated
     PyObject* replicated;  // what a leaf gets that no rule shards
+    PyObject* unmatched;   // what a leaf gets that no rule matches; None: that is an error
     bool record_events;
+};
+
+// Leaves to tell of, in the order of the walk: how many, and the first of them.
+struct Record {
+    Py_ssize_t count = 0;
+    Ref shown = Ref::checked(PyList_New(0));  // (path, what is to tell)
 };
 
 class MatchLeaves final : public LeafVisitor {
   public:
     static constexpr Py_ssize_t kUnmatchedShown = 10, kProblemsShown = 20;
 
-    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
-                const MatchOptions& options);
+    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const Passes& passes,
+                const Choices& choices, const MatchOptions& options);
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
-    Py_ssize_t unmatched_count() const { return unmatched_count_; }
-    Py_ssize_t problem_count() const { return problem_count_; }
-    // Lists in the order of the walk: (path, shape or None); (path, (rule, shape)) of leaves that
-    // their rule cannot be applied to; with record_events, (path, truncated spec or None when the
-    // leaf was smaller than min_size).
-    const Ref& unmatched() const { return unmatched_; }
-    const Ref& problems() const { return problems_; }
-    const Ref& events() const { return events_; }
+    const Record& unmatched() const { return unmatched_; }  // shape, or None
+    // (rules, shape): several of them match where one alone may.
+    const Record& ambiguous() const { return ambiguous_; }
+    const Record& problems() const { return problems_; }  // (rule, shape): it cannot be applied
+    // With record_events: the truncated spec, or None when the leaf was smaller than min_size.
+    const Record& events() const { return events_; }
 
   private:
+    static constexpr automata::RuleId kSeveral = automata::kNoRule - 1;
+
+    bool needs_no_rule(PyObject* shape) const;
     bool too_small(PyObject* shape) const;
-    void record(const Ref& list, const LeafPlace& place, PyObject* what) const;
+    automata::RuleId decide(const LeafPlace& place);
+    Ref undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape);
+    void tell(Record& record, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
 
     Answers& answers_;
     const std::vector<SearchedRule>& searched_;
+    const Passes& passes_;
+    const Choices& choices_;
     MatchOptions options_;
     bool has_min_size_;
+    bool sizes_first_, size_last_;  // looked at before and after the match
     ShapeReader shapes_;
-    Py_ssize_t unmatched_count_ = 0, problem_count_ = 0;
-    Ref unmatched_, problems_, events_;
+    Record unmatched_, ambiguous_, problems_, events_;
+    std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };
 
 }  // namespace shardrules::pytree

@@ -40,6 +40,17 @@ Py_ssize_t ShapeReader::rank_of(PyObject* leaf, const Ref& shape) {
     throw PythonError{};
 }
 
+bool ShapeReader::holds_one(PyObject* shape) {
+    const Ref one = Ref::checked(PyLong_FromLong(1)), dims = Ref::checked(PySequence_Tuple(shape));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dims.get()); ++i) {
+        const int equal =
+            PyObject_RichCompareBool(PyTuple_GET_ITEM(dims.get(), i), one.get(), Py_EQ);
+        check(equal);
+        if (equal == 0) return false;
+    }
+    return true;
+}
+
 Ref ShapeReader::read_attribute(PyObject* leaf) {
     PyObject* shape = PyObject_GetAttr(leaf, shape_name());
     if (shape == nullptr) {

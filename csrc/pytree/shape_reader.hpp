@@ -19,6 +19,8 @@ class ShapeReader {
 
     // The rank of the shape that read() gave; 0 without one.
     static Py_ssize_t rank_of(PyObject* leaf, const Ref& shape);
+    // Whether an array of this shape has one element.
+    static bool holds_one(PyObject* shape);
 
   private:
     void inspect(PyTypeObject* type);

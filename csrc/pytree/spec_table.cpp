@@ -19,6 +19,7 @@ SpecTable::SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> len
 
 PyObject* SpecTable::make(automata::RuleId rule, Py_ssize_t entries) {
     Ref made = Ref::checked(PyObject_CallFunction(make_.get(), "In", rule, entries));
+    if (made.get() == Py_None) return nullptr;
     // Making it ran Python code, which may have come here first.
     Ref& slot = specs_[rows_[rule].start + static_cast<std::size_t>(entries)];
     if (!slot) slot = std::move(made);

@@ -13,7 +13,8 @@ class SpecTable final : public Answers {
   public:
     // specs[rule]: its spec, or None if it has to be made yet.
     // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the spec whole.
-    // make(rule, rank): the spec for a leaf of a lower rank, or the whole one.
+    // make(rule, rank): the spec for a leaf of a lower rank, or the whole one; None if such a leaf
+    // cannot be given any.
     SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make);
 
     std::size_t rule_count() const override { return rows_.size(); }

@@ -40,11 +40,13 @@ KeyText::KeyText(const Key& key) {
 
 Ref TreePath::text() const { return join(separator_, keys_, keys_.size()); }
 
-Ref TreePath::short_text() const {
-    if (keys_.size() <= kShownKeys) return text();
-    const Ref front = join(separator_, keys_, kShownKeys);
-    return Ref::checked(PyUnicode_FromFormat("%U%U... (%zu keys deep)", front.get(), separator_,
-                                             keys_.size()));
+Ref TreePath::shown() const { return join(shown_separator_, keys_, keys_.size()); }
+
+Ref TreePath::shown_briefly() const {
+    if (keys_.size() <= kShownKeys) return shown();
+    const Ref front = join(shown_separator_, keys_, kShownKeys);
+    return Ref::checked(PyUnicode_FromFormat("%U%U... (%zu keys deep)", front.get(),
+                                             shown_separator_, keys_.size()));
 }
 
 }  // namespace shardrules::pytree

@@ -2,6 +2,7 @@
 // popping cost a few instructions; the path's text is built only when someone asks for it.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
 #include <vector>
 
@@ -10,11 +11,14 @@
 
 namespace shardrules::pytree {
 
+enum class KeyKind : std::uint8_t { kItem, kAttribute, kText };
+
 // A dict key or attribute name (any object, whose str() is the text), or a sequence index. The
 // object is borrowed: the walk's frame that pushed it owns it.
 struct Key {
     PyObject* object = nullptr;
     Py_ssize_t index = 0;  // without an object
+    KeyKind kind = KeyKind::kItem;
 };
 
 // The text of one key, valid as long as this object.
@@ -35,17 +39,21 @@ automata::Text text_of(PyObject* unicode);  // an exact or derived str
 
 class TreePath {
   public:
-    explicit TreePath(PyObject* separator) : separator_(separator) {}
+    TreePath(PyObject* separator, PyObject* shown_separator)
+        : separator_(separator), shown_separator_(shown_separator) {}
     void push(Key key) { keys_.push_back(key); }
     void pop() { keys_.pop_back(); }
     std::size_t depth() const { return keys_.size(); }
-    // The keys' texts, joined by the separator.
+    // The keys' texts, joined by the separator: what rules meet.
     Ref text() const;
+    // What people see.
+    Ref shown() const;
     // The same, but short: for notes on errors in trees of any depth.
-    Ref short_text() const;
+    Ref shown_briefly() const;
 
   private:
     PyObject* separator_;
+    PyObject* shown_separator_;
     std::vector<Key> keys_;
 };
 

@@ -1,8 +1,11 @@
 #include "walk.hpp"
 
+#include "keystr_texts.hpp"
 #include "node_types.hpp"
 #include "registry.hpp"
 #include "step_memo.hpp"
+
+#include <optional>
 
 namespace shardrules::pytree {
 namespace {
@@ -27,8 +30,13 @@ constexpr Py_ssize_t kFewKeys = 3;
 
 class Walk {
   public:
-    Walk(PyObject* separator, automata::LazyDfa& dfa, LeafVisitor& visitor)
-        : separator_(text_of(separator)), dfa_(dfa), visitor_(visitor), path_(separator) {}
+    Walk(const Choices& choices, automata::LazyDfa& dfa, LeafVisitor& visitor)
+        : separator_(text_of(choices.separator.get())),
+          dfa_(dfa),
+          visitor_(visitor),
+          path_(choices.separator.get(), choices.shown_separator.get()) {
+        if (choices.keystr) keystrs_.emplace();
+    }
 
     Ref run(PyObject* tree) {
         try {
@@ -51,8 +59,15 @@ class Walk {
 
     Ref leaf(PyObject* object) { return visitor_.visit(object, {dfa_, path_}); }
 
-    // A child of the node that the walk is in. On errors the path stays, for the note.
+    // A child of the node that the walk is in.
     Ref child(const Key& key, PyObject* object) {
+        if (!keystrs_) return descend(key, object);
+        const Ref text = keystrs_->of(key);
+        return descend({.object = text.get(), .kind = KeyKind::kText}, object);
+    }
+
+    // On errors the path stays, for the note.
+    Ref descend(const Key& key, PyObject* object) {
         path_.push(key);
         steps_.enter(dfa_, key);
         const NodeType& type = types_.of(object);
@@ -185,7 +200,8 @@ class Walk {
         }
         const std::size_t base = values_.size();
         for (Py_ssize_t i = 0; i < size; ++i)
-            values_.push_back(child({PyTuple_GET_ITEM(fields, i)}, PyTuple_GET_ITEM(object, i)));
+            values_.push_back(child(attribute_key(PyTuple_GET_ITEM(fields, i)),
+                                    PyTuple_GET_ITEM(object, i)));
         Ref out;
         if (type.constructor_is_tuple) {
             PyTypeObject* exact = Py_TYPE(object);
@@ -205,7 +221,7 @@ class Walk {
         const std::vector<Ref>& keys = type.record->keys();
         for (std::size_t i = 0; i < keys.size(); ++i) {
             const Ref original = std::move(values_[base + 1 + i]);
-            Ref result = child({keys[i].get()}, original.get());
+            Ref result = child(attribute_key(keys[i].get()), original.get());
             values_[base + 1 + i] = std::move(result);  // the stack may have moved meanwhile
         }
         Ref out = type.record->make(values_.data() + base);
@@ -223,8 +239,10 @@ class Walk {
         }
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flat.pairs.get()); ++i) {
             const Ref pair = key_and_child(object, flat.pairs.get(), i);
-            const Ref text = key_entry_text(PyTuple_GET_ITEM(pair.get(), 0));
-            values_.push_back(child({text.get()}, PyTuple_GET_ITEM(pair.get(), 1)));
+            PyObject* entry = PyTuple_GET_ITEM(pair.get(), 0);
+            const Ref text = keystrs_ ? Ref::checked(PyObject_Str(entry)) : key_entry_text(entry);
+            values_.push_back(child({.object = text.get(), .kind = KeyKind::kText},
+                                    PyTuple_GET_ITEM(pair.get(), 1)));
         }
         const Ref children = tuple_from(base);
         values_.resize(base);
@@ -232,6 +250,8 @@ class Walk {
         return Ref::checked(PyObject_CallFunctionObjArgs(
             type.unflatten.get(), flat.auxiliary.get(), children.get(), nullptr));
     }
+
+    static Key attribute_key(PyObject* name) { return {.object = name, .kind = KeyKind::kAttribute}; }
 
     Ref& value(std::size_t base, Py_ssize_t i) {
         return values_[base + static_cast<std::size_t>(i)];
@@ -267,7 +287,7 @@ class Walk {
         PyErr_Fetch(&type, &value, &traceback);
         PyErr_NormalizeException(&type, &value, &traceback);
         try {
-            const Ref where = path_.short_text();
+            const Ref where = path_.shown_briefly();
             const Ref note =
                 Ref::checked(PyUnicode_FromFormat("shardrules: at %R in the tree", where.get()));
             Ref::checked(PyObject_CallMethod(value, "add_note", "O", note.get()));
@@ -283,14 +303,16 @@ class Walk {
     TreePath path_;
     NodeTypes types_;
     StepMemo steps_;
+    std::optional<KeystrTexts> keystrs_;
     std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open
 };
 
 }  // namespace
 
-Ref map_tree(PyObject* tree, PyObject* separator, automata::LazyDfa& dfa, LeafVisitor& visitor) {
+Ref map_tree(PyObject* tree, const Choices& choices, automata::LazyDfa& dfa,
+             LeafVisitor& visitor) {
     const CollectorPause pause;
-    return Walk(separator, dfa, visitor).run(tree);
+    return Walk(choices, dfa, visitor).run(tree);
 }
 
 }  // namespace shardrules::pytree

@@ -7,7 +7,16 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 from shardrules._constraints import with_sharding_constraint
 from shardrules._correction import Correction, RuleSpec
 from shardrules._coverage import Counters, Coverage
-from shardrules._dialects import EFORMER, Dialect
+from shardrules._dialects import (
+    EASYLM,
+    EFORMER,
+    KERAS,
+    KEYSTR,
+    SPECTRAX,
+    TP_PLAN,
+    WINDOW,
+    Dialect,
+)
 from shardrules._fingerprint import fingerprint
 from shardrules._logical_context import logical_axis_rules
 from shardrules._logical_rules import FLAX_CORE, LINEN, LogicalDialect
@@ -24,9 +33,15 @@ from shardrules._rules import Rules, match_partition_rules
 from shardrules._shardings import named_shardings, spec_for
 
 __all__ = [
+    "EASYLM",
     "EFORMER",
     "FLAX_CORE",
+    "KERAS",
+    "KEYSTR",
     "LINEN",
+    "SPECTRAX",
+    "TP_PLAN",
+    "WINDOW",
     "Correction",
     "Counters",
     "Coverage",

@@ -88,18 +88,35 @@ class ShardingTable(Answers):
         make: Callable[[int, int, int], object],
     ) -> None: ...
 
+class Choices:
+    """What the core needs to know of a dialect; `shardrules.Dialect` says what it means."""
+
+    def __init__(
+        self,
+        *,
+        separator: str,
+        shown_separator: str,
+        keystr: bool,
+        unique: bool,
+        scalars_need_rules: bool,
+        size_one_is_scalar: bool,
+        min_size_first: bool,
+    ) -> None: ...
+
 class RuleSet:
     r"""A compiled rule list.
 
     Args:
-        patterns: Per rule a literal, code words, or None where `searched` has the rule.
+        patterns: Per pass and rule a literal, code words, or None where `searched` has the rule.
         classes: Per character class its ASCII members, bit c for character c.
         accepts: accepts(class, character), for non-ASCII characters.
         word_class: The class that `\b` looks at, or -1.
         ascii_word_class: The same for patterns with the ASCII flag.
         empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
-        searched: (rule, search) of the rules evaluated by calling search(path).
+        searched: (position in `patterns`, search) of those evaluated by calling search(path).
         memory_budget: Bytes for the states of each DFA.
+        passes: How many times `patterns` has the rules; what matches in an earlier pass wins.
+        choices: Those of the dialect.
     """
 
     def __init__(
@@ -113,6 +130,8 @@ class RuleSet:
         empty_text_has_no_non_boundary: bool,
         searched: Sequence[tuple[int, Callable[[str], object]]],
         memory_budget: int,
+        passes: int,
+        choices: Choices,
     ) -> None: ...
     def first_match(self, path: str) -> int | None: ...
     def all_matches(self, path: str) -> list[int]: ...
@@ -120,28 +139,23 @@ class RuleSet:
         self,
         tree: object,
         *,
-        separator: str,
         answers: Answers,
         strict: bool,
         min_size: object,
         replicated: object,
+        unmatched: object,
         record_events: bool,
     ) -> tuple[
         Any,
-        int,
-        list[tuple[str, Any]],
-        int,
-        list[tuple[str, tuple[int, Any]]],
-        list[tuple[str, Any]],
+        tuple[int, list[tuple[str, Any]]],
+        tuple[int, list[tuple[str, tuple[list[int], Any]]]],
+        tuple[int, list[tuple[str, tuple[int, Any]]]],
+        tuple[int, list[tuple[str, Any]]],
     ]:
-        """The tree of answers, with what went wrong and what is worth a word.
-
-        (tree, unmatched leaves, the first of them as (path, shape), leaves that their rule cannot
-        be applied to, the first of them as (path, (rule, shape)), events).
-        """
+        """The fields of `shardrules._rules.Outcome`."""
 
     def count_matches(
-        self, tree: object, *, separator: str, strict: bool
+        self, tree: object, *, strict: bool
     ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
         """Leaves (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
 

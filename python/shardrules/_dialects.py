@@ -1,30 +1,144 @@
 """Dialects: the choices in which rule-matching libraries differ, as data.
 
-One engine reads them; a new dialect is a new record here, not a new code path.
+One engine reads them; a new dialect is a new record here, not a new code path. Must not know how a
+choice is carried out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardrules._correction import Correction
+from shardrules._ways import COMPONENT_SEPARATOR, WAYS
+
+_CHOICES: Final = {
+    "keys": ("text", "keystr"),
+    "precedence": ("first", "only"),
+    "scalars": ("rank 0", "size 1", "none"),
+    "min_size": ("after", "before"),
+    "rank": ("truncate", "replicate", "keep", "error"),
+    "unmatched": ("error", "replicate"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How rules meet a tree.
+    r"""How rules meet a tree. `dataclasses.replace` makes a dialect with other choices.
 
     Args:
         name: The library that the dialect is of.
         separator: What joins the keys of a path.
-        correction: How specs are made to fit arrays and meshes.
+        correction: How `named_shardings` makes specs fit arrays and meshes.
+        keys: What a path consists of: the keys' "text", that is their str(), joined by the
+            separator; or JAX's "keystr", as in `['layers'][0].kernel`.
+        match: How a pattern meets a path. Of several ways all rules are tried in the first before
+            any is tried in the second. "search" and "fullmatch" are those of `re`; "exact" is
+            equality; "glob" is equality where `*` stands for a number; "exact_parent" and
+            "glob_parent" compare the path without its last component. With "window" a pattern is
+            a tuple of regexes for consecutive components, each with a `$` added and met by
+            `re.match`; keys must not contain a newline.
+        precedence: Of several rules that match, the "first" wins; or, if exactly one is allowed,
+            "only" it. Other matches are an error then, in the way that is the first to have any.
+        scalars: Leaves that need no rule: those of "rank 0" or without a shape; these and those of
+            "size 1"; or "none".
+        min_size: Whether a leaf below the minimal size needs a rule: then its size is looked at
+            "after" the match, else "before".
+        rank: What `match` does with a spec that is longer than the leaf's rank: "truncate" it,
+            "replicate" the leaf, "keep" it, or "error".
+        unmatched: What no rule matches is an "error"; or "replicate" it.
+
+    Raises:
+        ValueError: A choice that does not exist.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from shardrules import KERAS, Rules
+        >>> before_3_14 = replace(KERAS, match=("exact", "search"))
+        >>> Rules([("dense", None)], before_3_14).first_match("model/dense/kernel")
+        0
     """
 
     name: str
     separator: str
     correction: Correction
+    keys: str = "text"
+    match: tuple[str, ...] = ("search",)
+    precedence: str = "first"
+    scalars: str = "rank 0"
+    min_size: str = "after"
+    rank: str = "truncate"
+    unmatched: str = "error"
 
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            _check(name, getattr(self, name), choices)
+        for way in self.match:
+            _check("a way of match", way, tuple(WAYS))
+        if len({WAYS[way].method == "window" for way in self.match}) != 1:
+            raise ValueError(f"match is {self.match!r}; windows do not mix with other ways")
+
+    @property
+    def joined_by(self) -> str:
+        """What joins the keys of the paths that patterns meet."""
+        if self.keys == "keystr":
+            return ""
+        return COMPONENT_SEPARATOR if "window" in self.match else self.separator
+
+
+def _check(name: str, choice: object, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+# What JAX would refuse in the end is refused, with the path and the rule.
+_NONE: Final = Correction(absent="error", indivisible="error", rank="error", pad=False)
 
 EFORMER = Dialect(name="eformer", separator="/", correction=Correction())
 """`eformer.escale.match_partition_rules`, as of eformer 0.0.101; the correction is that of its
 `get_corrected_named_sharding`, but keeps PartitionSpec.UNCONSTRAINED."""
+
+EASYLM = Dialect(name="EasyLM", separator="/", correction=_NONE, scalars="size 1", rank="keep")
+"""`match_partition_rules` of EasyLM's jax_utils, and `TreePathShardingRule` of scalax 0.2.6."""
+
+KEYSTR = Dialect(
+    name="JAXSeq", separator="", correction=_NONE, keys="keystr", scalars="size 1", rank="keep"
+)
+"""`match_partition_rules` of JAXSeq's utils: EasyLM's, on `jax.tree_util.keystr` paths."""
+
+SPECTRAX = Dialect(
+    name="Spectrax",
+    separator="/",
+    correction=Correction(absent="drop_axis", rank="replicate", pad=False),
+    min_size="before",
+)
+"""`match_partition_rules` of spectrax-lib 0.1.4; the correction is that of its
+`sanitize_partition_spec_for_mesh_and_shape`, on a mesh without a pipeline axis."""
+
+KERAS = Dialect(
+    name="Keras",
+    separator="/",
+    correction=_NONE,
+    match=("exact", "fullmatch"),
+    precedence="only",
+    scalars="none",
+    rank="error",
+    unmatched="replicate",
+)
+"""`keras.distribution.LayoutMap` of Keras 3.15. Up to 3.13 it searched, where it wants a full match
+now."""
+
+WINDOW = Dialect(
+    name="windows", separator="/", correction=_NONE, match=("window",), scalars="none", rank="keep"
+)
+"""`set_partitions` of dalle-mini, and of the code of the t5x era that it comes from."""
+
+TP_PLAN = Dialect(
+    name="transformers",
+    separator=".",
+    correction=_NONE,
+    match=("exact", "exact_parent", "glob", "glob_parent"),
+    scalars="none",
+    unmatched="replicate",
+)
+"""The `tp_plan` of a transformers model, as of `_get_parameter_tp_plan` in transformers 5."""

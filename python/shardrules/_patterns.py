@@ -2,8 +2,8 @@
 
 Patterns are parsed by the running Python's own `re` parser, and the characters that a class accepts
 are asked from the running `re`, so neither can differ from it. What is not regular (lookaround,
-backreferences, ...) is left to `re` and named. Costs one parse per pattern; plain literals skip it.
-Must not know about specs, trees or JAX.
+backreferences, ...) is left to `re` and named. Costs one parse per pattern and way in which it may
+meet a path; plain literals that are searched for skip it. Must not know about specs, trees or JAX.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple, TypeGuard
+
+from shardrules._ways import COMPONENT_SEPARATOR, Way
 
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
@@ -40,8 +43,11 @@ _METACHARACTER: Final = re.compile(r"[\\.^$*+?{}\[\]|()]")
 # As plain ints: `&` of an enum's members costs a microsecond, and each character is asked.
 _IGNORECASE, _MULTILINE, _ASCII_ONLY, _DEBUG = map(int, (re.I, re.M, re.A, re.DEBUG))
 _ALPHABET_FLAGS: Final = int(re.ASCII | re.LOCALE | re.UNICODE)
+# A flag of our own: the pattern is for one component of a path. It cannot see the separator.
+_IN_COMPONENT: Final = 1 << 30
+_SEPARATOR: Final = ord(COMPONENT_SEPARATOR)
 # Flags that change which characters a class accepts.
-_CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL)
+_CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL) | _IN_COMPONENT
 # Python 3.14 made \B match the empty string.
 EMPTY_TEXT_HAS_NO_NON_BOUNDARY: Final = re.search(r"\B", "") is None
 
@@ -52,11 +58,12 @@ _NOT_REGULAR: Final = {
     _constants.POSSESSIVE_REPEAT: "possessive repeat",
 }
 _LOOKAROUNDS: Final = {_constants.ASSERT: "look", _constants.ASSERT_NOT: "negative look"}
+# Plainly, with the MULTILINE flag, and in a component: there a line is a component.
 _ANCHORS: Final = {
-    _constants.AT_BEGINNING: (_BEGIN, _BEGIN_LINE),
-    _constants.AT_BEGINNING_STRING: (_BEGIN, _BEGIN),
-    _constants.AT_END: (_DOLLAR, _END_LINE),
-    _constants.AT_END_STRING: (_END, _END),
+    _constants.AT_BEGINNING: (_BEGIN, _BEGIN_LINE, _BEGIN_LINE),
+    _constants.AT_BEGINNING_STRING: (_BEGIN, _BEGIN, _BEGIN_LINE),
+    _constants.AT_END: (_DOLLAR, _END_LINE, _END_LINE),
+    _constants.AT_END_STRING: (_END, _END, _END_LINE),
 }
 _BOUNDARIES: Final = {
     _constants.AT_BOUNDARY: (_BOUNDARY, _ASCII_BOUNDARY),
@@ -64,11 +71,15 @@ _BOUNDARIES: Final = {
 }
 
 
+_BEFORE: Final = ((_constants.AT, _constants.AT_BEGINNING_STRING),)
+_AFTER: Final = ((_constants.AT, _constants.AT_END_STRING),)
+
+
 class PatternCode(NamedTuple):
     """The patterns of one rule list, ready for `_core.RuleSet`."""
 
     patterns: tuple[str | list[int] | None, ...]
-    """Per rule: a literal, code words, or None where `re` evaluates the rule."""
+    """Per way and rule: a literal, code words, or None where `re` evaluates the rule."""
     classes: tuple[int, ...]
     """Per character class its ASCII members, bit c for character c."""
     accepts: Callable[[int, str], bool]
@@ -76,7 +87,7 @@ class PatternCode(NamedTuple):
     word_class: int
     ascii_word_class: int
     searched: tuple[tuple[int, Callable[[str], object]], ...]
-    """(rule, search) of the rules that `re` evaluates."""
+    """(position in `patterns`, search) of the rules that `re` evaluates."""
     fallbacks: tuple[tuple[int, str], ...]
     """(rule, reason) of the same."""
 
@@ -101,8 +112,10 @@ def _char_class(op: int, argument: object, flags: int) -> _CharClass:
     """Asks `re` which characters a single-character node of a parse tree accepts."""
     operand = list(argument) if isinstance(argument, tuple) else argument
     node = _parser.SubPattern(_parser.State(), [(op, operand)])
-    compiled = _compiler.compile(node, flags)
+    compiled = _compiler.compile(node, flags & ~_IN_COMPONENT)
     members = sum(1 << ord(c) for c in compiled.findall(_ASCII))
+    if flags & _IN_COMPONENT:
+        members &= ~(1 << _SEPARATOR)
     return _CharClass(members, compiled.fullmatch)
 
 
@@ -149,9 +162,22 @@ class _Lowering:
                 raise _NotRegularError("too large for the automaton once its repeats are unrolled")
         return size
 
+    def window(self, components: Sequence[Any], code: list[int]) -> int:
+        """The code of components that follow one another; each has to match from its beginning."""
+        code += (_SEQUENCE, 4 * len(components) - 2)
+        not_separator = self.number(_constants.NOT_LITERAL, _SEPARATOR, 0)
+        size = 0
+        for position, tree in enumerate(components):
+            if position > 0:
+                code += (_REPEAT, 0, _UNBOUNDED, _CLASS, not_separator, _LITERAL, _SEPARATOR)
+            code += (_ASSERT, _BEGIN_LINE)
+            size += 4 + self.sequence(tree.data, tree.state.flags | _IN_COMPONENT, code, 0)
+        return size
+
     def _item(self, op: Any, argument: Any, flags: int, code: list[int], depth: int) -> int:
         if op is _constants.LITERAL and not flags & _IGNORECASE:
-            code += (_LITERAL, argument)
+            is_foreign = flags & _IN_COMPONENT and argument == _SEPARATOR
+            code += (_NEVER,) if is_foreign else (_LITERAL, argument)
         elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY):
             code += (_CLASS, self.number(op, argument, flags))
         elif op is _constants.IN:
@@ -181,16 +207,20 @@ class _Lowering:
         return 1
 
     def _assertion(self, anchor: Any, flags: int) -> int:
+        in_component = bool(flags & _IN_COMPONENT)
         if anchor in _ANCHORS:
-            return _ANCHORS[anchor][bool(flags & _MULTILINE)]
+            return _ANCHORS[anchor][2 if in_component else bool(flags & _MULTILINE)]
+        if in_component and anchor is _constants.AT_NON_BOUNDARY:
+            # Of an empty component it depends on the version of Python.
+            raise _NotRegularError(r"\B in a window")
         ascii_only = bool(flags & _ASCII_ONLY)
         word = (_constants.CATEGORY, _constants.CATEGORY_WORD)
         self._boundaries[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
         return _BOUNDARIES[anchor][ascii_only]
 
 
-def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
-    """Lowers the patterns of a rule list.
+def compile_patterns(patterns: Sequence[Any], ways: Sequence[Way]) -> PatternCode:
+    """Lowers the patterns of a rule list, once for each way: first all of them for the first one.
 
     Raises:
         re.error: `re` rejects a pattern; the message has the rule's index and a caret.
@@ -200,22 +230,25 @@ def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
     searched: list[tuple[int, Callable[[str], object]]] = []
     fallbacks: list[tuple[int, str]] = []
     nodes = 0
-    for index, pattern in enumerate(patterns):
-        if _is_literal(pattern) and nodes + len(pattern) <= _MAX_NODES_OF_RULES:
+    for way, (index, pattern) in product(ways, enumerate(patterns)):
+        is_searched = way.method == "search"
+        if is_searched and _is_literal(pattern) and nodes + len(pattern) <= _MAX_NODES_OF_RULES:
             nodes += len(pattern)
             lowered.append(pattern)
             continue
         code: list[int] = []
+        regexes = way.regexes(pattern)
         try:
-            tree = _parse(index, pattern)
-            size = lowering.sequence(tree, tree.state.flags, code, 0)
+            written = pattern if way.method == "window" else regexes
+            trees = [_parse(index, *both) for both in zip(regexes, written, strict=True)]
+            size = _lower(lowering, way, trees, code)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")
             nodes += size
             lowered.append(code)
         except _NotRegularError as reason:
+            searched.append((len(lowered), _evaluated_by_re(index, way, regexes)))
             lowered.append(None)
-            searched.append((index, _compile(index, pattern).search))
             fallbacks.append((index, str(reason)))
     return PatternCode(
         tuple(lowered),
@@ -228,18 +261,49 @@ def compile_patterns(patterns: Sequence[str | re.Pattern[str]]) -> PatternCode:
     )
 
 
+def _lower(lowering: _Lowering, way: Way, trees: Sequence[Any], code: list[int]) -> int:
+    if way.method == "window":
+        return lowering.window(trees, code)
+    (tree,) = trees
+    whole = way.method == "fullmatch"
+    items = [*_BEFORE, *tree.data, *_AFTER] if whole else tree.data
+    return lowering.sequence(items, tree.state.flags, code, 0)
+
+
+def _evaluated_by_re(
+    index: int, way: Way, regexes: Sequence[str | re.Pattern[str]]
+) -> Callable[[str], object]:
+    compiled = [_compile(index, regex) for regex in regexes]
+    if way.method != "window":
+        return getattr(compiled[0], way.method)  # type: ignore[no-any-return]
+
+    def find(path: str) -> object:
+        keys = path.split(COMPONENT_SEPARATOR)
+        return next(
+            (
+                start
+                for start in range(len(keys) - len(compiled) + 1)
+                if all(r.match(key) for r, key in zip(compiled, keys[start:], strict=False))
+            ),
+            None,
+        )
+
+    return find
+
+
 def _is_literal(pattern: str | re.Pattern[str]) -> TypeGuard[str]:
     return isinstance(pattern, str) and not _METACHARACTER.search(pattern)
 
 
-def _parse(index: int, pattern: str | re.Pattern[str]) -> Any:
-    text, flags = _text_and_flags(pattern)
+def _parse(index: int, regex: str | re.Pattern[str], written: str | re.Pattern[str]) -> Any:
+    text, flags = _text_and_flags(regex)
+    own_text = _text_and_flags(written)[0]
     try:
         return _parser.parse(text, flags)
     except re.error as error:
-        raise _located(index, error) from None
+        raise _located(index, error, own_text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"rule {index}: {error}: {_shown(text)}") from None
+        raise type(error)(f"rule {index}: {error}: {_shown(own_text)}") from None
 
 
 def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -249,7 +313,7 @@ def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
             warnings.simplefilter("ignore")
             return re.compile(pattern)
     except re.error as error:
-        raise _located(index, error) from None
+        raise _located(index, error, _text_and_flags(pattern)[0]) from None
 
 
 def _text_and_flags(pattern: str | re.Pattern[str]) -> tuple[str, int]:
@@ -262,9 +326,8 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 
-def _located(index: int, error: re.error) -> re.error:
+def _located(index: int, error: re.error, pattern: str) -> re.error:
     """The same error, naming the rule, with a caret under the place."""
-    pattern = error.pattern if isinstance(error.pattern, str) else ""
     located = re.error(error.msg, pattern, error.pos)
     message = f"rule {index}: {located}"
     if located.pos is not None and located.lineno is not None and located.colno is not None:

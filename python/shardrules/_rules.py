@@ -11,13 +11,19 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
-from shardrules._core import Answers, RuleSet, SpecTable
+from shardrules._core import Answers, Choices, RuleSet, SpecTable
 from shardrules._correction import RuleSpec
 from shardrules._coverage import Counters, Coverage
 from shardrules._dialects import EFORMER, Dialect
 from shardrules._patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
+from shardrules._reports import (
+    ambiguous_message,
+    event_message,
+    too_long_message,
+    unmatched_message,
+)
 from shardrules._specs import (
     Entries,
     normalize_spec,
@@ -26,8 +32,9 @@ from shardrules._specs import (
     spec_for_rank,
     spec_length,
 )
+from shardrules._ways import WAYS, Way, checked_pattern
 
-Pattern = str | re.Pattern[str]
+Pattern = str | re.Pattern[str] | tuple[str, ...]
 _T = TypeVar("_T")
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
@@ -40,11 +47,12 @@ class Rules:
     r"""An ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
 
     The rule of a path is the first one whose ``re.search(pattern, path)`` is not None: exactly the
-    one that the running Python's `re` would choose, for any string.
+    one that the running Python's `re` would choose, for any string. So it is in eformer's dialect;
+    others meet paths in other ways.
 
     Args:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
-            hold. A spec is a PartitionSpec; or None, an axis name, or a tuple or list of
+            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name, or a tuple or list of
             PartitionSpec entries, which stand for the PartitionSpec made of them; or any other
             hashable object, which leaves get as it is. A `RuleSpec` adds a correction to a spec.
         dialect: Whose semantics to follow.
@@ -87,8 +95,11 @@ class Rules:
     ) -> None:
         if not isinstance(memory_budget, int) or memory_budget < 0:
             raise ValueError(f"memory_budget is {memory_budget!r}; it must be a number of bytes")
-        pairs = tuple(_checked_pair(i, rule) for i, rule in enumerate(_checked_rules(rules)))
-        code = compile_patterns([pattern for pattern, _ in pairs])
+        ways = [WAYS[way] for way in dialect.match]
+        pairs = tuple(
+            _checked_pair(i, rule, ways[-1]) for i, rule in enumerate(_checked_rules(rules))
+        )
+        code = compile_patterns([pattern for pattern, _ in pairs], ways)
         specs = [spec.spec if isinstance(spec, RuleSpec) else spec for _, spec in pairs]
         attributes = {
             "_pairs": pairs,
@@ -98,8 +109,8 @@ class Rules:
             "_fallbacks": code.fallbacks,
             "_table": SpecTable(
                 specs=[None if isinstance(spec, Entries) else spec for spec in specs],
-                lengths=[spec_length(spec) for spec in specs],
-                make=lambda rule, rank: spec_for_rank(specs[rule], rank),
+                lengths=[0 if dialect.rank == "keep" else spec_length(spec) for spec in specs],
+                make=lambda rule, rank: spec_for_rank(specs[rule], rank, dialect.rank),
             ),
             "_rule_set": RuleSet(
                 patterns=code.patterns,
@@ -110,6 +121,8 @@ class Rules:
                 empty_text_has_no_non_boundary=EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
                 searched=code.searched,
                 memory_budget=memory_budget,
+                passes=len(ways),
+                choices=_choices(dialect),
             ),
         }
         for name, value in attributes.items():
@@ -141,18 +154,18 @@ class Rules:
 
     def first_match(self, path: str) -> int | None:
         """The index of the first rule that matches the path, or None."""
-        return self._rule_set.first_match(path)
+        return self._rule_set.first_match(self.joined(path))
 
     def all_matches(self, path: str) -> list[int]:
         """The indices of all rules that match the path, ascending."""
-        return self._rule_set.all_matches(path)
+        return self._rule_set.all_matches(self.joined(path))
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
         """How each rule does on the tree, from one walk over it.
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
-            strict: Leaves without a shape, or with an empty one, need no rule and are not counted.
+            strict: Scalars, as the dialect has it, need no rule and are not counted.
 
         Example:
             >>> import numpy as np
@@ -161,10 +174,7 @@ class Rules:
             >>> coverage.shadowed, coverage.dead, coverage.unmatched
             ({1: (0,)}, (2,), 1)
         """
-        counts = self._rule_set.count_matches(
-            tree, separator=self._dialect.separator, strict=strict
-        )
-        return Coverage.from_counts(*counts)
+        return Coverage.from_counts(*self._rule_set.count_matches(tree, strict=strict))
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -197,7 +207,12 @@ class Rules:
 
     def _match(self, tree: Any, min_size: int | None, strict: bool) -> Any:
         return self.resolve(
-            tree, self._table, partition_spec(), min_size=min_size, strict=strict, stacklevel=4
+            tree,
+            self._table,
+            partition_spec(),
+            min_size=min_size,
+            strict=strict,
+            stacklevel=4,
         )
 
     def resolve(
@@ -209,34 +224,73 @@ class Rules:
         min_size: int | None,
         strict: bool = True,
         stacklevel: int = 3,
-        describe: Callable[[int, list[tuple[str, tuple[int, Any]]]], str] | None = None,
+        describe: Callable[..., str] = too_long_message,
     ) -> Any:
         """The tree with each leaf replaced by what `answers` has for it, in one crossing.
 
         For the modules of this package: `replicated` is what a leaf gets that is not sharded, and
-        `describe` words the problems that `answers` reports.
+        `describe` words the problems that `answers` reports: describe(rules, count, leaves).
         """
         if min_size is None:
             min_size = int(os.environ.get("MIN_SHARDING_SIZE", _DEFAULT_MIN_SIZE))
-        result, unmatched_count, unmatched, problem_count, problems, events = self._rule_set.match(
+        is_replicated = self._dialect.unmatched == "replicate"
+        outcome = self.decide(
             tree,
-            separator=self._dialect.separator,
-            answers=answers,
-            strict=strict,
+            answers,
+            replicated,
+            replicated if is_replicated else None,
             min_size=min_size,
-            replicated=replicated,
-            record_events=logs_moves(),
+            strict=strict,
         )
-        for path, spec in events:
-            warnings.warn(_event_message(path, spec), stacklevel=stacklevel)
-        messages = []
-        if unmatched_count:
-            messages.append(_unmatched_message(unmatched_count, unmatched, len(self)))
-        if problem_count and describe is not None:
-            messages.append(describe(problem_count, problems))
+        for path, spec in outcome.events[1]:
+            warnings.warn(event_message(path, spec), stacklevel=stacklevel)
+        told = (
+            (unmatched_message, outcome.unmatched),
+            (ambiguous_message, outcome.ambiguous),
+            (describe, outcome.problems),
+        )
+        messages = [message(self, *leaves) for message, leaves in told if leaves[0]]
         if messages:
             raise ValueError("\n".join(messages))
-        return result
+        return outcome.tree
+
+    def decide(
+        self,
+        tree: Any,
+        answers: Answers,
+        replicated: object,
+        unmatched: object,
+        *,
+        min_size: int = 0,
+        strict: bool = True,
+    ) -> Outcome:
+        """As `resolve`, but tells what went wrong, and leaves None there, instead of raising.
+
+        Leaves that no rule matches get `unmatched`; if it is None, they go wrong.
+        """
+        return Outcome(
+            *self._rule_set.match(
+                tree,
+                answers=answers,
+                strict=strict,
+                min_size=min_size,
+                replicated=replicated,
+                unmatched=unmatched,
+                record_events=logs_moves(),
+            )
+        )
+
+    def joined(self, path: str) -> str:
+        """A path as people write it, as the patterns meet it."""
+        dialect = self._dialect
+        return path.replace(dialect.separator, dialect.joined_by) if dialect.separator else path
+
+    def for_whole_paths(self) -> Rules:
+        """These rules, for trees whose only keys are `joined` paths."""
+        if self._dialect.keys == "text":
+            return self
+        dialect = replace(self._dialect, keys="text")
+        return self.cached_on_mesh(dialect, lambda: Rules(self._pairs, dialect))
 
     def cached_on_mesh(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What `make` makes of these rules, remembered for the next call with this key."""
@@ -246,6 +300,20 @@ class Rules:
                 self._on_meshes.clear()
             found = self._on_meshes.setdefault(key, make())
         return found  # type: ignore[no-any-return]
+
+
+class Outcome(NamedTuple):
+    """What one walk has found: the tree of answers, and per kind (count, the first of them)."""
+
+    tree: Any
+    unmatched: tuple[int, list[tuple[str, Any]]]
+    """(path, shape or None)"""
+    ambiguous: tuple[int, list[tuple[str, tuple[list[int], Any]]]]
+    """(path, (rules, shape))"""
+    problems: tuple[int, list[tuple[str, tuple[int, Any]]]]
+    """(path, (rule, shape)): leaves that their rule cannot be applied to"""
+    events: tuple[int, list[tuple[str, Any]]]
+    """(path, truncated spec or None)"""
 
 
 def match_partition_rules(
@@ -310,40 +378,22 @@ def _checked_rules(rules: Any) -> list[Any]:
     return list(rules)
 
 
-def _checked_pair(index: int, rule: Any) -> tuple[Pattern, Any]:
+def _checked_pair(index: int, rule: Any, way: Way) -> tuple[Pattern, Any]:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise TypeError(f"rule {index} is not a (pattern, spec) pair: {shown(rule)}")
-    pattern, spec = rule
-    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    if not isinstance(text, str):
-        raise TypeError(
-            f"rule {index}: the pattern must be a string or a compiled re.Pattern of one, not "
-            f"{shown(pattern)}"
-        )
+    pattern, spec = checked_pattern(index, rule[0], way), rule[1]
     if isinstance(spec, RuleSpec):
         return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
     return pattern, normalize_spec(index, spec)
 
 
-def _event_message(path: str, spec: object) -> str:
-    """Eformer's words, for those who filter warnings by them."""
-    if spec is None:
-        return f"PartitionSpec Related to {path} was safer and faster being local array."
-    return f"PartitionSpec Related to {path} went out of range (will be auto trimed to {spec})."
-
-
-def _unmatched_message(count: int, unmatched: list[tuple[str, Any]], rule_count: int) -> str:
-    listed = [f"    {path}  shape {shape}" if shape is not None else f"    {path}"
-              for path, shape in unmatched]  # fmt: skip
-    if count > len(listed):
-        listed.append(f"    ... and {count - len(listed)} more")
-    leaves = "1 leaf matches" if count == 1 else f"{count} leaves match"
-    return "\n".join(
-        [
-            f"Partition rule not found for param: {unmatched[0][0]}",
-            f"  {leaves} none of the {rule_count} rules:",
-            *listed,
-            "  Add a rule for them, or end the rules with ('.*', PartitionSpec()) to replicate "
-            "whatever no rule shards.",
-        ]
+def _choices(dialect: Dialect) -> Choices:
+    return Choices(
+        separator=dialect.joined_by,
+        shown_separator=dialect.separator,
+        keystr=dialect.keys == "keystr",
+        unique=dialect.precedence == "only",
+        scalars_need_rules=dialect.scalars == "none",
+        size_one_is_scalar=dialect.scalars == "size 1",
+        min_size_first=dialect.min_size == "before",
     )

@@ -77,7 +77,7 @@ def named_shardings(
         on_mesh.table,
         on_mesh.replicated,
         min_size=min_size,
-        describe=functools.partial(_problems_message, compiled, on_mesh),
+        describe=functools.partial(_problems_message, on_mesh),
     )
 
 
@@ -100,10 +100,12 @@ def spec_for(
         ('fsdp', None)
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    tree = {path: SimpleNamespace(shape=tuple(shape))}
+    compiled = compiled.for_whole_paths()
+    key = compiled.joined(path)
+    tree = {key: SimpleNamespace(shape=tuple(shape))}
     if mesh is None and context_mesh() is None:
-        return compiled.match(tree, min_size)[path]  # type: ignore[no-any-return]
-    sharding = named_shardings(tree, compiled, mesh, min_size=min_size, correction=correction)[path]
+        return compiled.match(tree, min_size)[key]  # type: ignore[no-any-return]
+    sharding = named_shardings(tree, compiled, mesh, min_size=min_size, correction=correction)[key]
     return sharding.spec  # type: ignore[no-any-return]
 
 
@@ -202,7 +204,7 @@ def _as_partition_spec(spec: Any) -> PartitionSpec:
 
 
 def _problems_message(
-    rules: Rules, on_mesh: _OnMesh, count: int, problems: list[tuple[str, tuple[int, Any]]]
+    on_mesh: _OnMesh, rules: Rules, count: int, problems: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     leaves = "1 leaf" if count == 1 else f"{count} leaves"
     lines = [

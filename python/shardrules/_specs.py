@@ -60,21 +60,20 @@ def spec_length(spec: object) -> int:
     return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
 
 
-def spec_for_rank(spec: object, rank: int) -> object:
-    """The spec for a leaf of that rank, cut as eformer's match_partition_rules cuts it."""
-    if isinstance(spec, Entries) or (is_partition_spec(spec) and rank < len(spec)):
-        return _made(spec[:rank]) if isinstance(spec, Entries) else _cut(spec, rank)
-    return spec
+def spec_for_rank(spec: object, rank: int, too_long: str) -> object:
+    """The spec for a leaf of that rank; `too_long` is a dialect's `rank`, and None its "error"."""
+    whole = _made(spec) if isinstance(spec, Entries) else spec
+    if too_long == "keep" or not is_partition_spec(whole) or rank >= len(whole):
+        return whole
+    if too_long == "truncate":
+        return with_entries(whole, entries_of(whole)[:rank])
+    return partition_spec() if too_long == "replicate" else None
 
 
 @functools.lru_cache(maxsize=1024)
 def _made(entries: tuple[Any, ...]) -> PartitionSpec:
     # Thousands of rules have a handful of specs.
     return partition_spec(*entries)
-
-
-def _cut(spec: PartitionSpec, rank: int) -> PartitionSpec:
-    return with_entries(spec, entries_of(spec)[:rank])
 
 
 def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:

@@ -1,0 +1,88 @@
+"""The words for leaves that get no spec, and why: each names paths, rules and the way out.
+
+Costs nothing unless something went wrong. Must not know how a match is found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import RuleSpec
+
+if TYPE_CHECKING:
+    from shardrules._rules import Rules
+
+
+def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -> str:
+    """Of leaves that no rule matches, as (path, shape or None)."""
+    listed = _listed(
+        count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
+    )
+    searched = rules.dialect.match == ("search",)
+    catch_all = (
+        ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule shards"
+    )
+    return (
+        f"Partition rule not found for param: {leaves[0][0]}\n"
+        f"  {_leaves_match(count)} none of the {len(rules)} rules:\n{listed}\n"
+        f"  Add a rule for them{catch_all if searched else ''}."
+    )
+
+
+def ambiguous_message(
+    rules: Rules, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
+) -> str:
+    """Of leaves that several rules match, where one alone may, as (path, (rules, shape))."""
+    listed = _listed(
+        count,
+        [
+            f"{path}  shape {shape}  "
+            + ", ".join(f"rule {rule}: {rules[rule][0]!r}" for rule in matching)
+            for path, (matching, shape) in leaves
+        ],
+    )
+    exact = ", or add a rule whose pattern is the path itself" if _tries_exact(rules) else ""
+    return (
+        f"{_leaves_match(count)} several rules, where one alone may:\n{listed}\n"
+        f"  Make the patterns exclude each other{exact}."
+    )
+
+
+def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int, Any]]]) -> str:
+    """Of leaves whose spec has more entries than they have dimensions, as (path, (rule, shape))."""
+    listed = _listed(
+        count,
+        [
+            f"{path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {_plain(rules[rule][1])}"
+            for path, (rule, shape) in leaves
+        ],
+    )
+    have = "1 leaf has" if count == 1 else f"{count} leaves have"
+    return (
+        f"{have} fewer dimensions than the spec has entries:\n{listed}\n"
+        "  Shorten the specs, or take a dialect with rank='truncate'."
+    )
+
+
+def event_message(path: str, spec: object) -> str:
+    """Eformer's words, for those who filter warnings by them."""
+    if spec is None:
+        return f"PartitionSpec Related to {path} was safer and faster being local array."
+    return f"PartitionSpec Related to {path} went out of range (will be auto trimed to {spec})."
+
+
+def _leaves_match(count: int) -> str:
+    return "1 leaf matches" if count == 1 else f"{count} leaves match"
+
+
+def _listed(count: int, lines: list[str]) -> str:
+    more = [f"... and {count - len(lines)} more"] if count > len(lines) else []
+    return "\n".join(f"    {line}" for line in lines + more)
+
+
+def _tries_exact(rules: Rules) -> bool:
+    return rules.dialect.match[0] == "exact"
+
+
+def _plain(spec: Any) -> Any:
+    return spec.spec if isinstance(spec, RuleSpec) else spec

@@ -1,0 +1,103 @@
+"""The ways in which a pattern may meet a path, as data: searched for, a window of components, ...
+
+Each says what a user may write and which regexes of `re` it comes down to; the automaton and `re`
+take it from there. Costs a few string operations per pattern. Must not know about specs or trees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from shardrules._specs import shown
+
+_NEVER: Final = "(?!)"
+# Between the components of the paths that windows meet: `.` and the anchors stop there by nature.
+COMPONENT_SEPARATOR: Final = "\n"
+
+
+class Way(NamedTuple):
+    """How a pattern meets a path."""
+
+    written_as: str
+    """"regex", "text" or "window": what the user writes."""
+    regexes: Callable[[Any], tuple[str | re.Pattern[str], ...]]
+    """From that to regexes: one; or, for a window, one per component."""
+    method: str
+    """"search" or "fullmatch" of the path, or "window": `re.match` of consecutive components."""
+
+
+def _as_written(pattern: str | re.Pattern[str]) -> tuple[str | re.Pattern[str], ...]:
+    return (pattern,)
+
+
+def _literally(pattern: str | re.Pattern[str]) -> tuple[str]:
+    # A compiled pattern is no text that a path could be equal to.
+    return (re.escape(pattern) if isinstance(pattern, str) else _NEVER,)
+
+
+def _numbers_for_stars(plan_key: str) -> tuple[str]:
+    """The names that transformers generalises to this key.
+
+    It replaces each `.12` before a dot or the end by `.*`, from left to right, and the dot behind
+    is used up: of two adjacent numbers the second stays, and a first component always does.
+    """
+    parts = []
+    may_be_replaced = False
+    for component in plan_key.split("."):
+        is_star, is_number = component == "*", component.isdecimal()
+        if (is_star and not may_be_replaced) or (is_number and may_be_replaced):
+            return (_NEVER,)
+        parts.append(r"\d+" if is_star else re.escape(component))
+        may_be_replaced = not is_star
+    return (r"\.".join(parts),)
+
+
+def _or_parent(way: Callable[[str], tuple[str]]) -> Callable[[str], tuple[str]]:
+    """The same for a parameter of the module that the key names."""
+    return lambda key: (rf"(?:{way(key)[0]})\.[^.]*",)
+
+
+def _whole_components(window: tuple[str, ...]) -> tuple[str, ...]:
+    # As text, so that of "a|b" the first alternative is a prefix, as in the libraries.
+    return tuple(f"{pattern}$" for pattern in window)
+
+
+WAYS: Final = {
+    "search": Way("regex", _as_written, "search"),
+    "fullmatch": Way("regex", _as_written, "fullmatch"),
+    "exact": Way("regex", _literally, "fullmatch"),
+    "exact_parent": Way("text", _or_parent(_literally), "fullmatch"),
+    "glob": Way("text", _numbers_for_stars, "fullmatch"),
+    "glob_parent": Way("text", _or_parent(_numbers_for_stars), "fullmatch"),
+    "window": Way("window", _whole_components, "window"),
+}
+
+
+def checked_pattern(index: int, pattern: Any, way: Way) -> Any:
+    """The pattern of rule `index` in a hashable form.
+
+    Raises:
+        TypeError: It is nothing that may be written for this way.
+    """
+    if way.written_as == "window":
+        if isinstance(pattern, list | tuple) and pattern:
+            if all(isinstance(component, str) for component in pattern):
+                return tuple(pattern)
+        hint = f"; write ({pattern!r},)" if isinstance(pattern, str) else ""
+        raise TypeError(
+            f"rule {index}: the pattern must be a tuple of strings, one for each component of a "
+            f"window, not {shown(pattern)}{hint}"
+        )
+    if way.written_as == "text":
+        if isinstance(pattern, str):
+            return pattern
+        raise TypeError(f"rule {index}: the pattern must be a string, not {shown(pattern)}")
+    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+    if not isinstance(text, str):
+        raise TypeError(
+            f"rule {index}: the pattern must be a string or a compiled re.Pattern of one, not "
+            f"{shown(pattern)}"
+        )
+    return pattern
