@@ -145,14 +145,15 @@ py::list RuleSet::all_matches(const py::str& path) {
 
 py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool strict,
                          const py::object& min_size, const py::object& replicated,
-                         const py::object& unmatched, bool record_events) {
+                         const py::object& unmatched, const py::object& ambiguous,
+                         bool record_events) {
     if (answers.rule_count() != passes_.rule_count())
         throw std::invalid_argument("the answers are of another rule list");
     const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
-        pytree::MatchLeaves leaves(
-            answers, searched_, passes_, choices_,
-            {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(), record_events});
+        pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
+                                   {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(),
+                                    ambiguous.ptr(), record_events});
         const Ref matched = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
                               to_python(leaves.ambiguous()), to_python(leaves.problems()),
@@ -194,7 +195,7 @@ void register_rule_set(py::module_& module) {
         .def("all_matches", &RuleSet::all_matches, py::arg("path"))
         .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("answers"),
              py::arg("strict"), py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
-             py::arg("record_events"))
+             py::arg("ambiguous"), py::arg("record_events"))
         .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
              py::arg("strict"))
         .def("counters", &RuleSet::counters);

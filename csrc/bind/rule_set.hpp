@@ -29,7 +29,8 @@ class RuleSet {
     pybind11::list all_matches(const pybind11::str& path);
     pybind11::tuple match(const pybind11::object& tree, pytree::Answers& answers, bool strict,
                           const pybind11::object& min_size, const pybind11::object& replicated,
-                          const pybind11::object& unmatched, bool record_events);
+                          const pybind11::object& unmatched,
+                          const pybind11::object& ambiguous, bool record_events);
     pybind11::tuple count_matches(const pybind11::object& tree, bool strict);
     pybind11::tuple counters() const;
 

@@ -74,11 +74,11 @@ automata::RuleId MatchLeaves::decide(const LeafPlace& place) {
 }
 
 Ref MatchLeaves::undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape) {
+    PyObject* answer = why == kSeveral ? options_.ambiguous : options_.unmatched;
+    if (answer != Py_None) return Ref::borrow(answer);
     if (why == kSeveral) {
         passes_.fold(matches_);
         tell(ambiguous_, kProblemsShown, place, rules_and_shape(matches_, shape));
-    } else if (options_.unmatched != Py_None) {
-        return Ref::borrow(options_.unmatched);
     } else {
         tell(unmatched_, kUnmatchedShown, place, or_none(shape));
     }

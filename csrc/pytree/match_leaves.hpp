@@ -19,6 +19,7 @@ struct MatchOptions {
     PyObject* min_size;    // a number; leaves with fewer elements are replicated
     PyObject* replicated;  // what a leaf gets that no rule shards
     PyObject* unmatched;   // what a leaf gets that no rule matches; None: that is an error
+    PyObject* ambiguous;   // or several rules, where one alone may; None: that is an error
     bool record_events;
 };
 

@@ -4,6 +4,7 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 `with_sharding_constraint` to apply it, and `Rules` to compile a rule list once.
 """
 
+from shardrules._compare import Decision, Difference, compare
 from shardrules._constraints import with_sharding_constraint
 from shardrules._correction import Correction, RuleSpec
 from shardrules._coverage import Counters, Coverage
@@ -45,11 +46,14 @@ __all__ = [
     "Correction",
     "Counters",
     "Coverage",
+    "Decision",
     "Dialect",
+    "Difference",
     "LogicalDialect",
     "RuleSpec",
     "Rules",
     "RulesFallback",
+    "compare",
     "explain_logical",
     "fingerprint",
     "gather",

@@ -144,6 +144,7 @@ class RuleSet:
         min_size: object,
         replicated: object,
         unmatched: object,
+        ambiguous: object,
         record_events: bool,
     ) -> tuple[
         Any,

@@ -18,14 +18,13 @@ def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -
     listed = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
-    searched = rules.dialect.match == ("search",)
-    catch_all = (
-        ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule shards"
-    )
+    searches = rules.dialect.match == ("search",)
+    catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
+    way_out = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
         f"Partition rule not found for param: {leaves[0][0]}\n"
         f"  {_leaves_match(count)} none of the {len(rules)} rules:\n{listed}\n"
-        f"  Add a rule for them{catch_all if searched else ''}."
+        f"  {way_out}"
     )
 
 
@@ -41,7 +40,8 @@ def ambiguous_message(
             for path, (matching, shape) in leaves
         ],
     )
-    exact = ", or add a rule whose pattern is the path itself" if _tries_exact(rules) else ""
+    tries_exact = rules.dialect.match[0] == "exact"
+    exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
     return (
         f"{_leaves_match(count)} several rules, where one alone may:\n{listed}\n"
         f"  Make the patterns exclude each other{exact}."
@@ -78,10 +78,6 @@ def _leaves_match(count: int) -> str:
 def _listed(count: int, lines: list[str]) -> str:
     more = [f"... and {count - len(lines)} more"] if count > len(lines) else []
     return "\n".join(f"    {line}" for line in lines + more)
-
-
-def _tries_exact(rules: Rules) -> bool:
-    return rules.dialect.match[0] == "exact"
 
 
 def _plain(spec: Any) -> Any:

@@ -52,9 +52,10 @@ class Rules:
 
     Args:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
-            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name, or a tuple or list of
-            PartitionSpec entries, which stand for the PartitionSpec made of them; or any other
-            hashable object, which leaves get as it is. A `RuleSpec` adds a correction to a spec.
+            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
+            or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
+            them; or any other hashable object, which leaves get as it is. A `RuleSpec` adds a
+            correction to a spec.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
             runs at the same time; 32 MiB unless told. When they are spent it forgets and goes on,
@@ -100,18 +101,14 @@ class Rules:
             _checked_pair(i, rule, ways[-1]) for i, rule in enumerate(_checked_rules(rules))
         )
         code = compile_patterns([pattern for pattern, _ in pairs], ways)
-        specs = [spec.spec if isinstance(spec, RuleSpec) else spec for _, spec in pairs]
+        specs = _specs_of(pairs)
         attributes = {
             "_pairs": pairs,
             "_on_meshes": {},
             "_dialect": dialect,
             "_memory_budget": memory_budget,
             "_fallbacks": code.fallbacks,
-            "_table": SpecTable(
-                specs=[None if isinstance(spec, Entries) else spec for spec in specs],
-                lengths=[0 if dialect.rank == "keep" else spec_length(spec) for spec in specs],
-                make=lambda rule, rank: spec_for_rank(specs[rule], rank, dialect.rank),
-            ),
+            "_table": _spec_table(specs, dialect.rank, None),
             "_rule_set": RuleSet(
                 patterns=code.patterns,
                 classes=code.classes,
@@ -254,19 +251,28 @@ class Rules:
             raise ValueError("\n".join(messages))
         return outcome.tree
 
+    def answers(self, answer: Callable[[int, Any], object]) -> Answers:
+        """For `decide`: answer(rule, spec cut to the leaf), made once for each rule and rank.
+
+        The spec is None where it is longer than the rank and the dialect calls that an error.
+        """
+        return _spec_table(_specs_of(self._pairs), self._dialect.rank, answer)
+
     def decide(
         self,
         tree: Any,
         answers: Answers,
         replicated: object,
         unmatched: object,
+        ambiguous: object = None,
         *,
         min_size: int = 0,
         strict: bool = True,
     ) -> Outcome:
         """As `resolve`, but tells what went wrong, and leaves None there, instead of raising.
 
-        Leaves that no rule matches get `unmatched`; if it is None, they go wrong.
+        Leaves that no rule matches get `unmatched`, and those of several rules where one alone may
+        match, `ambiguous`; if it is None, they go wrong.
         """
         return Outcome(
             *self._rule_set.match(
@@ -276,6 +282,7 @@ class Rules:
                 min_size=min_size,
                 replicated=replicated,
                 unmatched=unmatched,
+                ambiguous=ambiguous,
                 record_events=logs_moves(),
             )
         )
@@ -385,6 +392,24 @@ def _checked_pair(index: int, rule: Any, way: Way) -> tuple[Pattern, Any]:
     if isinstance(spec, RuleSpec):
         return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
     return pattern, normalize_spec(index, spec)
+
+
+def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
+    return [spec.spec if isinstance(spec, RuleSpec) else spec for _, spec in pairs]
+
+
+def _spec_table(
+    specs: list[Any], too_long: str, answer: Callable[[int, Any], object] | None
+) -> SpecTable:
+    def make(rule: int, rank: int) -> object:
+        spec = spec_for_rank(specs[rule], rank, too_long)
+        return spec if answer is None else answer(rule, spec)
+
+    return SpecTable(
+        specs=[None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
+        lengths=[0 if too_long == "keep" else spec_length(spec) for spec in specs],
+        make=make,
+    )
 
 
 def _choices(dialect: Dialect) -> Choices:

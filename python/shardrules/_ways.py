@@ -82,9 +82,9 @@ def checked_pattern(index: int, pattern: Any, way: Way) -> Any:
         TypeError: It is nothing that may be written for this way.
     """
     if way.written_as == "window":
-        if isinstance(pattern, list | tuple) and pattern:
-            if all(isinstance(component, str) for component in pattern):
-                return tuple(pattern)
+        sequence = isinstance(pattern, list | tuple) and len(pattern) > 0
+        if sequence and all(isinstance(component, str) for component in pattern):
+            return tuple(pattern)
         hint = f"; write ({pattern!r},)" if isinstance(pattern, str) else ""
         raise TypeError(
             f"rule {index}: the pattern must be a tuple of strings, one for each component of a "

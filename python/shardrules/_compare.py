@@ -1,0 +1,144 @@
+"""`compare`: where two rule lists, of any dialects, do not agree about a tree.
+
+One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
+a dialect's choices mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from shardrules._dialects import Dialect
+from shardrules._rules import Pattern, Rules
+from shardrules._specs import (
+    entries_of,
+    entry_axes,
+    is_partition_spec,
+    is_unconstrained,
+    partition_spec,
+    with_entries,
+)
+
+
+class Decision(NamedTuple):
+    """What a rule list gives a leaf."""
+
+    spec: Any
+    """None if it gives it none."""
+    rule: int | None
+    """None if no rule matches, or none is needed."""
+    pattern: Pattern | None
+    problem: str | None
+    """Why there is no spec: "unmatched", "ambiguous", or "spec longer than rank"."""
+
+
+class Difference(NamedTuple):
+    """A leaf that two rule lists decide differently."""
+
+    path: str
+    """As in the dialect of the first rule list."""
+    shape: tuple[int, ...] | None
+    a: Decision
+    b: Decision
+
+
+_UNMATCHED: Final = Decision(None, None, None, "unmatched")
+_AMBIGUOUS: Final = Decision(None, None, None, "ambiguous")
+
+
+def compare(
+    tree: Any,
+    rules_a: Rules | Iterable[tuple[Pattern, Any]],
+    rules_b: Rules | Iterable[tuple[Pattern, Any]],
+    *,
+    min_size: int = 0,
+) -> list[Difference]:
+    """The leaves whose specs differ between two rule lists: for migrating from one to the other.
+
+    Specs are equal if they shard alike: `P("tp")`, `P("tp", None)` and `P(("tp",))` are.
+
+    Args:
+        tree: Any pytree; of its leaves only `.shape` is read.
+        rules_a: `Rules` of any dialect, or (pattern, spec) pairs, which are eformer's.
+        rules_b: The same.
+        min_size: As in `match_partition_rules`, for both.
+
+    Returns:
+        The differences, in JAX's order of the leaves. A leaf that is an error for one of the two
+        is one of them; if it is the same error for both, there is no difference.
+
+    Raises:
+        TypeError, re.error: As `Rules`.
+
+    Example:
+        >>> import jax
+        >>> from shardrules import KERAS, Rules
+        >>> tree = {"dense": {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}}
+        >>> searched = [("kernel", ("fsdp", "tp"))]
+        >>> (difference,) = compare(tree, searched, Rules(searched, KERAS))
+        >>> difference.path, difference.a.rule, difference.b.rule, tuple(difference.b.spec)
+        ('dense/kernel', 0, None, ())
+    """
+    from jax import tree_util
+
+    both = [rules if isinstance(rules, Rules) else Rules(rules) for rules in (rules_a, rules_b)]
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = tree_util.tree_flatten_with_path(tree)
+    decisions = (treedef.flatten_up_to(_decisions(rules, tree, min_size)) for rules in both)
+    differences = []
+    for (path, leaf), a, b in zip(leaves, *decisions, strict=True):
+        if _essence(a) != _essence(b):
+            shape = getattr(leaf, "shape", None)
+            differences.append(Difference(_shown(path, both[0].dialect), shape, a, b))
+    return differences
+
+
+def _decisions(rules: Rules, tree: Any, min_size: int) -> Any:
+    """The tree with a Decision for each leaf."""
+    replicated = Decision(partition_spec(), None, None, None)
+    is_replicated = rules.dialect.unmatched == "replicate"
+
+    def decision(rule: int, spec: object) -> Decision:
+        problem = "spec longer than rank" if spec is None else None
+        return Decision(spec, rule, rules[rule][0], problem)
+
+    return rules.decide(
+        tree,
+        rules.answers(decision),
+        replicated,
+        replicated if is_replicated else _UNMATCHED,
+        ambiguous=_AMBIGUOUS,
+        min_size=min_size,
+    ).tree
+
+
+def _essence(decision: Decision) -> object:
+    """Equal for decisions that shard alike."""
+    spec, problem = decision.spec, decision.problem
+    if problem is not None or not is_partition_spec(spec):
+        return problem, spec
+    entries = [
+        entry if is_unconstrained(entry) else entry_axes(entry) for entry in entries_of(spec)
+    ]
+    while entries and entries[-1] == ():
+        entries.pop()
+    return problem, with_entries(spec, entries)
+
+
+def _shown(path: tuple[Any, ...], dialect: Dialect) -> str:
+    from jax import tree_util
+
+    if dialect.keys == "keystr":
+        return tree_util.keystr(path)
+    attributes = {
+        tree_util.DictKey: "key",
+        tree_util.SequenceKey: "idx",
+        tree_util.GetAttrKey: "name",
+        tree_util.FlattenedIndexKey: "key",
+    }
+    texts = (
+        str(getattr(key, attributes[type(key)]) if type(key) in attributes else key) for key in path
+    )
+    return dialect.separator.join(texts)
