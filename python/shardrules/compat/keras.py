@@ -1,0 +1,113 @@
+"""`keras.distribution.LayoutMap` of Keras 3.15, without Keras.
+
+The dialect `shardrules.KERAS` as the mapping that Keras has. Layouts are PartitionSpecs here; where
+Keras is there, its own TensorLayouts may be given and come back. A change compiles the rules anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from shardrules._dialects import KERAS
+from shardrules._reports import ambiguous_message
+from shardrules._rules import Rules
+from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec, shown
+
+__all__ = ["LayoutMap"]
+
+
+class LayoutMap(MutableMapping[str, Any]):
+    """Layouts by the paths of variables: by a path itself, or by a regex that matches all of it.
+
+    Semantics of keras.distribution.LayoutMap, 3.15. Of several regexes that match a path none
+    wins: that is an error, unless the path itself is a key.
+
+    Args:
+        device_mesh: Whatever has `axis_names`, such as a jax Mesh or a keras DeviceMesh; layouts
+            may name its axes only. None checks nothing.
+
+    Example:
+        >>> layouts = LayoutMap()
+        >>> layouts[".*dense.*kernel"] = (None, "model")
+        >>> tuple(layouts["model/dense_1/kernel"])
+        (None, 'model')
+        >>> layouts["model/dense_1/bias"] is None
+        True
+    """
+
+    def __init__(self, device_mesh: Any = None) -> None:
+        self._device_mesh = device_mesh
+        self._layouts: dict[str, Any] = {}
+        self._rules: Rules | None = None
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that the map was made with."""
+        return self._device_mesh
+
+    @property
+    def rules(self) -> Rules:
+        """The map as rules, for `shardrules.named_shardings` and others."""
+        if self._rules is None:
+            self._rules = Rules(
+                [(key, _spec(layout)) for key, layout in self._layouts.items()], KERAS
+            )
+        return self._rules
+
+    def specs(self, tree: Any) -> Any:
+        """The tree with each leaf replaced by the PartitionSpec of its path joined by "/".
+
+        Raises:
+            ValueError: Several regexes match a leaf, or its layout is longer than its rank.
+        """
+        return self.rules.match(tree)
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._layouts:
+            return self._layouts[key]
+        matching = self.rules.all_matches(key)
+        if len(matching) > 1:
+            raise ValueError(ambiguous_message(self.rules, 1, [(key, (matching, None))]))
+        return self._layouts[str(self.rules[matching[0]][0])] if matching else None
+
+    def __setitem__(self, key: str, layout: Any) -> None:
+        if key in self._layouts:
+            raise ValueError(
+                f"{key!r} is in the LayoutMap already, with {shown(self._layouts[key])}; delete it "
+                "first"
+            )
+        if isinstance(layout, tuple) and not is_partition_spec(layout):
+            layout = partition_spec(*layout)
+        spec = _spec(layout)
+        if spec is None:
+            raise ValueError(
+                f"{key!r}: a layout is a tuple of axis names and None, a PartitionSpec or a "
+                f"TensorLayout, not {shown(layout)}"
+            )
+        known = getattr(self._device_mesh, "axis_names", None)
+        unknown = {axis for entry in entries_of(spec) for axis in entry_axes(entry)} - set(
+            known or ()
+        )
+        if known is not None and unknown:
+            raise ValueError(f"{key!r}: the mesh has no axes {sorted(unknown)}; it has {known}")
+        self._layouts[key] = layout
+        self._rules = None
+
+    def __delitem__(self, key: str) -> None:
+        del self._layouts[key]
+        self._rules = None
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+
+def _spec(layout: Any) -> Any:
+    """The PartitionSpec of a layout; None if it is none."""
+    if is_partition_spec(layout):
+        return layout
+    axes = getattr(layout, "axes", None)
+    return None if axes is None else partition_spec(*axes)

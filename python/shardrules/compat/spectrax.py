@@ -1,0 +1,55 @@
+"""`match_partition_rules` of `spectrax.sharding`, as of spectrax-lib 0.1.4, without Spectrax.
+
+The dialect `shardrules.SPECTRAX` under the library's signature. Meshes with a pipeline axis, and
+what else Spectrax does with stages, are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from shardrules._dialects import SPECTRAX
+from shardrules._rules import Pattern, Rules
+
+__all__ = ["match_partition_rules"]
+
+_NOT_STRICT: Final = replace(SPECTRAX, scalars="none", rank="keep")
+
+
+def match_partition_rules(
+    rules: Iterable[tuple[Pattern, Any]],
+    tree: Any,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> Any:
+    """The tree with each leaf replaced by the spec of the first rule found in its path.
+
+    Semantics of spectrax.sharding.match_partition_rules; unlike it, a string is one axis name, and
+    all unmatched leaves are reported at once.
+
+    Args:
+        rules: (regex, spec) pairs.
+        tree: Any pytree; of its leaves only `.shape` is read.
+        min_size: Leaves with fewer elements get `PartitionSpec()` and need no rule. None for none.
+        strict: Whether scalars and leaves without a shape need no rule, and specs are cut to the
+            leaf's rank.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: No rule matches some leaf.
+        TypeError, re.error: As `shardrules.Rules`.
+
+    Example:
+        >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> tree = {"kernel": np.ones((8, 8)), "bias": np.ones(8)}
+        >>> specs = match_partition_rules([("kernel", P("fsdp", "tp"))], tree, min_size=16)
+        >>> specs == {"kernel": P("fsdp", "tp"), "bias": P()}
+        True
+    """
+    compiled = Rules(rules, SPECTRAX if strict else _NOT_STRICT)
+    return compiled.match(tree, min_size=min_size or 0)

@@ -1,0 +1,63 @@
+"""`set_partitions` of dalle-mini, and of the code of the t5x era that it comes from.
+
+The dialect `shardrules.WINDOW` under the usual signature, with the rules as an argument instead of
+a constant of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from shardrules._dialects import WINDOW
+from shardrules._rules import Rules
+from shardrules._specs import entries_of, partition_spec
+
+__all__ = ["set_partitions"]
+
+
+def set_partitions(
+    in_dict: Any,
+    rules: Iterable[tuple[tuple[str, ...], Any]],
+    scanned: Collection[str] = (),
+) -> Any:
+    """The tree with each leaf replaced by the spec of the first rule with a window on its path.
+
+    A rule's pattern is a tuple of regexes, for as many consecutive components of the path; each is
+    met by `re.match` with a `$` added. Semantics of `set_partitions` in dalle-mini's
+    model/partitions.py, except that rules with None give `PartitionSpec()`, that the tree is of
+    the input's own types instead of a FrozenDict, and that unmatched leaves are a ValueError.
+
+    Args:
+        in_dict: Any pytree; its leaves are not looked at.
+        rules: (window, spec) pairs.
+        scanned: Keys of scanned layers, such as "FlaxBartEncoderLayers": specs of leaves below
+            them get a None in front. dalle-mini does so if `use_scan` is true.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: No rule matches some leaf.
+        TypeError, re.error: As `shardrules.Rules`; a window that is no tuple, above all.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> params = {"GLU_0": {"Dense_1": {"kernel": 0, "bias": 0}}}
+        >>> rules = [(("GLU.*", "Dense_1", "kernel"), P(None, "mp")), (("(bias|scale)",), None)]
+        >>> specs = set_partitions(params, rules)
+        >>> specs == {"GLU_0": {"Dense_1": {"kernel": P(None, "mp"), "bias": P()}}}
+        True
+    """
+    import jax
+
+    specs = Rules(rules, WINDOW).match(in_dict)
+    if not scanned:
+        return specs
+    layers = set(scanned)
+
+    def stacked(path: tuple[Any, ...], spec: Any) -> Any:
+        keys = {getattr(key, "key", None) for key in path}
+        return partition_spec(None, *entries_of(spec)) if spec and keys & layers else spec
+
+    return jax.tree_util.tree_map_with_path(stacked, specs)
