@@ -19,11 +19,7 @@ MODULES = [
 ]
 # Values that are read, not made; and what needs arrays on several devices to be worth showing.
 WITHOUT_EXAMPLES = {
-<<<<<<< HEAD
-    "AxisMetadata", "LogicalDialect", "Counters", "Coverage", "Dialect", "RulesFallback", "make_shard_and_gather_fns", "with_sharding_constraint",
-=======
-    "Counters", "Coverage", "Decision", "Difference", "make_shard_and_gather_fns", "with_sharding_constraint",
->>>>>>> b53a921 (compare: the leaves about which two rule lists of any dialects differ)
+    "AxisMetadata", "Counters", "Coverage", "Decision", "Dialect", "Difference", "LogicalDialect", "RulesFallback", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 README = Path(__file__).parent.parent / "README.md"
 
