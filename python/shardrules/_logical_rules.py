@@ -188,10 +188,14 @@ def compiled_rules(
     rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int]
 ) -> CompiledLogicalRules:
     """The rules, compiled once for each mesh's axis sizes."""
-    try:
-        return _compiled(_hashable(rules), dialect, tuple(axis_sizes.items()))
-    except TypeError:  # something that cannot be hashed: this says which, if it matters
-        return CompiledLogicalRules(rules, dialect, axis_sizes)
+    axes = tuple(axis_sizes.items())
+    # Most rules have no lists in them.
+    for as_key in (_as_tuple, _hashable):
+        try:
+            return _compiled(as_key(rules), dialect, axes)
+        except TypeError:  # something in it cannot be hashed
+            pass
+    return CompiledLogicalRules(rules, dialect, axis_sizes)  # this says which rule it is, if any
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,3 +271,7 @@ def _hashable(rules: Any) -> Any:
         else rule
         for rule in rules
     )
+
+
+def _as_tuple(rules: Any) -> Any:
+    return tuple(rules) if isinstance(rules, list) else rules
