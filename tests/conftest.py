@@ -18,6 +18,9 @@ from jax.sharding import Mesh
 
 import shardrules
 
+# Other projects' tests, for tests/test_patch.py, which runs them by itself.
+collect_ignore = ["vendor"]
+
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:

@@ -29,6 +29,7 @@ from shardrules._logical_trees import (
     with_logical_constraint,
 )
 from shardrules._mesh import resolve_mesh
+from shardrules._patch import patch, unpatch
 from shardrules._placement import gather, shard
 from shardrules._rules import Rules, match_partition_rules
 from shardrules._shardings import named_shardings, spec_for
@@ -62,9 +63,11 @@ __all__ = [
     "logical_to_mesh_sharding",
     "match_partition_rules",
     "named_shardings",
+    "patch",
     "resolve_mesh",
     "shard",
     "spec_for",
+    "unpatch",
     "with_logical_constraint",
     "with_sharding_constraint",
 ]

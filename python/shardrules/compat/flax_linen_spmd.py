@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from shardrules._logical_context import LogicalRulesLike
-    from shardrules._logical_rules import PriorityRules
+    from shardrules._logical_rules import CompiledLogicalRules
 
     LogicalNames = tuple[str | None, ...]
 
@@ -214,7 +214,7 @@ def with_logical_partitioning(
     return wrapper
 
 
-def _mesh_axes(priority: PriorityRules, names: Any) -> PartitionSpec:
+def _mesh_axes(priority: CompiledLogicalRules, names: Any) -> PartitionSpec:
     try:
         return _remembered(priority, tuple(names) if isinstance(names, list) else names)
     except TypeError:  # not hashable, or not names: this says which
@@ -222,7 +222,7 @@ def _mesh_axes(priority: PriorityRules, names: Any) -> PartitionSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _remembered(priority: PriorityRules, names: Any) -> PartitionSpec:
+def _remembered(priority: CompiledLogicalRules, names: Any) -> PartitionSpec:
     return priority.resolve(names).spec(names)
 
 

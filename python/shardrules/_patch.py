@@ -1,0 +1,193 @@
+"""`patch` and `unpatch`: our functions in the place of other libraries', in all loaded modules.
+
+One look at every global of every loaded module, some milliseconds, on each call. Must not know what
+the functions do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Library:
+    """Functions of a module, and the module where ours have the same names."""
+
+    versions: tuple[str, ...]
+    """Those that tests have compared with ours."""
+    module: str
+    ours: str
+    instead: str
+    """Where ours can be imported from, whatever the version."""
+    functions: tuple[str, ...]
+
+
+# Only functions that are equal and faster: docs/patch.md says why the others are not here.
+_LIBRARIES: Final[dict[str, _Library]] = {
+    "eformer": _Library(
+        versions=("0.0.101",),
+        module="eformer.escale.partition.constraints",
+        ours="shardrules._patch_eformer",
+        instead="shardrules.compat.eformer",
+        functions=(
+            "create_pattern_based_partition_spec",
+            "get_corrected_named_sharding",
+            "make_shard_and_gather_fns",
+            "match_partition_rules",
+        ),
+    ),
+    "flax": _Library(
+        versions=("0.12.8", "0.12.12"),
+        module="flax.linen.spmd",
+        ours="shardrules.compat.flax_linen_spmd",
+        instead="shardrules.compat.flax_linen_spmd",
+        functions=("logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding"),
+    ),
+}
+
+_lock = threading.RLock()
+# By the original, every replacement ever made: a module may still hold one.
+_replacements: dict[_Function, _Function] = {}
+
+
+class Patch:
+    """What a call of `patch` has replaced; as a context manager, until the context is left."""
+
+    def __init__(self, replaced: Mapping[_Function, _Function]) -> None:
+        self._replaced = dict(replaced)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """The full names of the functions that this call has replaced."""
+        return tuple(f"{f.__module__}.{f.__qualname__}" for f in self._replaced)
+
+    def __enter__(self) -> Patch:
+        """Itself; the functions are replaced already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restores what this call has replaced, and nothing else."""
+        with _lock:
+            _restore(self._replaced.items())
+
+
+def patch(*libraries: str) -> Patch:
+    """Replace other libraries' functions by ours where those are equal and faster.
+
+    They are replaced where they are defined and in every loaded module that has imported them,
+    under whatever name; not inside of other objects, such as a functools.partial. Results and
+    errors stay the library's own: what ours refuses is left to the original. docs/patch.md lists
+    the functions.
+
+    Args:
+        libraries: "eformer", "flax"; they are imported if need be. Those that are patched already
+            stay so.
+
+    Returns:
+        A context manager that restores, when it is left, what this very call has replaced. Without
+        it `unpatch` restores all.
+
+    Raises:
+        ValueError: A library that is not among these.
+        ModuleNotFoundError: It is not installed.
+        RuntimeError: It is installed in a version that ours were not compared with. Like the
+            others, before anything is replaced.
+
+    Example:
+        Not run as a test, as eformer may not be there:
+
+        >>> with patch("eformer"):  # doctest: +SKIP
+        ...     model = easydel.AutoEasyDeLModelForCausalLM.from_pretrained(...)
+
+        >>> patch("keras")
+        Traceback (most recent call last):
+        ValueError: patch does not know the library 'keras'; it knows 'eformer', 'flax'
+    """
+    with _lock:
+        chosen = [_checked(name) for name in dict.fromkeys(libraries)]
+        replaced: dict[_Function, _Function] = {}
+        for library in chosen:
+            module = importlib.import_module(library.module)
+            ours = importlib.import_module(library.ours)
+            for name in library.functions:
+                original = getattr(module, name)
+                if original not in _replacements.values():
+                    replaced[original] = _replacement(original, getattr(ours, name))
+        _swap(replaced)
+        return Patch(replaced)
+
+
+def unpatch() -> None:
+    """Restore every function that `patch` has replaced, in all modules.
+
+    Also where one was imported by name meanwhile. Without a patch nothing happens.
+
+    Example:
+        >>> unpatch()
+    """
+    with _lock:
+        _restore(_replacements.items())
+
+
+def _checked(name: str) -> _Library:
+    from importlib import metadata
+
+    library = _LIBRARIES.get(name)
+    if library is None:
+        known = ", ".join(map(repr, _LIBRARIES))
+        raise ValueError(f"patch does not know the library {name!r}; it knows {known}")
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            f"{name} is not installed, so there is nothing to patch in it", name=name
+        ) from None
+    if version not in library.versions:
+        known = " and ".join(library.versions)
+        raise RuntimeError(
+            f"{name} {version} is installed, and patch knows {known} only: in other versions the "
+            "functions may do something else. Install one of these or a newer shardrules, or "
+            f"import the functions from {library.instead}"
+        )
+    return library
+
+
+def _replacement(original: _Function, ours: _Function) -> _Function:
+    """Ours, with the name, documentation and signature of the original."""
+    if original in _replacements:
+        return _replacements[original]
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except Exception:  # the program is to meet what it met before, errors included
+            return original(*args, **kwargs)
+
+    return _replacements.setdefault(original, replacement)
+
+
+def _restore(replaced: Iterable[tuple[_Function, _Function]]) -> None:
+    _swap({replacement: original for original, replacement in replaced})
+
+
+def _swap(new_of: Mapping[_Function, _Function]) -> None:
+    """Each function replaced by another one, wherever it is a global of a module."""
+    new_by_id = {id(old): new for old, new in new_of.items()}
+    for module in list(sys.modules.values()):
+        # Not isinstance, vars or getattr: they would load modules that load themselves when used.
+        if not issubclass(type(module), ModuleType):
+            continue
+        names = object.__getattribute__(module, "__dict__")
+        for name, value in list(names.items()):
+            if id(value) in new_by_id:
+                names[name] = new_by_id[id(value)]
