@@ -17,7 +17,7 @@ from shardrules._manifest import Manifest, Parameter, read_manifest
 _DATA = Path(__file__).parent / "data"
 DEEPSEEK = "flaxpath-deepseek-v3"
 
-Rule = tuple[str, PartitionSpec]
+Rule = tuple[Any, PartitionSpec]
 
 
 def manifest_names() -> list[str]:
@@ -47,7 +47,11 @@ def regex_rule_sets() -> list[str]:
 
 
 def rules(name: str) -> list[Rule]:
-    return [(pattern, _spec(spec)) for pattern, spec in _rule_files()[name]["rules"]]
+    """(pattern, spec) pairs; of windows a pattern is a tuple, and a spec may be None."""
+    return [
+        (tuple(pattern) if isinstance(pattern, list) else pattern, _spec(spec))
+        for pattern, spec in _rule_files()[name]["rules"]
+    ]
 
 
 def logical_rules(name: str) -> list[tuple[str, Any]]:
@@ -70,5 +74,5 @@ def abstract(parameter: Parameter) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(parameter.shape, "bfloat16")
 
 
-def _spec(entries: list[Any]) -> PartitionSpec:
-    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
+def _spec(entries: list[Any] | None) -> PartitionSpec:
+    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries or ()))

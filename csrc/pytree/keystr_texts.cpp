@@ -4,9 +4,7 @@ namespace shardrules::pytree {
 
 Ref KeystrTexts::of(const Key& key) {
     if (key.object == nullptr) return Ref::checked(PyUnicode_FromFormat("[%zd]", key.index));
-    if (key.kind == KeyKind::kText) return Ref::borrow(key.object);
-    if (key.kind == KeyKind::kAttribute)
-        return Ref::checked(PyUnicode_FromFormat(".%S", key.object));
+    if (key.is_attribute) return Ref::checked(PyUnicode_FromFormat(".%S", key.object));
     if (!PyUnicode_CheckExact(key.object) || PyUnicode_GET_LENGTH(key.object) > kLongest)
         return Ref::checked(PyUnicode_FromFormat("[%R]", key.object));
     if (PyObject* known = PyDict_GetItemWithError(known_.get(), key.object))

@@ -67,8 +67,8 @@ automata::RuleId MatchLeaves::decide(const LeafPlace& place) {
     const auto path = [&] { return place.path.text(); };
     if (!choices_.unique) return first_match(place.dfa.winner(), searched_, path);
     place.dfa.matches(matches_);
-    add_matches(searched_, path, matches_);
-    passes_.keep_deciding(matches_);
+    add_matches(searched_, path, matches_, passes_.end_of_first(matches_));
+    passes_.keep_first(matches_);
     if (matches_.size() > 1) return kSeveral;
     return matches_.empty() ? automata::kNoRule : matches_.front();
 }

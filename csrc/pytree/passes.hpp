@@ -25,11 +25,14 @@ class Passes {
         std::sort(numbered.begin(), numbered.end());
         numbered.erase(std::unique(numbered.begin(), numbered.end()), numbered.end());
     }
-    // Leaves only those of the first pass that has any. Ascending before and after.
-    void keep_deciding(std::vector<automata::RuleId>& numbered) const {
-        if (numbered.empty()) return;
-        const automata::RuleId end = (numbered.front() / rules_ + 1) * rules_;
-        numbered.erase(std::lower_bound(numbered.begin(), numbered.end(), end), numbered.end());
+    // Where the pass of the first of these numbers ends, ascending; kNoRule if there is none.
+    automata::RuleId end_of_first(const std::vector<automata::RuleId>& numbered) const {
+        return numbered.empty() ? automata::kNoRule : (numbered.front() / rules_ + 1) * rules_;
+    }
+    // Leaves only those of the first pass that has any.
+    void keep_first(std::vector<automata::RuleId>& numbered) const {
+        const auto end = std::lower_bound(numbered.begin(), numbered.end(), end_of_first(numbered));
+        numbered.erase(end, numbered.end());
     }
 
   private:

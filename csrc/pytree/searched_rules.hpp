@@ -34,14 +34,16 @@ automata::RuleId first_match(automata::RuleId from_automaton,
     return from_automaton;
 }
 
-// Adds the searched rules that match the path to those of the automaton, ascending.
+// Adds the searched rules before `end` that match the path to those of the automaton, ascending.
 template <class PathText>
 void add_matches(const std::vector<SearchedRule>& searched, PathText path_text,
-                 std::vector<automata::RuleId>& rules) {
-    if (searched.empty()) return;
+                 std::vector<automata::RuleId>& rules, automata::RuleId end = automata::kNoRule) {
+    if (searched.empty() || searched.front().rule >= end) return;
     const Ref path = path_text();
-    for (const SearchedRule& candidate : searched)
+    for (const SearchedRule& candidate : searched) {
+        if (candidate.rule >= end) break;
         if (candidate.matches(path)) rules.push_back(candidate.rule);
+    }
     std::sort(rules.begin(), rules.end());
 }
 

@@ -2,7 +2,6 @@
 // popping cost a few instructions; the path's text is built only when someone asks for it.
 #pragma once
 
-#include <cstdint>
 #include <string_view>
 #include <vector>
 
@@ -11,14 +10,11 @@
 
 namespace shardrules::pytree {
 
-enum class KeyKind : std::uint8_t { kItem, kAttribute, kText };
-
-// A dict key or attribute name (any object, whose str() is the text), or a sequence index. The
-// object is borrowed: the walk's frame that pushed it owns it.
+// A dict key or attribute name (any object, whose str() is the text), or a sequence index.
 struct Key {
-    PyObject* object = nullptr;
-    Py_ssize_t index = 0;  // without an object
-    KeyKind kind = KeyKind::kItem;
+    PyObject* object = nullptr;  // borrowed
+    Py_ssize_t index = 0;        // without an object
+    bool is_attribute = false;
 };
 
 // The text of one key, valid as long as this object.
@@ -41,8 +37,21 @@ class TreePath {
   public:
     TreePath(PyObject* separator, PyObject* shown_separator)
         : separator_(separator), shown_separator_(shown_separator) {}
-    void push(Key key) { keys_.push_back(key); }
-    void pop() { keys_.pop_back(); }
+    TreePath(const TreePath&) = delete;
+    TreePath& operator=(const TreePath&) = delete;
+    ~TreePath() {
+        while (!keys_.empty()) pop();
+    }
+    // Keeps the key alive: after an error the path is told, when the frames that knew it are gone.
+    void push(const Key& key) {
+        Py_XINCREF(key.object);
+        keys_.push_back(key);
+    }
+    void pop() {
+        PyObject* object = keys_.back().object;
+        keys_.pop_back();
+        Py_XDECREF(object);
+    }
     std::size_t depth() const { return keys_.size(); }
     // The keys' texts, joined by the separator: what rules meet.
     Ref text() const;

@@ -62,8 +62,7 @@ class Walk {
     // A child of the node that the walk is in.
     Ref child(const Key& key, PyObject* object) {
         if (!keystrs_) return descend(key, object);
-        const Ref text = keystrs_->of(key);
-        return descend({.object = text.get(), .kind = KeyKind::kText}, object);
+        return descend({keystrs_->of(key).get()}, object);
     }
 
     // On errors the path stays, for the note.
@@ -241,8 +240,7 @@ class Walk {
             const Ref pair = key_and_child(object, flat.pairs.get(), i);
             PyObject* entry = PyTuple_GET_ITEM(pair.get(), 0);
             const Ref text = keystrs_ ? Ref::checked(PyObject_Str(entry)) : key_entry_text(entry);
-            values_.push_back(child({.object = text.get(), .kind = KeyKind::kText},
-                                    PyTuple_GET_ITEM(pair.get(), 1)));
+            values_.push_back(descend({text.get()}, PyTuple_GET_ITEM(pair.get(), 1)));
         }
         const Ref children = tuple_from(base);
         values_.resize(base);
@@ -251,7 +249,7 @@ class Walk {
             type.unflatten.get(), flat.auxiliary.get(), children.get(), nullptr));
     }
 
-    static Key attribute_key(PyObject* name) { return {.object = name, .kind = KeyKind::kAttribute}; }
+    static Key attribute_key(PyObject* name) { return {.object = name, .is_attribute = true}; }
 
     Ref& value(std::size_t base, Py_ssize_t i) {
         return values_[base + static_cast<std::size_t>(i)];

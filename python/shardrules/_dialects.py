@@ -75,6 +75,8 @@ class Dialect:
             _check(name, getattr(self, name), choices)
         for way in self.match:
             _check("a way of match", way, tuple(WAYS))
+        if not self.match:
+            raise ValueError("match is empty; name at least one way")
         if len({WAYS[way].method == "window" for way in self.match}) != 1:
             raise ValueError(f"match is {self.match!r}; windows do not mix with other ways")
 

@@ -1,0 +1,126 @@
+"""What the libraries' own functions do, restated plainly: the oracles of the dialects' tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+SEVERAL = "several"
+
+
+def find_first(patterns: Sequence[Any], matches: Callable[[Any], object]) -> int | None:
+    return next((i for i, pattern in enumerate(patterns) if matches(pattern)), None)
+
+
+def by_search(patterns, path):
+    return find_first(patterns, lambda pattern: re.search(pattern, path))
+
+
+def by_window(patterns, path):
+    keys = path.split("/")
+
+    def matches(window):
+        compiled = [re.compile(pattern + "$") for pattern in window]
+        starts = range(len(keys) - len(window) + 1)
+        return any(
+            all(r.match(key) for r, key in zip(compiled, keys[start:], strict=False))
+            for start in starts
+        )
+
+    return find_first(patterns, matches)
+
+
+def by_layout_map(patterns, path):
+    if path in patterns:
+        return patterns.index(path)
+    matching = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, path)]
+    return SEVERAL if len(matching) > 1 else next(iter(matching), None)
+
+
+def generalised(name: str) -> str:
+    return re.sub(r"\.\d+(\.|$)", lambda found: ".*" + found.group(1), name)
+
+
+def by_tp_plan(patterns, path):
+    general = generalised(path)
+    looked_up = [path, path.rpartition(".")[0], general, general.rpartition(".")[0]]
+    without_parent = "." not in path
+    for number, name in enumerate(looked_up):
+        if name in patterns and not (without_parent and number in (1, 3)):
+            return patterns.index(name)
+    return None
+
+
+CHOSEN_BY = {
+    "EASYLM": by_search,
+    "SPECTRAX": by_search,
+    "KEYSTR": by_search,
+    "KERAS": by_layout_map,
+    "WINDOW": by_window,
+    "TP_PLAN": by_tp_plan,
+}
+
+
+def key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def joined(separator: str) -> Callable[[Any], str]:
+    return lambda path: separator.join(map(key_text, path))
+
+
+def specs_of(tree: Any, spec: Callable[[Any, Any], Any]) -> Any:
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+SLASHED, DOTTED = joined("/"), joined(".")
+
+
+def easylm(rules, tree, path_text=SLASHED):
+    def spec(path, leaf):
+        if len(leaf.shape) == 0 or np.prod(leaf.shape) == 1:
+            return P()
+        return rules[by_search([p for p, _ in rules], path_text(path))][1]
+
+    return specs_of(tree, spec)
+
+
+def jaxseq(rules, tree):
+    return easylm(rules, tree, jax.tree_util.keystr)
+
+
+def spectrax(rules, tree, min_size=None, strict=True):
+    def spec(path, leaf):
+        if strict and (not hasattr(leaf, "shape") or len(leaf.shape) == 0):
+            return P()
+        if min_size is not None and hasattr(leaf, "shape") and np.prod(leaf.shape) < min_size:
+            return P()
+        found = rules[by_search([p for p, _ in rules], SLASHED(path))][1]
+        return P(*found[: leaf.ndim]) if strict and len(found) > leaf.ndim else found
+
+    return specs_of(tree, spec)
+
+
+def windows(rules, tree):
+    def spec(path, _):
+        return rules[by_window([p for p, _ in rules], SLASHED(path))][1]
+
+    return specs_of(tree, spec)
+
+
+def tp_styles(plan, tree):
+    names = list(plan)
+
+    def style(path, _):
+        found = by_tp_plan(names, DOTTED(path))
+        return "" if found is None else plan[names[found]]
+
+    return specs_of(tree, style)
