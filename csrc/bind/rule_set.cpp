@@ -54,12 +54,13 @@ py::tuple to_python(const pytree::Record& record) {
 pytree::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
                            bool unique, bool scalars_need_rules, bool size_one_is_scalar,
                            bool min_size_first) {
-    return {Ref::borrow(separator.ptr()), Ref::borrow(shown_separator.ptr()),
-            keystr,
-            unique,
-            scalars_need_rules,
-            size_one_is_scalar,
-            min_size_first};
+    return {.separator = Ref::borrow(separator.ptr()),
+            .shown_separator = Ref::borrow(shown_separator.ptr()),
+            .keystr = keystr,
+            .unique = unique,
+            .scalars_need_rules = scalars_need_rules,
+            .size_one_is_scalar = size_one_is_scalar,
+            .min_size_first = min_size_first};
 }
 
 // A pattern in C++'s hands: a literal, the words of a code, or a rule to skip.

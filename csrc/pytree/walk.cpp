@@ -1,11 +1,11 @@
 #include "walk.hpp"
 
+#include <optional>
+
 #include "keystr_texts.hpp"
 #include "node_types.hpp"
 #include "registry.hpp"
 #include "step_memo.hpp"
-
-#include <optional>
 
 namespace shardrules::pytree {
 namespace {

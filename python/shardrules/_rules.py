@@ -150,7 +150,10 @@ class Rules:
         return self._match(tree, min_size, strict)
 
     def first_match(self, path: str) -> int | None:
-        """The index of the first rule that matches the path, or None."""
+        """The index of the first rule that matches the path, or None.
+
+        That it is the only one, where the dialect allows one alone, is for `match` to check.
+        """
         return self._rule_set.first_match(self.joined(path))
 
     def all_matches(self, path: str) -> list[int]:
