@@ -176,6 +176,29 @@ def test_containers_changed_while_they_are_walked():
         sr.match_partition_rules(CATCH_ALL, items)
 
 
+def test_the_note_tells_a_key_that_only_the_walk_knew():
+    """A leaf takes its own key out of the tree and fails; a key's text is made for the walk."""
+    tree = {}
+
+    class Vanishing:
+        @property
+        def shape(self):
+            tree.clear()
+            raise RuntimeError("gone")
+
+    def key():
+        return "".join(["k", "ey"])  # no constant, which would live on
+
+    tree[key()] = Vanishing()
+    with pytest.raises(RuntimeError) as info:
+        sr.match_partition_rules(CATCH_ALL, tree)
+    assert info.value.__notes__ == ["shardrules: at 'key' in the tree"]
+    tree[1000] = [Vanishing()]
+    with pytest.raises(RuntimeError) as info:
+        sr.Rules(CATCH_ALL, sr.KEYSTR).match(tree)
+    assert info.value.__notes__ == ["shardrules: at '[1000][0]' in the tree"]
+
+
 def test_replaced_values_and_dropped_references_do_no_harm():
     tree = {"a": {"b": None, "c": [np.zeros(2)]}}
 
