@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import collector
+from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
 
 LEAVES = 200
@@ -71,10 +69,10 @@ def _placement(mesh: Mesh) -> Iterator[Row]:
         "gather": (lambda: sr.gather(placed()), lambda: by_leaf(gather_fns, placed())),
     }
     for name, (ours, theirs) in pairs.items():
-        a, b = _seconds([cold(ours), cold(theirs)], runs=1)
+        a, b = interleaved_seconds([cold(ours), cold(theirs)], runs=1)
         note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.0f} ms, which compiles for each leaf"
         yield Row(f"{name} {LEAVES} leaves, first call, ours / eformer", a / b, "x", None, note)
-        a, b = _seconds([ours, theirs], runs=5)
+        a, b = interleaved_seconds([ours, theirs], runs=5)
         note = f"ours {a * 1e3:.1f} ms, eformer {b * 1e3:.1f} ms"
         yield Row(f"{name} {LEAVES} leaves, again, ours / eformer", a / b, "x", None, note)
 
@@ -98,21 +96,12 @@ def _constraints(mesh: Mesh) -> Iterator[Row]:
         return sr.with_sharding_constraint(x, spec)
 
     with jax.set_mesh(mesh):
-        nothing, a, b = _seconds([traced(lambda x: x), traced(ours), traced(bare)], runs=15)
+        nothing, a, b = interleaved_seconds(
+            [traced(lambda x: x), traced(ours), traced(bare)], runs=15
+        )
         a, b = (a - nothing) / CALLS, (b - nothing) / CALLS
         note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
         yield Row("constraint inside jit, a call, ours / bare", a / b, "x", None, note)
-        a, b = _seconds([lambda: ours(x), lambda: bare(x)], runs=301)
+        a, b = interleaved_seconds([lambda: ours(x), lambda: bare(x)], runs=301)
         note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
         yield Row("constraint outside of jit, a call, ours / bare", a / b, "x", None, note)
-
-
-def _seconds(calls: list[Callable[[], Any]], runs: int) -> list[float]:
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(runs):
-        for call, taken in zip(calls, times, strict=True):
-            start = perf_counter()
-            result = call()
-            taken.append(perf_counter() - start)
-            del result
-    return [median(taken) for taken in times]

@@ -86,6 +86,18 @@ def measure(case: Case, *, with_collector: bool, runs: int = 9, slow_runs: int =
     return Result(case, {name: median(t) for name, t in times.items()})
 
 
+def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:
+    """The median time of each call, of runs in which all of them take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs):
+        for call, taken in zip(calls, times, strict=True):
+            start = perf_counter()
+            result = call()
+            taken.append(perf_counter() - start)
+            del result
+    return [median(taken) for taken in times]
+
+
 def _same(a: Any, b: Any) -> bool:
     def flat(tree: Any) -> Any:
         return tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))

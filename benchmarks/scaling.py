@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.harness import collector
+from benchmarks.harness import collector, interleaved_seconds
 from tests import corpus
 
 LEAF = jax.ShapeDtypeStruct((8, 8), "int8")
@@ -50,13 +49,7 @@ def rows() -> Iterator[Row]:
 
 
 def _seconds(call: Callable[[], Any], runs: int) -> float:
-    times = []
-    for _ in range(runs):
-        start = perf_counter()
-        result = call()
-        times.append(perf_counter() - start)
-        del result
-    return median(times)
+    return interleaved_seconds([call], runs)[0]
 
 
 def _rules_growth() -> Iterator[Row]:

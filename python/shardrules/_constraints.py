@@ -60,7 +60,6 @@ def with_sharding_constraint(
     """
     leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
     apply = _constrain_traced if _is_tracing(leaves) else _put
-    # A leaf that is the whole tree is the common case in a forward pass.
     return treedef.unflatten(apply(leaves, shardings))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._specs import (
+    check_choice,
     entries_of,
     entry_axes,
     entry_of,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
 _MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
-_CHOICES: Final = {
+_CHOICES: Final[dict[str, tuple[object, ...]]] = {
     "absent": _MISFITS,
     "indivisible": _MISFITS,
     "rank": ("truncate", "replicate", "keep", "error"),
@@ -74,9 +75,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                listed = ", ".join(map(repr, choices))
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {listed}")
+            check_choice(name, getattr(self, name), choices)
 
 
 @dataclass(frozen=True, slots=True)

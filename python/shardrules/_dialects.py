@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardrules._correction import Correction
+from shardrules._specs import check_choice
 from shardrules._ways import COMPONENT_SEPARATOR, WAYS
 
 _CHOICES: Final = {
@@ -72,9 +73,9 @@ class Dialect:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            _check(name, getattr(self, name), choices)
+            check_choice(name, getattr(self, name), choices)
         for way in self.match:
-            _check("a way of match", way, tuple(WAYS))
+            check_choice("a way of match", way, tuple(WAYS))
         if not self.match:
             raise ValueError("match is empty; name at least one way")
         if len({WAYS[way].method == "window" for way in self.match}) != 1:
@@ -86,11 +87,6 @@ class Dialect:
         if self.keys == "keystr":
             return ""
         return COMPONENT_SEPARATOR if "window" in self.match else self.separator
-
-
-def _check(name: str, choice: object, choices: tuple[str, ...]) -> None:
-    if choice not in choices:
-        raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
 # What JAX would refuse in the end is refused, with the path and the rule.

@@ -87,6 +87,17 @@ class CompiledLogicalRules:
             last_wins=dialect.last_wins,
         )
 
+    def spec(self, names: Any) -> PartitionSpec:
+        """The PartitionSpec of an array with these names, whatever its shape; remembered.
+
+        Raises:
+            ValueError, TypeError: As `resolve`.
+        """
+        try:
+            return _remembered_spec(self, tuple(names) if isinstance(names, list) else names)
+        except TypeError:  # not hashable, or not names: this says which
+            return self.resolve(names).spec(names)
+
     def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Outcome:
         """What each dimension of an array with these names gets.
 
@@ -229,15 +240,12 @@ def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
     if isinstance(rules, dict):
         rules = tuple(last_wins(rules).items())
     pairs = rules if type(rules) is tuple else tuple(rules)
-    try:
-        return _core_spec(names, pairs)
-    except TypeError:  # something that cannot be hashed: this says which, if it matters
-        return compiled_rules(pairs, FLAX_CORE, {}).resolve(names).spec(names)
+    return compiled_rules(pairs, FLAX_CORE, {}).spec(names)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _core_spec(names: Any, rules: tuple[Any, ...]) -> PartitionSpec:
-    return compiled_rules(rules, FLAX_CORE, {}).resolve(names).spec(names)
+def _remembered_spec(rules: CompiledLogicalRules, names: Any) -> PartitionSpec:
+    return rules.resolve(names).spec(names)
 
 
 def _axes_in(value: Any) -> list[str]:

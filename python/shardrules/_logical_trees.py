@@ -73,7 +73,7 @@ def logical_to_mesh(
         ('dp', 'tp', None)
     """
     resolver = compiled(rules, None, dialect)
-    return _resolved(tree, None, lambda names, _: resolver.resolve(names).spec(names))
+    return _resolved(tree, None, lambda names, _: resolver.spec(names))
 
 
 def logical_to_mesh_sharding(
@@ -122,7 +122,7 @@ def logical_to_mesh_sharding(
         return _resolved(
             tree,
             None,
-            lambda names, _: named_sharding(resolver.resolve(names).spec(names), on_mesh),
+            lambda names, _: named_sharding(resolver.spec(names), on_mesh),
         )
 
     def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:

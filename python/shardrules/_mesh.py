@@ -76,7 +76,7 @@ def context_mesh() -> AnyMesh | None:
     current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
     if current is None:
         return legacy
-    if legacy is not None and legacy != concrete and _differ(legacy, concrete, current):
+    if legacy is not None and not _agree(legacy, concrete, current):
         raise ValueError(
             f"two meshes are in force: jax.set_mesh's {axes_shown(current)} and `with mesh:`'s "
             f"{axes_shown(legacy)}"
@@ -135,8 +135,11 @@ def _has_other_axes(abstract: Any, concrete: Any) -> bool:
     return types or abstract.shape_tuple != concrete.shape_tuple
 
 
-def _differ(legacy: Any, concrete: Any, current: Any) -> bool:
-    return concrete is not None or legacy.shape_tuple != current.shape_tuple
+def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
+    """Whether `with mesh:` and the mesh in force are one, as far as both have devices."""
+    if concrete is not None:
+        return bool(legacy == concrete)
+    return bool(legacy.shape_tuple == current.shape_tuple)
 
 
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

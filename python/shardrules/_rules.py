@@ -38,7 +38,7 @@ Pattern = str | re.Pattern[str] | tuple[str, ...]
 _T = TypeVar("_T")
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
-_MESHES_REMEMBERED: Final = 16
+_MOST_REMEMBERED: Final = 16
 _DEFAULT_MIN_SIZE: Final = "16384"
 _TRUE_WORDS: Final = ("true", "yes", "1", "on")
 
@@ -76,13 +76,19 @@ class Rules:
     """
 
     __slots__ = (
-        "_dialect", "_fallbacks", "_memory_budget", "_on_meshes", "_pairs", "_rule_set", "_table",
+        "_dialect",
+        "_fallbacks",
+        "_made",
+        "_memory_budget",
+        "_pairs",
+        "_rule_set",
+        "_table",
     )  # fmt: skip
 
     _dialect: Dialect
     _fallbacks: tuple[tuple[int, str], ...]
     _memory_budget: int
-    _on_meshes: dict[Any, Any]
+    _made: dict[Any, Any]
     _pairs: tuple[tuple[Pattern, Any], ...]
     _rule_set: RuleSet
     _table: SpecTable
@@ -104,7 +110,7 @@ class Rules:
         specs = _specs_of(pairs)
         attributes = {
             "_pairs": pairs,
-            "_on_meshes": {},
+            "_made": {},
             "_dialect": dialect,
             "_memory_budget": memory_budget,
             "_fallbacks": code.fallbacks,
@@ -300,15 +306,15 @@ class Rules:
         if self._dialect.keys == "text":
             return self
         dialect = replace(self._dialect, keys="text")
-        return self.cached_on_mesh(dialect, lambda: Rules(self._pairs, dialect))
+        return self.remembered(dialect, lambda: Rules(self._pairs, dialect))
 
-    def cached_on_mesh(self, key: Hashable, make: Callable[[], _T]) -> _T:
+    def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What `make` makes of these rules, remembered for the next call with this key."""
-        found = self._on_meshes.get(key)
+        found = self._made.get(key)
         if found is None:
-            if len(self._on_meshes) >= _MESHES_REMEMBERED:
-                self._on_meshes.clear()
-            found = self._on_meshes.setdefault(key, make())
+            if len(self._made) >= _MOST_REMEMBERED:
+                self._made.clear()
+            found = self._made.setdefault(key, make())
         return found  # type: ignore[no-any-return]
 
 

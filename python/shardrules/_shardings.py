@@ -156,7 +156,7 @@ class _OnMesh(NamedTuple):
 
 def _bound(rules: Rules, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
     chosen = correction or rules.dialect.correction
-    return rules.cached_on_mesh((mesh, chosen), lambda: _bind(rules, mesh, chosen))
+    return rules.remembered((mesh, chosen), lambda: _bind(rules, mesh, chosen))
 
 
 def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:

@@ -143,6 +143,16 @@ def is_unconstrained(entry: object) -> bool:
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
 
 
+def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
+    """That it is one of the choices.
+
+    Raises:
+        ValueError: It is not; the message lists them.
+    """
+    if choice not in choices:
+        raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
 def shown(value: object) -> str:
     """A value and its type, short enough for an error message."""
     text = repr(value)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from shardrules._logical_context import LogicalRulesLike
-    from shardrules._logical_rules import CompiledLogicalRules
 
     LogicalNames = tuple[str | None, ...]
 
@@ -74,7 +73,7 @@ def logical_to_mesh_axes(
     """
     if array_dim_names is None:
         return None
-    return _mesh_axes(compiled(rules, None), array_dim_names)
+    return compiled(rules, None).spec(array_dim_names)
 
 
 def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
@@ -88,7 +87,7 @@ def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
         True
     """
     priority = compiled(rules, None)
-    return _map_specs(tree, lambda names, _: _mesh_axes(priority, names))
+    return _map_specs(tree, lambda names, _: priority.spec(names))
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | None = None) -> Any:
@@ -103,7 +102,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
         ('tp',)
     """
     priority = compiled(rules, None)
-    return _map_specs(tree, lambda names, _: named_sharding(_mesh_axes(priority, names), mesh))
+    return _map_specs(tree, lambda names, _: named_sharding(priority.spec(names), mesh))
 
 
 def with_logical_constraint(
@@ -212,18 +211,6 @@ def with_logical_partitioning(
         return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
 
     return wrapper
-
-
-def _mesh_axes(priority: CompiledLogicalRules, names: Any) -> PartitionSpec:
-    try:
-        return _remembered(priority, tuple(names) if isinstance(names, list) else names)
-    except TypeError:  # not hashable, or not names: this says which
-        return priority.resolve(names).spec(names)
-
-
-@functools.lru_cache(maxsize=4096)
-def _remembered(priority: CompiledLogicalRules, names: Any) -> PartitionSpec:
-    return priority.resolve(names).spec(names)
 
 
 def _map_specs(tree: Any, make: Any) -> Any:
