@@ -221,7 +221,7 @@ def test_bytes_on_each_device(mesh, size):
     from shardrules._device_bytes import device_bytes
 
     spec = P(("tp", "fsdp"))
-    held = device_bytes((size, 5), 4, spec, mesh.shape)
+    held = device_bytes((size, 5), 32, spec, mesh.shape)
     assert held.shape == (1, 4, 2)
     assert held.sum() == size * 5 * 4
     if size % 8 == 0:

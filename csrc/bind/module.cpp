@@ -9,4 +9,5 @@ PYBIND11_MODULE(_core, module) {
     shardrules::bind::register_sharding(module);
     shardrules::bind::register_logical(module);
     shardrules::bind::register_rule_set(module);
+    shardrules::bind::register_templates(module);
 }

@@ -9,5 +9,6 @@ void register_logical(pybind11::module_& module);
 void register_rule_set(pybind11::module_& module);
 void register_sharding(pybind11::module_& module);
 void register_spec_table(pybind11::module_& module);
+void register_templates(pybind11::module_& module);
 
 }  // namespace shardrules::bind

@@ -6,8 +6,10 @@
 #include <string>
 #include <variant>
 
+#include "columns.hpp"
 #include "errors.hpp"
 #include "pytree/count_matches.hpp"
+#include "pytree/survey_leaves.hpp"
 #include "register.hpp"
 
 namespace py = pybind11;
@@ -148,8 +150,7 @@ py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool 
                          const py::object& min_size, const py::object& replicated,
                          const py::object& unmatched, const py::object& ambiguous,
                          bool record_events) {
-    if (answers.rule_count() != passes_.rule_count())
-        throw std::invalid_argument("the answers are of another rule list");
+    check_answers(answers);
     const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
         pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
@@ -160,6 +161,31 @@ py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool 
                               to_python(leaves.ambiguous()), to_python(leaves.problems()),
                               to_python(leaves.events()));
     });
+}
+
+py::tuple RuleSet::survey(const py::object& tree, pytree::Answers& answers,
+                          const py::object& min_size, const py::object& replicated,
+                          const py::object& unmatched, const py::object& ambiguous) {
+    check_answers(answers);
+    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
+    return translated([&] {
+        pytree::MatchLeaves decisions(answers, searched_, passes_, choices_,
+                                      {.strict = true,
+                                       .min_size = min_size.ptr(),
+                                       .replicated = replicated.ptr(),
+                                       .unmatched = unmatched.ptr(),
+                                       .ambiguous = ambiguous.ptr(),
+                                       .record_events = false});
+        pytree::SurveyLeaves leaves(decisions);
+        const Ref numbered = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
+        return py::make_tuple(to_python(numbered), to_python(leaves.paths()),
+                              to_python(leaves.kinds()), column(leaves.numbers()));
+    });
+}
+
+void RuleSet::check_answers(const pytree::Answers& answers) const {
+    if (answers.rule_count() != passes_.rule_count())
+        throw std::invalid_argument("the answers are of another rule list");
 }
 
 py::tuple RuleSet::count_matches(const py::object& tree, bool strict) {
@@ -197,6 +223,9 @@ void register_rule_set(py::module_& module) {
         .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("answers"),
              py::arg("strict"), py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
              py::arg("ambiguous"), py::arg("record_events"))
+        .def("survey", &RuleSet::survey, py::arg("tree"), py::kw_only(), py::arg("answers"),
+             py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
+             py::arg("ambiguous"))
         .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
              py::arg("strict"))
         .def("counters", &RuleSet::counters);

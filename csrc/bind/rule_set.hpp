@@ -31,10 +31,16 @@ class RuleSet {
                           const pybind11::object& min_size, const pybind11::object& replicated,
                           const pybind11::object& unmatched,
                           const pybind11::object& ambiguous, bool record_events);
+    pybind11::tuple survey(const pybind11::object& tree, pytree::Answers& answers,
+                           const pybind11::object& min_size,
+                           const pybind11::object& replicated, const pybind11::object& unmatched,
+                           const pybind11::object& ambiguous);
     pybind11::tuple count_matches(const pybind11::object& tree, bool strict);
     pybind11::tuple counters() const;
 
   private:
+    void check_answers(const pytree::Answers& answers) const;
+
     std::shared_ptr<const automata::Program> program_;
     automata::DfaPool first_, all_;  // by what is searched for
     std::vector<pytree::SearchedRule> searched_;

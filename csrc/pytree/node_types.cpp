@@ -49,6 +49,8 @@ NodeType registered(PyObject* example, PyTypeObject* type) {
 }
 
 NodeType classify(PyObject* object, PyTypeObject* type) {
+    if (!registry_exists() && !has_fields(type))
+        return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
     const KeyedChildren flat = flatten_one_level(object);
     if (!flat.pairs) return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
     if (has_fields(type) && flattened_as_namedtuple(object, flat)) return named_tuple(type);

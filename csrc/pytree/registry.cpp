@@ -53,6 +53,14 @@ bool is_exactly(PyObject* object, const Ref& type) {
 
 }  // namespace
 
+bool registry_exists() {
+    const Ref modules = attribute(imported("sys").get(), "modules");
+    const Ref name = Ref::checked(PyUnicode_FromString("jax"));
+    const int found = PySequence_Contains(modules.get(), name.get());
+    check(found);
+    return found == 1;
+}
+
 KeyedChildren flatten_one_level(PyObject* node) {
     const Ref flat =
         Ref::checked(PyObject_CallOneArg(JaxTrees::get().flatten_with_keys.get(), node));

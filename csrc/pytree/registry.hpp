@@ -12,6 +12,9 @@ struct KeyedChildren {
     Ref auxiliary;  // what the type needs to rebuild the node
 };
 
+// Whether JAX is in the process. If not, nobody can have registered a type, and there is no reason to
+// import it to ask.
+bool registry_exists();
 // The node's children by default_registry.flatten_one_level_with_keys; without pairs if the
 // registry holds the object to be a leaf.
 KeyedChildren flatten_one_level(PyObject* node);

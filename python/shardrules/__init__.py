@@ -31,6 +31,10 @@ from shardrules._logical_trees import (
 from shardrules._mesh import resolve_mesh
 from shardrules._patch import patch, unpatch
 from shardrules._placement import gather, shard
+from shardrules._planning.budget import DeviceBytes
+from shardrules._planning.explain import Explanation, Tried
+from shardrules._planning.kinds import Kind
+from shardrules._planning.plan import Plan, plan
 from shardrules._rules import Rules, match_partition_rules
 from shardrules._shardings import named_shardings, spec_for
 
@@ -48,12 +52,17 @@ __all__ = [
     "Counters",
     "Coverage",
     "Decision",
+    "DeviceBytes",
     "Dialect",
     "Difference",
+    "Explanation",
+    "Kind",
     "LogicalDialect",
+    "Plan",
     "RuleSpec",
     "Rules",
     "RulesFallback",
+    "Tried",
     "compare",
     "explain_logical",
     "fingerprint",
@@ -64,6 +73,7 @@ __all__ = [
     "match_partition_rules",
     "named_shardings",
     "patch",
+    "plan",
     "resolve_mesh",
     "shard",
     "spec_for",

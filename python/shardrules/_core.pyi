@@ -71,6 +71,14 @@ def resolve_all(
 ) -> list[Any]:
     """Of each leaf make(names, shape), from the memo where it was asked before."""
 
+def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
+    """Paths with holes for their numbers; see csrc/pytree/templates.hpp.
+
+    Returns:
+        (the distinct templates, with a NUL for each number; per path its template, int32; the
+        numbers of all paths in a row, int64)
+    """
+
 class ShardingTable(Answers):
     """What each (spec, rank, kept axes) gets, made by `make` on first sight.
 
@@ -154,6 +162,18 @@ class RuleSet:
         tuple[int, list[tuple[str, Any]]],
     ]:
         """The fields of `shardrules._rules.Outcome`."""
+
+    def survey(
+        self,
+        tree: object,
+        *,
+        answers: Answers,
+        min_size: object,
+        replicated: object,
+        unmatched: object,
+        ambiguous: object,
+    ) -> tuple[Any, list[str], dict[tuple[Any, Any, Any], int], bytes]:
+        """(tree of kinds' numbers, paths, {(answer, shape, dtype): number}, int32 numbers)."""
 
     def count_matches(
         self, tree: object, *, strict: bool

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._specs import (
+    Entries,
     check_choice,
     entries_of,
     entry_axes,
@@ -120,7 +121,7 @@ class SpecOnMesh:
     """A spec bound to the axis sizes of a mesh and to a correction.
 
     Args:
-        spec: A PartitionSpec.
+        spec: A PartitionSpec, or the Entries of one; what comes out is of the same kind.
         axis_sizes: Devices along each mesh axis.
         correction: The policies.
         units: As in `RuleSpec`.
@@ -133,12 +134,12 @@ class SpecOnMesh:
 
     def __init__(
         self,
-        spec: PartitionSpec,
+        spec: PartitionSpec | Entries,
         axis_sizes: Mapping[str, int],
         correction: Correction,
         units: tuple[int | None, ...] = (),
     ) -> None:
-        self.spec = spec
+        self.spec: Any = spec
         self._axis_sizes = axis_sizes
         self._correction = correction
         self._axes = tuple(map(entry_axes, entries_of(spec)))
@@ -154,12 +155,12 @@ class SpecOnMesh:
             indivisible=_dropping(correction.indivisible),
         )
 
-    def corrected(self, rank: int, kept: int) -> PartitionSpec | None:
+    def corrected(self, rank: int, kept: int) -> Any:
         """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
         if any(self._is_error(loss) for loss in self.losses(rank, kept)):
             return None
         if rank < len(self.spec) and self._correction.rank == "replicate":
-            return partition_spec()
+            return Entries() if isinstance(self.spec, Entries) else partition_spec()
         entries = [
             self._entry(entry, axes)
             for entry, axes in zip(entries_of(self.spec), self._kept_axes(rank, kept), strict=False)
@@ -194,7 +195,7 @@ class SpecOnMesh:
         """Of each loss that an array of this shape may not have: what is wrong and the way out."""
         for loss in self.losses(len(shape), self.corrector.kept(shape)):
             if self._is_error(loss):
-                yield self._described(loss, shape)
+                yield self.described(loss, shape)
 
     def _is_error(self, loss: Loss) -> bool:
         return loss.kind == "duplicate" or getattr(self._correction, loss.kind) == "error"
@@ -225,7 +226,8 @@ class SpecOnMesh:
             axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
         return entry if axes == entry_axes(entry) else entry_of(axes)
 
-    def _described(self, loss: Loss, shape: tuple[int, ...]) -> str:
+    def described(self, loss: Loss, shape: tuple[int, ...]) -> str:
+        """What a loss of an array of this shape is, and the way out."""
         axes = ", ".join(map(repr, loss.axes))
         if loss.kind == "rank":
             return (

@@ -1,16 +1,17 @@
 """Bytes of one sharded array on each device, uneven shards included.
 
-Costs one small array the size of the mesh. Must not know about trees or rules.
+Costs a small array with a number for each device that differs. Must not know about trees or rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardrules._specs import entries_of, entry_axes
+from shardrules._specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def device_bytes(
-    shape: Sequence[int], itemsize: int, spec: PartitionSpec, axis_sizes: Mapping[str, int]
+    shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> npt.NDArray[np.int64]:
     """What each device of the mesh holds of the array.
 
@@ -27,7 +28,7 @@ def device_bytes(
 
     Args:
         shape: Of the whole array.
-        itemsize: Bytes of one element.
+        bits: Of one element; 8 for each byte. Fewer are packed, as in int4.
         spec: At most as long as the shape.
         axis_sizes: Devices along each mesh axis, in the mesh's order.
 
@@ -36,21 +37,24 @@ def device_bytes(
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> device_bytes((10, 4), 2, P("dp"), {"dp": 4, "tp": 1}).ravel()
+        >>> device_bytes((10, 4), 16, P("dp"), {"dp": 4, "tp": 1}).ravel()
         array([24, 24, 24,  8])
     """
     entries = entries_of(spec)
     names = list(axis_sizes)
-    held = np.full(tuple(axis_sizes.values()), itemsize, np.int64)
+    held = np.full((1,) * len(names), bits, np.int64)
     for dim, size in enumerate(shape):
-        axes = entry_axes(entries[dim]) if dim < len(entries) else ()
+        named = entry_axes(entries[dim]) if dim < len(entries) else ()
+        axes = [axis for axis in named if axis in axis_sizes]
+        parts = prod(axis_sizes[axis] for axis in axes)
+        part = -(-size // parts)
+        if size % parts == 0:
+            held = held * part
+            continue
         position = np.zeros((1,) * len(names), np.int64)
-        parts = 1
         for axis in axes:
             along = [1] * len(names)
             along[names.index(axis)] = axis_sizes[axis]
             position = position * axis_sizes[axis] + np.arange(axis_sizes[axis]).reshape(along)
-            parts *= axis_sizes[axis]
-        part = -(-size // parts)
-        held *= np.clip(size - position * part, 0, part)
-    return held
+        held = held * np.clip(size - position * part, 0, part)
+    return np.broadcast_to(-(-held // 8), tuple(axis_sizes.values()))

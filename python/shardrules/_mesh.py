@@ -142,9 +142,13 @@ def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
     return bool(legacy.shape_tuple == current.shape_tuple)
 
 
-def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    import jax.sharding
+def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Devices per axis, as a dict of its own.
 
+    Raises:
+        ValueError: No axes, or one with a size below 1.
+        TypeError: A name is no string, or a size no integer.
+    """
     for name, size in sizes.items():
         if not isinstance(name, str):
             raise TypeError(f"the mesh axis {shown(name)} must have a string for a name")
@@ -154,6 +158,13 @@ def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
             raise ValueError(f"the mesh axis {name!r} has the size {size}; it must be at least 1")
     if not sizes:
         raise ValueError("a mesh without axes")
+    return dict(sizes)
+
+
+def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    import jax.sharding
+
+    sizes = checked_sizes(sizes)
     make: Any = jax.sharding.AbstractMesh
     if not hasattr(jax.sharding, "AxisType"):  # JAX before 0.6
         return make(tuple(sizes.items()))  # type: ignore[no-any-return]

@@ -296,6 +296,33 @@ class Rules:
             )
         )
 
+    def survey(
+        self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
+    ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
+        """The leaves by kind: what has the same rule, shape and dtype.
+
+        Args:
+            tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
+            min_size: As in `match_partition_rules`.
+            replicated: In the place of the rule of a leaf that needs none.
+            unmatched: The same for a leaf that no rule matches.
+            ambiguous: The same for a leaf of several rules, where one alone may match.
+
+        Returns:
+            (the tree with the number of its kind for each leaf, the leaves' paths,
+            {(rule, shape, dtype): number of the kind}, the numbers of the leaves as int32)
+        """
+        numbers = list(range(len(self)))
+        answers = SpecTable(specs=numbers, lengths=[0] * len(numbers), make=lambda rule, _: rule)
+        return self._rule_set.survey(
+            tree,
+            answers=answers,
+            min_size=min_size,
+            replicated=replicated,
+            unmatched=unmatched,
+            ambiguous=ambiguous,
+        )
+
     def joined(self, path: str) -> str:
         """A path as people write it, as the patterns meet it."""
         dialect = self._dialect

@@ -7,7 +7,7 @@ or devices beyond shapes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from shardrules._mesh import axes_of_type, axes_shown, context_mesh, resolve_mes
 from shardrules._rules import Pattern, Rules
 from shardrules._specs import (
     Entries,
+    as_partition_spec,
     is_partition_spec,
     partition_spec,
     shown,
@@ -159,9 +160,26 @@ def _bound(rules: Rules, mesh: AnyMesh, correction: Correction | None) -> _OnMes
     return rules.remembered((mesh, chosen), lambda: _bind(rules, mesh, chosen))
 
 
-def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
-    from jax.sharding import NamedSharding
+def specs_on_mesh(
+    rules: Rules,
+    axis_sizes: Mapping[str, int],
+    correction: Correction,
+    *,
+    manual: frozenset[str] = frozenset(),
+    made: bool = True,
+) -> tuple[list[SpecOnMesh], list[int]]:
+    """The distinct specs of the rules bound to a mesh, and per rule the index of its own.
 
+    Args:
+        rules: The rules.
+        axis_sizes: Of the mesh.
+        correction: For rules that have none of their own.
+        manual: Axes to leave out.
+        made: Whether the specs are to be PartitionSpecs; Entries are left as they are otherwise.
+
+    Raises:
+        TypeError: A rule's spec cannot be made a PartitionSpec.
+    """
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
     for index, (_, spec) in enumerate(rules):
@@ -172,17 +190,24 @@ def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
-    sizes = dict(mesh.shape)
-    manual = axes_of_type(mesh, "Manual")
     specs = [
         SpecOnMesh(
-            without_axes(_as_partition_spec(wanted.spec), manual),
-            sizes,
+            without_axes(as_partition_spec(wanted.spec) if made else wanted.spec, manual),
+            axis_sizes,
             wanted.correction or correction,
             wanted.units,
         )
         for wanted in index_of
     ]
+    return specs, spec_of
+
+
+def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
+    from jax.sharding import NamedSharding
+
+    specs, spec_of = specs_on_mesh(
+        rules, dict(mesh.shape), correction, manual=axes_of_type(mesh, "Manual")
+    )
     shardings: dict[PartitionSpec, NamedSharding] = {}
 
     # Must not refer to the table, which holds it.
@@ -197,10 +222,6 @@ def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
     replicated = shardings[partition_spec()] = NamedSharding(mesh, partition_spec())
     table = ShardingTable(correctors=[spec.corrector for spec in specs], spec_of=spec_of, make=make)
     return _OnMesh(table, specs, spec_of, replicated, mesh)
-
-
-def _as_partition_spec(spec: Any) -> PartitionSpec:
-    return partition_spec(*spec) if isinstance(spec, Entries) else spec
 
 
 def _problems_message(

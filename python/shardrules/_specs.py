@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -55,6 +55,9 @@ class Entries(tuple[Any, ...]):
     __slots__ = ()
 
 
+_Spec = TypeVar("_Spec", "PartitionSpec", Entries)
+
+
 def spec_length(spec: object) -> int:
     """Entries that a spec has; a leaf of at least this rank gets the spec as it is."""
     return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
@@ -62,12 +65,17 @@ def spec_length(spec: object) -> int:
 
 def spec_for_rank(spec: object, rank: int, too_long: str) -> object:
     """The spec for a leaf of that rank; `too_long` is a dialect's `rank`, and None its "error"."""
-    whole = _made(spec) if isinstance(spec, Entries) else spec
+    whole = as_partition_spec(spec) if isinstance(spec, Entries) else spec
     if too_long == "keep" or not is_partition_spec(whole) or rank >= len(whole):
         return whole
     if too_long == "truncate":
         return with_entries(whole, entries_of(whole)[:rank])
     return partition_spec() if too_long == "replicate" else None
+
+
+def as_partition_spec(spec: PartitionSpec | Entries) -> PartitionSpec:
+    """The PartitionSpec of these entries, or that one itself."""
+    return _made(spec) if isinstance(spec, Entries) else spec
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,7 +106,7 @@ def _entry(index: int, position: int, entry: object) -> object:
     )
 
 
-def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+def entries_of(spec: PartitionSpec | Entries) -> tuple[Any, ...]:
     """The entries; a spec with unreduced axes refuses to be iterated over."""
     return tuple(getattr(spec, "partitions", spec))
 
@@ -115,14 +123,16 @@ def entry_of(axes: tuple[str, ...]) -> Any:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
-    """A spec of these entries, with the unreduced and reduced axes of `spec`."""
+def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
+    """A spec of these entries, of the kind of `spec` and with its unreduced and reduced axes."""
+    if isinstance(spec, Entries):
+        return Entries(entries)
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
     return _made(tuple(entries))
 
 
-def without_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+def without_axes(spec: _Spec, axes: frozenset[str]) -> _Spec:
     """The spec with these mesh axes left out."""
     if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
         return spec

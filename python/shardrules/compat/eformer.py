@@ -224,7 +224,7 @@ def analyze_sharding_strategy(
         absent = [a for entry in entries_of(spec) for a in entry_axes(entry) if a not in axis_sizes]
         if absent:
             raise KeyError(f"{absent[0]!r} of {spec} is no axis of the mesh {axis_sizes}")
-        held += device_bytes(leaf.shape, leaf.dtype.itemsize, spec, axis_sizes)
+        held += device_bytes(leaf.shape, 8 * leaf.dtype.itemsize, spec, axis_sizes)
         of_spec = stats.setdefault(str(spec), {"leaves": 0, "parameters": 0, "bytes": 0})
         of_spec["leaves"] += 1
         of_spec["parameters"] += elements

@@ -1,0 +1,88 @@
+"""Why one leaf gets its spec: the rules that were tried, and what was lost to the mesh.
+
+Costs a match per rule that is asked for. Must not know how a plan is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.units import bytes_shown
+
+if TYPE_CHECKING:
+    from shardrules._planning.plan import Plan
+    from shardrules._rules import Pattern
+
+
+class Tried(NamedTuple):
+    """How a rule met a path."""
+
+    rule: int
+    pattern: Pattern
+    outcome: str
+    """"wins", "does not match", or "matches, but comes after rule N"."""
+
+
+class Explanation(NamedTuple):
+    """Why a leaf gets what it gets; `str` tells it in words."""
+
+    path: str
+    kind: Kind
+    """What it gets."""
+    tried: tuple[Tried, ...]
+    """Every rule, in order."""
+    mesh: str
+
+    def __str__(self) -> str:
+        kind = self.kind
+        lines = [
+            f"{self.path}  shape {kind.shape}  {kind.dtype_shown}  {bytes_shown(kind.bytes)}",
+            *self._rule_lines(),
+        ]
+        if kind.wanted is not None:
+            lines.append(f"  the rule says  {spec_shown(kind.wanted)}")
+        if kind.origin is not None:
+            lines.append(f"  derived        {kind.origin}")
+        if kind.problem is None:
+            held = bytes_shown(kind.largest_bytes)
+            lines.append(f"  on {self.mesh}  {spec_shown(kind.spec)}, {held} on each device")
+        else:
+            lines.append(f"  PROBLEM        {kind.problem}")
+        lines += [
+            f"  lost           {note} (costs {bytes_shown(cost)} on each device)"
+            for note, cost in zip(kind.notes, kind.costs, strict=True)
+        ]
+        return "\n".join(lines)
+
+    def _rule_lines(self) -> list[str]:
+        met = [one for one in self.tried if one.outcome != "does not match"]
+        missed = len(self.tried) - len(met)
+        lines = [f"  rule {one.rule}: {one.pattern!r} {one.outcome}" for one in met]
+        if not met:
+            return [f"  none of the {missed} rules matches"]
+        return [*lines, f"  the other {missed} rules do not match"] if missed else lines
+
+
+def explanation(plan: Plan, path: str) -> Explanation:
+    """Of the leaf of this path.
+
+    Raises:
+        KeyError: As `Plan.kind`.
+    """
+    kind = plan.kind(path)
+    rules = plan.rules
+    matching = set(rules.all_matches(path))
+
+    def outcome(rule: int) -> str:
+        if rule == kind.rule:
+            return "wins"
+        if rule not in matching:
+            return "does not match"
+        if kind.rule is None:
+            return "matches, but the leaf needs no rule" if kind.problem is None else "matches"
+        return f"matches, but comes after rule {kind.rule}"
+
+    tried = tuple(Tried(rule, rules[rule][0], outcome(rule)) for rule in range(len(rules)))
+    mesh = "(" + ", ".join(f"{axis}={size}" for axis, size in plan.axis_sizes.items()) + ")"
+    return Explanation(path, kind, tried, mesh)

@@ -1,0 +1,174 @@
+"""Kinds of leaves placed on a mesh: the spec that each gets, what it loses, and its bytes.
+
+Costs one correction per kind. Must not know about paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import Loss, SpecOnMesh
+from shardrules._device_bytes import device_bytes
+from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
+from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from jax.sharding import PartitionSpec
+
+    Spec = PartitionSpec | Entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """Leaves that are alike: one rule, shape and dtype, hence one spec and one number of bytes."""
+
+    rule: int | None
+    """Index of the rule that decides them; None if none matches or none is needed."""
+    shape: tuple[int, ...] | None
+    """None for leaves that are no arrays."""
+    dtype: Any
+    """As the leaves have it; None for leaves that are no arrays."""
+    bits: int
+    """Of one element."""
+    wanted: Spec | None
+    """The rule's spec, before it was made to fit; None without a rule."""
+    spec: Spec | None
+    """What the leaves get; None if they cannot be given any."""
+    losses: tuple[Loss, ...]
+    """What `spec` lacks of `wanted`."""
+    costs: tuple[int, ...]
+    """Of each loss, the bytes on the fullest device that there would not be without it."""
+    problem: str | None
+    """Why there is no spec: "unmatched", "ambiguous", or what does not fit and the way out."""
+    notes: tuple[str, ...]
+    """The losses in words."""
+    origin: str | None
+    """Where the wanted spec comes from, if it is not the rule's own."""
+    device_bytes: npt.NDArray[np.int64]
+    """Of one leaf on each device: one dimension for each mesh axis."""
+
+    @property
+    def dtype_shown(self) -> str:
+        """The dtype's name; - for leaves that are no arrays."""
+        return "-" if self.dtype is None else str(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Of one whole leaf."""
+        return whole_bytes(self.shape, self.bits)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of one leaf on the device that holds most of it."""
+        return int(self.device_bytes.max())
+
+
+def whole_bytes(shape: tuple[int, ...] | None, bits: int) -> int:
+    """Bytes of an array; elements of fewer than 8 bits are packed."""
+    return 0 if shape is None else -(-prod(shape) * bits // 8)
+
+
+class Placer:
+    """Places kinds on a mesh: the specs of a rule list, bound to the axis sizes.
+
+    Args:
+        specs: The distinct specs of the rules on the mesh.
+        spec_of: Per rule the index of its own.
+        axis_sizes: Of the mesh.
+        unmatched_is_error: As the rules' dialect has it.
+    """
+
+    def __init__(
+        self,
+        specs: list[SpecOnMesh],
+        spec_of: list[int],
+        axis_sizes: Mapping[str, int],
+        *,
+        unmatched_is_error: bool,
+    ) -> None:
+        self._specs = specs
+        self._spec_of = spec_of
+        self._axis_sizes = axis_sizes
+        self._unmatched_is_error = unmatched_is_error
+
+    def place(self, alike: Alike) -> Kind:
+        """What these leaves get."""
+        if alike.rule >= 0:
+            return self.placed(alike, self._specs[self._spec_of[alike.rule]])
+        problems = {UNMATCHED: "unmatched" if self._unmatched_is_error else None,
+                    AMBIGUOUS: "ambiguous", NO_RULE_NEEDED: None}  # fmt: skip
+        problem = problems[alike.rule]
+        return self._kind(alike, None, Entries() if problem is None else None, problem=problem)
+
+    def placed(self, alike: Alike, wanted: SpecOnMesh, origin: str | None = None) -> Kind:
+        """The same by a spec that is not the rule's own, such as one that is derived from it."""
+        if alike.shape is None:
+            return self._kind(alike, wanted.spec, Entries(), origin=origin)
+        kept = wanted.corrector.kept(alike.shape)
+        spec = wanted.corrected(len(alike.shape), kept)
+        problem = None if spec is not None else "; ".join(wanted.errors(alike.shape))
+        return self._kind(
+            alike, wanted.spec, spec, problem=problem, on_mesh=wanted,
+            losses=wanted.losses(len(alike.shape), kept), origin=origin,
+        )  # fmt: skip
+
+    def _kind(
+        self,
+        alike: Alike,
+        wanted: Spec | None,
+        spec: Spec | None,
+        *,
+        problem: str | None = None,
+        on_mesh: SpecOnMesh | None = None,
+        losses: Iterable[Loss] = (),
+        origin: str | None = None,
+    ) -> Kind:
+        shape = alike.shape or ()
+        # What cannot be sharded is counted as if it were replicated.
+        held = device_bytes(shape, alike.bits, spec or Entries(), self._axis_sizes)
+        lost = tuple(losses)
+        fullest = int(held.max())
+        return Kind(
+            rule=alike.rule if alike.rule >= 0 else None,
+            shape=alike.shape,
+            dtype=alike.dtype,
+            bits=alike.bits,
+            wanted=wanted,
+            spec=spec,
+            losses=lost,
+            costs=tuple(fullest - fullest // self._parts_lost(loss, spec) for loss in lost),
+            problem=problem,
+            notes=tuple(on_mesh.described(loss, shape) for loss in lost) if on_mesh else (),
+            origin=origin,
+            device_bytes=held,
+        )
+
+    def _parts_lost(self, loss: Loss, spec: Spec | None) -> int:
+        """Into how many parts the lost axes would have cut; absent ones do not exist to cut."""
+        kept = {axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)}
+        return prod(self._axis_sizes.get(axis, 1) for axis in loss.axes if axis not in kept)
+
+
+def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
+    """The axes of more than one device that cut an array with this spec."""
+    return frozenset(
+        axis
+        for entry in entries_of(spec if spec is not None else Entries())
+        for axis in entry_axes(entry)
+        if axis_sizes.get(axis, 1) > 1
+    )
+
+
+def spec_shown(spec: Spec | None) -> str:
+    """A spec as people write it, PartitionSpec or not: P('fsdp', None)."""
+    if spec is None:
+        return "-"
+    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in entries_of(spec))
+    extra = [f"{name}={sorted(getattr(spec, name))}" for name in ("unreduced", "reduced")
+             if getattr(spec, name, None)]  # fmt: skip
+    return f"P({', '.join([*shown, *extra])})"

@@ -1,0 +1,246 @@
+"""`plan`: what every leaf of a tree gets on a mesh, as columns, before any device is touched.
+
+One walk over the tree, then one correction per kind of leaf; needs no JAX where the mesh is a dict
+of axis sizes. Must not know how findings, files or reports are worded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrules._correction import Correction
+from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
+from shardrules._planning.budget import DeviceBytes, budget
+from shardrules._planning.explain import Explanation, explanation
+from shardrules._planning.fold import Folded, fold
+from shardrules._planning.kinds import Kind, Placer
+from shardrules._planning.survey import Survey, survey
+from shardrules._rules import Rules
+from shardrules._shardings import RulesLike, specs_on_mesh
+from shardrules._specs import as_partition_spec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardrules._mesh import MeshLike
+
+
+def plan(
+    tree: Any,
+    rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int = 0,
+    correction: Correction | None = None,
+) -> Plan:
+    """What each leaf of the tree gets on the mesh, and why: to look at, check and budget.
+
+    The specs are those of `named_shardings`; but what goes wrong is a finding of `Plan.check`, and
+    an error only when the specs are asked for. No device is needed, and no array is kept.
+
+    Args:
+        tree: Any pytree of arrays or abstract arrays; only `.shape` and `.dtype` are read.
+        rules: `Rules`, or (pattern, spec) pairs.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        min_size: As in `match_partition_rules`.
+        correction: Instead of the dialect's; rules with a `RuleSpec` keep their own.
+
+    Raises:
+        ValueError: No mesh; a dimension is negative, or a dtype unknown.
+        TypeError: A rule's spec cannot be made a PartitionSpec, or a shape is none.
+
+    Example:
+        >>> import jax
+        >>> import shardrules as sr
+        >>> tree = {"wq": jax.ShapeDtypeStruct((512, 30), "bfloat16")}
+        >>> plan = sr.plan(tree, [("wq", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4})
+        >>> plan.device_bytes
+        array([3840])
+    """
+    compiled = rules if isinstance(rules, Rules) else Rules(rules)
+    axis_sizes, manual = _axes(mesh)
+    specs, spec_of = specs_on_mesh(
+        compiled, axis_sizes, correction or compiled.dialect.correction, manual=manual, made=False
+    )
+    unmatched_is_error = compiled.dialect.unmatched != "replicate"
+    placer = Placer(specs, spec_of, axis_sizes, unmatched_is_error=unmatched_is_error)
+    found = survey(tree, compiled, min_size)
+    return Plan(found, [placer.place(alike) for alike in found.kinds], compiled, axis_sizes, mesh)
+
+
+def _axes(mesh: MeshLike | None) -> tuple[dict[str, int], frozenset[str]]:
+    """Devices per axis, and the axes that are manual."""
+    if isinstance(mesh, Mapping):
+        return checked_sizes(mesh), frozenset()
+    found = resolve_mesh(mesh)
+    return dict(found.shape), axes_of_type(found, "Manual")
+
+
+class Plan:
+    """What each leaf of a tree gets on a mesh; from `shardrules.plan`.
+
+    Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
+    `kinds`, once for each kind.
+    """
+
+    def __init__(
+        self,
+        found: Survey,
+        kinds: list[Kind],
+        rules: Rules,
+        axis_sizes: dict[str, int],
+        mesh: MeshLike | None = None,
+    ) -> None:
+        self._tree = found.tree
+        self._mesh = mesh
+        self.paths = found.paths
+        """Column: the leaves' paths."""
+        self.kind_of = found.kind_of
+        """Column, int32: index of the leaf's kind in `kinds`."""
+        self.kinds = kinds
+        self.rules = rules
+        self.axis_sizes = axis_sizes
+        """Devices along each mesh axis, in the mesh's order."""
+
+    @cached_property
+    def rule(self) -> npt.NDArray[np.int32]:
+        """Column, int32: index of the rule that decides the leaf; -1 if none does."""
+        rules = [-1 if kind.rule is None else kind.rule for kind in self.kinds]
+        return np.array(rules, np.int32)[self.kind_of]
+
+    @cached_property
+    def bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the whole leaf."""
+        return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
+
+    @cached_property
+    def device_bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the leaf on the device that holds most of it."""
+        return np.array([kind.largest_bytes for kind in self.kinds], np.int64)[self.kind_of]
+
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded: patterns such as `layers/{0..60}/w`, a kind each."""
+        return fold(self.paths, self.kind_of)
+
+    @cached_property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return int(np.prod(list(self.axis_sizes.values()), dtype=np.int64))
+
+    def specs(self) -> Any:
+        """The tree of PartitionSpecs, corrected; those of `named_shardings`.
+
+        Raises:
+            ValueError: Leaves have none; the message is that of `check`.
+        """
+        return self._mapped([as_partition_spec(spec) for spec in self._all_specs()])
+
+    def shardings(self) -> Any:
+        """The tree of NamedShardings; on a dict of axis sizes they have an AbstractMesh.
+
+        Raises:
+            ValueError: As `specs`.
+        """
+        return self._mapped(self._shardings_of_kinds())
+
+    def abstract(self) -> Any:
+        """The tree of ShapeDtypeStructs with their shardings: what to restore a checkpoint into.
+
+        Raises:
+            ValueError: As `specs`.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
+            'tp'
+        """
+        from jax import ShapeDtypeStruct
+
+        shardings = self._shardings_of_kinds()
+        return self._mapped(
+            [
+                None if k.shape is None else ShapeDtypeStruct(k.shape, k.dtype, sharding=sharding)
+                for k, sharding in zip(self.kinds, shardings, strict=True)
+            ]
+        )
+
+    def bytes_per_device(
+        self, *, gradients: Any = None, optimizer: Plan | None = None
+    ) -> DeviceBytes:
+        """Bytes on each device, uneven shards included.
+
+        Leaves under `opt_state` are the optimizer's; all others are parameters.
+
+        Args:
+            gradients: A dtype to count gradients of that type, sharded like the parameters; True
+                for the parameters' own types.
+            optimizer: The plan of the optimizer's state, if it is not in the tree.
+
+        Raises:
+            ValueError: The optimizer's plan is for another mesh; or a dtype is unknown.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 2})
+            >>> plan.bytes_per_device(gradients="float32").total
+            array([[192, 192]])
+        """
+        return budget(self, gradients, optimizer)
+
+    def explain(self, path: str) -> Explanation:
+        """Why the leaf of this path gets what it gets: each rule tried, and each correction.
+
+        Raises:
+            KeyError: No leaf has this path; the message has the nearest ones.
+        """
+        return explanation(self, path)
+
+    def kind(self, path: str) -> Kind:
+        """The kind of the leaf of this path.
+
+        Raises:
+            KeyError: No leaf has this path; the message has the nearest ones.
+        """
+        if path not in self._rows:
+            raise KeyError(_no_such_path(path, self.paths))
+        return self.kinds[int(self.kind_of[self._rows[path]])]
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {path: row for row, path in enumerate(self.paths)}
+
+    def _all_specs(self) -> list[Any]:
+        if any(kind.problem is not None for kind in self.kinds):
+            from shardrules._planning.check import check
+
+            errors = [one for one in check(self) if one.kind in ("unmatched", "misfit")]
+            raise ValueError("\n".join(map(str, errors)))
+        return [kind.spec for kind in self.kinds]
+
+    def _shardings_of_kinds(self) -> list[Any]:
+        from jax.sharding import NamedSharding
+
+        on_mesh = resolve_mesh(self._mesh) if self._mesh is None else as_mesh(self._mesh)
+        made: dict[Any, NamedSharding] = {}
+        for spec in self._all_specs():
+            made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))
+        return [made[spec] for spec in self._all_specs()]
+
+    def _mapped(self, of_kind: list[Any]) -> Any:
+        from jax import tree_util
+
+        return tree_util.tree_map(of_kind.__getitem__, self._tree)
+
+
+def _no_such_path(path: str, paths: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(path, paths[:20_000], n=3, cutoff=0.5)
+    return f"no leaf has the path {path!r}" + (f"; near it: {', '.join(near)}" if near else "")
