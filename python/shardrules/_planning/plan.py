@@ -6,16 +6,19 @@ of axis sizes. Must not know how findings, files or reports are worded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrules._correction import Correction
+from shardrules._coverage import Coverage
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
+from shardrules._planning.check import DEFAULT_LARGE, check
 from shardrules._planning.explain import Explanation, explanation
+from shardrules._planning.findings import Findings
 from shardrules._planning.fold import Folded, fold
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.survey import Survey, survey
@@ -132,6 +135,58 @@ class Plan:
         """Devices of the mesh."""
         return int(np.prod(list(self.axis_sizes.values()), dtype=np.int64))
 
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How each rule does on the leaves that need one."""
+        needed = [kind.rule is not None or kind.problem is not None for kind in self.kinds]
+        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
+        leaves = dict.fromkeys((self.rules.joined(self.paths[row]) for row in rows), 0)
+        return self.rules.for_whole_paths().coverage(leaves, strict=False)
+
+    def check(
+        self,
+        *,
+        large: int = DEFAULT_LARGE,
+        replicated: Iterable[str] = (),
+        levels: Mapping[str, str] | None = None,
+    ) -> Findings:
+        """The coverage contract: nothing is replicated or ignored silently.
+
+        | kind | level | what |
+        |---|---|---|
+        | unmatched | error | leaves that no rule matches |
+        | misfit | error | leaves that cannot be sharded as their rule says |
+        | catch-all | error, info | leaves that only the catch-all rule matches; info if none of
+          them is large and replicated |
+        | replicated | warning | other large leaves that are replicated |
+        | correction | warning, info | what the mesh or the shape takes from a spec; info if it costs
+          less than `large` |
+        | dead | warning | rules that match no leaf |
+        | shadowed | warning | rules that match leaves, all of which earlier rules win |
+        | siblings | warning | leaves that differ only in numbers, with different specs |
+        | unused-axis | info | mesh axes that cut no leaf |
+
+        Args:
+            large: Bytes on a device from which on a replicated leaf, or a correction, counts.
+            replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
+            levels: Per kind another level: "error", "warning", "info", or "off".
+
+        Returns:
+            All findings, the worst first.
+
+        Raises:
+            ValueError: A kind or level that does not exist.
+            re.error: A pattern is invalid.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+            >>> plan = sr.plan(tree, [("kernel", "tp"), (".*", ())], {"tp": 8})
+            >>> [(finding.level, finding.kind) for finding in plan.check()]
+            [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
+        """
+        return check(self, large=large, replicated=replicated, levels=levels)
+
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
 
@@ -218,9 +273,7 @@ class Plan:
 
     def _all_specs(self) -> list[Any]:
         if any(kind.problem is not None for kind in self.kinds):
-            from shardrules._planning.check import check
-
-            errors = [one for one in check(self) if one.kind in ("unmatched", "misfit")]
+            errors = [one for one in self.check() if one.kind in ("unmatched", "misfit")]
             raise ValueError("\n".join(map(str, errors)))
         return [kind.spec for kind in self.kinds]
 

@@ -1,0 +1,308 @@
+"""`Plan.check`: the coverage contract, which is that nothing is replicated or ignored silently.
+
+Each check is one function from a plan to findings, listed in `_CHECKS`; all run, and all is told at
+once. Costs per kind of leaf, and one more walk if a rule wins nothing. Must not know how findings
+are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import Kind, axes_used, spec_shown
+from shardrules._planning.units import bytes_shown, counted
+from shardrules._specs import check_choice
+
+if TYPE_CHECKING:
+    from shardrules._planning.plan import Plan
+
+DEFAULT_LARGE: Final = 16 * 2**20
+# A rule that matches these matches whatever comes.
+_PROBES: Final = ("~", "\x01/\x02")
+
+
+def check(
+    plan: Plan,
+    *,
+    large: int = DEFAULT_LARGE,
+    replicated: Iterable[str] = (),
+    levels: Mapping[str, str] | None = None,
+) -> Findings:
+    """See `Plan.check`."""
+    chosen = dict(levels or {})
+    for kind, level in chosen.items():
+        check_choice("a kind of finding", kind, tuple(KINDS))
+        check_choice(f"the level of {kind!r}", level, (*LEVELS, "off"))
+    facts = _Facts(plan, large, [re.compile(pattern) for pattern in replicated])
+    found = (finding for one in _CHECKS for finding in one(facts))
+    levelled = (one._replace(level=chosen.get(one.kind, one.level)) for one in found)
+    return Findings(one for one in levelled if one.level != "off")
+
+
+class _Facts:
+    """A plan and what several checks ask of it."""
+
+    def __init__(self, plan: Plan, large: int, declared: list[re.Pattern[str]]) -> None:
+        self.plan = plan
+        self.large = large
+        self._declared = declared
+
+    @cached_property
+    def catch_alls(self) -> frozenset[int]:
+        """Rules that match every path."""
+        matched = [set(self.plan.rules.all_matches(probe)) for probe in _PROBES]
+        return frozenset(set.intersection(*matched))
+
+    def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
+        """The folded leaves of those kinds, with most bytes on a device first."""
+        kinds = self.plan.kinds
+        wanted = {number for number, kind in enumerate(kinds) if chosen(kind)}
+        folded = [one for one in self.plan.folded if one.group in wanted]
+        return sorted(folded, key=lambda one: -kinds[one.group].largest_bytes * len(one.rows))
+
+    def undeclared(self, folded: list[Folded]) -> list[Folded]:
+        """Those that are not declared to be replicated, by the path of one of them."""
+        return [one for one in folded if not self._is_declared(self.plan.paths[one.rows[0]])]
+
+    def held(self, folded: Iterable[Folded]) -> int:
+        """Bytes of these leaves on the device that holds most."""
+        return sum(self.plan.kinds[one.group].largest_bytes * len(one.rows) for one in folded)
+
+    def is_replicated(self, kind: Kind) -> bool:
+        """Whether no axis cuts these arrays, though there are several devices."""
+        sizes = self.plan.axis_sizes
+        return self.plan.devices > 1 and not axes_used(kind.spec, sizes)
+
+    def is_large(self, kind: Kind) -> bool:
+        """Whether one leaf alone is worth a word."""
+        return kind.largest_bytes >= self.large
+
+    def level(self, count: int, level: str) -> str:
+        """The level of a finding with this many bytes at stake."""
+        return level if count >= self.large else "info"
+
+    def rule(self, index: int) -> str:
+        """A rule, for a message."""
+        pattern, spec = self.plan.rules[index]
+        return f"rule {index} {pattern!r} -> {spec_shown(getattr(spec, 'spec', spec))}"
+
+    def _is_declared(self, path: str) -> bool:
+        return any(pattern.search(path) for pattern in self._declared)
+
+
+def _finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
+    folded = more.pop("folded", [])
+    given = {"rule": None, "bytes": 0, "leaves": sum(len(one.rows) for one in folded), **more}
+    return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
+
+
+def _unmatched(facts: _Facts) -> Iterator[Finding]:
+    folded = facts.folded(lambda kind: kind.problem == "unmatched")
+    if folded:
+        leaves = sum(len(one.rows) for one in folded)
+        yield _finding(
+            "error",
+            "unmatched",
+            f"no rule matches {counted(leaves, 'leaf')} of {len(facts.plan.paths):,}",
+            f"add rules for them, such as {_example_rule(folded[0])}, or a last rule ('.*', P()) "
+            "that replicates them",
+            folded=folded,
+            bytes=facts.held(folded),
+        )
+
+
+def _misfit(facts: _Facts) -> Iterator[Finding]:
+    told: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
+    for one in facts.folded(lambda kind: kind.problem not in (None, "unmatched")):
+        kind = facts.plan.kinds[one.group]
+        told[kind.rule, str(kind.problem)].append(one)
+    for (rule, problem), folded in told.items():
+        if rule is None:
+            message = "several rules match, where one alone may"
+            fix = "make the patterns exclude each other; `explain` a path to see which they are"
+        else:
+            shape = facts.plan.kinds[folded[0].group].shape
+            message = f"{facts.rule(rule)} cannot be applied to the shape {shape}: {problem}"
+            fix = "change the rule, the mesh or the array; or correct it, see Correction"
+        held = facts.held(folded)
+        yield _finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
+
+
+def _catch_all(facts: _Facts) -> Iterator[Finding]:
+    plan = facts.plan
+    for rule in sorted(facts.catch_alls):
+        folded = facts.undeclared(facts.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
+        if not folded:
+            continue
+        leaves = sum(len(one.rows) for one in folded)
+        whole = sum(plan.kinds[one.group].bytes * len(one.rows) for one in folded)
+        kinds = [plan.kinds[one.group] for one in folded]
+        is_silent = any(facts.is_replicated(kind) and facts.is_large(kind) for kind in kinds)
+        held = facts.held(folded)
+        dead = _rules_listed(_dead(plan))
+        yield _finding(
+            "error" if is_silent else "info",
+            "catch-all",
+            f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(whole)} of "
+            f"{bytes_shown(int(plan.bytes.sum()))}) match no rule but the catch-all, "
+            f"{facts.rule(rule)}: {at_stake(held)}",
+            f"add rules for them, such as {_example_rule(folded[0])}"
+            + (f"; perhaps {dead}, which match nothing, were meant for them" if dead else "")
+            + "; or declare them replicated",
+            folded=folded,
+            rule=rule,
+            bytes=held,
+        )
+
+
+def _replicated(facts: _Facts) -> Iterator[Finding]:
+    by_rule: dict[int | None, list[Folded]] = defaultdict(list)
+    large = facts.folded(
+        lambda kind: facts.is_replicated(kind) and facts.is_large(kind) and kind.problem is None
+    )
+    for one in facts.undeclared(large):
+        rule = facts.plan.kinds[one.group].rule
+        if rule not in facts.catch_alls:
+            by_rule[rule].append(one)
+    for rule, folded in by_rule.items():
+        why = "no rule is needed or matches" if rule is None else facts.rule(rule)
+        if rule is not None and any(facts.plan.kinds[one.group].losses for one in folded):
+            why += ", of which the mesh leaves nothing"
+        leaves, held = sum(len(one.rows) for one in folded), facts.held(folded)
+        yield _finding(
+            "warning",
+            "replicated",
+            f"{counted(leaves, 'large leaf')} replicated by {why}: {at_stake(held)}",
+            "shard them, or declare them replicated",
+            folded=folded,
+            rule=rule,
+            bytes=held,
+        )
+
+
+def _corrections(facts: _Facts) -> Iterator[Finding]:
+    lost: dict[Any, list[tuple[Folded, int, str]]] = defaultdict(list)
+    for one in facts.folded(lambda kind: kind.problem is None and bool(kind.losses)):
+        kind = facts.plan.kinds[one.group]
+        for loss, cost, note in zip(kind.losses, kind.costs, kind.notes, strict=True):
+            lost[kind.rule, loss].append((one, cost * len(one.rows), note))
+    for (rule, _), losses in lost.items():
+        cost = sum(cost for _, cost, _ in losses)
+        what, _, way_out = losses[0][2].partition(": ")
+        dim, colon, rest = losses[0][2].partition(": ")
+        if dim.startswith("dim "):
+            what, _, way_out = rest.partition(": ")
+            what = dim + colon + what
+        more = f" (and {counted(len(losses) - 1, 'other pattern')})" if len(losses) > 1 else ""
+        yield _finding(
+            facts.level(cost, "warning"),
+            "correction",
+            f"{facts.rule(rule)}: {what}{more}; costs {at_stake(cost)}",
+            way_out,
+            folded=[one for one, _, _ in losses],
+            rule=rule,
+            bytes=cost,
+        )
+
+
+def _dead_rules(facts: _Facts) -> Iterator[Finding]:
+    for rule in _dead(facts.plan):
+        yield _finding(
+            "warning",
+            "dead",
+            f"{facts.rule(rule)} matches no leaf",
+            "correct the pattern, or remove the rule",
+            rule=rule,
+        )
+
+
+def _shadowed_rules(facts: _Facts) -> Iterator[Finding]:
+    for rule, winners in facts.plan.coverage.shadowed.items():
+        if rule in facts.catch_alls:  # that nothing is left for it is what one hopes for
+            continue
+        leaves = facts.plan.coverage.matched[rule]
+        yield _finding(
+            "warning",
+            "shadowed",
+            f"{facts.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: "
+            f"{_rules_listed(winners)} came first",
+            f"move it before {_rules_listed(winners)}, or remove it",
+            rule=rule,
+            leaves=leaves,
+        )
+
+
+def _siblings(facts: _Facts) -> Iterator[Finding]:
+    plan = facts.plan
+    alike: dict[Any, list[Folded]] = defaultdict(list)
+    for one in plan.folded:
+        kind = plan.kinds[one.group]
+        template = re.sub(r"\d+", "#", plan.paths[one.rows[0]])
+        alike[template, kind.shape, str(kind.dtype)].append(one)
+    for folded in alike.values():
+        specs = dict.fromkeys(spec_shown(plan.kinds[one.group].spec) for one in folded)
+        if len(specs) > 1:
+            rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
+            yield _finding(
+                "warning",
+                "siblings",
+                f"{counted(sum(len(one.rows) for one in folded), 'leaf')} that differ only in "
+                f"numbers get {len(specs)} specs, {' and '.join(specs)}, by {_rules_listed(rules)}",
+                "let one rule match them all, or see why the patterns tell them apart",
+                folded=folded,
+            )
+
+
+def _unused_axes(facts: _Facts) -> Iterator[Finding]:
+    plan = facts.plan
+    used = frozenset().union(*(axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds))
+    for axis, size in plan.axis_sizes.items():
+        if size > 1 and axis not in used:
+            yield _finding(
+                "info",
+                "unused-axis",
+                f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
+                "right for an axis of data alone; else name it in a rule",
+            )
+
+
+_CHECKS: Final = (
+    _unmatched, _misfit, _catch_all, _replicated, _corrections, _dead_rules, _shadowed_rules,
+    _siblings, _unused_axes,
+)  # fmt: skip
+
+KINDS: Final = {
+    "unmatched": "leaves that no rule matches",
+    "misfit": "leaves that cannot be sharded as their rule says",
+    "catch-all": "leaves that only the catch-all rule matches",
+    "replicated": "large leaves that are replicated without being declared so",
+    "correction": "what the mesh or the shape takes from a spec, and what it costs",
+    "dead": "rules that match no leaf",
+    "shadowed": "rules that match leaves, all of which earlier rules win",
+    "siblings": "leaves that differ only in numbers, but not in specs alike",
+    "unused-axis": "mesh axes that cut no leaf",
+}
+
+
+def _dead(plan: Plan) -> tuple[int, ...]:
+    return plan.coverage.dead
+
+
+def _rules_listed(rules: Iterable[int]) -> str:
+    listed = list(rules)
+    if not listed:
+        return ""
+    return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
+
+
+def _example_rule(folded: Folded) -> str:
+    r"""A rule that would match these leaves: the path, with \d+ for its sets of numbers."""
+    parts = re.split(r"(\{[0-9,.]+\})", folded.pattern)
+    pattern = "".join(r"\d+" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+    return f"(r{pattern.replace(chr(92) + '/', '/')!r}, P(...))".replace("\\\\", "\\")

@@ -1,0 +1,95 @@
+"""Findings: what a check has to say, and the forms it says it in: text, JSON, GitHub annotations.
+
+Costs nothing but text. Must not know how a finding is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from shardrules._planning.units import bytes_shown, counted
+
+LEVELS: Final = ("error", "warning", "info")
+"""The worst first."""
+_MOST_PATHS: Final = 5
+_GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+class Finding(NamedTuple):
+    """One thing that a check found."""
+
+    level: str
+    """"error", "warning" or "info"."""
+    kind: str
+    """Which check found it; see `Plan.check`."""
+    message: str
+    paths: tuple[str, ...]
+    """Folded path patterns of the leaves, those with most bytes first."""
+    leaves: int
+    rule: int | None
+    bytes: int
+    """At stake, on the fullest device; 0 if it is not about bytes."""
+    fix: str
+    """The way out."""
+
+    def __str__(self) -> str:
+        shown = [f"    {path}" for path in self.paths[:_MOST_PATHS]]
+        if len(self.paths) > _MOST_PATHS:
+            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'pattern')} more")
+        return "\n".join([f"{self.level}[{self.kind}]: {self.message}", *shown, f"  {self.fix}"])
+
+
+class Findings(tuple[Finding, ...]):
+    """All findings of a check, the worst first; `str` tells them, and how many there are."""
+
+    __slots__ = ()
+
+    def __new__(cls, findings: Iterable[Finding]) -> Findings:
+        """Sorted by level, then by bytes at stake."""
+        worst_first = sorted(findings, key=lambda one: (LEVELS.index(one.level), -one.bytes))
+        return super().__new__(cls, worst_first)
+
+    def at_least(self, level: str) -> Findings:
+        """Those of this level and worse."""
+        return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self), self.summary])
+
+    @property
+    def summary(self) -> str:
+        """How many there are of each level, in a line."""
+        counts = [sum(one.level == level for one in self) for level in LEVELS]
+        error, warning, info = counts
+        return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
+
+    def to_json(self) -> str:
+        """A JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
+        return json.dumps({"findings": [one._asdict() for one in self]}, indent=1)
+
+    def to_github(self, file: str | None = None) -> str:
+        """Workflow commands, which GitHub shows as annotations.
+
+        Args:
+            file: The rules' file, for the annotations to stand at.
+        """
+        return "\n".join(_github_command(one, file) for one in self)
+
+
+def _github_command(finding: Finding, file: str | None) -> str:
+    properties = {"file": file, "title": f"shardrules {finding.kind}"}
+    listed = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
+    message = "\n".join([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
+    return f"::{_GITHUB_COMMANDS[finding.level]} {listed}::{_escaped(message)}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    # As GitHub's toolkit escapes data, and properties with `more`.
+    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{more}" else c for c in text)
+
+
+def at_stake(count: int) -> str:
+    """Bytes per device in words."""
+    return f"{bytes_shown(count)} on each device"
