@@ -195,7 +195,7 @@ class SpecOnMesh:
         """Of each loss that an array of this shape may not have: what is wrong and the way out."""
         for loss in self.losses(len(shape), self.corrector.kept(shape)):
             if self._is_error(loss):
-                yield self.described(loss, shape)
+                yield ": ".join(self.described(loss, shape))
 
     def _is_error(self, loss: Loss) -> bool:
         return loss.kind == "duplicate" or getattr(self._correction, loss.kind) == "error"
@@ -226,28 +226,32 @@ class SpecOnMesh:
             axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
         return entry if axes == entry_axes(entry) else entry_of(axes)
 
-    def described(self, loss: Loss, shape: tuple[int, ...]) -> str:
+    def described(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
         """What a loss of an array of this shape is, and the way out."""
         axes = ", ".join(map(repr, loss.axes))
         if loss.kind == "rank":
             return (
-                f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions: "
-                "shorten the spec, or truncate it with Correction(rank='truncate')"
+                f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions",
+                "shorten the spec, or truncate it with Correction(rank='truncate')",
             )
         if loss.kind == "absent":
             return (
-                f"dim {loss.dim}: the mesh has no axis {axes}: rename it in the rule, add it to "
-                "the mesh, or drop it with Correction(absent='drop_axis')"
+                f"dim {loss.dim}: the mesh has no axis {axes}",
+                "rename it in the rule, add it to the mesh, or drop it with "
+                "Correction(absent='drop_axis')",
             )
         if loss.kind == "duplicate":
-            return f"dim {loss.dim}: {axes} is used twice; an axis can cut only one dimension, once"
+            return (
+                f"dim {loss.dim}: {axes} is used twice",
+                "an axis can cut only one dimension, once",
+            )
         parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in loss.axes)
         unit = self._units[loss.dim]
         multiples = f" in multiples of {unit}" if unit > 1 else ""
         return (
-            f"dim {loss.dim} of size {shape[loss.dim]} is not divisible by {parts}{multiples}: use "
-            "fewer axes or pad the array, or let Correction(indivisible='prefix') keep those that "
-            "divide"
+            f"dim {loss.dim} of size {shape[loss.dim]} is not divisible by {parts}{multiples}",
+            "use fewer axes or pad the array, or let Correction(indivisible='prefix') keep those "
+            "that divide",
         )
 
 

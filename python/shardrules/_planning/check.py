@@ -153,7 +153,7 @@ def _catch_all(facts: _Facts) -> Iterator[Finding]:
             f"{bytes_shown(int(plan.bytes.sum()))}) match no rule but the catch-all, "
             f"{facts.rule(rule)}: {at_stake(held)}",
             f"add rules for them, such as {_example_rule(folded[0])}"
-            + (f"; perhaps {dead}, which match nothing, were meant for them" if dead else "")
+            + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
             rule=rule,
@@ -187,18 +187,14 @@ def _replicated(facts: _Facts) -> Iterator[Finding]:
 
 
 def _corrections(facts: _Facts) -> Iterator[Finding]:
-    lost: dict[Any, list[tuple[Folded, int, str]]] = defaultdict(list)
+    lost: dict[Any, list[tuple[Folded, int, tuple[str, str]]]] = defaultdict(list)
     for one in facts.folded(lambda kind: kind.problem is None and bool(kind.losses)):
         kind = facts.plan.kinds[one.group]
         for loss, cost, note in zip(kind.losses, kind.costs, kind.notes, strict=True):
             lost[kind.rule, loss].append((one, cost * len(one.rows), note))
     for (rule, _), losses in lost.items():
         cost = sum(cost for _, cost, _ in losses)
-        what, _, way_out = losses[0][2].partition(": ")
-        dim, colon, rest = losses[0][2].partition(": ")
-        if dim.startswith("dim "):
-            what, _, way_out = rest.partition(": ")
-            what = dim + colon + what
+        what, way_out = losses[0][2]
         more = f" (and {counted(len(losses) - 1, 'other pattern')})" if len(losses) > 1 else ""
         yield _finding(
             facts.level(cost, "warning"),

@@ -51,7 +51,7 @@ class Explanation(NamedTuple):
             lines.append(f"  PROBLEM        {kind.problem}")
         lines += [
             f"  lost           {note} (costs {bytes_shown(cost)} on each device)"
-            for note, cost in zip(kind.notes, kind.costs, strict=True)
+            for (note, _), cost in zip(kind.notes, kind.costs, strict=True)
         ]
         return "\n".join(lines)
 

@@ -45,8 +45,8 @@ class Kind:
     """Of each loss, the bytes on the fullest device that there would not be without it."""
     problem: str | None
     """Why there is no spec: "unmatched", "ambiguous", or what does not fit and the way out."""
-    notes: tuple[str, ...]
-    """The losses in words."""
+    notes: tuple[tuple[str, str], ...]
+    """Of each loss, what it is and the way out."""
     origin: str | None
     """Where the wanted spec comes from, if it is not the rule's own."""
     device_bytes: npt.NDArray[np.int64]

@@ -159,8 +159,8 @@ class Plan:
         | catch-all | error, info | leaves that only the catch-all rule matches; info if none of
           them is large and replicated |
         | replicated | warning | other large leaves that are replicated |
-        | correction | warning, info | what the mesh or the shape takes from a spec; info if it costs
-          less than `large` |
+        | correction | warning, info | what the mesh or the shape takes from a spec; info if that
+          costs less than `large` |
         | dead | warning | rules that match no leaf |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
         | siblings | warning | leaves that differ only in numbers, with different specs |
