@@ -18,6 +18,7 @@ from shardrules._dialects import (
     WINDOW,
     Dialect,
 )
+from shardrules._files.errors import FileError
 from shardrules._fingerprint import fingerprint
 from shardrules._logical_context import logical_axis_rules
 from shardrules._logical_rules import FLAX_CORE, LINEN, LogicalDialect
@@ -32,9 +33,12 @@ from shardrules._mesh import resolve_mesh
 from shardrules._patch import patch, unpatch
 from shardrules._placement import gather, shard
 from shardrules._planning.budget import DeviceBytes
+from shardrules._planning.diff import Change, PlanDiff
 from shardrules._planning.explain import Explanation, Tried
+from shardrules._planning.findings import Finding, Findings
 from shardrules._planning.kinds import Kind
 from shardrules._planning.plan import Plan, plan
+from shardrules._planning.sweep import Sweep, SweepRow
 from shardrules._rules import Rules, match_partition_rules
 from shardrules._shardings import named_shardings, spec_for
 
@@ -48,6 +52,7 @@ __all__ = [
     "SPECTRAX",
     "TP_PLAN",
     "WINDOW",
+    "Change",
     "Correction",
     "Counters",
     "Coverage",
@@ -56,12 +61,18 @@ __all__ = [
     "Dialect",
     "Difference",
     "Explanation",
+    "FileError",
+    "Finding",
+    "Findings",
     "Kind",
     "LogicalDialect",
     "Plan",
+    "PlanDiff",
     "RuleSpec",
     "Rules",
     "RulesFallback",
+    "Sweep",
+    "SweepRow",
     "Tried",
     "compare",
     "explain_logical",

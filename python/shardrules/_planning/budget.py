@@ -61,11 +61,10 @@ def budget(plan: Plan, gradients: Any, optimizer: Plan | None) -> DeviceBytes:
             f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
             f"{plan.axis_sizes}"
         )
-    counts = np.bincount(plan.kind_of, minlength=len(plan.kinds))
     in_state = _optimizer_counts(plan)
     shape = tuple(plan.axis_sizes.values())
     held = DeviceBytes(*(np.zeros(shape, np.int64) for _ in DeviceBytes._fields))
-    for kind, count, of_state in zip(plan.kinds, counts, in_state, strict=True):
+    for kind, count, of_state in zip(plan.kinds, plan.counts, in_state, strict=True):
         held.params[...] += int(count - of_state) * kind.device_bytes
         held.optimizer[...] += int(of_state) * kind.device_bytes
         if gradients is not None and gradients is not False and kind.shape is not None:

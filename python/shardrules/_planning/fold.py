@@ -95,7 +95,8 @@ def _codes(
 
 
 def _filled(template: str, values: list[npt.NDArray[np.int64]]) -> str:
-    texts = template.split(_HOLE)
+    # As in a format string: a brace of the path itself is doubled.
+    texts = template.replace("{", "{{").replace("}", "}}").split(_HOLE)
     return texts[0] + "".join(
         _set_shown(numbers) + text for numbers, text in zip(values, texts[1:], strict=True)
     )

@@ -6,8 +6,9 @@ of axis sizes. Must not know how findings, files or reports are worded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,15 @@ from shardrules._coverage import Coverage
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
+from shardrules._planning.diff import PlanDiff, diff
 from shardrules._planning.explain import Explanation, explanation
 from shardrules._planning.findings import Findings
-from shardrules._planning.fold import Folded, fold
+from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, Placer
-from shardrules._planning.survey import Survey, survey
+from shardrules._planning.lock import fingerprint, lock, read_lock, text_of
+from shardrules._planning.survey import Alike, Survey, survey
+from shardrules._planning.sweep import Sweep, factorizations, sweep
+from shardrules._planning.table import table
 from shardrules._rules import Rules
 from shardrules._shardings import RulesLike, specs_on_mesh
 from shardrules._specs import as_partition_spec
@@ -30,6 +35,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._mesh import MeshLike
+
+
+# What the kinds of a survey get on a mesh of these axis sizes.
+Place = Callable[[dict[str, int], list[Alike]], list[Kind]]
 
 
 def plan(
@@ -66,13 +75,16 @@ def plan(
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
     axis_sizes, manual = _axes(mesh)
-    specs, spec_of = specs_on_mesh(
-        compiled, axis_sizes, correction or compiled.dialect.correction, manual=manual, made=False
-    )
-    unmatched_is_error = compiled.dialect.unmatched != "replicate"
-    placer = Placer(specs, spec_of, axis_sizes, unmatched_is_error=unmatched_is_error)
-    found = survey(tree, compiled, min_size)
-    return Plan(found, [placer.place(alike) for alike in found.kinds], compiled, axis_sizes, mesh)
+
+    def place(sizes: dict[str, int], kinds: list[Alike]) -> list[Kind]:
+        specs, spec_of = specs_on_mesh(
+            compiled, sizes, correction or compiled.dialect.correction, manual=manual, made=False
+        )
+        unmatched_is_error = compiled.dialect.unmatched != "replicate"
+        placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
+        return [placer.place(alike) for alike in kinds]
+
+    return Plan(survey(tree, compiled, min_size), place, axis_sizes, mesh)
 
 
 def _axes(mesh: MeshLike | None) -> tuple[dict[str, int], frozenset[str]]:
@@ -91,21 +103,17 @@ class Plan:
     """
 
     def __init__(
-        self,
-        found: Survey,
-        kinds: list[Kind],
-        rules: Rules,
-        axis_sizes: dict[str, int],
-        mesh: MeshLike | None = None,
+        self, found: Survey, place: Place, axis_sizes: dict[str, int], mesh: MeshLike | None = None
     ) -> None:
-        self._tree = found.tree
+        self._found = found
+        self._place = place
         self._mesh = mesh
         self.paths = found.paths
         """Column: the leaves' paths."""
         self.kind_of = found.kind_of
         """Column, int32: index of the leaf's kind in `kinds`."""
-        self.kinds = kinds
-        self.rules = rules
+        self.kinds = place(axis_sizes, found.kinds)
+        self.rules = found.rules
         self.axis_sizes = axis_sizes
         """Devices along each mesh axis, in the mesh's order."""
 
@@ -125,23 +133,25 @@ class Plan:
         """Column, int64: bytes of the leaf on the device that holds most of it."""
         return np.array([kind.largest_bytes for kind in self.kinds], np.int64)[self.kind_of]
 
-    @cached_property
+    @property
     def folded(self) -> list[Folded]:
         """The leaves with siblings folded: patterns such as `layers/{0..60}/w`, a kind each."""
-        return fold(self.paths, self.kind_of)
+        return self._found.folded
 
     @cached_property
     def devices(self) -> int:
         """Devices of the mesh."""
         return int(np.prod(list(self.axis_sizes.values()), dtype=np.int64))
 
-    @cached_property
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, int64: how many leaves are of it."""
+        return self._found.counts
+
+    @property
     def coverage(self) -> Coverage:
         """How each rule does on the leaves that need one."""
-        needed = [kind.rule is not None or kind.problem is not None for kind in self.kinds]
-        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
-        leaves = dict.fromkeys((self.rules.joined(self.paths[row]) for row in rows), 0)
-        return self.rules.for_whole_paths().coverage(leaves, strict=False)
+        return self._found.coverage
 
     def check(
         self,
@@ -225,6 +235,62 @@ class Plan:
             ]
         )
 
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __repr__(self) -> str:
+        return table(self)
+
+    def on_mesh(self, mesh: Mapping[str, int]) -> Plan:
+        """The same leaves and rules on another mesh; the tree is not walked again.
+
+        Raises:
+            ValueError, TypeError: It is no mesh.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> plan.on_mesh({"tp": 8}).device_bytes
+            array([16])
+        """
+        return Plan(self._found, self._place, checked_sizes(mesh), mesh)
+
+    def sweep(
+        self,
+        meshes: Iterable[Mapping[str, int]] | None = None,
+        *,
+        devices: int | None = None,
+        axes: Iterable[str] | None = None,
+        hbm: int | None = None,
+        gradients: Any = None,
+    ) -> Sweep:
+        """The same leaves and rules on many meshes: bytes per device, corrections, what fits.
+
+        Args:
+            meshes: Which; all factorizations of `devices` over `axes` unless given.
+            devices: How many, for the factorizations; the plan's own number unless given.
+            axes: Their axes; the plan's own unless given.
+            hbm: Bytes of memory of a device; rows tell whether they fit.
+            gradients: As in `bytes_per_device`.
+
+        Returns:
+            A row for each mesh, those with the fewest bytes on a device first.
+
+        Raises:
+            ValueError: A mesh is none; no axes; or more than 10,000 meshes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 4})
+            >>> [(row.mesh, row.bytes) for row in plan.sweep()]
+            [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
+        """
+        if meshes is None:
+            meshes = factorizations(devices or self.devices, tuple(axes or self.axis_sizes))
+        return sweep(self, meshes, hbm=hbm, gradients=gradients)
+
     def bytes_per_device(
         self, *, gradients: Any = None, optimizer: Plan | None = None
     ) -> DeviceBytes:
@@ -249,6 +315,74 @@ class Plan:
         """
         return budget(self, gradients, optimizer)
 
+    def fingerprint(self) -> str:
+        """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
+
+        The same in every process and every run, whatever the order of the leaves.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
+            'HASH'
+        """
+        return fingerprint(self)
+
+    def lock(self, path: str | Path | None = None) -> str:
+        """The plan as a text to keep under version control: JSON, a line for each folded path.
+
+        Args:
+            path: A file to write it to as well.
+
+        Raises:
+            ValueError: A spec has unreduced or reduced axes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> sr.Plan.from_lock(plan.lock()).fingerprint() == plan.fingerprint()
+            True
+        """
+        text = lock(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_lock(cls, lock: str | Path) -> Plan:
+        """The plan that was locked: its specs are those of the lock, as they were decided then.
+
+        Its tree is a flat dict of the paths. It cannot go to another mesh.
+
+        Args:
+            lock: A lock's text, or its file.
+
+        Raises:
+            FileError: It is no lock; a ValueError.
+        """
+        found, kinds, axis_sizes = read_lock(*text_of(lock))
+
+        def place(sizes: dict[str, int], _: list[Alike]) -> list[Kind]:
+            if sizes != axis_sizes:
+                raise ValueError(f"a locked plan is for the mesh {axis_sizes} alone")
+            return kinds
+
+        return cls(found, place, axis_sizes, axis_sizes)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What another plan has otherwise: leaves that came, went, or get something else.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
+            ~ w  P('tp', None) -> P()  (+64 B on each device)
+            1 leaf changed; 64 B -> 128 B on the fullest device
+        """
+        return diff(self, other)
+
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets what it gets: each rule tried, and each correction.
 
@@ -263,13 +397,9 @@ class Plan:
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
-        if path not in self._rows:
+        if path not in self._found.rows:
             raise KeyError(_no_such_path(path, self.paths))
-        return self.kinds[int(self.kind_of[self._rows[path]])]
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        return {path: row for row, path in enumerate(self.paths)}
+        return self.kinds[int(self.kind_of[self._found.rows[path]])]
 
     def _all_specs(self) -> list[Any]:
         if any(kind.problem is not None for kind in self.kinds):
@@ -289,7 +419,7 @@ class Plan:
     def _mapped(self, of_kind: list[Any]) -> Any:
         from jax import tree_util
 
-        return tree_util.tree_map(of_kind.__getitem__, self._tree)
+        return tree_util.tree_map(of_kind.__getitem__, self._found.tree)
 
 
 def _no_such_path(path: str, paths: list[str]) -> str:

@@ -7,12 +7,15 @@ know about meshes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._coverage import Coverage
 from shardrules._files.dtypes import bits_of
+from shardrules._planning.fold import Folded, fold
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,16 +42,40 @@ class Alike(NamedTuple):
     """Of one element; 0 for a leaf that is no array."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Survey:
-    """What a walk has found; rows are leaves in the order of the walk."""
+    """What a walk has found, on whatever mesh; rows are leaves in the order of the walk."""
 
+    rules: Rules
     tree: Any
     """The tree with the number of its kind for each leaf."""
     paths: list[str]
     kind_of: npt.NDArray[np.int32]
     """Per leaf, an index of `kinds`."""
     kinds: list[Alike]
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of each path."""
+        return {path: row for row, path in enumerate(self.paths)}
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, its leaves."""
+        return np.bincount(self.kind_of, minlength=len(self.kinds)).astype(np.int64)
+
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded, a kind each."""
+        return fold(self.paths, self.kind_of)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How each rule does on the leaves that need one."""
+        needed = np.array([kind.rule != NO_RULE_NEEDED for kind in self.kinds], bool)
+        rows = np.flatnonzero(needed[self.kind_of])
+        leaves = dict.fromkeys((self.rules.joined(self.paths[row]) for row in rows), 0)
+        return self.rules.for_whole_paths().coverage(leaves, strict=False)
 
 
 def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
@@ -72,17 +99,22 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
         ambiguous=AMBIGUOUS,
     )
     kind_of = np.frombuffer(column, np.int32)
-    checked = []
+    known = []
     for number, kind in enumerate(kinds):
         try:
-            checked.append(_checked(*kind))
+            known.append(checked(*kind))
         except (TypeError, ValueError) as error:
             path = paths[int(np.argmax(kind_of == number))]
             raise type(error)(f"{path}: {error}") from None
-    return Survey(numbered, paths, kind_of, checked)
+    return Survey(rules, numbered, paths, kind_of, known)
 
 
-def _checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
+def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
+    """A kind whose shape and dtype make sense.
+
+    Raises:
+        TypeError, ValueError: They do not; no path is named.
+    """
     if shape is None:
         return Alike(rule, None, None, 0)
     for size in shape:

@@ -1,0 +1,104 @@
+"""What differs between two plans: leaves that came, went, or get something else.
+
+Costs a look-up per leaf, and a comparison for each pair of kinds that meet. Must not know how a
+plan is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardrules._planning.fold import fold
+from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.units import bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._planning.plan import Plan
+
+
+class Change(NamedTuple):
+    """Leaves that changed alike."""
+
+    path: str
+    """Folded path pattern."""
+    leaves: int
+    before: Kind | None
+    """None for leaves that are new."""
+    after: Kind | None
+    """None for leaves that are gone."""
+
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            sign, kind = ("-", self.before) if self.before is not None else ("+", self.after)
+            return f"{sign} {self.path}  {'  '.join(_aspects(kind))}"
+        pairs = zip(_aspects(self.before), _aspects(self.after), strict=True)
+        told = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
+        delta = (self.after.largest_bytes - self.before.largest_bytes) * self.leaves
+        sign = "+" if delta >= 0 else "-"
+        return f"~ {self.path}  {told}  ({sign}{bytes_shown(abs(delta))} on each device)"
+
+
+class PlanDiff(NamedTuple):
+    """What differs between two plans; `str` tells it, and it is false if nothing does."""
+
+    mesh: tuple[dict[str, int], dict[str, int]]
+    """Before and after."""
+    bytes: tuple[int, int]
+    """On the device that holds most, before and after."""
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes) or self._meshes_differ
+
+    @property
+    def _meshes_differ(self) -> bool:
+        return list(self.mesh[0].items()) != list(self.mesh[1].items())
+
+    def __str__(self) -> str:
+        if not self:
+            return "no differences"
+        lines = [f"mesh {self.mesh[0]} -> {self.mesh[1]}"] if self._meshes_differ else []
+        lines += map(str, self.changes)
+        leaves = counted(sum(change.leaves for change in self.changes), "leaf")
+        before, after = map(bytes_shown, self.bytes)
+        return "\n".join([*lines, f"{leaves} changed; {before} -> {after} on the fullest device"])
+
+
+def diff(before: Plan, after: Plan) -> PlanDiff:
+    """See `Plan.diff`."""
+    rows = {path: row for row, path in enumerate(after.paths)}
+    paths = list(before.paths)
+    matched = np.fromiter((rows.pop(path, -1) for path in paths), np.int64, len(paths))
+    then = before.kind_of.astype(np.int64)
+    # A kind of -1 stands for a leaf that is not there.
+    now = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
+    paths += rows
+    then = np.concatenate([then, np.full(len(rows), -1)])
+    now = np.concatenate([now, after.kind_of[np.fromiter(rows.values(), np.int64, len(rows))]])
+    width = len(after.kinds) + 1
+    pairs, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
+    changed: dict[int, tuple[Kind | None, Kind | None]] = {}
+    for number, pair in enumerate(pairs.tolist()):
+        a, b = _kind(before, pair // width - 1), _kind(after, pair % width - 1)
+        if a is None or b is None or _aspects(a) != _aspects(b):
+            changed[number] = (a, b)
+    chosen = np.flatnonzero(np.isin(group_of, list(changed)))
+    folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
+    return PlanDiff(
+        (before.axis_sizes, after.axis_sizes),
+        (before.bytes_per_device().max, after.bytes_per_device().max),
+        tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
+    )
+
+
+def _kind(plan: Plan, number: int) -> Kind | None:
+    return None if number < 0 else plan.kinds[number]
+
+
+def _aspects(kind: Kind | None) -> tuple[Any, ...]:
+    """What two leaves must have in common to be the same."""
+    if kind is None:
+        return ()
+    return str(kind.shape), kind.dtype_shown, kind.problem or spec_shown(kind.spec)

@@ -1,0 +1,116 @@
+"""One rule list over many mesh shapes: what fits, and what each costs.
+
+Costs one correction per kind of leaf and mesh; the tree is not walked again, and no device is
+needed. Must not know how a table is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._planning.kinds import axes_used
+from shardrules._planning.units import bytes_shown
+
+if TYPE_CHECKING:
+    from shardrules._planning.plan import Plan
+
+_MOST_MESHES: Final = 10_000
+
+
+class SweepRow(NamedTuple):
+    """What a mesh costs."""
+
+    mesh: dict[str, int]
+    devices: int
+    bytes: int
+    """On the device that holds most."""
+    replicated: int
+    """Of these, bytes of leaves that no mesh axis cuts."""
+    largest_replicated: str | None
+    """Folded path of the largest such leaf."""
+    largest_replicated_bytes: int
+    corrections: int
+    """Leaves that do not get all of their rule's spec."""
+    problems: int
+    """Leaves that get no spec at all, counted as replicated."""
+    fits: bool | None
+    """Whether the bytes fit into the device's memory; None if it was not given."""
+
+
+class Sweep(tuple[SweepRow, ...]):
+    """A row for each mesh, those with the fewest bytes on a device first."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{mesh_shown(row.mesh):<40} {bytes_shown(row.bytes):>10}  "
+            f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}"
+            + ("" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}")
+            for row in self
+        )
+
+
+def sweep(
+    plan: Plan, meshes: Iterable[Mapping[str, int]], *, hbm: int | None, gradients: Any
+) -> Sweep:
+    """See `Plan.sweep`."""
+    rows: list[SweepRow] = []
+    for mesh in meshes:
+        if len(rows) == _MOST_MESHES:
+            raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes")
+        rows.append(_row(plan.on_mesh(mesh), hbm, gradients))
+    return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
+
+
+def factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """All meshes of that many devices with these axes, in order.
+
+    Raises:
+        ValueError: No axes, an axis twice, or less than one device.
+    """
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"the axes of a mesh are names, each once, not {axes}")
+    if devices < 1:
+        raise ValueError(f"a mesh has at least 1 device, not {devices}")
+    return _factorizations(devices, axes)
+
+
+def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    first, *rest = axes
+    if not rest:
+        yield {first: devices}
+        return
+    for size in _divisors(devices):
+        for others in _factorizations(devices // size, tuple(rest)):
+            yield {first: size, **others}
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def mesh_shown(mesh: Mapping[str, int]) -> str:
+    """As on the command line: dp=8,tp=4."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def _row(plan: Plan, hbm: int | None, gradients: Any) -> SweepRow:
+    held = plan.bytes_per_device(gradients=gradients).max
+    is_whole = [not axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds]
+    counted = list(zip(plan.kinds, plan.counts.tolist(), is_whole, strict=True))
+    whole = [one for one in plan.folded if is_whole[one.group]]
+    largest = max(whole, key=lambda one: plan.kinds[one.group].largest_bytes, default=None)
+    return SweepRow(
+        mesh=plan.axis_sizes,
+        devices=plan.devices,
+        bytes=held,
+        replicated=sum(kind.largest_bytes * count for kind, count, whole in counted if whole),
+        largest_replicated=largest.pattern if largest else None,
+        largest_replicated_bytes=plan.kinds[largest.group].largest_bytes if largest else 0,
+        corrections=sum(count for kind, count, _ in counted if kind.losses),
+        problems=sum(count for kind, count, _ in counted if kind.problem is not None),
+        fits=None if hbm is None else held <= hbm,
+    )

@@ -1,0 +1,79 @@
+"""A plan as a table of plain text, siblings folded: what `print(plan)` shows.
+
+Costs per folded path. Must not know about terminals.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._planning.kinds import spec_shown
+from shardrules._planning.sweep import mesh_shown
+from shardrules._planning.units import bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._planning.fold import Folded
+    from shardrules._planning.plan import Plan
+
+_MOST_ROWS: Final = 60
+COLUMNS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
+"""Heads of the columns of `rows`."""
+_RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
+
+
+class Row(NamedTuple):
+    """A row of a plan's table: texts for people."""
+
+    path: str
+    leaves: str
+    shape: str
+    dtype: str
+    rule: str
+    spec: str
+    bytes: str
+    device_bytes: str
+
+
+def heading(plan: Plan) -> str:
+    """The plan in a line."""
+    return (
+        f"{counted(len(plan), 'leaf')}, {bytes_shown(int(plan.bytes.sum()))} on "
+        f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
+        f"{plan.bytes_per_device()}"
+    )
+
+
+def rows(plan: Plan) -> list[Row]:
+    """A row for each folded path, in the order of the tree."""
+    return [_row(plan, one) for one in plan.folded]
+
+
+def table(plan: Plan) -> str:
+    """The heading, and the first rows in aligned columns."""
+    lines = [COLUMNS, *rows(plan)[:_MOST_ROWS]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(
+            text.rjust(width) if head in _RIGHT else text.ljust(width)
+            for head, text, width in zip(COLUMNS, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    more = len(plan.folded) - _MOST_ROWS
+    return "\n".join(
+        [heading(plan), *shown, *([f"... and {more:,} rows more"] if more > 0 else [])]
+    )
+
+
+def _row(plan: Plan, folded: Folded) -> Row:
+    kind, leaves = plan.kinds[folded.group], len(folded.rows)
+    return Row(
+        path=folded.pattern,
+        leaves=f"{leaves:,}",
+        shape="-" if kind.shape is None else str(list(kind.shape)),
+        dtype=kind.dtype_shown,
+        rule="-" if kind.rule is None else str(kind.rule),
+        spec=kind.problem or spec_shown(kind.spec),
+        bytes=bytes_shown(kind.bytes * leaves),
+        device_bytes=bytes_shown(kind.largest_bytes * leaves),
+    )
