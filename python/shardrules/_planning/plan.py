@@ -324,7 +324,7 @@ class Plan:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
-            'HASH'
+            'b7203428'
         """
         return fingerprint(self)
 
