@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardrules import demo
-from shardrules._manifest import Manifest, Parameter, read_manifest
+from shardrules._files.manifest import Manifest, Parameter, read_manifest
 
 _DATA = Path(__file__).parent / "data"
 DEEPSEEK = "flaxpath-deepseek-v3"

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from shardrules import Rules, match_partition_rules, named_shardings
-from shardrules._manifest import Manifest, read_manifest
+from shardrules._files.manifest import Manifest, read_manifest
 
 DATA = Path(__file__).parent / "demo_data"
 MODEL = DATA / "deepseek-v3.json.gz"

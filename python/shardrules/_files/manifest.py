@@ -1,22 +1,17 @@
-"""Manifests: the names, shapes and dtypes of a real model's parameters, as data without arrays.
+"""Manifests: the arrays of a real model as records, in the forms that tests and benchmarks want.
 
-Read from gzipped JSON, which is parsed and never executed. Must not know about rules.
+Made of what `read_arrays` reads. Must not know about rules.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Bytes of one element, by the dtype names of safetensors.
-_ITEM_BYTES = {
-    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1,
-    "U8": 1, "BOOL": 1,
-}  # fmt: skip
+from shardrules._files.arrays import read_arrays
+from shardrules._files.dtypes import bits_of
 
 
 class Parameter(NamedTuple):
@@ -29,7 +24,7 @@ class Parameter(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size of the whole array."""
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return prod(self.shape) * bits_of(self.dtype) // 8
 
 
 class Manifest(NamedTuple):
@@ -37,11 +32,8 @@ class Manifest(NamedTuple):
 
     model: str
     parameters: tuple[Parameter, ...]
-
-    @property
-    def separator(self) -> str:
-        """What separates the components of the names."""
-        return "/" if any("/" in p.name for p in self.parameters) else "."
+    separator: str
+    """What separates the components of the names."""
 
     def flat(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
         """{name: leaf(parameter)}."""
@@ -50,9 +42,8 @@ class Manifest(NamedTuple):
     def nested(self, leaf: Callable[[Parameter], Any]) -> dict[str, Any]:
         """Dicts in dicts, one level for each component of the names."""
         tree: dict[str, Any] = {}
-        separator = self.separator
         for parameter in self.parameters:
-            *outer, last = parameter.name.split(separator)
+            *outer, last = parameter.name.split(self.separator)
             node = tree
             for key in outer:
                 node = node.setdefault(key, {})
@@ -61,11 +52,7 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a gzipped JSON file.
-
-    Its content: `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`.
-    """
-    with gzip.open(path) as file:
-        content = json.load(file)
-    parameters = tuple(Parameter(n, tuple(s), d) for n, s, d in content["params"])
-    return Manifest(content["model"], parameters)
+    """The manifest in a file that `read_arrays` reads."""
+    arrays = read_arrays(str(path))
+    parameters = tuple(Parameter(name, a.shape, a.dtype) for name, a in arrays.leaves.items())
+    return Manifest(arrays.name, parameters, arrays.separator)

@@ -1,0 +1,129 @@
+"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any file that has them.
+
+The kinds of files are told apart by name and content; a list of 100,000 arrays takes about as long
+as its JSON. Must not know about rules or meshes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from shardrules._files import orbax, safetensors
+from shardrules._files.content import parse_json, read_bytes
+from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
+from shardrules._specs import shown
+
+_FORMS: Final = (
+    "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
+    '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
+)
+
+
+class Arrays(NamedTuple):
+    """The arrays of a model."""
+
+    name: str
+    """The model's, or else the file's."""
+    leaves: dict[str, ArraySpec]
+    """In the order of the file; equal leaves are one object."""
+    separator: str
+    """What separates the components of the names: "/" or "."."""
+
+
+def read_arrays(source: str) -> Arrays:
+    """What a file says about arrays, of which nothing but names, shapes and dtypes is read.
+
+    Args:
+        source: A safetensors file, the index of several, a directory of them, the directory of an
+            orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, which may be
+            gzipped: `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params
+            as `{name: {"shape": [dim, ...], "dtype": dtype}}`.
+
+    Raises:
+        FileError: There is no such file, it is of no known kind, or it is damaged.
+    """
+    path = Path(source)
+    with _collector_paused():
+        if path.is_dir():
+            return _of_directory(path)
+        if path.name.endswith(safetensors.SUFFIX):
+            return _arrays(path, None, safetensors.read_header(path, Leaves()))
+        return _of_json(path)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Parsing makes no cycles, and lists by the 100,000, which the collector would visit often."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
+    suffixes = (safetensors.INDEX_SUFFIX, ".json.gz", path.suffix)
+    stem = next((path.name.removesuffix(s) for s in suffixes if path.name.endswith(s)), path.name)
+    separator = "/" if any("/" in name for name in leaves) else "."
+    return Arrays(name if isinstance(name, str) else stem, leaves, separator)
+
+
+def _of_directory(path: Path) -> Arrays:
+    name = path.resolve().name
+    indexes = sorted(path.glob(f"*{safetensors.INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise FileError(
+            f"{path}: the directory has {len(indexes)} indexes, "
+            f"{', '.join(index.name for index in indexes)}; give the name of one"
+        )
+    if indexes:
+        return _of_json(indexes[0])._replace(name=name)
+    if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
+        return _arrays(path, name, safetensors.read_files(files, Leaves()))
+    if checkpoint := orbax.find_checkpoint(path):
+        return Arrays(name, orbax.read_checkpoint(checkpoint, Leaves()), orbax.SEPARATOR)
+    raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
+
+
+def _of_json(path: Path) -> Arrays:
+    content = parse_json(path, read_bytes(path))
+    if isinstance(content, dict) and "params" in content:
+        leaves = _of_params(path, content["params"])
+    elif isinstance(content, dict) and "weight_map" in content:
+        leaves = safetensors.read_index(path, content["weight_map"], Leaves())
+    else:
+        raise FileError(
+            f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
+        )
+    return _arrays(path, content.get("model"), leaves)
+
+
+def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:
+    make = Leaves()
+    if isinstance(params, Mapping):
+        names, entries = list(params), list(params.values())
+        check_column(path, names, entries, dict, "needs an object with shape and dtype")
+        shapes, dtypes = ([entry.get(key) for entry in entries] for key in ("shape", "dtype"))
+        return make.of_columns(path, names, shapes, dtypes)
+    if not isinstance(params, list):
+        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
+    if not (types_of(params) <= {list} and set(map(len, params)) <= {3}):
+        _raise_odd_row(path, params)
+    columns: Any = zip(*params, strict=True) if params else ((), (), ())
+    return make.of_columns(path, *columns)
+
+
+def _raise_odd_row(path: Path, rows: list[Any]) -> None:
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != 3:
+            raise FileError(
+                f"{path}: params[{index}]: it is {shown(row)}; write "
+                '["name", [4096, 128], "BF16"]'
+            )

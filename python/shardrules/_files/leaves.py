@@ -1,0 +1,126 @@
+"""`ArraySpec`, the leaf that stands for an array in a file, and the checks that make leaves.
+
+Names, shapes and dtypes come as columns. Each column is checked as a whole and each distinct
+(shape, dtype) once, so that 100,000 arrays cost milliseconds; only when a check has failed is the
+culprit looked for. Must not know how files are laid out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from shardrules._files.content import first_repeated
+from shardrules._files.dtypes import numpy_name
+from shardrules._files.errors import FileError
+from shardrules._specs import shown
+
+_MOST_ELEMENTS: Final = 2**63 - 1
+_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
+_ODD_SHAPE: Final = "needs a shape that is a list of integers"
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of an array. No tuple, which JAX would take for a node of a tree.
+
+    Args:
+        shape: The dimensions.
+        dtype: The name that numpy or ml_dtypes has for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Leaves:
+    """Makes the leaves of one source, which may have several files; equal ones are one object."""
+
+    __slots__ = ("_shared",)
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[tuple[int, ...], str], ArraySpec] = {}
+
+    def of_columns(
+        self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
+    ) -> dict[str, ArraySpec]:
+        """{name: leaf}, from what a file says the names, shapes and dtypes are.
+
+        Raises:
+            FileError: Something in a column is not what it should be.
+        """
+        check_column(path, names, names, str, "has no string as its name")
+        _check_text(path, names)
+        check_column(path, names, shapes, list, _ODD_SHAPE)
+        check_column(path, names, dtypes, str, "needs a dtype that is a string")
+        # By type and at once: True and 1.0 equal 1, and would pass for it in a look-up.
+        if not types_of(chain.from_iterable(shapes)) <= {int}:
+            _raise_first(path, names, shapes, lambda shape: types_of(shape) <= {int}, _ODD_SHAPE)
+        keys = list(zip(map(tuple, shapes), dtypes, strict=True))
+        specs = {}
+        for key in dict.fromkeys(keys):
+            try:
+                specs[key] = self._spec(*key)
+            except ValueError as error:
+                raise FileError(f"{path}: array {names[keys.index(key)]!r}: {error}") from None
+        leaves = dict(zip(names, map(specs.__getitem__, keys), strict=True))
+        if len(leaves) < len(names):
+            name = first_repeated(list(names))
+            raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
+        return leaves
+
+    def _spec(self, shape: tuple[int, ...], dtype: str) -> ArraySpec:
+        name = numpy_name(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"the shape {list(shape)} has a negative dimension; 0 is the least")
+        if prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(
+                f"the shape {list(shape)} has more than 2**63 - 1 elements; correct the shape"
+            )
+        return self._shared.setdefault((shape, name), ArraySpec(shape, name))
+
+
+def types_of(values: Iterable[object]) -> set[type]:
+    """The exact types of the values."""
+    return set(map(type, values))
+
+
+def check_column(
+    path: Path, names: Sequence[Any], column: Sequence[Any], kind: type, needs: str
+) -> None:
+    """That all values are of that very type.
+
+    Raises:
+        FileError: One is not; the message has its array's name, what it `needs`, and the value.
+    """
+    if not types_of(column) <= {kind}:
+        _raise_first(path, names, column, lambda value: type(value) is kind, needs)
+
+
+def _raise_first(
+    path: Path,
+    names: Sequence[Any],
+    column: Sequence[Any],
+    is_fine: Callable[[Any], bool],
+    needs: str,
+) -> None:
+    for name, value in zip(names, column, strict=True):
+        if not is_fine(value):
+            raise FileError(f"{path}: array {name!r} {needs}, not {shown(value)}")
+
+
+def _check_text(path: Path, names: Sequence[str]) -> None:
+    """JSON can escape half a surrogate pair, which could be neither printed nor written."""
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        name = next(filter(_HALF_PAIR.search, names))
+        raise FileError(
+            f"{path}: array {name!r} has half a surrogate pair in its name; rename it"
+        ) from None
+

@@ -1,0 +1,178 @@
+"""The headers of safetensors files, of one file, of an index, or of a directory.
+
+A header is JSON after its length; it is checked as the safetensors library checks it, and the data
+behind it are never read. Must not know about other formats.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from shardrules._files.content import parse_json, unreadable
+from shardrules._files.dtypes import bits_of
+from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
+from shardrules._specs import shown
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+# The bound of the safetensors library.
+_MOST_HEADER_BYTES: Final = 100_000_000
+_ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
+
+
+def read_header(path: Path, make: Leaves) -> dict[str, ArraySpec]:
+    """The arrays of one file.
+
+    Args:
+        path: The file.
+        make: What makes the leaves.
+
+    Raises:
+        FileError: It is damaged, or no safetensors file.
+    """
+    header, data_bytes = _header(path)
+    header.pop("__metadata__", None)
+    names, entries = list(header), list(header.values())
+    check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
+    shapes, dtypes, offsets = (
+        [entry.get(key) for entry in entries] for key in ("shape", "dtype", "data_offsets")
+    )
+    leaves = make.of_columns(path, names, shapes, dtypes)
+    _check_offsets(path, leaves, offsets, data_bytes)
+    return leaves
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The parsed header, and how many bytes of data the file has behind it."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise FileError(
+                    f"{path}: byte 0: the header's length is {length:,} bytes, but the file has "
+                    f"{size:,}; it is cut short, or no safetensors file: download it anew"
+                )
+            if length > _MOST_HEADER_BYTES:
+                raise FileError(
+                    f"{path}: byte 0: the header's length is {length:,} bytes, and at most "
+                    f"{_MOST_HEADER_BYTES:,} are allowed; is this a safetensors file?"
+                )
+            header = parse_json(path, file.read(length))
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not isinstance(header, dict):
+        raise FileError(
+            f"{path}: byte 8: the header is {shown(header)}, not an object of arrays; is this a "
+            "safetensors file?"
+        )
+    return header, size - 8 - length
+
+
+def _check_offsets(
+    path: Path, leaves: dict[str, ArraySpec], offsets: list[Any], data_bytes: int
+) -> None:
+    """That each array has the bytes that it needs, and that together they are the data."""
+    names = list(leaves)
+    check_column(path, names, offsets, list, _ODD_OFFSETS)
+    if not (set(map(len, offsets)) <= {2} and types_of(chain.from_iterable(offsets)) <= {int}):
+        pairs = [pair if list(map(type, pair)) == [int, int] else tuple(pair) for pair in offsets]
+        check_column(path, names, pairs, list, _ODD_OFFSETS)
+    # Few are distinct; by identity, since a dataclass is slow to hash.
+    bits = {id(spec): prod(spec.shape) * bits_of(spec.dtype) for spec in leaves.values()}
+    needed = [bits[id(spec)] for spec in leaves.values()]
+    if [8 * (end - begin) for begin, end in offsets] != needed:
+        _raise_wrong_size(path, leaves, offsets, needed)
+    # Sorted by either end, arrays without gap or overlap are a chain.
+    if [*sorted(begin for begin, _ in offsets), data_bytes] != [0, *sorted(e for _, e in offsets)]:
+        _raise_gap(path, names, offsets, data_bytes)
+
+
+def _raise_wrong_size(
+    path: Path, leaves: dict[str, ArraySpec], offsets: list[Any], needed: list[int]
+) -> NoReturn:
+    for (name, spec), (begin, end), bits in zip(leaves.items(), offsets, needed, strict=True):
+        if 8 * (end - begin) != bits:
+            raise FileError(
+                f"{path}: array {name!r}: data_offsets [{begin}, {end}] are {end - begin:,} bytes, "
+                f"but {spec.dtype}{list(spec.shape)} takes {bits / 8:,.10g}; write the file anew"
+            )
+    raise AssertionError("no array has a wrong size")
+
+
+def _raise_gap(path: Path, names: list[str], offsets: list[Any], data_bytes: int) -> NoReturn:
+    for name, (begin, end) in zip(names, offsets, strict=True):
+        if begin < 0 or end > data_bytes:
+            raise FileError(
+                f"{path}: array {name!r}: data_offsets [{begin}, {end}] lie outside the file's "
+                f"{data_bytes:,} bytes of data; it is cut short: download it anew"
+            )
+    raise FileError(
+        f"{path}: the arrays' data_offsets leave bytes out or overlap; write the file anew with "
+        "the safetensors library"
+    )
+
+
+def read_index(path: Path, weight_map: object, make: Leaves) -> dict[str, ArraySpec]:
+    """The arrays of the files that an index of Hugging Face names, in its order.
+
+    Args:
+        path: The index.
+        weight_map: {array: file beside the index}, its content.
+        make: What makes the leaves.
+
+    Raises:
+        FileError: A file is missing or damaged, or has not the array that it should have.
+    """
+    if not isinstance(weight_map, dict):
+        raise FileError(
+            f"{path}: key 'weight_map': it is {shown(weight_map)}, not an object; write "
+            '{"array": "file.safetensors", ...}'
+        )
+    check_column(path, list(weight_map), list(weight_map.values()), str, "needs a file's name")
+    names_in: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        names_in.setdefault(shard, []).append(name)
+    found: dict[str, ArraySpec] = {}
+    for shard, names in names_in.items():
+        arrays = read_header(_beside(path, shard, names[0]), make)
+        for name in names:
+            if name not in arrays:
+                raise FileError(
+                    f"{path}: array {name!r}: file {shard!r} should have it and has not; download "
+                    "the index and its files anew"
+                )
+            found[name] = arrays[name]
+    return {name: found[name] for name in weight_map}
+
+
+def _beside(path: Path, shard: str, name: str) -> Path:
+    if Path(shard).name != shard:
+        raise FileError(f"{path}: array {name!r} needs the name of a file beside it, not {shard!r}")
+    if not (path.parent / shard).is_file():
+        raise FileError(
+            f"{path}: array {name!r}: file {shard!r} is missing beside the index; download it"
+        )
+    return path.parent / shard
+
+
+def read_files(paths: list[Path], make: Leaves) -> dict[str, ArraySpec]:
+    """The arrays of several files together.
+
+    Raises:
+        FileError: A file is damaged, or two have an array of the same name.
+    """
+    leaves: dict[str, ArraySpec] = {}
+    for path in paths:
+        arrays = read_header(path, make)
+        for name in leaves.keys() & arrays.keys():
+            raise FileError(
+                f"{path}: array {name!r}: another {SUFFIX} file of the directory has it, too; give "
+                "the name of one file"
+            )
+        leaves |= arrays
+    return leaves
