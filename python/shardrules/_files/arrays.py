@@ -71,7 +71,7 @@ def _collector_paused() -> Iterator[None]:
 def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
     suffixes = (safetensors.INDEX_SUFFIX, ".json.gz", path.suffix)
     stem = next((path.name.removesuffix(s) for s in suffixes if path.name.endswith(s)), path.name)
-    separator = "/" if any("/" in name for name in leaves) else "."
+    separator = "/" if "/" in "".join(leaves) else "."
     return Arrays(name if isinstance(name, str) else stem, leaves, separator)
 
 
@@ -124,6 +124,5 @@ def _raise_odd_row(path: Path, rows: list[Any]) -> None:
     for index, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 3:
             raise FileError(
-                f"{path}: params[{index}]: it is {shown(row)}; write "
-                '["name", [4096, 128], "BF16"]'
+                f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
             )

@@ -37,7 +37,9 @@ def read_bytes(path: Path) -> bytes:
     except EOFError:
         raise FileError(f"{path}: the gzip ends too early; copy or download it anew") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise FileError(f"{path}: the gzip is damaged ({error}); copy or download it anew") from None
+        raise FileError(
+            f"{path}: the gzip is damaged ({error}); copy or download it anew"
+        ) from None
     except OSError as error:
         raise unreadable(path, error) from None
 

@@ -38,13 +38,26 @@ class ArraySpec:
     dtype: str
 
 
-class Leaves:
-    """Makes the leaves of one source, which may have several files; equal ones are one object."""
+class Leaves(dict[tuple[tuple[int, ...], str], ArraySpec]):
+    """Makes the leaves of one source, which may have several files; equal ones are one object.
 
-    __slots__ = ("_shared",)
+    It is {(shape, dtype): leaf}, and makes and checks each when it is first looked up.
+    """
 
-    def __init__(self) -> None:
-        self._shared: dict[tuple[tuple[int, ...], str], ArraySpec] = {}
+    __slots__ = ()
+
+    def __missing__(self, key: tuple[tuple[int, ...], str]) -> ArraySpec:
+        shape, dtype = key
+        if min(shape, default=0) < 0:
+            raise ValueError(f"the shape {list(shape)} has a negative dimension; 0 is the least")
+        if prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(
+                f"the shape {list(shape)} has more than 2**63 - 1 elements; correct the shape"
+            )
+        name = numpy_name(dtype)
+        leaf = ArraySpec(shape, name) if name == dtype else self[shape, name]
+        self[key] = leaf
+        return leaf
 
     def of_columns(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
@@ -61,28 +74,25 @@ class Leaves:
         # By type and at once: True and 1.0 equal 1, and would pass for it in a look-up.
         if not types_of(chain.from_iterable(shapes)) <= {int}:
             _raise_first(path, names, shapes, lambda shape: types_of(shape) <= {int}, _ODD_SHAPE)
-        keys = list(zip(map(tuple, shapes), dtypes, strict=True))
-        specs = {}
-        for key in dict.fromkeys(keys):
-            try:
-                specs[key] = self._spec(*key)
-            except ValueError as error:
-                raise FileError(f"{path}: array {names[keys.index(key)]!r}: {error}") from None
-        leaves = dict(zip(names, map(specs.__getitem__, keys), strict=True))
+        keys = zip(map(tuple, shapes), dtypes, strict=True)
+        try:
+            leaves = dict(zip(names, map(self.__getitem__, keys), strict=True))
+        except ValueError:
+            raise self._first_error(path, names, shapes, dtypes) from None
         if len(leaves) < len(names):
             name = first_repeated(list(names))
             raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
         return leaves
 
-    def _spec(self, shape: tuple[int, ...], dtype: str) -> ArraySpec:
-        name = numpy_name(dtype)
-        if min(shape, default=0) < 0:
-            raise ValueError(f"the shape {list(shape)} has a negative dimension; 0 is the least")
-        if prod(shape) > _MOST_ELEMENTS:
-            raise ValueError(
-                f"the shape {list(shape)} has more than 2**63 - 1 elements; correct the shape"
-            )
-        return self._shared.setdefault((shape, name), ArraySpec(shape, name))
+    def _first_error(
+        self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
+    ) -> FileError:
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
+            try:
+                self[tuple(shape), dtype]
+            except ValueError as error:
+                return FileError(f"{path}: array {name!r}: {error}")
+        raise AssertionError("no leaf has an error")
 
 
 def types_of(values: Iterable[object]) -> set[type]:
@@ -123,4 +133,3 @@ def _check_text(path: Path, names: Sequence[str]) -> None:
         raise FileError(
             f"{path}: array {name!r} has half a surrogate pair in its name; rename it"
         ) from None
-

@@ -6,8 +6,10 @@ behind it are never read. Must not know about other formats.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from math import prod
+from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -21,6 +23,7 @@ SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
 _MOST_HEADER_BYTES: Final = 100_000_000
+_FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
 _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
@@ -38,9 +41,13 @@ def read_header(path: Path, make: Leaves) -> dict[str, ArraySpec]:
     header.pop("__metadata__", None)
     names, entries = list(header), list(header.values())
     check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
-    shapes, dtypes, offsets = (
-        [entry.get(key) for entry in entries] for key in ("shape", "dtype", "data_offsets")
-    )
+    try:
+        shapes, dtypes, offsets = zip(*map(_FIELDS, entries), strict=True) if entries else ((),) * 3
+    except KeyError as error:
+        name = next(name for name, entry in header.items() if error.args[0] not in entry)
+        raise FileError(
+            f"{path}: array {name!r} has no {error.args[0]}; write the file anew"
+        ) from None
     leaves = make.of_columns(path, names, shapes, dtypes)
     _check_offsets(path, leaves, offsets, data_bytes)
     return leaves
@@ -74,7 +81,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_offsets(
-    path: Path, leaves: dict[str, ArraySpec], offsets: list[Any], data_bytes: int
+    path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], data_bytes: int
 ) -> None:
     """That each array has the bytes that it needs, and that together they are the data."""
     names = list(leaves)
@@ -82,18 +89,21 @@ def _check_offsets(
     if not (set(map(len, offsets)) <= {2} and types_of(chain.from_iterable(offsets)) <= {int}):
         pairs = [pair if list(map(type, pair)) == [int, int] else tuple(pair) for pair in offsets]
         check_column(path, names, pairs, list, _ODD_OFFSETS)
-    # Few are distinct; by identity, since a dataclass is slow to hash.
-    bits = {id(spec): prod(spec.shape) * bits_of(spec.dtype) for spec in leaves.values()}
-    needed = [bits[id(spec)] for spec in leaves.values()]
-    if [8 * (end - begin) for begin, end in offsets] != needed:
+    flat = list(chain.from_iterable(offsets))
+    begins, ends = flat[::2], flat[1::2]
+    # By identity, since a dataclass is slow to hash and few are distinct.
+    distinct = {id(spec): spec for spec in leaves.values()}
+    bits = {key: prod(spec.shape) * bits_of(spec.dtype) for key, spec in distinct.items()}
+    needed = list(map(bits.__getitem__, map(id, leaves.values())))
+    if [8 * size for size in map(sub, ends, begins)] != needed:
         _raise_wrong_size(path, leaves, offsets, needed)
     # Sorted by either end, arrays without gap or overlap are a chain.
-    if [*sorted(begin for begin, _ in offsets), data_bytes] != [0, *sorted(e for _, e in offsets)]:
+    if [*sorted(begins), data_bytes] != [0, *sorted(ends)]:
         _raise_gap(path, names, offsets, data_bytes)
 
 
 def _raise_wrong_size(
-    path: Path, leaves: dict[str, ArraySpec], offsets: list[Any], needed: list[int]
+    path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], needed: list[int]
 ) -> NoReturn:
     for (name, spec), (begin, end), bits in zip(leaves.items(), offsets, needed, strict=True):
         if 8 * (end - begin) != bits:
@@ -104,7 +114,7 @@ def _raise_wrong_size(
     raise AssertionError("no array has a wrong size")
 
 
-def _raise_gap(path: Path, names: list[str], offsets: list[Any], data_bytes: int) -> NoReturn:
+def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes: int) -> NoReturn:
     for name, (begin, end) in zip(names, offsets, strict=True):
         if begin < 0 or end > data_bytes:
             raise FileError(

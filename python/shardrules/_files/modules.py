@@ -1,0 +1,80 @@
+"""`module:name`, the one form that executes anything: it imports what the user names.
+
+Costs what that import costs. Must not know what the object is for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from shardrules._files.errors import FileError
+
+# A module of one letter would be a drive of Windows.
+_FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]+):(?P<name>[^\W\d][\w.]*)")
+
+
+def is_module_form(text: str) -> bool:
+    """Whether the text is `package.module:name`, and there is no file of that name."""
+    return _FORM.fullmatch(text) is not None and not Path(text).exists()
+
+
+def load_object(text: str) -> Any:
+    """The object that `package.module:name` names; if it is callable, what it returns.
+
+    The current directory is searched, too, as by `python -m`. A name may have dots.
+
+    Args:
+        text: As `is_module_form` wants it.
+
+    Raises:
+        FileError: There is no such module or name, or its code has raised; the cause is chained.
+    """
+    form = _FORM.fullmatch(text)
+    if form is None:
+        raise FileError(f"{text}: this names no object; write package.module:name")
+    found = _attribute(text, _module(text, form["module"]), form["name"])
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise FileError(
+            f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work without "
+            "arguments"
+        ) from error
+
+
+def _module(text: str, name: str) -> Any:
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{name}.".startswith(f"{absent}."):
+            raise FileError(
+                f"{text}: there is no module {absent!r}; install it, or run this in the directory "
+                "that has it"
+            ) from error
+        raise FileError(
+            f"{text}: the import of {name!r} has raised {_shown(error)}; it must be importable"
+        ) from error
+
+
+def _attribute(text: str, module: Any, name: str) -> Any:
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError as error:
+        raise FileError(
+            f"{text}: module {module.__name__!r} has no {name!r}; correct the name behind the colon"
+        ) from error
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

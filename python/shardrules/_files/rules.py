@@ -1,0 +1,211 @@
+"""`read_rules`: a rule list from JSON, from TOML, or from a module.
+
+JSON and TOML have one form, of which TOML, having no null, is the readable one:
+
+    dialect = "eformer"               # whose semantics; eformer's unless told
+    replicated = ["norm", "bias$"]    # patterns of what is replicated on purpose
+
+    [correction]                      # fields of `Correction`, in the place of the dialect's
+    indivisible = "prefix"
+
+    [[rules]]
+    pattern = "wq/kernel"
+    spec = ["fsdp", [], ["tp", "sp"]] # [] is a dimension that is not sharded; in JSON also null
+    flags = "i"                       # letters of `re`, as in (?i)
+    units = [1, 1, 128]               # as in `RuleSpec`
+    correction = { indivisible = "error" }
+
+A rule may be a pair, too: `[pattern, spec]`; and JSON may be the bare list of rules. Must not make
+PartitionSpecs: `Rules` keeps entries until a leaf needs one.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from shardrules import _dialects
+from shardrules._correction import Correction, RuleSpec
+from shardrules._dialects import EFORMER, Dialect
+from shardrules._files.content import parse_json, read_bytes, text_of
+from shardrules._files.errors import FileError
+from shardrules._files.modules import is_module_form, load_object
+from shardrules._rules import Rules
+from shardrules._specs import shown
+
+DIALECTS: Final = {
+    value.name.lower(): value for value in vars(_dialects).values() if isinstance(value, Dialect)
+}
+"""By the names that they have in files, where case does not matter."""
+
+# "source" and "kind" are remarks: where the rules are from, and what they are.
+_KEYS: Final = ("rules", "dialect", "correction", "replicated", "source", "kind")
+_RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
+_CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
+_FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
+
+
+class RuleFile(NamedTuple):
+    """What a file of rules says."""
+
+    rules: Rules
+    replicated: tuple[str, ...]
+    """Patterns of arrays that are replicated on purpose."""
+    name: str
+    """The file's, without its suffixes, or the object's."""
+
+
+def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
+    """The rules in a file or of a module.
+
+    Args:
+        source: A .toml file; a JSON file, which may be gzipped; or `package.module:NAME`, a `Rules`
+            or a list of pairs, or a function that returns one.
+        dialect: Whose semantics to follow, whatever the file says.
+
+    Raises:
+        FileError: There is no such file or object, or something in it is not as it should be.
+    """
+    if is_module_form(source):
+        found = load_object(source)
+        if isinstance(found, Rules) and dialect is None:
+            rules = found
+        else:
+            rules = _compiled(source, found, dialect or EFORMER)
+        return RuleFile(rules, (), source.partition(":")[2])
+    path = Path(source)
+    content = _content(path)
+    table = {"rules": content} if isinstance(content, list) else content
+    if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
+        raise FileError(
+            f"{path}: key 'rules': there is no list of rules; write "
+            '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
+        )
+    _check_keys(f"{path}", table, _KEYS)
+    dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
+    where = f"{path}: correction"
+    dialect = replace(
+        dialect, correction=_correction(where, dialect.correction, table.get("correction"))
+    )
+    pairs = [
+        _pair(f"{path}: rule {index}", rule, dialect.correction)
+        for index, rule in enumerate(table["rules"])
+    ]
+    replicated = _patterns(path, table.get("replicated", []))
+    return RuleFile(_compiled(source, pairs, dialect), replicated, path.name.split(".")[0])
+
+
+def _content(path: Path) -> Any:
+    data = read_bytes(path)
+    if path.suffix != ".toml":
+        return parse_json(path, data)
+    try:
+        return tomllib.loads(text_of(path, data))
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{path}: this is no TOML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
+
+
+def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(known)}")
+
+
+def _dialect(path: Path, name: object) -> Dialect:
+    if isinstance(name, str) and name.lower() in DIALECTS:
+        return DIALECTS[name.lower()]
+    raise FileError(f"{path}: dialect {name!r} is unknown; it is one of {', '.join(DIALECTS)}")
+
+
+def _correction(where: str, base: Correction, table: object) -> Correction:
+    """`base` with the table's fields in the place of its own."""
+    if table is None:
+        return base
+    if not isinstance(table, dict):
+        raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
+    _check_keys(where, table, _CORRECTION_KEYS)
+    try:
+        return replace(base, **table)
+    except ValueError as error:
+        raise FileError(f"{where}: {error}") from None
+
+
+def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
+    if isinstance(rule, list) and len(rule) == 2:
+        rule = {"pattern": rule[0], "spec": rule[1]}
+    if not isinstance(rule, dict):
+        raise FileError(f'{where}: it is {shown(rule)}; write ["pattern", ["axis", ...]]')
+    _check_keys(where, rule, _RULE_KEYS)
+    for key in ("pattern", "spec"):
+        if key not in rule:
+            raise FileError(f"{where}: it has no {key}; write one, where spec = [] replicates")
+    pattern = _pattern(where, rule["pattern"], rule.get("flags", ""))
+    spec = _spec(where, rule["spec"])
+    if rule.keys() <= {"pattern", "spec", "flags"}:
+        return pattern, spec
+    correction = rule.get("correction")
+    units = rule.get("units", [])
+    if not isinstance(units, list):
+        raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
+    try:
+        own = correction and _correction(f"{where}: correction", base, correction)
+        return pattern, RuleSpec(spec, own, units=tuple(units))
+    except FileError:
+        raise
+    except ValueError as error:
+        raise FileError(f"{where}: {error}") from None
+
+
+def _pattern(where: str, pattern: object, flags: object) -> object:
+    """The pattern as `Rules` wants it, which checks it, too."""
+    if flags == "":
+        return pattern
+    if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():
+        raise FileError(f"{where}: flags is {flags!r}; they are letters of {''.join(_FLAGS)!r}")
+    if not isinstance(pattern, str):
+        raise FileError(f"{where}: flags need a pattern that is a string, not {shown(pattern)}")
+    try:
+        return re.compile(pattern, sum(_FLAGS[flag] for flag in set(flags)))
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise FileError(f"{where}: the pattern {pattern!r} is invalid: {error}") from None
+
+
+def _spec(where: str, spec: object) -> object:
+    """None, or a tuple of entries."""
+    if spec is None:
+        return None
+    entries = [spec] if isinstance(spec, str) else spec
+    if not isinstance(entries, list):
+        raise FileError(f'{where}: spec is {shown(spec)}; write a list, as ["fsdp", [], "tp"]')
+    return tuple(_entry(where, dim, entry) for dim, entry in enumerate(entries))
+
+
+def _entry(where: str, dim: int, entry: object) -> object:
+    axes = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(isinstance(axis, str) and axis for axis in axes):
+        raise FileError(
+            f"{where}: entry {dim} of spec is {shown(entry)}; write an axis, a list of axes, or [] "
+            "for a dimension that is not sharded"
+        )
+    return tuple(axes) if isinstance(entry, list) and axes else entry or None
+
+
+def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
+    if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+        raise FileError(f"{path}: replicated is {shown(patterns)}; write a list of patterns")
+    for index, pattern in enumerate(patterns):
+        _pattern(f"{path}: replicated[{index}]", pattern, "u")
+    return tuple(patterns)
+
+
+def _compiled(source: str, rules: Any, dialect: Dialect) -> Rules:
+    try:
+        return Rules(rules, dialect)
+    except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:
+        raise FileError(f"{source}: {error}") from error
