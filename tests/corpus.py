@@ -26,16 +26,24 @@ def manifest_names() -> list[str]:
     return sorted([DEEPSEEK, *(f.name.removesuffix(".json.gz") for f in files)])
 
 
+def manifest_path(name: str) -> Path:
+    return demo.MODEL if name == DEEPSEEK else _DATA / "manifests" / f"{name}.json.gz"
+
+
 @cache
 def manifest(name: str) -> Manifest:
-    path = demo.MODEL if name == DEEPSEEK else _DATA / "manifests" / f"{name}.json.gz"
-    return read_manifest(path)
+    return read_manifest(manifest_path(name))
 
 
 @cache
 def _rule_files() -> dict[str, Any]:
     with gzip.open(_DATA / "rules.json.gz") as file:
         return dict(json.load(file))
+
+
+def rule_file(name: str) -> dict[str, Any]:
+    """What the file of the rule set says."""
+    return dict(_rule_files()[name])
 
 
 def rule_sets(kind: str) -> list[str]:

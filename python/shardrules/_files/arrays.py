@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._files import orbax, safetensors
-from shardrules._files.content import parse_json, read_bytes
+from shardrules._files.content import parse_json, read_bytes, unreadable
 from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
 from shardrules._specs import shown
@@ -48,12 +48,15 @@ def read_arrays(source: str) -> Arrays:
         FileError: There is no such file, it is of no known kind, or it is damaged.
     """
     path = Path(source)
-    with _collector_paused():
-        if path.is_dir():
-            return _of_directory(path)
-        if path.name.endswith(safetensors.SUFFIX):
-            return _arrays(path, None, safetensors.read_header(path, Leaves()))
-        return _of_json(path)
+    try:
+        with _collector_paused():
+            if path.is_dir():
+                return _of_directory(path)
+            if path.name.endswith(safetensors.SUFFIX):
+                return _arrays(path, None, safetensors.read_header(path, Leaves()))
+            return _of_json(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 @contextmanager
@@ -69,8 +72,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
-    suffixes = (safetensors.INDEX_SUFFIX, ".json.gz", path.suffix)
-    stem = next((path.name.removesuffix(s) for s in suffixes if path.name.endswith(s)), path.name)
+    stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
     separator = "/" if "/" in "".join(leaves) else "."
     return Arrays(name if isinstance(name, str) else stem, leaves, separator)
 

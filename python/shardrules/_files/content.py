@@ -49,7 +49,7 @@ def unreadable(path: Path, error: OSError) -> FileError:
     return FileError(f"{path}: {error.strerror or error}; check the name and the permissions")
 
 
-def _bounded(path: Path, file: IO[bytes]) -> bytes:
+def _bounded(path: Path, file: IO[bytes] | gzip.GzipFile) -> bytes:
     chunks, left = [], MOST_BYTES
     while chunk := file.read(_CHUNK):
         left -= len(chunk)

@@ -44,8 +44,8 @@ def load_object(text: str) -> Any:
         return found()
     except (Exception, SystemExit) as error:
         raise FileError(
-            f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work without "
-            "arguments"
+            f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work "
+            "without arguments"
         ) from error
 
 

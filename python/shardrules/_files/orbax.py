@@ -27,22 +27,26 @@ def find_checkpoint(directory: Path) -> Path | None:
     Raises:
         FileError: There are several items.
     """
-    if (directory / _METADATA).is_file():
+    if _is_item(directory):
         return directory
-    items = sorted(item for item in directory.iterdir() if (item / _METADATA).is_file())
-    steps = {item: int(step[1]) for item in directory.iterdir() if (step := _step(item))}
-    if items and not steps.keys() >= set(items):
-        if len(items) > 1:
-            raise FileError(
-                f"{directory}: the checkpoint has {len(items)} items, "
-                f"{', '.join(item.name for item in items)}; give the directory of one"
-            )
-        return items[0]
-    return find_checkpoint(max(steps, key=steps.__getitem__)) if steps else None
+    children = [child for child in directory.iterdir() if child.is_dir()]
+    steps = {child: int(step[1]) for child in children if (step := _STEP.fullmatch(child.name))}
+    items = [child for child in children if _is_item(child) and child not in steps]
+    if steps and not items:
+        latest = max(steps, key=steps.__getitem__)
+        if _is_item(latest):
+            return latest
+        items = [child for child in latest.iterdir() if _is_item(child)]
+    if len(items) > 1:
+        names = ", ".join(sorted(str(item.relative_to(directory)) for item in items))
+        raise FileError(
+            f"{directory}: the checkpoint has the items {names}; give the directory of one"
+        )
+    return items[0] if items else None
 
 
-def _step(directory: Path) -> re.Match[str] | None:
-    return _STEP.fullmatch(directory.name) if directory.is_dir() else None
+def _is_item(directory: Path) -> bool:
+    return (directory / _METADATA).is_file()
 
 
 def read_checkpoint(directory: Path, make: Leaves) -> dict[str, ArraySpec]:

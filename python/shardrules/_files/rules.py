@@ -71,12 +71,7 @@ def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
         FileError: There is no such file or object, or something in it is not as it should be.
     """
     if is_module_form(source):
-        found = load_object(source)
-        if isinstance(found, Rules) and dialect is None:
-            rules = found
-        else:
-            rules = _compiled(source, found, dialect or EFORMER)
-        return RuleFile(rules, (), source.partition(":")[2])
+        return _of_module(source, dialect)
     path = Path(source)
     content = _content(path)
     table = {"rules": content} if isinstance(content, list) else content
@@ -86,26 +81,37 @@ def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
             '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
         )
     _check_keys(f"{path}", table, _KEYS)
-    dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
-    where = f"{path}: correction"
-    dialect = replace(
-        dialect, correction=_correction(where, dialect.correction, table.get("correction"))
-    )
+    return _of_table(path, table, dialect or _dialect(path, table.get("dialect", EFORMER.name)))
+
+
+def _of_module(source: str, dialect: Dialect | None) -> RuleFile:
+    rules = load_object(source)
+    if dialect is not None or not isinstance(rules, Rules):
+        rules = _compiled(source, rules, dialect or EFORMER)
+    return RuleFile(rules, (), source.partition(":")[2])
+
+
+def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
+    correction = _correction(f"{path}: correction", dialect.correction, table.get("correction", {}))
     pairs = [
-        _pair(f"{path}: rule {index}", rule, dialect.correction)
+        _pair(f"{path}: rule {index}", rule, correction)
         for index, rule in enumerate(table["rules"])
     ]
-    replicated = _patterns(path, table.get("replicated", []))
-    return RuleFile(_compiled(source, pairs, dialect), replicated, path.name.split(".")[0])
+    return RuleFile(
+        _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
+        _patterns(path, table.get("replicated", [])),
+        Path(path.name.removesuffix(".gz")).stem,
+    )
 
 
 def _content(path: Path) -> Any:
     data = read_bytes(path)
     if path.suffix != ".toml":
         return parse_json(path, data)
+    text = text_of(path, data)
     try:
-        return tomllib.loads(text_of(path, data))
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
         raise FileError(f"{path}: this is no TOML: {error}; correct it there") from None
     except RecursionError:
         raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
@@ -125,8 +131,6 @@ def _dialect(path: Path, name: object) -> Dialect:
 
 def _correction(where: str, base: Correction, table: object) -> Correction:
     """`base` with the table's fields in the place of its own."""
-    if table is None:
-        return base
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
     _check_keys(where, table, _CORRECTION_KEYS)
@@ -149,29 +153,31 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     spec = _spec(where, rule["spec"])
     if rule.keys() <= {"pattern", "spec", "flags"}:
         return pattern, spec
-    correction = rule.get("correction")
-    units = rule.get("units", [])
+    units, own = rule.get("units", []), None
+    if "correction" in rule:
+        own = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
     try:
-        own = correction and _correction(f"{where}: correction", base, correction)
         return pattern, RuleSpec(spec, own, units=tuple(units))
-    except FileError:
-        raise
     except ValueError as error:
         raise FileError(f"{where}: {error}") from None
 
 
 def _pattern(where: str, pattern: object, flags: object) -> object:
-    """The pattern as `Rules` wants it, which checks it, too."""
+    """The pattern as `Rules` wants it, which checks what has no flags."""
     if flags == "":
         return pattern
     if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():
         raise FileError(f"{where}: flags is {flags!r}; they are letters of {''.join(_FLAGS)!r}")
     if not isinstance(pattern, str):
         raise FileError(f"{where}: flags need a pattern that is a string, not {shown(pattern)}")
+    return _regex(where, pattern, sum(_FLAGS[flag] for flag in set(flags)))
+
+
+def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
     try:
-        return re.compile(pattern, sum(_FLAGS[flag] for flag in set(flags)))
+        return re.compile(pattern, flags)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise FileError(f"{where}: the pattern {pattern!r} is invalid: {error}") from None
 
@@ -200,7 +206,7 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
         raise FileError(f"{path}: replicated is {shown(patterns)}; write a list of patterns")
     for index, pattern in enumerate(patterns):
-        _pattern(f"{path}: replicated[{index}]", pattern, "u")
+        _regex(f"{path}: replicated[{index}]", pattern, 0)
     return tuple(patterns)
 
 
