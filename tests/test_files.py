@@ -228,7 +228,7 @@ def leaves_of(arrays):
 
 
 def test_safetensors(save, tmp_path):
-    arrays = arrays_of("a", "b") | {"empty": np.zeros((0, 5)), "scalar": np.float32(1).reshape(())}
+    arrays = arrays_of("a", "b") | {"empty": np.zeros((0, 5)), "scalar": np.ones((), "float32")}
     save(arrays, tmp_path / "model-1.safetensors", metadata={"format": "np"})
     read = read_arrays(str(tmp_path / "model-1.safetensors"))
     assert read == ("model-1", leaves_of(arrays), ".")
@@ -536,12 +536,9 @@ def test_rules_of_toml(write):
 @pytest.mark.parametrize("name", corpus.regex_rule_sets())
 def test_rules_of_json(write, name):
     content = corpus.rule_file(name)
-    expected = sr.Rules(corpus.rules(name))
     for form in (content, content["rules"]):
         rules = read_rules(write("rules.json", form)).rules
-        paths = [f"x/{pattern}/kernel" for pattern, _ in expected]
-        leaves = {path: np.ones((1, 1, 1, 2, 2, 2, 2, 2)) for path in paths}
-        assert rules.match(leaves, strict=False) == expected.match(leaves, strict=False)
+        assert [(pattern, P(*spec)) for pattern, spec in rules] == corpus.rules(name)
 
 
 def test_rules_of_windows_and_plans(write):
@@ -569,7 +566,7 @@ def test_rules_of_a_module(module):
 
 
 BAD_RULES = {
-    "no toml": ("rules.toml", "x = ", "this is no TOML: .*line 1"),
+    "no toml": ("rules.toml", "x = 1\ny = ?", r"this is no TOML: .*line 2, column 5"),
     "deep toml": ("rules.toml", "x = " + "[" * 9000, "this is no TOML|nested too deeply"),
     "empty": ("rules.toml", "", "the file is empty"),
     "no rules": ("rules.toml", "x = 1", "key 'rules': there is no list of rules; write"),
