@@ -1,0 +1,90 @@
+"""Dtypes by name: how many bits an element takes, and what safetensors calls them.
+
+Tables of names alone, so that reading a file needs neither numpy nor ml_dtypes. Must not know
+about shapes or files.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Final
+
+_NAMES_BY_BITS: Final = {
+    1: "int1 uint1",
+    2: "int2 uint2",
+    4: "int4 uint4 float4_e2m1fn",
+    6: "float6_e2m3fn float6_e3m2fn",
+    8: "bool int8 uint8 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    16: "int16 uint16 float16 bfloat16",
+    32: "int32 uint32 float32",
+    64: "int64 uint64 float64 complex64",
+    128: "complex128",
+}
+
+BITS: Final = {name: bits for bits, names in _NAMES_BY_BITS.items() for name in names.split()}
+"""Bits of one element, by the name that numpy or ml_dtypes has for the dtype.
+
+Types of less than a byte count as packed, as safetensors and accelerators have them.
+"""
+
+SAFETENSORS: Final = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn",
+    "F6_E2M3": "float6_e2m3fn",
+    "F6_E3M2": "float6_e3m2fn",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+"""The names of safetensors (0.8), with those of numpy and ml_dtypes."""
+
+
+def numpy_name(name: str) -> str:
+    """What numpy or ml_dtypes calls the dtype that has this name there or in safetensors.
+
+    Raises:
+        ValueError: The name is unknown; the message lists those that look like it.
+    """
+    found = SAFETENSORS.get(name, name)
+    if found in BITS:
+        return found
+    near = get_close_matches(name, SAFETENSORS, n=3) + get_close_matches(name, BITS, n=3)
+    known = near or ["float32", "bfloat16", "F32", "BF16"]
+    raise ValueError(f"unknown dtype {name!r}; known ones are {', '.join(known)}")
+
+
+def bits_of(dtype: object) -> int:
+    """Bits that one element takes.
+
+    Args:
+        dtype: A name, of numpy, ml_dtypes or safetensors; a numpy dtype; or any object that has a
+            number of bytes as its `itemsize`, such as the dtype of JAX's random keys.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(dtype, str):
+        return BITS[numpy_name(dtype)]
+    bits = BITS.get(getattr(dtype, "name", ""))
+    if bits is not None:
+        return bits
+    item_bytes = getattr(dtype, "itemsize", None)
+    if isinstance(item_bytes, int):
+        return 8 * item_bytes
+    raise ValueError(f"unknown dtype {dtype!r}; it has neither a known name nor an itemsize")
