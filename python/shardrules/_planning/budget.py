@@ -6,6 +6,7 @@ Costs a few additions of arrays the size of the mesh per kind of leaf. Must not 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -54,26 +55,39 @@ class DeviceBytes(NamedTuple):
         )
 
 
-def budget(plan: Plan, gradients: Any, optimizer: Plan | None) -> DeviceBytes:
+def budget(plan: Plan, gradients: Any, optimizer: Plan | Iterable[Any] | None) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    if optimizer is not None and optimizer.axis_sizes != plan.axis_sizes:
-        raise ValueError(
-            f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
-            f"{plan.axis_sizes}"
-        )
-    in_state = _optimizer_counts(plan)
-    shape = tuple(plan.axis_sizes.values())
-    held = DeviceBytes(*(np.zeros(shape, np.int64) for _ in DeviceBytes._fields))
-    for kind, count, of_state in zip(plan.kinds, plan.counts, in_state, strict=True):
-        held.params[...] += int(count - of_state) * kind.device_bytes
-        held.optimizer[...] += int(of_state) * kind.device_bytes
-        if gradients is not None and gradients is not False and kind.shape is not None:
-            bits = kind.bits if gradients is True else bits_of(gradients)
-            held.gradients[...] += int(count - of_state) * device_bytes(
-                kind.shape, bits, kind.spec or Entries(), plan.axis_sizes
+    held = DeviceBytes(*(np.zeros(tuple(plan.axis_sizes.values()), np.int64) for _ in range(3)))
+    of_state = _optimizer_counts(plan)
+    for kind, count, in_state in zip(plan.kinds, plan.counts, of_state, strict=True):
+        held.params[...] += int(count - in_state) * kind.device_bytes
+        held.optimizer[...] += int(in_state) * kind.device_bytes
+    if gradients is True:
+        held.gradients[...] = held.params
+    elif gradients is not None and gradients is not False:
+        held.gradients[...] = _like_params(plan, of_state, bits_of(gradients))
+    if optimizer is None:
+        return held
+    if not isinstance(optimizer, Iterable):
+        if optimizer.axis_sizes != plan.axis_sizes:
+            raise ValueError(
+                f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
+                f"{plan.axis_sizes}"
             )
-    if optimizer is not None:
         held.optimizer[...] += optimizer.bytes_per_device().total
+        return held
+    for dtype in optimizer:
+        held.optimizer[...] += _like_params(plan, of_state, bits_of(dtype))
+    return held
+
+
+def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.NDArray[np.int64]:
+    """Bytes on each device of arrays like the parameters, of another dtype."""
+    held = np.zeros(tuple(plan.axis_sizes.values()), np.int64)
+    for kind, count in zip(plan.kinds, plan.counts - of_state, strict=True):
+        if kind.shape is not None:
+            spec = kind.spec if kind.spec is not None else Entries()
+            held += int(count) * device_bytes(kind.shape, bits, spec, plan.axis_sizes)
     return held
 
 

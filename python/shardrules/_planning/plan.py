@@ -264,6 +264,7 @@ class Plan:
         axes: Iterable[str] | None = None,
         hbm: int | None = None,
         gradients: Any = None,
+        optimizer: Iterable[Any] | None = None,
     ) -> Sweep:
         """The same leaves and rules on many meshes: bytes per device, corrections, what fits.
 
@@ -273,6 +274,7 @@ class Plan:
             axes: Their axes; the plan's own unless given.
             hbm: Bytes of memory of a device; rows tell whether they fit.
             gradients: As in `bytes_per_device`.
+            optimizer: The dtypes of its moments, as there.
 
         Returns:
             A row for each mesh, those with the fewest bytes on a device first.
@@ -289,10 +291,11 @@ class Plan:
         """
         if meshes is None:
             meshes = factorizations(devices or self.devices, tuple(axes or self.axis_sizes))
-        return sweep(self, meshes, hbm=hbm, gradients=gradients)
+        moments = None if optimizer is None else tuple(optimizer)
+        return sweep(self, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
 
     def bytes_per_device(
-        self, *, gradients: Any = None, optimizer: Plan | None = None
+        self, *, gradients: Any = None, optimizer: Plan | Iterable[Any] | None = None
     ) -> DeviceBytes:
         """Bytes on each device, uneven shards included.
 
@@ -301,7 +304,8 @@ class Plan:
         Args:
             gradients: A dtype to count gradients of that type, sharded like the parameters; True
                 for the parameters' own types.
-            optimizer: The plan of the optimizer's state, if it is not in the tree.
+            optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
+                moments of the parameters' shapes and specs, such as Adam's two.
 
         Raises:
             ValueError: The optimizer's plan is for another mesh; or a dtype is unknown.
@@ -310,8 +314,9 @@ class Plan:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"dp": 1, "tp": 2})
-            >>> plan.bytes_per_device(gradients="float32").total
-            array([[192, 192]])
+            >>> adam = ("float32", "float32")
+            >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
+            array([[448, 448]])
         """
         return budget(self, gradients, optimizer)
 
@@ -398,7 +403,7 @@ class Plan:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
         if path not in self._found.rows:
-            raise KeyError(_no_such_path(path, self.paths))
+            raise KeyError(_no_such_path(path, [one.pattern for one in self.folded]))
         return self.kinds[int(self.kind_of[self._found.rows[path]])]
 
     def _all_specs(self) -> list[Any]:
@@ -422,8 +427,8 @@ class Plan:
         return tree_util.tree_map(of_kind.__getitem__, self._found.tree)
 
 
-def _no_such_path(path: str, paths: list[str]) -> str:
+def _no_such_path(path: str, patterns: list[str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(path, paths[:20_000], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(path, patterns, n=3, cutoff=0.5)
     return f"no leaf has the path {path!r}" + (f"; near it: {', '.join(near)}" if near else "")

@@ -53,14 +53,21 @@ class Sweep(tuple[SweepRow, ...]):
 
 
 def sweep(
-    plan: Plan, meshes: Iterable[Mapping[str, int]], *, hbm: int | None, gradients: Any
+    plan: Plan,
+    meshes: Iterable[Mapping[str, int]],
+    *,
+    hbm: int | None,
+    gradients: Any,
+    optimizer: tuple[Any, ...] | None,
 ) -> Sweep:
     """See `Plan.sweep`."""
     rows: list[SweepRow] = []
     for mesh in meshes:
         if len(rows) == _MOST_MESHES:
             raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes")
-        rows.append(_row(plan.on_mesh(mesh), hbm, gradients))
+        there = plan.on_mesh(mesh)
+        held = there.bytes_per_device(gradients=gradients, optimizer=optimizer).max
+        rows.append(_row(there, held, hbm))
     return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
 
 
@@ -97,8 +104,7 @@ def mesh_shown(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-def _row(plan: Plan, hbm: int | None, gradients: Any) -> SweepRow:
-    held = plan.bytes_per_device(gradients=gradients).max
+def _row(plan: Plan, held: int, hbm: int | None) -> SweepRow:
     is_whole = [not axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds]
     counted = list(zip(plan.kinds, plan.counts.tolist(), is_whole, strict=True))
     whole = [one for one in plan.folded if is_whole[one.group]]

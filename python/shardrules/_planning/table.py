@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 60
 COLUMNS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
 """Heads of the columns of `rows`."""
-_RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
+RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ def table(plan: Plan) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = [
         "  ".join(
-            text.rjust(width) if head in _RIGHT else text.ljust(width)
+            text.rjust(width) if head in RIGHT else text.ljust(width)
             for head, text, width in zip(COLUMNS, line, widths, strict=True)
         ).rstrip()
         for line in lines

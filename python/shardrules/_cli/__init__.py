@@ -1,0 +1,23 @@
+"""The command line: `shardrules plan | check | explain | sweep | diff | demo`.
+
+Reads what it is given, makes a plan, and shows it. typer and rich come with the extra `[cli]`, and
+are imported when a command runs. Must not decide anything about a sharding.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The entry point of `shardrules`: exits with 0, 1 (findings, differences) or 2 (bad input)."""
+    try:
+        from shardrules._cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(
+            f"the command line needs {error.name}: pip install 'shardrules[cli]'", file=sys.stderr
+        )
+        raise SystemExit(2) from None
+    app()

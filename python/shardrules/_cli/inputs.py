@@ -1,0 +1,132 @@
+"""From the words of a command line to a plan. Costs what reading and planning cost.
+
+Must not print: what is wrong with the input is an exception.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules import _dialects
+from shardrules._files.arrays import Arrays, read_arrays
+from shardrules._files.errors import FileError
+from shardrules._files.meshes import parse_mesh
+from shardrules._files.modules import is_module_form, load_object
+from shardrules._files.rules import RuleFile, read_rules
+from shardrules._planning.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from shardrules._dialects import Dialect
+    from shardrules._rules import Rules
+
+DIALECTS: Final[dict[str, Dialect]] = {
+    dialect.name: dialect
+    for dialect in vars(_dialects).values()
+    if isinstance(dialect, _dialects.Dialect)
+}
+# Optimizers by the moments that they keep, each of the parameters' shapes.
+MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+                 "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class Planned(NamedTuple):
+    """A plan and what it was made from."""
+
+    plan: Plan
+    model: str
+    rules: RuleFile
+
+
+def load_plan(source: str, rules: str, mesh: str, dialect: str | None, min_size: int) -> Planned:
+    """The plan that a command is about.
+
+    Args:
+        source: A file of arrays, or `package.module:function` that returns a tree.
+        rules: A rule file, or `package.module:NAME`.
+        mesh: Such as dp=8,tp=4.
+        dialect: A dialect's name; the rule file's own, or eformer, unless given.
+        min_size: As in `plan`.
+
+    Raises:
+        FileError, ValueError, TypeError: Something is wrong with one of them.
+    """
+    axis_sizes = parse_mesh(mesh)
+    chosen = None if dialect is None else dialect_of(dialect)
+    loaded = read_rules(rules, chosen)
+    name, tree = _tree(source, loaded.rules)
+    return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded)
+
+
+def load_side(
+    text: str, rules: str | None, mesh: str | None, dialect: str | None, min_size: int
+) -> Plan:
+    """One side of a diff: a lock, or a model for which rules and a mesh are given.
+
+    Raises:
+        As `load_plan`; and FileError if a model comes without rules or a mesh.
+    """
+    if _is_lock(text):
+        return Plan.from_lock(Path(text))
+    if rules is None or mesh is None:
+        raise FileError(f"{text}: not a lock; for a model, give --rules and --mesh as well")
+    return load_plan(text, rules, mesh, dialect, min_size).plan
+
+
+def dialect_of(name: str) -> Dialect:
+    """The dialect of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in DIALECTS:
+        raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(DIALECTS))}")
+    return DIALECTS[name]
+
+
+def byte_count(text: str) -> int:
+    """Bytes of 96GB, 80GiB or 1000000.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    digits = text.strip().rstrip("BbKkMmGgTtIi ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        return int(float(digits) * _UNITS["" if unit == "B" else unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no number of bytes, such as 96GB or 80GiB") from None
+
+
+def _is_lock(text: str) -> bool:
+    path = Path(text)
+    if not path.is_file() or path.suffix == ".gz":
+        return False
+    with path.open("rb") as file:
+        return b'"shardrules lock' in file.read(200)
+
+
+def _tree(source: str, rules: Rules) -> tuple[str, Any]:
+    if is_module_form(source):
+        return source, load_object(source)
+    arrays = read_arrays(source)
+    dialect = rules.dialect
+    joins_keys = dialect.keys != "text" or dialect.joined_by != dialect.separator
+    return arrays.name, _nested(arrays) if joins_keys else arrays.leaves
+
+
+def _nested(arrays: Arrays) -> dict[str, Any]:
+    """Dicts in dicts, for dialects whose paths are more than the text of a name."""
+    tree: dict[str, Any] = {}
+    for name, leaf in arrays.leaves.items():
+        *outer, last = name.split(arrays.separator)
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
+        if last in node:
+            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
+        node[last] = leaf
+    return tree

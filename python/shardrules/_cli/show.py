@@ -1,0 +1,133 @@
+"""Plans, sweeps and explanations on a terminal: rich tables for people, plain text for pipes.
+
+Costs rich's import where somebody looks at it. Must not know where a plan comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shardrules._planning.kinds import axes_used, spec_shown
+from shardrules._planning.sweep import Sweep, mesh_shown
+from shardrules._planning.table import COLUMNS, RIGHT, heading, rows
+from shardrules._planning.units import bytes_shown
+
+if TYPE_CHECKING:
+    from shardrules._planning.findings import Findings
+    from shardrules._planning.plan import Plan
+
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Says on a terminal that something is under way, as long as it is."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def show_plan(plan: Plan) -> None:
+    """The heading and all folded paths."""
+    if not sys.stdout.isatty():
+        print(repr(plan))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for head in COLUMNS:
+        table.add_column(head, justify="right" if head in RIGHT else "left", overflow="fold")
+    for row, folded in zip(rows(plan), plan.folded, strict=True):
+        kind = plan.kinds[folded.group]
+        is_whole = kind.largest_bytes >= 2**24 and not axes_used(kind.spec, plan.axis_sizes)
+        table.add_row(*map(_plain, row), style="red" if kind.problem or is_whole else None)
+    console = Console(highlight=False)
+    console.print(_plain(heading(plan)))
+    console.print(table)
+
+
+def show_findings(findings: Findings) -> None:
+    """All of them, and how many there are."""
+    if not sys.stdout.isatty():
+        print(findings)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        head, *rest = str(finding).split("\n")
+        label, _, message = head.partition(": ")
+        console.print(Text.assemble((label, _STYLES[finding.level]), ": ", message))
+        console.print(_plain("\n".join(rest)), style="dim" if finding.level == "info" else None)
+    console.print(findings.summary, style="bold")
+
+
+def show_sweep(found: Sweep, most: int) -> None:
+    """The first rows."""
+    if not sys.stdout.isatty():
+        print(Sweep(found[:most]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for head in ("mesh", "devices", "per device", "replicated", "largest replicated leaf", ""):
+        table.add_column(head, justify="left" if head in ("mesh", "") else "right")
+    for row in found[:most]:
+        whole = f"{row.largest_replicated or '-'}  {bytes_shown(row.largest_replicated_bytes)}"
+        verdict = {None: "", True: "fits", False: "does not fit"}[row.fits]
+        table.add_row(
+            mesh_shown(row.mesh), f"{row.devices:,}", bytes_shown(row.bytes),
+            bytes_shown(row.replicated), _plain(whole), verdict,
+            style="red" if row.fits is False else None,
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    if len(found) > most:
+        print(f"... and {len(found) - most:,} meshes more")
+
+
+def plan_json(plan: Plan, held: Any) -> str:
+    """The plan for programs: an object with a row for each folded path."""
+    leaves = [
+        {
+            "path": one.pattern,
+            "leaves": len(one.rows),
+            "shape": kind.shape,
+            "dtype": kind.dtype_shown,
+            "rule": kind.rule,
+            "spec": spec_shown(kind.spec),
+            "problem": kind.problem,
+            "bytes": kind.bytes * len(one.rows),
+            "device_bytes": kind.largest_bytes * len(one.rows),
+            "lost": [what for what, _ in kind.notes],
+        }
+        for one in plan.folded
+        for kind in (plan.kinds[one.group],)
+    ]
+    parts = {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)}
+    content = {
+        "mesh": plan.axis_sizes,
+        "leaves": len(plan),
+        "bytes": int(plan.bytes.sum()),
+        "device_bytes": {"total": held.max, **parts},
+        "fingerprint": plan.fingerprint(),
+        "folded": leaves,
+    }
+    return json.dumps(content, indent=1)
+
+
+def _plain(text: str) -> Any:
+    """Text in which brackets are brackets."""
+    from rich.text import Text
+
+    return Text(text)
