@@ -343,6 +343,8 @@ def test_a_header_that_is_too_long(tmp_path):
 
 @pytest.fixture
 def orbax():
+    if not hasattr(jax.monitoring, "record_scalar"):
+        pytest.skip("orbax cannot save with this JAX, which it was not made for")
     return pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
 
 
