@@ -12,7 +12,7 @@ PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 .PHONY: demo test test-cpp test-oldest bench fuzz-differential lint format sanitize clean
 
 demo: $(VENV)/installed
-	$(VENV)/bin/python -m shardrules.demo
+	$(VENV)/bin/python -m shardrules demo
 
 test: $(VENV)/installed test-cpp
 	$(VENV)/bin/python $(PYTEST)

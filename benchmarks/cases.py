@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from benchmarks import trees
 from benchmarks.harness import Case
-from shardrules import demo
 from tests import corpus
 
 Rules = list[tuple[str, P]]
@@ -28,7 +27,7 @@ Rules = list[tuple[str, P]]
 def cases() -> Iterator[Case]:
     """The cases, each built when its turn comes."""
     deepseek = corpus.manifest(corpus.DEEPSEEK)
-    rules = demo.read_rules(demo.RULES)
+    rules = corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
     tree = deepseek.nested(corpus.abstract)
     yield _matching(
         f"match, DeepSeek-V3 nested ({len(deepseek.parameters):,} leaves, {len(rules)} rules)",

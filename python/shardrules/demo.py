@@ -1,27 +1,39 @@
-"""`python -m shardrules.demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules.
+"""`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
-Shows what each rule got, what fell into the catch-all, and the time beside eformer's
-`match_partition_rules`, where eformer is installed.
+The plan, what is wrong with it, the fix, what it costs on each device, the report; and the time
+beside eformer, where that is installed. Must not do anything that a user could not.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections import Counter
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
-from shardrules import Rules, match_partition_rules, named_shardings
-from shardrules._files.manifest import Manifest, read_manifest
+from shardrules import match_partition_rules, named_shardings, plan
+from shardrules._files.arrays import read_arrays
+from shardrules._files.manifest import read_manifest
+from shardrules._files.rules import read_rules
+from shardrules._planning.plan import Plan
+from shardrules._planning.units import bytes_shown
+from shardrules._rules import Rules
 
-DATA = Path(__file__).parent / "demo_data"
-MODEL = DATA / "deepseek-v3.json.gz"
-RULES = DATA / "easydel-deepseek-v2.json"
-_RUNS = 5
+DATA: Final = Path(__file__).parent / "demo_data"
+MODEL: Final = DATA / "deepseek-v3.json.gz"
+RULES: Final = DATA / "easydel-deepseek-v3.json"
+MESH: Final = {"fsdp": 64, "sp": 1, "tp": 8}
+# What the rules lack: they are written for experts stacked into one array.
+EXPERTS: Final = [
+    (r"mlp/experts/\d+/(gate_proj|up_proj)/kernel", (("fsdp", "sp"), "tp")),
+    (r"mlp/experts/\d+/down_proj/kernel", ("tp", ("fsdp", "sp"))),
+]
+_ADAM: Final = ("float32", "float32")
+_HBM: Final = 96 * 10**9
+_RUNS: Final = 5
 
 
 def main() -> int:
@@ -29,94 +41,84 @@ def main() -> int:
     try:
         from rich.console import Console
     except ImportError:
-        print("the demo needs rich: pip install 'shardrules[demo]'", file=sys.stderr)
+        print("the demo needs rich: pip install 'shardrules[cli]'", file=sys.stderr)
         return 1
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    manifest = read_manifest(MODEL)
-    rules = read_rules(RULES)
-    total = sum(p.bytes for p in manifest.parameters)
-    console.print(
-        f"[bold]DeepSeek-V3[/bold] ({manifest.model}): {len(manifest.parameters):,} arrays, "
-        f"{total / 1e9:,.0f} GB; "
-        f"{len(rules)} rules of EasyDeL 0.0.80 (DeepseekV2Config)\n"
-    )
-    _print_rule_table(console, manifest, rules)
-    _print_times(console, manifest, rules)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    rules = read_rules(str(RULES)).rules
+    start = perf_counter()
+    before = plan(read_arrays(str(MODEL)).leaves, rules, MESH)
+    took = perf_counter() - start
+    fixed = Rules([*EXPERTS, *rules])
+    after = plan(read_arrays(str(MODEL)).leaves, fixed, MESH)
+
+    _title(console, f"1. The plan: EasyDeL 0.2.0's {len(rules)} rules, in {took * 1e3:.0f} ms")
+    console.print(repr(before), soft_wrap=True)
+    _title(console, "2. The finding: shardrules check")
+    findings = before.check()
+    console.print(str(findings[0]), style="red", soft_wrap=True)
+    console.print(f"... {findings.summary}")
+    _title(console, "3. The fix: two rules for experts that are not stacked")
+    for pattern, spec in EXPERTS:
+        console.print(f"+ ({pattern!r}, P{spec})")
+    console.print(str(before.diff(after)), soft_wrap=True)
+    console.print(f"check: {after.check().summary}")
+    _title(console, "4. The bytes on each device")
+    _print_bytes(console, after)
+    _title(console, "5. The report")
+    console.print(_report(after), soft_wrap=True)
+    _title(console, "6. The time")
+    _print_times(console, list(fixed))
     return 0
 
 
-def read_rules(path: Path) -> list[tuple[str, Any]]:
-    """The (pattern, PartitionSpec) rules in a JSON file."""
-    from jax.sharding import PartitionSpec
-
-    def entry(axes: Any) -> Any:
-        return tuple(axes) if isinstance(axes, list) else axes
-
-    content = json.loads(path.read_text())
-    return [(pattern, PartitionSpec(*map(entry, spec))) for pattern, spec in content["rules"]]
+def _title(console: Any, text: str) -> None:
+    console.print(f"\n{text}", style="bold")
 
 
-def _print_rule_table(console: Any, manifest: Manifest, rules: list[tuple[str, Any]]) -> None:
-    from rich.table import Table
-
-    # Any object may stand in for a spec; with the rule's index there, the tree says which rule won.
-    numbered = Rules((pattern, index) for index, (pattern, _) in enumerate(rules))
-    winners = numbered.match(manifest.flat(lambda _: 0), strict=False)
-    leaves: Counter[int] = Counter()
-    sizes: Counter[int] = Counter()
-    for parameter in manifest.parameters:
-        leaves[winners[parameter.name]] += 1
-        sizes[winners[parameter.name]] += parameter.bytes
-
-    table = Table("rule", "pattern", "spec", box=None)
-    table.add_column("leaves", justify="right")
-    table.add_column("bytes", justify="right")
-    for index, (pattern, spec) in enumerate(rules):
-        style = None if leaves[index] else "yellow"
-        columns = (str(index), pattern, str(spec), f"{leaves[index]:,}", _gigabytes(sizes[index]))
-        table.add_row(*columns, style=style)
-    console.print(table)
-
-    last = len(rules) - 1
+def _print_bytes(console: Any, fixed: Plan) -> None:
+    held = fixed.bytes_per_device(gradients="bfloat16", optimizer=_ADAM)
+    console.print(f"training with Adam: {held}")
     console.print(
-        f"\nThe catch-all (rule {last}, {rules[last][0]!r}) took {leaves[last]:,} leaves, "
-        f"{_gigabytes(sizes[last])}, which every device will hold whole:"
+        f"the five best of all meshes of {fixed.devices} devices, {bytes_shown(_HBM)} each:"
     )
-    caught = [p for p in manifest.parameters if winners[p.name] == last]
-    for parameter in sorted(caught, key=lambda p: -p.bytes)[:3]:
-        console.print(
-            f"    {parameter.name} {list(parameter.shape)}, {_gigabytes(parameter.bytes)}"
-        )
-    dead = [index for index in range(len(rules)) if not leaves[index]]
-    if dead:
-        console.print(f"Rules that match nothing: {', '.join(map(str, dead))}")
+    found = fixed.sweep(axes=("fsdp", "tp"), hbm=_HBM, gradients="bfloat16", optimizer=_ADAM)
+    console.print(str(type(found)(found[:5])), soft_wrap=True)
 
 
-def _print_times(console: Any, manifest: Manifest, rules: list[tuple[str, Any]]) -> None:
+def _report(fixed: Plan) -> str:
+    path = Path(tempfile.gettempdir()) / "shardrules-demo.html"
+    try:
+        fixed.to_html(path, title="DeepSeek-V3")
+    except ImportError as error:
+        return str(error)
+    return f"{path}: one file that works offline; open it in a browser"
+
+
+def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
     import jax
 
-    tree = manifest.nested(lambda p: jax.ShapeDtypeStruct(p.shape, "bfloat16"))
+    tree = read_manifest(MODEL).nested(lambda p: jax.ShapeDtypeStruct(p.shape, "bfloat16"))
     ours = _milliseconds(lambda: match_partition_rules(rules, tree), _RUNS)
     identity = _milliseconds(lambda: jax.tree_util.tree_map(lambda x: x, tree), _RUNS)
     console.print(
-        f"\nThe whole tree of specs, rules compiled anew: [bold]{ours:.1f} ms[/bold] "
+        f"the whole tree of specs, rules compiled anew: {ours:.1f} ms "
         f"(an identity tree_map: {identity:.1f} ms; median of {_RUNS})"
     )
-    mesh = {"fsdp": 64, "sp": 1, "tp": 8}
-    shardings = _milliseconds(lambda: named_shardings(tree, rules, mesh), _RUNS)
-    console.print(f"The same as NamedShardings on {mesh}, corrected: {shardings:.1f} ms")
+    shardings = _milliseconds(lambda: named_shardings(tree, rules, MESH), _RUNS)
+    console.print(f"the same as NamedShardings, corrected: {shardings:.1f} ms")
     try:
         import eformer
         from eformer.escale import match_partition_rules as eformers
     except ImportError:
         console.print("eformer is not installed here, so its time is not shown beside it")
         return
-    if eformers(rules, tree) != match_partition_rules(rules, tree):
+    made = [(pattern, jax.sharding.PartitionSpec(*spec)) for pattern, spec in rules]
+    if eformers(made, tree) != match_partition_rules(made, tree):
         raise AssertionError("eformer's specs differ from ours: please report this")
-    theirs = _milliseconds(lambda: eformers(rules, tree), 1)
+    theirs = _milliseconds(lambda: eformers(made, tree), 1)
     console.print(
         f"eformer {eformer.__version__}, same specs: {theirs:.0f} ms, "
-        f"[bold]{theirs / ours:.0f} times[/bold] as long"
+        f"{theirs / ours:.0f} times as long"
     )
 
 
@@ -128,10 +130,6 @@ def _milliseconds(call: Callable[[], object], runs: int) -> float:
         times.append(perf_counter() - start)
         del result  # not part of the time
     return median(times) * 1e3
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB"
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def sweep(
         list[str] | None, typer.Option("--mesh", "-m", help="A mesh to try; repeatable.")
     ] = None,
     devices: Annotated[int | None, typer.Option(help="Try all meshes of so many devices.")] = None,
-    axes: Annotated[str | None, typer.Option(help="Their axes: dp,fsdp,tp.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Their axes: fsdp,tp,sp=1.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     gradients: Gradients = None,
@@ -187,14 +187,15 @@ def sweep(
     if not mesh and (devices is None or axes is None):
         raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
     meshes = [parse_mesh(one) for one in mesh or ()]
-    names = None if axes is None else [name.strip() for name in axes.split(",")]
-    first = mesh[0] if mesh else f"{names[0] if names else 'devices'}={devices}"
+    names, fixed = _axes(axes or "")
+    first = mesh[0] if mesh else f"{names[0]}={devices}"
     plan = _load(source, rules, first, dialect, min_size).plan
     with working("trying meshes"):
         found = plan.sweep(
             meshes or None,
             devices=devices,
             axes=names,
+            fixed=fixed,
             hbm=None if hbm is None else byte_count(hbm),
             gradients=_gradients(gradients),
             optimizer=_moments(optimizer, optimizer_dtype),
@@ -228,6 +229,16 @@ def demo() -> None:
     from shardrules.demo import main
 
     raise typer.Exit(main())
+
+
+def _axes(text: str) -> tuple[list[str], dict[str, int]]:
+    """The names of fsdp,tp,sp=1, and the sizes of those that have one."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    names = [part for part in parts if "=" not in part]
+    fixed = ",".join(part for part in parts if "=" in part)
+    if text and not names:
+        raise ValueError(f"--axes {text!r}: name an axis without a size, whose sizes are tried")
+    return names, parse_mesh(fixed) if fixed else {}
 
 
 def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int) -> Planned:

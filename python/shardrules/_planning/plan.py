@@ -262,6 +262,7 @@ class Plan:
         *,
         devices: int | None = None,
         axes: Iterable[str] | None = None,
+        fixed: Mapping[str, int] | None = None,
         hbm: int | None = None,
         gradients: Any = None,
         optimizer: Iterable[Any] | None = None,
@@ -272,6 +273,7 @@ class Plan:
             meshes: Which; all factorizations of `devices` over `axes` unless given.
             devices: How many, for the factorizations; the plan's own number unless given.
             axes: Their axes; the plan's own unless given.
+            fixed: More axes, of these sizes in all meshes.
             hbm: Bytes of memory of a device; rows tell whether they fit.
             gradients: As in `bytes_per_device`.
             optimizer: The dtypes of its moments, as there.
@@ -290,7 +292,9 @@ class Plan:
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
         if meshes is None:
-            meshes = factorizations(devices or self.devices, tuple(axes or self.axis_sizes))
+            sizes = checked_sizes(fixed) if fixed else {}
+            names = tuple(axes or (name for name in self.axis_sizes if name not in sizes))
+            meshes = factorizations(self.devices if devices is None else devices, names, sizes)
         moments = None if optimizer is None else tuple(optimizer)
         return sweep(self, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
 

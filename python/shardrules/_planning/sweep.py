@@ -7,6 +7,7 @@ needed. Must not know how a table is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._planning.kinds import axes_used
@@ -71,17 +72,21 @@ def sweep(
     return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
 
 
-def factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """All meshes of that many devices with these axes, in order.
+def factorizations(
+    devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """All meshes of that many devices with these axes, in order, and then the fixed ones.
 
     Raises:
-        ValueError: No axes, an axis twice, or less than one device.
+        ValueError: No axes, an axis twice, or no number of devices that the fixed ones divide.
     """
-    if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"the axes of a mesh are names, each once, not {axes}")
-    if devices < 1:
-        raise ValueError(f"a mesh has at least 1 device, not {devices}")
-    return _factorizations(devices, axes)
+    names = (*axes, *fixed)
+    if not axes or len(set(names)) < len(names):
+        raise ValueError(f"the axes of a mesh are names, each once, not {names}")
+    each, rest = divmod(devices, prod(fixed.values()))
+    if each < 1 or rest:
+        raise ValueError(f"{devices} devices cannot make a mesh with {mesh_shown(fixed) or axes}")
+    return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
 
 
 def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
