@@ -16,7 +16,6 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from shardrules._cli.inputs import (
-    DIALECTS,
     MOMENTS,
     Planned,
     byte_count,
@@ -26,6 +25,7 @@ from shardrules._cli.inputs import (
 from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.meshes import parse_mesh
+from shardrules._files.rules import DIALECTS
 from shardrules._planning.findings import LEVELS
 
 _P = ParamSpec("_P")

@@ -8,23 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules import _dialects
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.errors import FileError
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.rules import RuleFile, read_rules
+from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
     from shardrules._dialects import Dialect
     from shardrules._rules import Rules
 
-DIALECTS: Final[dict[str, Dialect]] = {
-    dialect.name: dialect
-    for dialect in vars(_dialects).values()
-    if isinstance(dialect, _dialects.Dialect)
-}
 # Optimizers by the moments that they keep, each of the parameters' shapes.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -1,0 +1,308 @@
+"""The command line, as a person and as CI would call it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import shardrules as sr
+from shardrules import demo
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+from typer.testing import CliRunner
+
+from shardrules._cli.app import app
+
+MODEL, RULES, MESH = str(demo.MODEL), str(demo.RULES), "fsdp=64,sp=1,tp=8"
+SMALL = {
+    "model": "small",
+    "params": [
+        ["layers/0/wq/kernel", [512, 512], "BF16"],
+        ["layers/1/wq/kernel", [512, 512], "BF16"],
+        ["layers/1/norm", [512], "F32"],
+        ["embed", [4096, 4096], "F32"],
+    ],
+}
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def small(tmp_path):
+    model, rules = tmp_path / "small.json", tmp_path / "rules.toml"
+    model.write_text(json.dumps(SMALL))
+    rules.write_text(
+        'replicated = ["norm"]\n'
+        '[[rules]]\npattern = "wq/kernel"\nspec = ["fsdp", "tp"]\n'
+        '[[rules]]\npattern = ".*"\nspec = []\n'
+    )
+    return model, rules
+
+
+def test_plan_as_text_and_json(small):
+    model, rules = small
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4")
+    assert result.exit_code == 0
+    assert "layers/{0,1}/wq/kernel" in result.stdout
+    assert "P('fsdp', 'tp')" in result.stdout
+    told = json.loads(
+        run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--format", "json").stdout
+    )
+    wq = next(row for row in told["folded"] if row["path"] == "layers/{0,1}/wq/kernel")
+    assert (wq["leaves"], wq["bytes"], wq["device_bytes"]) == (
+        2,
+        2 * 2 * 512**2,
+        2 * 2 * 512**2 // 8,
+    )
+    assert told["device_bytes"]["total"] == wq["device_bytes"] + 4 * 512 + 4 * 4096**2
+
+
+def test_gradients_and_optimizer_are_counted(small):
+    model, rules = small
+    args = ("plan", model, "-r", rules, "-m", "fsdp=2", "--format", "json")
+    more = ("--gradients", "BF16", "--optimizer", "adamw")
+    held = json.loads(run(*args, *more).stdout)["device_bytes"]
+    elements = 512**2 + 512 + 4096**2  # wq's two halves make one
+    assert (held["gradients"], held["optimizer"]) == (2 * elements, 2 * 4 * elements)
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2", "--hbm", "1MB")
+    assert "DOES NOT FIT into 1MB" in result.stdout
+
+
+def test_check_tells_of_silent_replication_first_and_fails():
+    result = run("check", MODEL, "-r", RULES, "-m", MESH)
+    assert result.exit_code == 1
+    assert result.stdout.startswith(
+        "error[catch-all]: 44,544 leaves of 45,395 (1.31 TB of 1.34 TB) match no rule but"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code"),
+    [
+        ((), 1),
+        (("--fail-on", "never"), 0),
+        (("--level", "catch-all=warning"), 0),
+        (("--level", "catch-all=warning", "--fail-on", "warning"), 1),
+        (("--replicated", "embed"), 0),
+        (("--large", "1GB"), 0),
+        (("--large", "1GB", "--fail-on", "info"), 1),
+    ],
+)
+def test_the_exit_code_of_check_is_the_user_s_to_choose(small, options, exit_code):
+    model, rules = small
+    assert run("check", model, "-r", rules, "-m", "fsdp=2,tp=4", *options).exit_code == exit_code
+
+
+def test_check_for_programs(small):
+    model, rules = small
+    args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4")
+    findings = json.loads(run(*args, "--format", "json").stdout)["findings"]
+    assert (findings[0]["kind"], findings[0]["paths"], findings[0]["rule"]) == (
+        "catch-all",
+        ["embed"],
+        1,
+    )
+    annotated = run(*args, "--format", "github").stdout
+    assert annotated.startswith(f"::error file={rules},title=shardrules catch-all::1 leaf of 4")
+
+
+def test_explain(small):
+    model, rules = small
+    result = run("explain", model, "layers/1/wq/kernel", "-r", rules, "-m", "fsdp=3,tp=4")
+    assert result.exit_code == 0
+    assert "rule 0: 'wq/kernel' wins" in result.stdout
+    assert "rule 1: '.*' matches, but comes after rule 0" in result.stdout
+    assert "dim 0 of size 512 is not divisible by fsdp=3" in result.stdout
+    missing = run("explain", model, "layers/1/wq/kernl", "-r", rules, "-m", "fsdp=3")
+    assert missing.exit_code == 2
+    assert (
+        "no leaf has the path 'layers/1/wq/kernl'; near it: layers/{0,1}/wq/kernel"
+        in missing.stderr
+    )
+
+
+def test_sweep(small):
+    model, rules = small
+    result = run(
+        "sweep", model, "-r", rules, "--devices", 8, "--axes", "fsdp,tp,sp=1", "--hbm", "67MB"
+    )
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0].startswith("fsdp=1,tp=8,sp=1")
+    assert len(result.stdout.splitlines()) == 4
+    assert "does not fit" in result.stdout
+    given = run("sweep", model, "-r", rules, "-m", "fsdp=2", "-m", "fsdp=4")
+    assert [line.split()[0] for line in given.stdout.splitlines()] == ["fsdp=4", "fsdp=2"]
+    assert run("sweep", model, "-r", rules).exit_code == 2
+
+
+def test_locks_are_compared(small, tmp_path):
+    model, rules = small
+    lock, other = tmp_path / "a.lock", tmp_path / "b.lock"
+    assert run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--lock", lock).exit_code == 0
+    assert run("plan", model, "-r", rules, "-m", "fsdp=4,tp=2", "--lock", other).exit_code == 0
+    same = run("diff", lock, model, "-r", rules, "-m", "fsdp=2,tp=4")
+    assert (same.exit_code, same.stdout) == (0, "no differences\n")
+    differs = run("diff", lock, other)
+    assert differs.exit_code == 1
+    assert "mesh {'fsdp': 2, 'tp': 4} -> {'fsdp': 4, 'tp': 2}" in differs.stdout
+    assert run("diff", lock, model).exit_code == 2
+
+
+def test_a_module_s_tree_and_rules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model.py").write_text(
+        textwrap.dedent("""
+        import jax
+        from jax.sharding import PartitionSpec as P
+        RULES = [("w", P("tp"))]
+        def params():
+            return {"w": [jax.ShapeDtypeStruct((8, 8), "bfloat16")] * 3}
+        def broken():
+            raise RuntimeError("no weights here")
+        """)
+    )
+    result = run("plan", "my_model:params", "-r", "my_model:RULES", "-m", "tp=4")
+    assert result.exit_code == 0
+    assert "w/{0..2}" in result.stdout
+    broken = run("plan", "my_model:broken", "-r", "my_model:RULES", "-m", "tp=4")
+    assert broken.exit_code == 2
+    assert "no weights here" in broken.stderr
+
+
+def test_keystr_rules_meet_the_paths_of_a_file(small, tmp_path):
+    model, _ = small
+    rules = tmp_path / "keystr.json"
+    rules.write_text(json.dumps([[r"\['wq'\]\['kernel'\]", ["tp"]], [".*", []]]))
+    result = run("plan", model, "-r", rules, "-m", "tp=4", "--dialect", "keystr")
+    assert "['layers']['{0,1}']['wq']['kernel']" in result.stdout
+    assert "P('tp', None)" in result.stdout
+
+
+def damaged(name, content, message):
+    return pytest.param(name, content, message, id=message[:30])
+
+
+def safetensors(header: bytes, length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        damaged("m.json.gz", gzip.compress(json.dumps(SMALL).encode())[:-20], "m.json.gz"),
+        damaged("m.json", b'{"params": 7}', "key 'params'"),
+        damaged("m.json", b"[1, 2]", "lists no arrays"),
+        damaged("m.json", b"{" * 100_000, "m.json"),
+        damaged("m.safetensors", safetensors(b"{}", 2**63), "9,223,372,036,854,775,808"),
+        damaged("m.json", b'{"params": [["a", [1], "F32"], ["a", [1], "F32"]]}', "'a'"),
+        damaged("m.json", b'{"params": [["a/b", [-1, 8], "F32"]]}', "a/b"),
+        damaged("m.json", b'{"params": [["a/b", [8], "F33"]]}', "F33"),
+        damaged("m.json", b'{"params": [["a/b", [8.5], "F32"]]}', "a/b"),
+    ],
+)
+def test_bad_models_are_told_and_nothing_is_written(small, tmp_path, name, content, message):
+    model = tmp_path / "bad" / name
+    model.parent.mkdir()
+    model.write_bytes(content)
+    lock, html = tmp_path / "out.lock", tmp_path / "out.html"
+    result = run("plan", model, "-r", small[1], "-m", "tp=4", "--lock", lock, "--html", html)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert name in result.stderr
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert not lock.exists()
+    assert not html.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("-m", "tp=4294967296,fsdp=4294967296"), "overflow"),
+        (("-m", "tp=0"), "below 1"),
+        (("-m", "tp=x"), "no integer"),
+        (("-m", "tp=2,tp=2"), "twice"),
+        (("-m", "tp=2", "--dialect", "nobody"), "no dialect 'nobody'"),
+        (("-m", "tp=2", "--hbm", "lots"), "'lots' is no number of bytes"),
+        (("-m", "tp=2", "--gradients", "F33"), "F33"),
+        (("-m", "tp=2", "--optimizer", "magic"), "--optimizer is 'magic'"),
+        (("-m", "tp=2", "--format", "xml"), "--format is 'xml'"),
+    ],
+)
+def test_bad_options_are_told(small, args, message):
+    model, rules = small
+    result = run("plan", model, "-r", rules, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_bad_rules_are_told(small, tmp_path):
+    rules = tmp_path / "bad.toml"
+    rules.write_text('[[rules]]\npattern = "("\nspec = []\n')
+    result = run("check", small[0], "-r", rules, "-m", "tp=2")
+    assert result.exit_code == 2
+    assert "bad.toml" in result.stderr
+    assert "rule 0" in result.stderr
+
+
+def shell(*args, **more):
+    command = [sys.executable, "-m", "shardrules", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **more)
+
+
+def test_a_file_s_plan_needs_no_jax(small):
+    model, rules = small
+    code = (
+        "import sys; from shardrules._cli import main\n"
+        f"sys.argv = ['shardrules', 'check', {str(model)!r}, '-r', {str(rules)!r}, '-m', 'tp=4']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 1, end.code\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_the_whole_process(small):
+    model, rules = small
+    done = shell("check", model, "-r", rules, "-m", "tp=4")
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert shell("plan", "nowhere.json", "-r", rules, "-m", "tp=4").returncode == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error(small):
+    command = [sys.executable, "-m", "shardrules", "plan", MODEL, "-r", RULES, "-m", MESH]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_without_typer_it_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
+    done = shell("--help", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "pip install 'shardrules[cli]'" in done.stderr
+
+
+def test_the_rules_of_a_file_are_those_of_the_library(small):
+    told = json.loads(
+        run("plan", small[0], "-r", small[1], "-m", "fsdp=2,tp=4", "--format", "json").stdout
+    )
+    leaves = {name: sr_leaf(shape) for name, shape, _ in SMALL["params"]}
+    plan = sr.plan(leaves, [("wq/kernel", ("fsdp", "tp")), (".*", ())], {"fsdp": 2, "tp": 4})
+    assert [row["path"] for row in told["folded"]] == [one.pattern for one in plan.folded]
+
+
+def sr_leaf(shape):
+    import jax
+
+    return jax.ShapeDtypeStruct(tuple(shape), "bfloat16")
