@@ -182,7 +182,7 @@ def test_keystr_rules_meet_the_paths_of_a_file(small, tmp_path):
     model, _ = small
     rules = tmp_path / "keystr.json"
     rules.write_text(json.dumps([[r"\['wq'\]\['kernel'\]", ["tp"]], [".*", []]]))
-    result = run("plan", model, "-r", rules, "-m", "tp=4", "--dialect", "keystr")
+    result = run("plan", model, "-r", rules, "-m", "tp=4", "--dialect", "JAXSeq")
     assert "['layers']['{0,1}']['wq']['kernel']" in result.stdout
     assert "P('tp', None)" in result.stdout
 

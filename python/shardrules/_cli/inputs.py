@@ -74,9 +74,9 @@ def dialect_of(name: str) -> Dialect:
     Raises:
         ValueError: There is none.
     """
-    if name not in DIALECTS:
+    if name.lower() not in DIALECTS:
         raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(DIALECTS))}")
-    return DIALECTS[name]
+    return DIALECTS[name.lower()]
 
 
 def byte_count(text: str) -> int:
