@@ -14,9 +14,10 @@ Ref SurveyLeaves::visit(PyObject* leaf, const LeafPlace& place) {
         number = Ref::checked(PyLong_FromSsize_t(PyDict_GET_SIZE(kinds_.get())));
         check(PyDict_SetItem(kinds_.get(), kind.get(), number.get()));
     }
+    Ref row = Ref::checked(PyLong_FromSize_t(numbers_.size()));
     check(PyList_Append(paths_.get(), place.path.shown().get()));
     numbers_.push_back(static_cast<std::int32_t>(PyLong_AsLong(number.get())));
-    return number;
+    return row;
 }
 
 Ref SurveyLeaves::shape_of(PyObject* leaf) {

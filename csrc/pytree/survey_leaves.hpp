@@ -17,7 +17,7 @@ class SurveyLeaves final : public LeafVisitor {
         : decisions_(decisions),
           paths_(Ref::checked(PyList_New(0))),
           kinds_(Ref::checked(PyDict_New())) {}
-    // The number of the leaf's kind.
+    // The leaf's row: how many leaves came before it.
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     const Ref& paths() const { return paths_; }                          // list of str

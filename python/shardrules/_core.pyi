@@ -173,7 +173,7 @@ class RuleSet:
         unmatched: object,
         ambiguous: object,
     ) -> tuple[Any, list[str], dict[tuple[Any, Any, Any], int], bytes]:
-        """(tree of kinds' numbers, paths, {(answer, shape, dtype): number}, int32 numbers)."""
+        """(tree of rows, paths, {(answer, shape, dtype): number}, int32 number of each row)."""
 
     def count_matches(
         self, tree: object, *, strict: bool

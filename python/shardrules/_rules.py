@@ -309,8 +309,8 @@ class Rules:
             ambiguous: The same for a leaf of several rules, where one alone may match.
 
         Returns:
-            (the tree with the number of its kind for each leaf, the leaves' paths,
-            {(rule, shape, dtype): number of the kind}, the numbers of the leaves as int32)
+            (the tree with the number of its row for each leaf, the leaves' paths by row,
+            {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
         """
         numbers = list(range(len(self)))
         answers = SpecTable(specs=numbers, lengths=[0] * len(numbers), make=lambda rule, _: rule)

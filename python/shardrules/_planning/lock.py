@@ -89,7 +89,7 @@ def read_lock(text: str, name: str) -> tuple[Survey, list[Kind], dict[str, int]]
         raise
     except (KeyError, TypeError, ValueError, RecursionError, re.error) as error:
         raise FileError(f"{name}: not a lock: {type(error).__name__}: {error}") from error
-    tree = dict(zip(paths, kind_of, strict=True))
+    tree = {path: row for row, path in enumerate(paths)}
     if len(tree) < len(paths):
         raise FileError(f"{name}: not a lock: two of its patterns stand for the same path")
     return Survey(rules, tree, paths, np.array(kind_of, np.int32), alike), kinds, axis_sizes

@@ -428,7 +428,8 @@ class Plan:
     def _mapped(self, of_kind: list[Any]) -> Any:
         from jax import tree_util
 
-        return tree_util.tree_map(of_kind.__getitem__, self._found.tree)
+        of_row = [of_kind[kind] for kind in self.kind_of.tolist()]
+        return tree_util.tree_map(of_row.__getitem__, self._found.tree)
 
 
 def _no_such_path(path: str, patterns: list[str]) -> str:

@@ -48,7 +48,7 @@ class Survey:
 
     rules: Rules
     tree: Any
-    """The tree with the number of its kind for each leaf."""
+    """The tree with the number of its row for each leaf."""
     paths: list[str]
     kind_of: npt.NDArray[np.int32]
     """Per leaf, an index of `kinds`."""
@@ -91,7 +91,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
         ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
             the message names the path.
     """
-    numbered, paths, kinds, column = rules.survey(
+    of_rows, paths, kinds, column = rules.survey(
         tree,
         min_size=min_size,
         replicated=NO_RULE_NEEDED,
@@ -106,7 +106,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
         except (TypeError, ValueError) as error:
             path = paths[int(np.argmax(kind_of == number))]
             raise type(error)(f"{path}: {error}") from None
-    return Survey(rules, numbered, paths, kind_of, known)
+    return Survey(rules, of_rows, paths, kind_of, known)
 
 
 def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
