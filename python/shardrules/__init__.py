@@ -33,6 +33,8 @@ from shardrules._mesh import resolve_mesh
 from shardrules._patch import patch, unpatch
 from shardrules._placement import gather, shard
 from shardrules._planning.budget import DeviceBytes
+from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
+from shardrules._planning.derive import Companion
 from shardrules._planning.diff import Change, PlanDiff
 from shardrules._planning.explain import Explanation, Tried
 from shardrules._planning.findings import Finding, Findings
@@ -49,10 +51,13 @@ __all__ = [
     "KERAS",
     "KEYSTR",
     "LINEN",
+    "LORA",
+    "QUANTIZED",
     "SPECTRAX",
     "TP_PLAN",
     "WINDOW",
     "Change",
+    "Companion",
     "Correction",
     "Counters",
     "Coverage",
@@ -88,7 +93,9 @@ __all__ = [
     "resolve_mesh",
     "shard",
     "spec_for",
+    "stacked",
     "unpatch",
+    "unstacked",
     "with_logical_constraint",
     "with_sharding_constraint",
 ]

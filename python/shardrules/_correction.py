@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._specs import (
+    Dim,
     Entries,
     check_choice,
     entries_of,
@@ -22,6 +24,7 @@ from shardrules._specs import (
     is_unconstrained,
     partition_spec,
     shown,
+    with_dims,
     with_entries,
 )
 
@@ -170,6 +173,26 @@ class SpecOnMesh:
             if all(entry is None for entry in entries):
                 entries = []
         return with_entries(self.spec, entries)
+
+    def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
+        """The same for arrays whose dimensions are some of those that the spec is for.
+
+        Args:
+            dims: As in `shardrules._specs.with_dims`.
+            blocks: Per dimension, how many elements one element stands for; 1 unless told.
+        """
+
+        def unit(position: int, dim: Dim) -> int:
+            known = self._units[dim] if isinstance(dim, int) and dim < len(self._units) else 1
+            block = blocks[position] if position < len(blocks) else 1
+            return lcm(known, block) // block
+
+        return SpecOnMesh(
+            with_dims(self.spec, dims),
+            self._axis_sizes,
+            self._correction,
+            tuple(unit(position, dim) for position, dim in enumerate(dims)),
+        )
 
     def losses(self, rank: int, kept: int) -> Iterator[Loss]:
         """What an array of this rank that can have the `kept` axes does not get, dim by dim."""

@@ -55,7 +55,8 @@ class Entries(tuple[Any, ...]):
     __slots__ = ()
 
 
-_Spec = TypeVar("_Spec", "PartitionSpec", Entries)
+_Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
+Dim = int | str | tuple[str, ...] | None
 
 
 def spec_length(spec: object) -> int:
@@ -130,6 +131,26 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
     return _made(tuple(entries))
+
+
+def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
+    """The spec of an array whose dimensions are those of another's, which has `spec`.
+
+    Args:
+        spec: The other array's.
+        dims: Per dimension the other's that it is, None for one that is not cut, or the mesh axes
+            that cut it.
+
+    Example:
+        >>> with_dims(Entries(("fsdp", "tp")), (None, 1))
+        (None, 'tp')
+    """
+    entries = entries_of(spec)
+    taken = [
+        (entries[dim] if dim < len(entries) else None) if isinstance(dim, int) else dim
+        for dim in dims
+    ]
+    return with_entries(spec, taken if any(entry is not None for entry in taken) else ())
 
 
 def without_axes(spec: _Spec, axes: frozenset[str]) -> _Spec:

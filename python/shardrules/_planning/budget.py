@@ -91,12 +91,16 @@ def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.N
     return held
 
 
-def _optimizer_counts(plan: Plan) -> npt.NDArray[np.intp]:
-    """Per kind, its leaves under `opt_state`."""
+def rows_of_optimizer(paths: list[str]) -> list[int]:
+    """The rows of the leaves under `opt_state`."""
     # `in` first: most trees have none, and it is ten times as fast.
-    rows = [
+    return [
         row
-        for row, path in enumerate(plan.paths)
+        for row, path in enumerate(paths)
         if "opt_state" in path and _OPTIMIZER_STATE.search(path)
     ]
-    return np.bincount(plan.kind_of[rows], minlength=len(plan.kinds))
+
+
+def _optimizer_counts(plan: Plan) -> npt.NDArray[np.intp]:
+    """Per kind, its leaves under `opt_state`."""
+    return np.bincount(plan.kind_of[rows_of_optimizer(plan.paths)], minlength=len(plan.kinds))

@@ -28,6 +28,8 @@ class Explanation(NamedTuple):
     """Why a leaf gets what it gets; `str` tells it in words."""
 
     path: str
+    source: str
+    """The path that the rules meet: the leaf's own, or that of what it is derived from."""
     kind: Kind
     """What it gets."""
     tried: tuple[Tried, ...]
@@ -38,6 +40,7 @@ class Explanation(NamedTuple):
         kind = self.kind
         lines = [
             f"{self.path}  shape {kind.shape}  {kind.dtype_shown}  {bytes_shown(kind.bytes)}",
+            *([] if self.source == self.path else [f"  follows        {self.source}"]),
             *self._rule_lines(),
         ]
         if kind.wanted is not None:
@@ -72,7 +75,8 @@ def explanation(plan: Plan, path: str) -> Explanation:
     """
     kind = plan.kind(path)
     rules = plan.rules
-    matching = set(rules.all_matches(path))
+    source = plan.source(path)
+    matching = set(rules.all_matches(source))
 
     def outcome(rule: int) -> str:
         if rule == kind.rule:
@@ -85,4 +89,4 @@ def explanation(plan: Plan, path: str) -> Explanation:
 
     tried = tuple(Tried(rule, rules[rule][0], outcome(rule)) for rule in range(len(rules)))
     mesh = "(" + ", ".join(f"{axis}={size}" for axis, size in plan.axis_sizes.items()) + ")"
-    return Explanation(path, kind, tried, mesh)
+    return Explanation(path, source, kind, tried, mesh)

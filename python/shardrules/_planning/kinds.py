@@ -5,7 +5,7 @@ Costs one correction per kind. Must not know about paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -99,59 +99,67 @@ class Placer:
     def place(self, alike: Alike) -> Kind:
         """What these leaves get."""
         if alike.rule >= 0:
-            return self.placed(alike, self._specs[self._spec_of[alike.rule]])
+            return self.placed(alike, self.spec(alike.rule))
         problems = {UNMATCHED: "unmatched" if self._unmatched_is_error else None,
                     AMBIGUOUS: "ambiguous", NO_RULE_NEEDED: None}  # fmt: skip
         problem = problems[alike.rule]
-        return self._kind(alike, None, Entries() if problem is None else None, problem=problem)
+        spec = Entries() if problem is None else None
+        return kind_on_mesh(alike, None, spec, self._axis_sizes, problem=problem)
+
+    def spec(self, rule: int) -> SpecOnMesh:
+        """Of a rule, on the mesh."""
+        return self._specs[self._spec_of[rule]]
 
     def placed(self, alike: Alike, wanted: SpecOnMesh, origin: str | None = None) -> Kind:
         """The same by a spec that is not the rule's own, such as one that is derived from it."""
         if alike.shape is None:
-            return self._kind(alike, wanted.spec, Entries(), origin=origin)
+            return kind_on_mesh(alike, wanted.spec, Entries(), self._axis_sizes, origin=origin)
         kept = wanted.corrector.kept(alike.shape)
         spec = wanted.corrected(len(alike.shape), kept)
         problem = None if spec is not None else "; ".join(wanted.errors(alike.shape))
-        return self._kind(
-            alike, wanted.spec, spec, problem=problem, on_mesh=wanted,
-            losses=wanted.losses(len(alike.shape), kept), origin=origin,
+        losses = tuple(wanted.losses(len(alike.shape), kept))
+        notes = tuple(wanted.described(loss, alike.shape) for loss in losses)
+        return kind_on_mesh(
+            alike, wanted.spec, spec, self._axis_sizes,
+            problem=problem, losses=losses, notes=notes, origin=origin,
         )  # fmt: skip
 
-    def _kind(
-        self,
-        alike: Alike,
-        wanted: Spec | None,
-        spec: Spec | None,
-        *,
-        problem: str | None = None,
-        on_mesh: SpecOnMesh | None = None,
-        losses: Iterable[Loss] = (),
-        origin: str | None = None,
-    ) -> Kind:
-        shape = alike.shape or ()
-        # What cannot be sharded is counted as if it were replicated.
-        held = device_bytes(shape, alike.bits, spec or Entries(), self._axis_sizes)
-        lost = tuple(losses)
-        fullest = int(held.max())
-        return Kind(
-            rule=alike.rule if alike.rule >= 0 else None,
-            shape=alike.shape,
-            dtype=alike.dtype,
-            bits=alike.bits,
-            wanted=wanted,
-            spec=spec,
-            losses=lost,
-            costs=tuple(fullest - fullest // self._parts_lost(loss, spec) for loss in lost),
-            problem=problem,
-            notes=tuple(on_mesh.described(loss, shape) for loss in lost) if on_mesh else (),
-            origin=origin,
-            device_bytes=held,
-        )
 
-    def _parts_lost(self, loss: Loss, spec: Spec | None) -> int:
-        """Into how many parts the lost axes would have cut; absent ones do not exist to cut."""
-        kept = {axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)}
-        return prod(self._axis_sizes.get(axis, 1) for axis in loss.axes if axis not in kept)
+def kind_on_mesh(
+    alike: Alike,
+    wanted: Spec | None,
+    spec: Spec | None,
+    axis_sizes: Mapping[str, int],
+    *,
+    problem: str | None = None,
+    losses: tuple[Loss, ...] = (),
+    notes: tuple[tuple[str, str], ...] = (),
+    origin: str | None = None,
+) -> Kind:
+    """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
+    # What cannot be sharded is counted as if it were replicated.
+    held = device_bytes(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
+    fullest = int(held.max())
+    kept = {axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)}
+
+    def parts_lost(loss: Loss) -> int:
+        # Absent axes do not exist to cut.
+        return prod(axis_sizes.get(axis, 1) for axis in loss.axes if axis not in kept)
+
+    return Kind(
+        rule=alike.rule if alike.rule >= 0 else None,
+        shape=alike.shape,
+        dtype=alike.dtype,
+        bits=alike.bits,
+        wanted=wanted,
+        spec=spec,
+        losses=losses,
+        costs=tuple(fullest - fullest // parts_lost(loss) for loss in losses),
+        problem=problem,
+        notes=notes,
+        origin=origin,
+        device_bytes=held,
+    )
 
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:

@@ -18,13 +18,15 @@ from shardrules._coverage import Coverage
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
+from shardrules._planning.derive import Companion, Leaves, placed_leaves, with_companions
 from shardrules._planning.diff import PlanDiff, diff
 from shardrules._planning.explain import Explanation, explanation
 from shardrules._planning.findings import Findings
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.lock import fingerprint, lock, read_lock, text_of
-from shardrules._planning.survey import Alike, Survey, survey
+from shardrules._planning.optimizer import optimizer_leaves
+from shardrules._planning.survey import survey
 from shardrules._planning.sweep import Sweep, factorizations, sweep
 from shardrules._planning.table import table
 from shardrules._rules import Rules
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
     from shardrules._mesh import MeshLike
 
 
-# What the kinds of a survey get on a mesh of these axis sizes.
-Place = Callable[[dict[str, int], list[Alike]], list[Kind]]
+# What leaves get on a mesh of these axis sizes.
+Place = Callable[[dict[str, int]], Leaves]
 
 
 def plan(
@@ -48,6 +50,7 @@ def plan(
     *,
     min_size: int = 0,
     correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
 ) -> Plan:
     """What each leaf of the tree gets on the mesh, and why: to look at, check and budget.
 
@@ -60,6 +63,8 @@ def plan(
         mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
         min_size: As in `match_partition_rules`.
         correction: Instead of the dialect's; rules with a `RuleSpec` keep their own.
+        companions: Leaves that follow the rules of other paths, such as those of `LORA`,
+            `QUANTIZED` or `stacked`; of several that find a leaf's path, the first counts.
 
     Raises:
         ValueError: No mesh; a dimension is negative, or a dtype unknown.
@@ -75,16 +80,20 @@ def plan(
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
     axis_sizes, manual = _axes(mesh)
+    base, followers = survey(tree, compiled, min_size), tuple(companions)
 
-    def place(sizes: dict[str, int], kinds: list[Alike]) -> list[Kind]:
+    def place(sizes: dict[str, int]) -> Leaves:
         specs, spec_of = specs_on_mesh(
             compiled, sizes, correction or compiled.dialect.correction, manual=manual, made=False
         )
         unmatched_is_error = compiled.dialect.unmatched != "replicate"
         placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
-        return [placer.place(alike) for alike in kinds]
+        leaves = placed_leaves(base, placer)
+        if not followers:
+            return leaves
+        return with_companions(leaves, compiled, placer, followers, min_size)
 
-    return Plan(survey(tree, compiled, min_size), place, axis_sizes, mesh)
+    return Plan(place, axis_sizes, mesh)
 
 
 def _axes(mesh: MeshLike | None) -> tuple[dict[str, int], frozenset[str]]:
@@ -103,16 +112,19 @@ class Plan:
     """
 
     def __init__(
-        self, found: Survey, place: Place, axis_sizes: dict[str, int], mesh: MeshLike | None = None
+        self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike | None = None
     ) -> None:
+        found, kinds, sources = place(axis_sizes)
         self._found = found
         self._place = place
         self._mesh = mesh
         self.paths = found.paths
         """Column: the leaves' paths."""
+        self.sources = sources
+        """Column: the paths that the rules meet: those of the leaves, or of what they follow."""
         self.kind_of = found.kind_of
         """Column, int32: index of the leaf's kind in `kinds`."""
-        self.kinds = place(axis_sizes, found.kinds)
+        self.kinds = kinds
         self.rules = found.rules
         self.axis_sizes = axis_sizes
         """Devices along each mesh axis, in the mesh's order."""
@@ -148,10 +160,13 @@ class Plan:
         """Per kind, int64: how many leaves are of it."""
         return self._found.counts
 
-    @property
+    @cached_property
     def coverage(self) -> Coverage:
         """How each rule does on the leaves that need one."""
-        return self._found.coverage
+        needed = [kind.rule is not None or kind.problem is not None for kind in self.kinds]
+        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
+        leaves = dict.fromkeys((self.rules.joined(self.sources[row]) for row in rows), 0)
+        return self.rules.for_whole_paths().coverage(leaves, strict=False)
 
     def check(
         self,
@@ -254,7 +269,7 @@ class Plan:
             >>> plan.on_mesh({"tp": 8}).device_bytes
             array([16])
         """
-        return Plan(self._found, self._place, checked_sizes(mesh), mesh)
+        return Plan(self._place, checked_sizes(mesh), mesh)
 
     def sweep(
         self,
@@ -372,12 +387,12 @@ class Plan:
         """
         found, kinds, axis_sizes = read_lock(*text_of(lock))
 
-        def place(sizes: dict[str, int], _: list[Alike]) -> list[Kind]:
+        def place(sizes: dict[str, int]) -> Leaves:
             if sizes != axis_sizes:
                 raise ValueError(f"a locked plan is for the mesh {axis_sizes} alone")
-            return kinds
+            return Leaves(found, kinds, found.paths)
 
-        return cls(found, place, axis_sizes, axis_sizes)
+        return cls(place, axis_sizes, axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What another plan has otherwise: leaves that came, went, or get something else.
@@ -391,6 +406,41 @@ class Plan:
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
         return diff(self, other)
+
+    def for_optimizer(self, state: Any, *, zero1: str | None = None) -> Plan:
+        """The plan of an optimizer's state: each leaf is cut as its parameter is.
+
+        A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
+        the longest. A moment of the parameter's shape gets its spec; one that lacks a dimension,
+        as Adafactor's `v_row` and `v_col` (`optax.scale_by_factored_rms`), lacks its entry; a
+        history with a dimension in front gets it behind None; of dimensions that are 1, none is
+        cut. All else is replicated; `Kind.origin` says which of these it was.
+
+        Args:
+            state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
+                optax, an nnx.Optimizer's state, or a whole train state with its parameters.
+            zero1: A mesh axis to cut what follows a parameter by as well, as in ZeRO-1, unless it
+                does so already: along the dimension that divides and of which each device holds
+                most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
+                under `opt_state`, those alone are cut.
+
+        Raises:
+            ValueError: The mesh has no axis `zero1`; or as `plan`.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> params = {"w": jax.ShapeDtypeStruct((8, 6), "bfloat16")}
+            >>> plan = sr.plan(params, [("w", ("fsdp", "tp"))], {"dp": 2, "fsdp": 2, "tp": 2})
+            >>> state = [{"count": jax.ShapeDtypeStruct((), "int32")}, {"mu": params}]
+            >>> plan.for_optimizer(state, zero1="dp").specs()[1]["mu"]["w"][0]
+            ('fsdp', 'dp')
+        """
+
+        def place(sizes: dict[str, int]) -> Leaves:
+            params = self if sizes == self.axis_sizes else self.on_mesh(sizes)
+            return optimizer_leaves(params, state, zero1)
+
+        return Plan(place, self.axis_sizes, self._mesh)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets what it gets: each rule tried, and each correction.
@@ -406,9 +456,21 @@ class Plan:
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
-        if path not in self._found.rows:
+        return self.kinds[int(self.kind_of[self._row(path)])]
+
+    def source(self, path: str) -> str:
+        """The path that the rules meet for this leaf: its own, or that of what it follows.
+
+        Raises:
+            KeyError: As `kind`.
+        """
+        return self.sources[self._row(path)]
+
+    def _row(self, path: str) -> int:
+        rows = self._found.rows
+        if path not in rows:
             raise KeyError(_no_such_path(path, [one.pattern for one in self.folded]))
-        return self.kinds[int(self.kind_of[self._found.rows[path]])]
+        return rows[path]
 
     def _all_specs(self) -> list[Any]:
         if any(kind.problem is not None for kind in self.kinds):

@@ -1,0 +1,127 @@
+r"""Companions of the field as data: LoRA factors, quantized weights with their scales, stacks.
+
+Each record says how a library names such leaves and how their dimensions lie; reading them costs
+nothing. Must not know how a companion is applied.
+"""
+
+from __future__ import annotations
+
+import re
+from types import EllipsisType
+from typing import Final
+
+from shardrules._planning.derive import Companion
+from shardrules._specs import Dim
+
+# [./]: checkpoint names are dotted, the paths of trees made of them slashed.
+LORA: Final = (
+    # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a
+    # kernel [in, out].
+    Companion(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
+    Companion(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
+    # peft's Linear: [r, in] and [out, r] beside a weight [out, in]; "default" is an adapter's name.
+    Companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
+    Companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
+    # DoRA in peft: [out].
+    Companion(r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)),
+    # peft's Embedding: [r, rows] and [columns, r] beside a weight [rows, columns].
+    Companion(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
+    Companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
+)
+r"""Companions: the factors of LoRA follow the kernel or weight that they adapt; their dimension r,
+the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`) and Hugging Face's peft
+(`lora_A`, `lora_B`, `lora_magnitude_vector`, `lora_embedding_A`, `lora_embedding_B`)."""
+
+_GROUPED: Final = r"(^|[./])(?:qweight|qzeros|scales)$"
+
+QUANTIZED: Final = (
+    # DeepSeek-V3's FP8: a scale for each block of 128 x 128.
+    Companion(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
+    # compressed-tensors: [out, in / 8] and scales [out, 1] or [out, groups], or one per row.
+    Companion(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
+    Companion(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
+    # GPTQ and AWQ: [in, out], [groups, out], packed along in or out, beside a weight [out, in].
+    Companion(_GROUPED, r"\1weight", dims=(1, 0)),
+    Companion(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
+    # gpt-oss's MXFP4: [experts, out, in / 32, 16 bytes] and [experts, out, in / 32] beside an array
+    # [experts, in, out].
+    Companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
+    Companion(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
+    # A flax kernel [in, out] with a scale for each output: [out] or [1, out].
+    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
+    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
+)
+r"""Companions: what quantization puts beside a weight, or in its place, follows the weight.
+DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ and AWQ;
+`weight_packed`, `weight_scale` and `weight_zero_point` of compressed-tensors; `..._proj_blocks` and
+`..._proj_scales` of gpt-oss; and a `kernel_scale` for each output."""
+
+
+def stacked(
+    at: str, layer: str | None = None, *, axis: int = 0, mesh_axis: str | None = None
+) -> Companion:
+    r"""Rules for single layers on a tree whose layers are stacked, as `jax.lax.scan` wants them.
+
+    Args:
+        at: The path of the stack, without what is above it: `decoder/layers`.
+        layer: That of the layer whose rules count; a `*` in it is layer 0. `{at}/*` unless told.
+        axis: The dimension of the stack in its arrays; 1 in MaxText.
+        mesh_axis: What cuts the stack, such as the axis of pipeline stages; nothing unless told.
+
+    Returns:
+        For `plan(..., companions=...)`.
+
+    Raises:
+        ValueError: axis is negative.
+
+    Example:
+        >>> import jax
+        >>> import shardrules as sr
+        >>> rules = [(r"layers/\d+/wq", ("fsdp", "tp"))]
+        >>> tree = {"layers": {"wq": jax.ShapeDtypeStruct((32, 512, 512), "bfloat16")}}
+        >>> mesh = {"fsdp": 8, "tp": 4}
+        >>> plan = sr.plan(tree, rules, mesh, companions=[sr.stacked("layers")])
+        >>> tuple(plan.specs()["layers"]["wq"])
+        (None, 'fsdp', 'tp')
+    """
+    base = (layer or f"{at}/*").replace("*", "0")
+    return _moved(re.escape(at), base, (*range(_checked_axis(axis)), mesh_axis, ...))
+
+
+def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
+    r"""Rules for stacked layers on a tree of single ones; the other way round of `stacked`.
+
+    Args:
+        at: The path of the stack that the rules are for, without what is above it.
+        layer: That of a layer in the tree, with `*` for its number; `{at}/*` unless told.
+        axis: The dimension of the stack in the rules' specs.
+
+    Returns:
+        For `plan(..., companions=...)`.
+
+    Raises:
+        ValueError: axis is negative.
+
+    Example:
+        >>> import jax
+        >>> import shardrules as sr
+        >>> rules = [("layers/wq", (None, "fsdp", "tp"))]
+        >>> tree = {"layers": [{"wq": jax.ShapeDtypeStruct((512, 512), "bfloat16")}]}
+        >>> mesh = {"fsdp": 8, "tp": 4}
+        >>> plan = sr.plan(tree, rules, mesh, companions=[sr.unstacked("layers")])
+        >>> tuple(plan.specs()["layers"][0]["wq"])
+        ('fsdp', 'tp')
+    """
+    pattern = re.escape(layer or f"{at}/*").replace(r"\*", "[0-9]+")
+    return _moved(pattern, at, (*range(_checked_axis(axis)), axis + 1, ...))
+
+
+def _moved(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
+    escaped = base.replace("\\", r"\\")
+    return Companion(rf"(^|[./]){pattern}([./]|$)", rf"\g<1>{escaped}\g<2>", dims)
+
+
+def _checked_axis(axis: int) -> int:
+    if axis < 0:
+        raise ValueError(f"axis is {axis}; dimensions are counted from 0 on")
+    return axis

@@ -1,0 +1,211 @@
+"""Derivation: leaves that follow the rule of another path, such as scales, LoRA factors, stacks.
+
+Costs one more match of each path, and a `re.sub` for each leaf that follows. Must not know of
+optimizers, nor which libraries name leaves in which ways.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import EllipsisType
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from shardrules._planning.kinds import Kind, Placer
+from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey
+from shardrules._rules import Rules
+from shardrules._specs import Dim, shown
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    r"""Leaves that follow the rule of another path: their base's, which need not be in the tree.
+
+    Such a leaf gets the rule that its base's path meets; of the rule's spec it takes an entry for
+    each of its dimensions, together with the unit (`RuleSpec`), and that is corrected for its own
+    shape. A dimension of size 1 takes none. If no rule matches the base's path, the leaf's own
+    counts.
+
+    Args:
+        pattern: A regex that `re.search` finds in the leaf's path.
+        base: What `re.sub` puts in the place of what was found: that is the path of the base.
+        dims: Per dimension of the leaf: the base's dimension that it is; None if it is none, and
+            not cut; or the mesh axis, or axes, that cut it. The record is for leaves of this rank
+            only. A final `...` stands for all further dimensions, those of the base in order.
+        blocks: Per dimension of the leaf, how many of the base's elements one of its own stands
+            for; 1 unless told. Only units need it.
+
+    Raises:
+        ValueError: dims or blocks are no such things.
+        re.error: The pattern or the replacement is invalid.
+
+    Example:
+        >>> import jax
+        >>> import shardrules as sr
+        >>> scale = sr.Companion("kernel_scale$", "kernel", dims=(1,))
+        >>> tree = {"wq": {"kernel_scale": jax.ShapeDtypeStruct((512,), "float32")}}
+        >>> rules, mesh = [("wq/kernel$", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4}
+        >>> sr.plan(tree, rules, mesh, companions=[scale]).specs()["wq"]["kernel_scale"][0]
+        'tp'
+    """
+
+    pattern: str | re.Pattern[str]
+    base: str
+    dims: tuple[Dim | EllipsisType, ...] = (...,)
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        re.sub(self.pattern, self.base, "")
+        object.__setattr__(self, "dims", tuple(self.dims))
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for position, dim in enumerate(self.dims):
+            if not _is_dim(dim) and not (dim is ... and position == len(self.dims) - 1):
+                raise ValueError(
+                    f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
+                    "at its end there may be an ellipsis"
+                )
+        for block in self.blocks:
+            if not isinstance(block, int) or block < 1:
+                raise ValueError(f"blocks are positive integers, not {shown(block)}")
+
+    def base_of(self, path: str) -> str:
+        """The base's path, of the path of a leaf."""
+        return re.sub(self.pattern, self.base, path, count=1)
+
+    def dims_for(self, rank: int) -> tuple[Dim, ...] | None:
+        """The dims of leaves of this rank; None if the record is not for them."""
+        named = tuple(dim for dim in self.dims if dim is not ...)
+        if len(named) == len(self.dims):
+            return named if len(named) == rank else None
+        if any(not isinstance(dim, int) for dim in named[rank:]):
+            return None  # there is no place for a dimension that the base does not have
+        following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
+        return (*named[:rank], *range(following, following + rank - len(named)))
+
+
+def _is_dim(dim: object) -> bool:
+    if isinstance(dim, tuple):
+        return all(isinstance(axis, str) for axis in dim)
+    return dim is None or isinstance(dim, str) or (isinstance(dim, int) and dim >= 0)
+
+
+class Leaves(NamedTuple):
+    """The leaves of a tree, placed."""
+
+    found: Survey
+    kinds: list[Kind]
+    """Of each of `found.kinds`."""
+    sources: list[str]
+    """Per row, the path that the rules meet."""
+
+
+def placed_leaves(found: Survey, placer: Placer) -> Leaves:
+    """The leaves by their own rules."""
+    return Leaves(found, [placer.place(alike) for alike in found.kinds], found.paths)
+
+
+class _Followed(NamedTuple):
+    """How leaves follow their bases."""
+
+    rule: int
+    dims: tuple[Dim, ...]
+    blocks: tuple[int, ...]
+
+
+def with_companions(
+    leaves: Leaves,
+    rules: Rules,
+    placer: Placer,
+    companions: Sequence[Companion],
+    min_size: int,
+) -> Leaves:
+    """The leaves again, those that companions find by the rules of their bases."""
+    found = leaves.found
+    companion_of = _companions_of(found, companions)
+    base_of = {row: one.base_of(found.paths[row]) for row, (one, _) in companion_of.items()}
+    rule_of = first_rules(rules, set(base_of.values()))
+    followed: dict[int, _Followed] = {}
+    sources = list(found.paths)
+    for row, (companion, dims) in companion_of.items():
+        if (rule := rule_of[base_of[row]]) != UNMATCHED:
+            followed[row] = _Followed(rule, dims, companion.blocks)
+            sources[row] = base_of[row]
+    keys, kind_of = grouped(
+        (kind, followed.get(row)) for row, kind in enumerate(found.kind_of.tolist())
+    )
+
+    def placed(kind: int, how: _Followed | None) -> Kind:
+        alike = found.kinds[kind]
+        return leaves.kinds[kind] if how is None else _placed(alike, how, placer, min_size)
+
+    kinds = [placed(*key) for key in keys]
+    alikes = [found.kinds[kind] for kind, _ in keys]
+    return Leaves(replace(found, kind_of=kind_of, kinds=alikes), kinds, sources)
+
+
+def _companions_of(
+    found: Survey, companions: Sequence[Companion]
+) -> dict[int, tuple[Companion, tuple[Dim, ...]]]:
+    """Per row that one finds: the first that does, and its dims at the leaf's rank."""
+    ranks = [
+        -1 if alike.shape is None or alike.rule == NO_RULE_NEEDED else len(alike.shape)
+        for alike in found.kinds
+    ]
+    rank_of = np.array(ranks, np.int64)[found.kind_of]
+    companion_of = {}
+    for rank in set(ranks) - {-1}:
+        fitting = [(c, dims) for c in companions if (dims := c.dims_for(rank)) is not None]
+        rows = np.flatnonzero(rank_of == rank).tolist()
+        matcher = Rules([(companion.pattern, None) for companion, _ in fitting])
+        first = first_rules(matcher, [found.paths[row] for row in rows])
+        for row in rows:
+            if (index := first[found.paths[row]]) != UNMATCHED:
+                companion_of[row] = fitting[index]
+    return companion_of
+
+
+def _placed(alike: Alike, how: _Followed, placer: Placer, min_size: int) -> Kind:
+    shape = alike.shape or ()
+    decided = alike._replace(rule=how.rule)
+    if how.rule >= 0 and prod(shape) < min_size:
+        decided = alike._replace(rule=NO_RULE_NEEDED)
+    if decided.rule < 0:
+        return placer.place(decided)
+    dims = tuple(None if n == 1 else dim for n, dim in zip(shape, how.dims, strict=True))
+    return placer.placed(
+        decided,
+        placer.spec(how.rule).with_dims(dims, how.blocks),
+        f"the rule of what it follows, dims {dims_shown(how.dims)} of its spec",
+    )
+
+
+def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+    """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
+    joined = {path: rules.joined(path) for path in paths}
+    outcome = rules.for_whole_paths().decide(
+        dict.fromkeys(joined.values(), 0),
+        rules.answers(lambda rule, _: rule),
+        NO_RULE_NEEDED,
+        UNMATCHED,
+        AMBIGUOUS,
+        strict=False,
+    )
+    return {path: outcome.tree[key] for path, key in joined.items()}
+
+
+def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """The distinct keys in order of sight, and per key the number of its like."""
+    numbers: dict[_Key, int] = {}
+    column = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(numbers), np.array(column, np.int32)
+
+
+def dims_shown(dims: tuple[Dim, ...]) -> str:
+    """(0, -, 'stage'): what a new array's dimensions are; - for those that are not cut."""
+    return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"

@@ -1,0 +1,214 @@
+"""The leaves of an optimizer's state: each finds its parameter by path, and its spec by shape.
+
+Costs a walk over the state and a few look-ups per leaf; specs are made per kind. Must not know of
+any optimizer but what Adafactor calls its factors.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._planning.budget import rows_of_optimizer
+from shardrules._planning.derive import Leaves, grouped
+from shardrules._planning.kinds import Kind, kind_on_mesh
+from shardrules._planning.survey import NO_RULE_NEEDED, Alike, survey
+from shardrules._rules import Rules
+from shardrules._specs import (
+    Dim,
+    Entries,
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    with_dims,
+    with_entries,
+)
+
+if TYPE_CHECKING:
+    from shardrules._planning.kinds import Spec
+    from shardrules._planning.plan import Plan
+
+Shape = tuple[int, ...]
+
+# Where the dimension that the factor lacks stands in `np.argsort(shape)` of its parameter; as in
+# `optax.scale_by_factored_rms`.
+_FACTORS: Final = {"v_row": -1, "v_col": -2}
+_FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
+
+
+class _Relation(NamedTuple):
+    """How an array is related to its parameter."""
+
+    dims: tuple[Dim, ...] | None
+    """Per dimension the parameter's that it is, or None; None if it does not follow it."""
+    origin: str
+
+
+_NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
+
+
+def optimizer_leaves(plan: Plan, state: object, zero1: str | None) -> Leaves:
+    """See `Plan.for_optimizer`."""
+    if zero1 is not None and zero1 not in plan.axis_sizes:
+        raise ValueError(f"zero1: the mesh {plan.axis_sizes} has no axis {zero1!r}")
+    found = survey(state, Rules((), plan.rules.dialect))
+    cut_rows = set(rows_of_optimizer(found.paths) or range(len(found.paths))) if zero1 else ()
+
+    @functools.cache
+    def relation(kind: int, of: int, factor: int | None) -> _Relation:
+        return _relation(found.kinds[kind].shape, plan.kinds[of], factor)
+
+    sources = list(found.paths)
+    keys: list[tuple[int, int | None, _Relation, bool]] = []
+    kind_of_parameter = plan.kind_of.tolist()
+    found_parameters = zip(found.kind_of.tolist(), _parameters(plan, found.paths), strict=True)
+    for row, (kind, (parameter, factor)) in enumerate(found_parameters):
+        if parameter is None:
+            keys.append((kind, None, _NO_PARAMETER, False))
+            continue
+        sources[row] = plan.sources[parameter]
+        of = kind_of_parameter[parameter]
+        keys.append((kind, of, relation(kind, of, factor), row in cut_rows))
+    distinct, kind_of = grouped(keys)
+    kinds = [
+        _kind(
+            found.kinds[kind],
+            None if of is None else plan.kinds[of],
+            related,
+            plan.axis_sizes,
+            zero1 if is_cut else None,
+        )
+        for kind, of, related, is_cut in distinct
+    ]
+    alikes = [found.kinds[kind] for kind, *_ in distinct]
+    return Leaves(replace(found, kind_of=kind_of, kinds=alikes), kinds, sources)
+
+
+def _parameters(plan: Plan, paths: list[str]) -> Iterator[tuple[int | None, int | None]]:
+    """Per path (the row of its parameter, its factor's place in `_FACTORS`), or None."""
+    separator = plan.rules.dialect.separator
+    # A component of `keystr` paths begins with [ or a dot.
+    boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
+    row_of = {path: row for row, path in enumerate(plan.paths)}
+    for path in paths:
+        start = 0
+        while (row := row_of.get(path[start:])) is None:
+            passed = boundary.search(path, start)
+            if passed is None:
+                break
+            start = passed.end()
+        yield row, None if row is None else _factor(path[:start])
+
+
+@functools.lru_cache(maxsize=1024)
+def _factor(prefix: str) -> int | None:
+    found = _FACTOR.search(prefix)
+    return None if found is None else _FACTORS[found[1]]
+
+
+def _relation(shape: Shape | None, parameter: Kind, factor: int | None) -> _Relation:
+    """Of an array of this shape to its parameter."""
+    whole = parameter.shape
+    if shape is None or whole is None:
+        return _Relation(None, "no array")
+    rank = len(whole)
+    dims: tuple[Dim, ...] | None = tuple(range(rank))
+    if shape == whole:
+        origin = "the parameter's, same shape"
+    elif prod(shape) == 1:
+        dims, origin = None, "one element for the parameter: not cut"
+    elif len(shape) == rank and all(n in (1, of) for n, of in zip(shape, whole, strict=True)):
+        dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
+        origin = "the parameter's, but for dimensions of size 1"
+    elif shape[1:] == whole:
+        dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
+    elif (lacking := _lacking(shape, parameter, factor)) is not None:
+        dims = _without(lacking, rank)
+        origin = f"the parameter's without dim {lacking} (factored moment)"
+    else:
+        dims = None
+        origin = f"its shape has no known relation to the parameter's {whole}: replicated"
+    return _Relation(dims, origin)
+
+
+def _lacking(shape: Shape, parameter: Kind, factor: int | None) -> int | None:
+    """The dimension of the parameter that this shape lacks; None if there is none to be sure of."""
+    whole = parameter.shape or ()
+    rank = len(whole)
+    lacking = [dim for dim in range(rank) if whole[:dim] + whole[dim + 1 :] == shape]
+    if factor is not None and lacking:
+        # The very call of optax: on equal sizes the answer is numpy's.
+        by_size = int(np.argsort(whole)[factor])
+        if by_size in lacking:
+            return by_size
+    specs = {with_dims(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    return lacking[0] if len(specs) == 1 else None
+
+
+def _without(dim: int, rank: int) -> tuple[int, ...]:
+    return tuple(one for one in range(rank) if one != dim)
+
+
+def _kind(
+    alike: Alike,
+    parameter: Kind | None,
+    relation: _Relation,
+    axis_sizes: Mapping[str, int],
+    zero1: str | None,
+) -> Kind:
+    """Of leaves that are related like that to a parameter of that kind."""
+    like = _REPLICATED
+    if parameter is not None and relation.dims is not None:
+        like = _followed(parameter, relation.dims)
+    spec, origin = like.spec, relation.origin
+    if zero1 is not None and spec is not None and alike.shape is not None:
+        cut = _cut_too(zero1, alike.shape, spec, axis_sizes)
+        spec, origin = cut or spec, f"{origin}, cut by {zero1} too (ZeRO-1)" if cut else origin
+    return kind_on_mesh(
+        alike._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
+        like.wanted, spec, axis_sizes,
+        problem=like.problem, losses=like.losses, notes=like.notes, origin=origin,
+    )  # fmt: skip
+
+
+_REPLICATED: Final = kind_on_mesh(Alike(NO_RULE_NEEDED, (), None, 0), None, Entries(), {})
+
+
+def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
+    """The parameter's kind for an array that has these of its dimensions."""
+    if dims == tuple(range(len(parameter.shape or ()))):
+        return parameter
+    # What the parameter has lost is told of the parameter.
+    return replace(
+        parameter,
+        wanted=None if parameter.wanted is None else with_dims(parameter.wanted, dims),
+        spec=None if parameter.spec is None else with_dims(parameter.spec, dims),
+        losses=(),
+        notes=(),
+    )
+
+
+def _cut_too(axis: str, shape: Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
+    """The spec with this mesh axis in it as well; None if it is already, or nothing divides."""
+    entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
+    named = [entry_axes(entry) for entry in entries]
+    if axis_sizes[axis] == 1 or any(axis in axes for axes in named):
+        return None
+    held = {
+        dim: size // parts
+        for dim, size in enumerate(shape)
+        for parts in [prod(axis_sizes.get(one, 1) for one in named[dim])]
+        if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entries[dim])
+    }
+    if not held:
+        return None
+    dim = max(held, key=held.__getitem__)
+    entries[dim] = entry_of((*named[dim], axis))
+    return with_entries(spec, entries)
