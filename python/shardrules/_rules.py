@@ -267,6 +267,11 @@ class Rules:
         """
         return _spec_table(_specs_of(self._pairs), self._dialect.rank, answer)
 
+    def numbers(self) -> Answers:
+        """For `decide`: the index of the rule itself; needs no JAX."""
+        indices = list(range(len(self)))
+        return SpecTable(specs=indices, lengths=[0] * len(self), make=lambda rule, _: rule)
+
     def decide(
         self,
         tree: Any,
@@ -312,11 +317,9 @@ class Rules:
             (the tree with the number of its row for each leaf, the leaves' paths by row,
             {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
         """
-        numbers = list(range(len(self)))
-        answers = SpecTable(specs=numbers, lengths=[0] * len(numbers), make=lambda rule, _: rule)
         return self._rule_set.survey(
             tree,
-            answers=answers,
+            answers=self.numbers(),
             min_size=min_size,
             replicated=replicated,
             unmatched=unmatched,

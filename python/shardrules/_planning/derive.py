@@ -190,7 +190,7 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     joined = {path: rules.joined(path) for path in paths}
     outcome = rules.for_whole_paths().decide(
         dict.fromkeys(joined.values(), 0),
-        rules.answers(lambda rule, _: rule),
+        rules.numbers(),
         NO_RULE_NEEDED,
         UNMATCHED,
         AMBIGUOUS,
