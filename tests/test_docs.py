@@ -43,7 +43,7 @@ def test_public_docstrings_have_examples():
 def test_readme():
     names = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
         # A comment behind an expression says its value.

@@ -638,10 +638,10 @@ def test_a_bad_mesh(text, expected):
 # Cost
 
 
-def test_reading_imports_neither_jax_nor_numpy():
+def test_reading_imports_no_jax():
     code = (
         "import sys; from shardrules._files import arrays, rules, meshes\n"
         f"arrays.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
-        "assert not {'jax', 'numpy'} & set(sys.modules), 'imported'"
+        "assert 'jax' not in sys.modules, 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE)

@@ -88,7 +88,7 @@ def optimizer_leaves(plan: Plan, state: object, zero1: str | None) -> Leaves:
         for kind, of, related, is_cut in distinct
     ]
     alikes = [found.kinds[kind] for kind, *_ in distinct]
-    return Leaves(replace(found, kind_of=kind_of, kinds=alikes), kinds, sources)
+    return Leaves(replace(found, rules=plan.rules, kind_of=kind_of, kinds=alikes), kinds, sources)
 
 
 def _parameters(plan: Plan, paths: list[str]) -> Iterator[tuple[int | None, int | None]]:
