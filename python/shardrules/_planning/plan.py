@@ -6,6 +6,7 @@ of axis sizes. Must not know how findings, files or reports are worded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._mesh import MeshLike
+    from shardrules._planning.report.data import FindingLike, SweepRowLike
 
 
 # What leaves get on a mesh of these axis sizes.
@@ -449,6 +451,51 @@ class Plan:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
         return explanation(self, path)
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        findings: Iterable[FindingLike] | None = None,
+        sweep: Iterable[SweepRowLike] | None = None,
+        title: str = "Sharding plan",
+        hbm: int | None = None,
+    ) -> str:
+        """The plan as one HTML page that works offline; needs `shardrules[report]`.
+
+        Args:
+            path: The file to write, if any; it is replaced at once.
+            findings: To show instead of those of `check`.
+            sweep: Rows of a mesh sweep, for a chart of the bytes by mesh.
+            title: Such as the model's name.
+            hbm: Bytes of memory of a device, for a line in that chart.
+
+        Returns:
+            The page.
+
+        Raises:
+            ModuleNotFoundError: plotly is not installed; the message says how to get it.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> page = sr.plan(tree, [("w", "tp")], {"tp": 2}).to_html(findings=())
+            >>> "Content-Security-Policy" in page
+            True
+        """
+        from shardrules._planning.report.page import report_html, write
+
+        shown = self.check() if findings is None else findings
+        page = report_html(self, shown, sweep, title, hbm)
+        if path is not None:
+            write(path, page)
+        return page
+
+    def _repr_html_(self) -> str:
+        from shardrules._planning.notebook import table_html
+
+        return table_html(self)
 
     def kind(self, path: str) -> Kind:
         """The kind of the leaf of this path.

@@ -1,0 +1,49 @@
+"""A plan in a notebook: a static table of its largest folded rows, without scripts.
+
+Costs per row that is shown. Must not know the HTML report.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+from shardrules._planning.kinds import spec_shown
+from shardrules._planning.units import bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._planning.fold import Folded
+    from shardrules._planning.plan import Plan
+
+_HEADINGS: Final = ("path", "leaves", "shape", "dtype", "spec", "rule", "bytes per device")
+
+
+def table_html(plan: Plan, limit: int = 50) -> str:
+    """The rows with most bytes on each device as an HTML table; names are escaped."""
+    held = {id(row): len(row.rows) * plan.kinds[row.group].largest_bytes for row in plan.folded}
+    rows = sorted(plan.folded, key=lambda row: -held[id(row)])
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.axis_sizes.items())
+    caption = (
+        f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {plan.bytes_per_device()}"
+    )
+    lines = [_line(_cells(plan, row, held[id(row)]), "td") for row in rows[:limit]]
+    if len(rows) > limit:
+        more = f"and {counted(len(rows) - limit, 'row')} more; Plan.to_html shows all"
+        lines.append(f'<tr><td colspan="{len(_HEADINGS)}">{more}</td></tr>')
+    return (
+        f"<table><caption>{escape(caption)}</caption><thead>{_line(_HEADINGS, 'th')}</thead>"
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _cells(plan: Plan, row: Folded, held: int) -> tuple[str, ...]:
+    kind = plan.kinds[row.group]
+    spec = spec_shown(kind.spec) if kind.problem is None else kind.problem
+    rule = "-" if kind.rule is None else str(kind.rule)
+    shape = "-" if kind.shape is None else str(kind.shape)
+    return (row.pattern, f"{len(row.rows):,}", shape, kind.dtype_shown, spec, rule,
+            bytes_shown(held))  # fmt: skip
+
+
+def _line(cells: tuple[str, ...], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

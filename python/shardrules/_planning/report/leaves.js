@@ -1,0 +1,234 @@
+"use strict";
+// The table of leaves: search, sorting, folding. Only what is open is made, a page at a time.
+
+(() => {
+  const PAGE = 100;
+  const OPEN_AT_FIRST = 40;
+  const collator = new Intl.Collator("en", { numeric: true });
+  const ofLeaf = (value, otherwise = "") => (node) => (node.row ? value(node.kind) : otherwise);
+
+  // How a column is sorted, and what its cells hold.
+  const columns = [
+    { title: "Path", kind: "path", value: labelShown, cell: pathCell },
+    { title: "Leaves", kind: "number", value: (n) => n.leaves, cell: (n) => counted(n.leaves) },
+    { title: "Shape", kind: "shape",
+      value: ofLeaf((k) => (k.shape ?? []).reduce((a, b) => a * b, 1), -1),
+      cell: ofLeaf((k) => shapeShown(k.shape)) },
+    { title: "Dtype", value: ofLeaf((k) => k.dtype), cell: ofLeaf((k) => k.dtype) },
+    { title: "Spec", kind: "spec",
+      value: (n) => (n.spec === null ? "" : report.specs[n.spec].text), cell: specCell },
+    { title: "Rule", kind: "number", value: ofLeaf((k) => k.rule ?? -1, -2),
+      cell: ofLeaf((k) => (k.rule === null ? "-" : String(k.rule))) },
+    { title: "Corrections", value: (n) => n.lost, cell: correctionCell },
+    { title: "Bytes", kind: "number", value: (n) => n.bytes, cell: (n) => bytesShown(n.bytes) },
+    { title: "Per device", kind: "number", value: (n) => n.held, cell: (n) => bytesShown(n.held) },
+  ];
+
+  const state = {
+    text: "", grouped: true, column: columns.length - 1, descending: true,
+    unfolded: "some", // of the modules: "some", "all" or "none"; but `toggled` has the last word
+    toggled: new Map(), pages: new Map(),
+  };
+  const body = element("tbody");
+  const headings = columns.map((column, i) =>
+    element("th", { scope: "col", class: column.kind ?? null },
+      element("button", { type: "button", onclick: () => sortBy(i) }, column.title)));
+  const searchBox = document.getElementById("search");
+
+  // Numbers in the search meet sets that contain them: layers/7/ finds layers/{0..60}/.
+  function matcher(text) {
+    if (!text) return () => true;
+    const numbers = text.match(/\d+/g) ?? [];
+    const literal = text.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&");
+    const folded = new RegExp(literal.replace(/\d+/g, "(\\d+|\\{[\\d.,]+\\})"));
+    return (row) => {
+      if (haystack(row).includes(text)) return true;
+      const found = numbers.length ? folded.exec(patternOf(row).toLowerCase()) : null;
+      return found !== null && numbers.every((number, i) => contains(found[i + 1], number));
+    };
+  }
+  const contains = (shown, number) => (shown.startsWith("{")
+    ? runsOf(shown).some(([first, last]) => first <= Number(number) && Number(number) <= last)
+    : shown === number);
+
+  const texts = new Map();
+  function haystack(row) {
+    if (!texts.has(row)) {
+      const kind = kindOf(row);
+      const rule = kind.rule === null ? "no rule" : `rule ${kind.rule} ${report.rules[kind.rule].pattern}`;
+      const { text, replicated } = report.specs[kind.spec];
+      texts.set(row, [patternOf(row), text, replicated ? "replicated" : "", rule, kind.dtype,
+        kind.problem ?? "", ...kind.notes].join("\n").toLowerCase());
+    }
+    return texts.get(row);
+  }
+
+  function pathCell(node) {
+    const label = element("code", { title: node.row ? patternOf(node.row) : node.key },
+      state.grouped ? labelShown(node) : patternOf(node.row));
+    const opens = node.children !== null || node.row[0].length > 1;
+    if (!opens) return [element("span", { class: "no-toggle" }), label];
+    const open = isOpen(node);
+    return element("button", {
+      type: "button", class: "toggle", "aria-expanded": String(open), "data-key": node.key,
+      onclick: () => toggle(node),
+    }, element("span", { class: "arrow", "aria-hidden": "true" }, open ? "▾" : "▸"), label);
+  }
+
+  function specCell(node) {
+    if (node.kind?.problem) return element("span", { class: "problem" }, node.kind.problem);
+    if (node.spec === null) return element("span", { class: "hint" }, "several");
+    return [swatch(classOf[node.spec].colour), element("code", {}, report.specs[node.spec].text),
+      node.kind?.large ? element("span", { class: "badge" }, "replicated") : null];
+  }
+
+  function correctionCell(node) {
+    if (!node.row) return node.lost ? leavesShown(node.lost) : "";
+    return [node.kind.origin, ...node.kind.notes].filter((note) => note !== null).join("; ");
+  }
+
+  const isOpen = (node) => state.toggled.get(node.key)
+    ?? (node.children !== null && (state.unfolded === "all" || first.has(node.key)));
+  let first = new Set();
+
+  // The modules to open at first: the largest ones, while the rows stay few.
+  function firstOpen(tree) {
+    const open = new Set();
+    const waiting = [tree];
+    for (let rows = 0; waiting.length; ) {
+      const node = waiting.shift();
+      rows += node.children.length;
+      if (node !== tree && rows > OPEN_AT_FIRST) break;
+      open.add(node.key);
+      waiting.push(...node.children.filter((child) => child.children !== null));
+      waiting.sort((a, b) => b.held - a.held);
+    }
+    return open;
+  }
+
+  function ordered(nodes) {
+    const { value } = columns[state.column];
+    const sign = state.descending ? -1 : 1;
+    return [...nodes].sort((a, b) => {
+      const [x, y] = [value(a), value(b)];
+      return sign * (typeof x === "string" ? collator.compare(x, y) : x - y);
+    });
+  }
+
+  function appendNodes(lines, nodes, parent, level) {
+    const limit = state.pages.get(parent) ?? PAGE;
+    for (const node of ordered(nodes).slice(0, limit)) {
+      lines.push(line(node, level));
+      if (!isOpen(node)) continue;
+      if (node.children !== null) appendNodes(lines, node.children, node.key, level + 1);
+      else appendSingles(lines, node, level + 1);
+    }
+    if (nodes.length > limit) lines.push(moreLine(parent, limit, nodes.length, level));
+  }
+
+  function appendSingles(lines, node, level) {
+    const limit = state.pages.get(node.key) ?? PAGE;
+    const { count, paths } = singlePaths(node.row, state.text, limit);
+    for (const path of paths)
+      lines.push(wideLine("single", level, element("code", {}, path)));
+    if (count > limit) lines.push(moreLine(node.key, limit, count, level));
+  }
+
+  function line(node, level) {
+    const cells = columns.map((column) =>
+      element("td", { class: column.kind ?? null }, column.cell(node)));
+    cells[0].style.setProperty("--level", level);
+    const kinds = [node.row ? "leaf" : "module", node.kind?.large ? "large" : null,
+      node.kind?.problem ? "broken" : null];
+    return element("tr", { class: kinds.filter((kind) => kind !== null).join(" ") }, cells);
+  }
+
+  function wideLine(kind, level, content) {
+    const cell = element("td", { class: "path", colspan: columns.length }, content);
+    cell.style.setProperty("--level", level);
+    return element("tr", { class: kind }, cell);
+  }
+
+  function moreLine(key, limit, count, level) {
+    const button = element("button", {
+      type: "button", class: "more", "data-key": `more ${key}`,
+      onclick: () => { state.pages.set(key, 2 * limit); render(); },
+    }, `Show more: ${counted(limit)} of ${counted(count)} are shown`);
+    return wideLine("rest", level, button);
+  }
+
+  function toggle(node) {
+    state.toggled.set(node.key, !isOpen(node));
+    render();
+  }
+
+  function sortBy(column) {
+    state.descending = state.column === column ? !state.descending : columns[column].kind === "number";
+    state.column = column;
+    render();
+  }
+
+  function showFolding(unfolded) {
+    state.unfolded = unfolded;
+    state.toggled.clear();
+    render();
+  }
+
+  function render() {
+    const rows = report.rows.filter(matcher(state.text));
+    const lines = [];
+    if (state.grouped) {
+      const tree = treeOf(rows);
+      first = state.unfolded === "some" && rows.length ? firstOpen(tree) : new Set();
+      appendNodes(lines, tree.children, "", 0);
+    } else {
+      appendNodes(lines, rows.map((row, i) => leafNode(row, patternOf(row), `${i}`)), "", 0);
+    }
+    // What has the focus is made anew.
+    const focused = document.activeElement?.dataset?.key;
+    body.replaceChildren(...lines);
+    if (focused !== undefined) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+    headings.forEach((heading, i) => heading.setAttribute("aria-sort",
+      i !== state.column ? "none" : state.descending ? "descending" : "ascending"));
+    const leaves = rows.reduce((total, row) => total + row[2], 0);
+    document.getElementById("count").textContent =
+      `${counted(leaves)} of ${leavesShown(report.leaves)}, in ${counted(rows.length)} folded ` +
+      (rows.length === 1 ? "row" : "rows");
+  }
+
+  function search(text) {
+    state.text = text.toLowerCase();
+    state.unfolded = "some";
+    state.toggled.clear();
+    state.pages.clear();
+    render();
+  }
+
+  let pause = 0;
+  searchBox.addEventListener("input", () => {
+    clearTimeout(pause);
+    pause = setTimeout(search, 120, searchBox.value);
+  });
+  document.getElementById("grouped").addEventListener("change", (event) => {
+    state.grouped = event.target.checked;
+    render();
+  });
+  document.getElementById("expand").addEventListener("click", () => showFolding("all"));
+  document.getElementById("collapse").addEventListener("click", () => showFolding("none"));
+  document.getElementById("leaf-table").append(
+    element("thead", {}, element("tr", {}, headings)), body);
+
+  // A spec of the legend is a search for it.
+  document.getElementById("legend").append(...specClasses.map(({ label, colour, held }) =>
+    element("button", {
+      type: "button", disabled: label === "other specs",
+      onclick: () => {
+        searchBox.value = label;
+        search(label);
+        document.getElementById("leaves").scrollIntoView();
+      },
+    }, swatch(colour), element("code", {}, label),
+    element("span", { class: "hint" }, bytesShown(held)))));
+
+  render();
+})();

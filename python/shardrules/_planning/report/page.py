@@ -1,0 +1,101 @@
+"""The page of a report: data, styles and scripts put into one HTML file that fetches nothing.
+
+Costs the size of plotly.js, about 5 MB to write. Must not know what the data means.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._planning.report.data import FindingLike, SweepRowLike, report_data
+
+if TYPE_CHECKING:
+    from shardrules._planning.plan import Plan
+
+_FILES: Final = resources.files(__name__.rpartition(".")[0])
+# The charts come last, so that the tables need not wait for plotly.js.
+_SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js")
+_CHARTS: Final = "charts.js"
+# Scripts run by their hashes alone. plotly.js sets style attributes, which cannot be named so.
+_POLICY: Final = (
+    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'"
+)
+# None of them may be markup or end the element; in JSON they occur in strings only.
+_IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+
+
+def report_html(
+    plan: Plan,
+    findings: Iterable[FindingLike] = (),
+    sweep: Iterable[SweepRowLike] | None = None,
+    title: str = "Sharding plan",
+    hbm: int | None = None,
+) -> str:
+    """A plan as one HTML page that works offline: no part of it may fetch anything.
+
+    Args:
+        plan: What to show.
+        findings: As from `Plan.check`.
+        sweep: Rows of a mesh sweep, for a chart; without them there is none.
+        title: Such as the model's name.
+        hbm: Bytes of memory of a device, for a line in that chart.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed; the message says how to get it.
+        ValueError: A finding's level is none.
+    """
+    scripts = [*map(_text, _SCRIPTS), _plotly_js(), _text(_CHARTS)]
+    return Template(_text("page.html")).substitute(
+        policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
+        title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        styles=_text("page.css"),
+        data=_json(report_data(plan, findings, sweep, title, hbm)),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def write(path: str | os.PathLike[str], page: str) -> None:
+    """Writes the file at once: whoever opens it sees the old one or the whole new one."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(page, encoding="utf-8", newline="\n")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _text(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ModuleNotFoundError(
+            "an HTML report needs plotly for its charts: pip install 'shardrules[report]'"
+        ) from None
+    # A browser hashes the text as it has parsed it, with plain line ends.
+    return str(get_plotlyjs()).replace("\r\n", "\n")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _json(data: Any) -> str:
+    """JSON in ASCII, U+2028 and lone surrogates escaped, that cannot leave its element."""
+    # What json does not know are NumPy's integers.
+    return json.dumps(data, separators=(",", ":"), default=int).translate(_IN_SCRIPTS)

@@ -1,0 +1,91 @@
+"use strict";
+// Header, findings, rules, meshes: what stands still.
+
+(() => {
+  const facts = [
+    ["Mesh", meshShown(report.mesh)],
+    ["Devices", counted(report.devices)],
+    ["Leaves", counted(report.leaves)],
+    ["Whole model", bytesShown(report.bytes)],
+    ["Fullest device", bytesShown(report.fullest)],
+  ];
+  if (report.fingerprint !== null) facts.push(["Fingerprint", String(report.fingerprint)]);
+  document.getElementById("header").append(
+    element("h1", {}, report.title),
+    element("dl", { class: "facts" },
+      facts.map(([name, value]) =>
+        element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
+  );
+})();
+
+(() => {
+  const SHOWN_PATHS = 6;
+  const section = document.getElementById("findings");
+  if (!report.findings.length) {
+    section.append(element("p", { class: "hint" }, "None."));
+    return;
+  }
+  function card(finding) {
+    const more = finding.paths.length - SHOWN_PATHS;
+    const facts = [
+      finding.rule === null ? null : `rule ${finding.rule}`,
+      finding.leaves ? leavesShown(finding.leaves) : null,
+      finding.bytes ? `${bytesShown(finding.bytes)} on each device` : null,
+    ].filter((fact) => fact !== null);
+    return element("li", { class: `finding ${finding.level}` },
+      element("p", { class: "what" },
+        element("span", { class: "badge" }, finding.level),
+        element("strong", {}, finding.kind),
+        element("span", { class: "hint" }, facts.join(" · "))),
+      element("p", {}, finding.message),
+      element("ul", { class: "paths" },
+        finding.paths.slice(0, SHOWN_PATHS).map((path) =>
+          element("li", {}, element("code", {}, path))),
+        more > 0 ? element("li", { class: "hint" }, `and ${counted(more)} more`) : null),
+      finding.fix ? element("p", { class: "fix" }, element("b", {}, "Fix: "), finding.fix) : null);
+  }
+  const list = element("ul", { class: "findings" });
+  section.append(list);
+  appendPaged(list, report.findings, card, section, 20);
+})();
+
+(() => {
+  const section = document.getElementById("rules");
+  const [made, body] = table(
+    ["Rule", "Pattern", "Spec", "Leaves won", "Bytes", "Bytes per device"], [0, 3, 4, 5]);
+  function line(rule) {
+    const share = report.fullest ? rule.held / report.fullest : 0;
+    const held = element("td", { class: "number bar" }, bytesShown(rule.held));
+    held.style.setProperty("--share", `${Math.min(100, 100 * share)}%`);
+    return element("tr", { class: rule.leaves ? null : "wins-nothing" },
+      element("td", { class: "number" }, rule.rule === null ? "-" : String(rule.rule)),
+      element("td", {},
+        rule.rule === null ? element("i", {}, rule.pattern) : element("code", {}, rule.pattern),
+        rule.leaves ? null : element("span", { class: "badge" }, "wins nothing")),
+      element("td", { class: "spec" }, element("code", {}, rule.spec)),
+      element("td", { class: "number" }, counted(rule.leaves)),
+      element("td", { class: "number" }, bytesShown(rule.bytes)),
+      held);
+  }
+  section.append(element("div", { class: "scroll" }, made));
+  appendPaged(body, report.rules, line, section);
+})();
+
+(() => {
+  if (!report.sweep?.length) return;
+  const section = document.getElementById("sweep");
+  section.hidden = false;
+  const [made, body] = table(
+    ["Mesh", "Devices", "Fullest device", "Of it replicated", "Corrections", "Fits"], [1, 2, 3, 4]);
+  const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
+  appendPaged(body, report.sweep, (row) =>
+    element("tr", { class: row.fits === false ? "does-not-fit" : null },
+      element("td", {}, element("code", {}, meshShown(row.mesh)),
+        row.current ? element("span", { class: "badge" }, "this plan") : null),
+      element("td", { class: "number" }, counted(row.devices)),
+      element("td", { class: "number" }, bytesShown(row.max_bytes)),
+      element("td", { class: "number" }, bytesShown(row.replicated_bytes)),
+      element("td", { class: "number" }, counted(row.corrections)),
+      element("td", {}, verdicts.get(row.fits))), section);
+  section.append(element("div", { class: "scroll" }, made));
+})();
