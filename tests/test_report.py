@@ -1,0 +1,485 @@
+"""The HTML report: its structure, what hostile names do to it, its size, and how a browser shows it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from itertools import groupby
+from time import perf_counter
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import shardrules as sr
+from shardrules import demo
+from shardrules._planning.report.data import pattern_parts
+from tests import corpus
+
+plotly = pytest.importorskip("plotly", reason="reports need plotly")
+
+MESH = {"fsdp": 64, "sp": 1, "tp": 8}
+CHROMIUM_ARGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+HOSTILE = [
+    "<script>window.hacked=1</script>",
+    "</script><script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    '<a href="javascript:window.hacked=1">click</a>',
+    "<b>bold</b>&lt;i&gt;&amp;",
+    "\"double\" 'single' `back` ${window.hacked=1} %{label} $1",
+    "line\nbreak\r\ttab\u2028line\u2029paragraph",
+    "<!--<script>",
+    "]]>",
+    "ünïcode-层-🎉-\u202eright to left",
+    "__proto__",
+    "constructor",
+    "nul\0byte",
+    "lone\ud800surrogate",
+    "{0..2}",
+]
+
+
+def finding(**changes):
+    fields = {
+        "level": "warning", "kind": "catch-all", "message": "rule 11 replicates", "rule": 11,
+        "paths": ("model/layers/{0..60}/self_attn/q_b_proj/kernel",), "leaves": 61,
+        "bytes": 4_605_345_792, "fix": "name them",
+    }  # fmt: skip
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def sweep_row(fsdp, tp, fits=None):
+    return SimpleNamespace(
+        mesh={"fsdp": fsdp, "sp": 1, "tp": tp}, devices=fsdp * tp, max_bytes=10**10 + fsdp * 10**7,
+        replicated_bytes=8 * 10**9, corrections=3, fits=fits,
+    )  # fmt: skip
+
+
+FINDINGS = [
+    finding(level="info", kind="note", rule=None, paths=(), bytes=0, fix=""),
+    finding(bytes=5),
+    finding(kind="replicated"),
+    finding(level="error", kind="unmatched", rule=None, bytes=1),
+]
+SWEEP = [sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)]
+
+
+def rules():
+    return demo.read_rules(demo.RULES)
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    return sr.plan(corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract), rules(), MESH)
+
+
+@pytest.fixture(scope="module")
+def train_state():
+    """DeepSeek-V3 with Adam's moments: 136,185 leaves, and 10,000 of them that do not fold."""
+    parameters = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    odd = {
+        f"adapter_{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": {
+            "kernel": jax.ShapeDtypeStruct((512, 64), "bfloat16")
+        }
+        for i in range(10_000)
+    }
+    tree = {
+        "params": parameters,
+        "opt_state": {"mu": parameters, "nu": parameters},
+        "adapters": odd,
+    }
+    return sr.plan(tree, rules(), MESH)
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    leaf = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    tree = {name: {name: leaf, "w": leaf} for name in HOSTILE}
+    evil = "<img src=x onerror=window.hacked=1>"
+    mesh = {"</script><script>window.hacked=1</script>": 2, "tp": 4}
+    plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
+    shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
+    row = SimpleNamespace(**{**vars(SWEEP[0]), "mesh": mesh})
+    return plan, {"findings": [shown], "sweep": [row], "title": evil, "hbm": 10**11}
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.attributes = [], [], []
+        self.inside, self.title = None, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[-1] += data
+        elif self.inside == "title":
+            self.title += data
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+def test_content(deepseek):
+    data = Page(deepseek.to_html(findings=FINDINGS, sweep=SWEEP, title="DeepSeek-V3")).data
+    assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
+    assert (data["leaves"], data["bytes"]) == (45_395, deepseek.bytes.sum())
+    assert data["fullest"] == deepseek.bytes_per_device().max
+    assert [(f["level"], f["bytes"]) for f in data["findings"]] == [
+        ("error", 1), ("warning", 4_605_345_792), ("warning", 5), ("info", 0),
+    ]  # fmt: skip
+    assert [r["leaves"] for r in data["rules"]] == [1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424]
+    assert sum(r["bytes"] for r in data["rules"]) == data["bytes"]
+    assert sum(leaves for _, _, leaves in data["rows"]) == 45_395
+    assert sum(n * data["kinds"][kind]["held"] for _, kind, n in data["rows"]) == data["fullest"]
+    assert [row["current"] for row in data["sweep"]] == [True, False, False]
+    large = {"".join(p) for p, kind, _ in data["rows"] if data["kinds"][kind]["large"]}
+    assert large == {
+        f"model/layers/{{0..60}}/self_attn/{name}/kernel"
+        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    }
+
+
+def test_leaves_without_a_rule():
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
+    data = Page(sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(findings=())).data
+    assert [(r["rule"], r["pattern"], r["leaves"]) for r in data["rules"]] == [
+        (0, "a", 1), (None, "no rule is needed", 2), (None, "no rule decides", 1),
+    ]  # fmt: skip
+    assert sr.plan({}, [], {"tp": 2}).to_html(findings=()).endswith("</html>\n")
+
+
+def test_level_of_a_finding(deepseek):
+    with pytest.raises(ValueError, match="a finding's level is 'fatal'; it must be one of 'error'"):
+        deepseek.to_html(findings=[finding(level="fatal")])
+
+
+def test_the_page_fetches_nothing(deepseek):
+    """The policy forbids it, each script is named by its hash, and no element asks for anything."""
+    page = Page(deepseek.to_html(findings=()))
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "action")]
+    assert not [a for a in page.attributes if a[1].startswith("on")]
+    policy = next(v for t, _, v in page.attributes if t == "meta" and "default-src" in (v or ""))
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "http" not in policy
+    for script in page.scripts[1:]:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_hostile_names_are_data(hostile):
+    plan, shown = hostile
+    text = plan.to_html(**shown)
+    page = Page(text)
+    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(findings=()))
+    assert page.tags == harmless.tags
+    assert page.scripts[1:] == harmless.scripts[1:]
+    start = text.index('id="data">') + len('id="data">')
+    raw = text[start : text.index("</script>", start)]
+    assert raw.isascii()
+    assert not set("<>&") & set(raw)
+    assert page.title == shown["title"]
+    patterns = {"".join(parts) for parts, _, _ in page.data["rows"]}
+    assert patterns >= {f"{name}/w".replace("\0", "\\0") for name in HOSTILE}
+    text.replace("\ud800", "").encode()  # the surrogate is escaped where it is data
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "parts"),
+    [
+        ("a", "a", ["a"]),
+        ("{0..2}", "1", ["", "{0..2}", ""]),
+        ("{0..2}", "{0..2}", ["{0..2}"]),
+        ("a{{0,1}..2}/{3,5..9}b", "a{1..2}/5b", ["a{", "{0,1}", "..2}/", "{3,5..9}", "b"]),
+        ("\\0{0,1}", "\x00" + "1", ["\\0", "{0,1}", ""]),
+    ],
+)
+def test_sets_and_braces_of_names(pattern, path, parts):
+    assert pattern_parts(pattern, path) == parts
+
+
+def test_size_and_time(train_state):
+    """A report of 146,000 leaves costs what plotly.js costs, and a little per folded row."""
+    from plotly.offline import get_plotlyjs
+
+    _ = train_state.folded
+    start = perf_counter()
+    page = train_state.to_html(findings=FINDINGS, sweep=SWEEP)
+    seconds = perf_counter() - start
+    assert len(train_state.paths) == 146_185
+    assert len(page) - len(get_plotlyjs()) < 1_500_000
+    assert seconds < 3
+
+
+def test_file_is_replaced_at_once(deepseek, tmp_path):
+    target = tmp_path / "plan.html"
+    target.write_text("old")
+    page = deepseek.to_html(target, findings=())
+    assert target.read_text(encoding="utf-8") == page
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+    with pytest.raises(FileNotFoundError):
+        deepseek.to_html(tmp_path / "missing" / "plan.html", findings=())
+
+
+def test_without_plotly(deepseek, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'shardrules[report]'")):
+        deepseek.to_html(findings=())
+
+
+def test_notebook(deepseek, hostile):
+    table = deepseek._repr_html_()
+    assert table.count("<tr>") == 24
+    assert "more" not in table
+    rows = re.findall(r"<tr><td>(.*?)</td>", table)
+    assert rows[0] == "model/layers/{0..60}/self_attn/q_b_proj/kernel"
+    table = hostile[0]._repr_html_()
+    assert set(re.findall(r"<(\w+)", table)) == {
+        "table", "caption", "thead", "tbody", "tr", "th", "td",
+    }  # fmt: skip
+    many = sr.plan({chr(i): 0 for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
+    assert many.count("<tr>") == 52
+    assert "and 10 rows more" in many
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """opened(plan, **shown): its report in a browser, which must log nothing and fetch nothing."""
+    troubles, pages = [], []
+
+    def requested(request):
+        if not request.url.startswith("file://"):
+            troubles.append(request.url)
+
+    def call(plan, **shown):
+        file = tmp_path / "plan.html"
+        plan.to_html(file, **{"findings": FINDINGS, "sweep": SWEEP, "hbm": 16 * 10**9, **shown})
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", requested)
+        page.goto(file.as_uri())
+        page.wait_for_selector("#treemap svg .slice")
+        pages.append(page)
+        return page
+
+    yield call
+    for page in pages:
+        page.close()
+    assert troubles == []
+
+
+def leaf_rows(page, kind="leaf"):
+    return page.locator(f"#leaf-table tr.{kind} td:first-child").all_inner_texts()
+
+
+def search(page, text):
+    """Types into the search box, and waits until the table has answered."""
+    page.evaluate("document.getElementById('count').textContent = ''")
+    page.fill("#search", text)
+    page.wait_for_selector("#count:not(:empty)")
+
+
+def test_browser_shows_all_parts(opened, deepseek, tmp_path):
+    page = opened(deepseek, title="DeepSeek-V3")
+    assert page.title() == page.inner_text("h1") == "DeepSeek-V3"
+    assert "11.1 GB" in page.inner_text("header")
+    assert page.locator(".finding .badge").all_inner_texts() == [
+        "error", "warning", "warning", "info",
+    ]  # fmt: skip
+    assert "self_attn/(q_proj" in page.inner_text("tr.wins-nothing")
+    assert page.locator("#legend button").count() == 5
+    assert "q_b_proj/kernel" in page.inner_text("#treemap")
+    assert page.locator("#sweep-chart svg .bars path").count() == 6
+    assert "memory of a device: 16.0 GB" in page.inner_text("#sweep-chart")
+    assert page.locator("#leaf-table tr.large").count() == 4
+    shot = tmp_path / "report.png"
+    page.screenshot(path=shot, full_page=True)
+    assert shot.stat().st_size > 50_000
+
+
+def test_browser_without_a_sweep(opened, deepseek):
+    page = opened(deepseek, sweep=None, findings=())
+    assert not page.is_visible("#sweep")
+    assert "None." in page.inner_text("#findings")
+
+
+def test_browser_shows_corrections_and_problems(opened):
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    tree = {"odd": leaf(1001, 512), "odder": leaf(64, 30), "lost": leaf(512, 512)}
+    page = opened(sr.plan(tree, [("odd", ("tp", None))], {"tp": 2}))
+    assert "1001" in page.inner_text("tr.large td:nth-child(7)")
+    assert page.inner_text("tr.broken td:nth-child(5)") == "unmatched"
+    assert page.locator("#legend code").all_inner_texts() == [
+        "replicated", "no spec", "P('tp', None)",
+    ]  # fmt: skip
+
+
+def test_browser_search(opened, deepseek):
+    page = opened(deepseek)
+    assert "45,395 of 45,395 leaves, in 23 folded rows" in page.inner_text("#count")
+    for text, leaves, rows in (
+        ("kv_b", 61, 1),
+        ("layers/7/self_attn", 427, 7),  # sets that contain 7
+        ("layers/61/", 0, 0),
+        ("layers/2/mlp/gate_proj", 3, 1),
+        ("EXPERTS/255/up", 14_848, 1),
+        ("replicated", 547, 10),
+        ("p('tp', ('sp', 'fsdp'))", 62, 2),
+        ("rule 6", 58, 1),
+        ("no such thing", 0, 0),
+    ):
+        search(page, text)
+        shown = "row" if rows == 1 else "rows"
+        assert page.inner_text("#count") == f"{leaves:,} of 45,395 leaves, in {rows} folded {shown}"
+        assert len(leaf_rows(page)) == rows
+    search(page, "")
+    page.click("#legend button >> nth=0")
+    assert page.input_value("#search") == "replicated"
+    assert len(leaf_rows(page)) == 10
+
+
+def test_browser_folding(opened, deepseek):
+    page = opened(deepseek)
+    page.click("#collapse")
+    assert leaf_rows(page) == ["lm_head/kernel"] or len(leaf_rows(page, "module")) == 1
+    page.click("#expand")
+    assert len(leaf_rows(page)) == 23
+    search(page, "experts/{0..255}/gate")
+    row = page.locator("#leaf-table tr.leaf button.toggle")
+    assert row.get_attribute("aria-expanded") == "false"
+    row.press("Enter")  # by keyboard
+    assert row.get_attribute("aria-expanded") == "true"
+    assert page.evaluate("document.activeElement.dataset.key").startswith("model/layers")
+    singles = leaf_rows(page, "single")
+    assert len(singles) == 100
+    assert singles[0] == "model/layers/3/mlp/experts/0/gate_proj/kernel"
+    page.click("#leaf-table button.more")
+    singles = leaf_rows(page, "single")
+    assert len(singles) == 200
+    assert singles[-1] == "model/layers/3/mlp/experts/199/gate_proj/kernel"
+    # While a number is searched for, the paths that have it.
+    search(page, "layers/20/mlp/experts/77/gate")
+    page.click("#leaf-table tr.leaf button.toggle")
+    assert leaf_rows(page, "single") == ["model/layers/20/mlp/experts/77/gate_proj/kernel"]
+
+
+def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
+    for plan in (deepseek, hostile[0]):
+        page = opened(plan)
+        paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+        want = {p.replace("\0", "\\0") for p in plan.paths if "\ud800" not in p}
+        assert want <= set(paths)
+        assert len(paths) == len(plan.paths)
+
+
+def test_browser_sorting(opened, deepseek):
+    page = opened(deepseek)
+    page.uncheck("#grouped")
+
+    def sorted_by(column, place):
+        page.click(f"#leaf-table th button:text-is('{column}')")
+        return page.locator(f"#leaf-table tr.leaf td:nth-child({place})").all_inner_texts()
+
+    assert "q_b_proj" in leaf_rows(page)[0]
+    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
+    assert leaves == sorted(leaves, reverse=True)
+    assert len(leaves) == 23
+    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
+    assert leaves == sorted(leaves)
+    assert page.get_attribute("#leaf-table th:nth-child(2)", "aria-sort") == "ascending"
+    assert sorted_by("Path", 1)[0].strip().endswith("lm_head/kernel")
+    specs = [text.removesuffix("replicated").strip() for text in sorted_by("Spec", 5)]
+    assert len(list(groupby(specs))) == len(set(specs))
+
+
+def test_browser_hostile_names(opened, hostile):
+    plan, shown = hostile
+    page = opened(plan, **shown)
+    page.click("#expand")
+    page.hover("#treemap .slice >> nth=-1")
+    page.wait_for_selector("#treemap .hoverlayer text")
+    drawn = page.text_content("#treemap")
+    assert "<b>bold</b>&lt;i&gt;&amp;" in drawn
+    assert '<a href="javascript:window.hacked=1">click</a>' in drawn
+    page.locator("#treemap .slice").nth(1).click(position={"x": 5, "y": 5})
+    search(page, "<")
+    page.wait_for_timeout(1000)  # an onerror would have come by now
+    assert page.evaluate("window.hacked") is None
+    for where in ("#treemap", "main", "header", "#sweep-chart"):
+        assert page.locator(f"{where} :is(img, a, b:not(.fix b), iframe)").count() == 0
+    assert page.inner_text("h1") == shown["title"]
+    assert "<img src=x onerror=window.hacked=1>" in page.inner_text("#leaf-table")
+    assert "</script><script>window.hacked=1</script>=2 tp=4" in page.text_content("#sweep-chart")
+
+
+def test_browser_large(opened, train_state):
+    """146,185 leaves, of which 10,000 do not fold, can be read and searched within seconds."""
+    start = perf_counter()
+    page = opened(train_state)
+    loaded = perf_counter() - start
+    assert page.locator("#leaf-table tr").count() < 200
+    start = perf_counter()
+    search(page, "mu/model/layers/20/mlp/experts/77/")
+    searched = perf_counter() - start
+    assert len(leaf_rows(page)) == 3
+    start = perf_counter()
+    search(page, "adapter")
+    page.click("#expand")
+    assert page.locator("#leaf-table tr.leaf").count() == 100
+    assert "100 of 10,000" in page.inner_text("#leaf-table tr.rest")
+    expanded = perf_counter() - start
+    print(f"loaded in {loaded:.1f} s, searched in {searched:.2f} s, expanded in {expanded:.2f} s")
+    assert loaded < 20
+    assert max(searched, expanded) < 5
+
+
+def test_browser_dark_and_print(opened, deepseek):
+    page = opened(deepseek)
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(background) != light
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(background) == light
+    assert not page.is_visible("#search")
