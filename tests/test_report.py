@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from html.parser import HTMLParser
-from itertools import groupby
+from itertools import groupby, product
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -382,7 +382,8 @@ def test_browser_search(opened, deepseek):
 def test_browser_folding(opened, deepseek):
     page = opened(deepseek)
     page.click("#collapse")
-    assert leaf_rows(page) == ["lm_head/kernel"] or len(leaf_rows(page, "module")) == 1
+    assert leaf_rows(page, "module") == ["▸\nmodel"]
+    assert leaf_rows(page) == ["lm_head/kernel"]
     page.click("#expand")
     assert len(leaf_rows(page)) == 23
     search(page, "experts/{0..255}/gate")
@@ -411,6 +412,42 @@ def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
         want = {p.replace("\0", "\\0") for p in plan.paths if "\ud800" not in p}
         assert want <= set(paths)
         assert len(paths) == len(plan.paths)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tree", "shown"),
+    [
+        (
+            sr.EFORMER,
+            {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
+            ["m.layers", "{0,1}.up.w", "1.norm", "head"],
+        ),
+        (
+            sr.KEYSTR,
+            {"m": [{"up": {"w.v": 0}, "norm": 0}] * 2, "head": 0},
+            ["['m'][{0,1}]", "['norm']", "['up']['w.v']", "['head']"],
+        ),
+    ],
+)
+def test_browser_modules_of_other_paths(opened, dialect, tree, shown):
+    """Dotted names and keystr paths come apart into modules, too."""
+    tree = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), "float32"), tree)
+    page = opened(sr.plan(tree, sr.Rules([(".*", "tp")], dialect), {"tp": 4}))
+    labels = page.locator("#leaf-table td.path code").all_inner_texts()
+    assert sorted(labels) == sorted(shown)
+
+
+def test_browser_unfoldable(opened):
+    """100,000 leaves that do not fold at all: rows are made for what is open, and as much as fits."""
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
+    parts = {f"{a}_{b}": leaf for a, b in product("klmnopqrst", repeat=2)}
+    page = opened(sr.plan(dict.fromkeys(names, parts), [(".*", "tp")], {"tp": 4}))
+    assert "100,000 of 100,000 leaves, in 100,000 folded rows" in page.inner_text("#count")
+    page.click("#expand")
+    assert 500 < page.locator("#leaf-table tr").count() < 3000
+    search(page, "jjj/t_t")
+    assert leaf_rows(page) == ["jjj/t_t"]
 
 
 def test_browser_sorting(opened, deepseek):

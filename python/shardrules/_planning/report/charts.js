@@ -11,7 +11,10 @@
   const layout = (more) => ({
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--text"), family: "system-ui, sans-serif", size: 13 },
-    hoverlabel: { align: "left", font: { family: "system-ui, sans-serif" } },
+    hoverlabel: {
+      align: "left", bgcolor: css("--raised"), bordercolor: css("--hint"),
+      font: { color: css("--text"), family: "system-ui, sans-serif" },
+    },
     ...more,
   });
 

@@ -3,7 +3,8 @@
 
 (() => {
   const PAGE = 100;
-  const OPEN_AT_FIRST = 40;
+  // How many rows modules are opened for, the upper ones first.
+  const ROWS = { none: 0, some: 40, all: 2000 };
   const collator = new Intl.Collator("en", { numeric: true });
   const ofLeaf = (value, otherwise = "") => (node) => (node.row ? value(node.kind) : otherwise);
 
@@ -26,7 +27,7 @@
 
   const state = {
     text: "", grouped: true, column: columns.length - 1, descending: true,
-    unfolded: "some", // of the modules: "some", "all" or "none"; but `toggled` has the last word
+    unfolded: "some", // a key of ROWS; but `toggled` has the last word
     toggled: new Map(), pages: new Map(),
   };
   const body = element("tbody");
@@ -87,23 +88,23 @@
     return [node.kind.origin, ...node.kind.notes].filter((note) => note !== null).join("; ");
   }
 
-  const isOpen = (node) => state.toggled.get(node.key)
-    ?? (node.children !== null && (state.unfolded === "all" || first.has(node.key)));
-  let first = new Set();
+  let unfolded = new Set();
+  const isOpen = (node) => state.toggled.get(node.key) ?? unfolded.has(node.key);
 
-  // The modules to open at first: the largest ones, while the rows stay few.
-  function firstOpen(tree) {
-    const open = new Set();
-    const waiting = [tree];
-    for (let rows = 0; waiting.length; ) {
-      const node = waiting.shift();
-      rows += node.children.length;
-      if (node !== tree && rows > OPEN_AT_FIRST) break;
-      open.add(node.key);
-      waiting.push(...node.children.filter((child) => child.children !== null));
-      waiting.sort((a, b) => b.held - a.held);
+  // The keys of the modules that these rows have room for, level by level.
+  function unfoldedKeys(tree, rows) {
+    const keys = new Set();
+    let room = rows - tree.children.length;
+    let level = [tree];
+    while (level.length) {
+      level = level.flatMap((node) => node.children.filter((child) => child.children !== null));
+      for (const node of level.sort((a, b) => b.held - a.held)) {
+        room -= Math.min(PAGE, node.children.length);
+        if (room < 0) return keys;
+        keys.add(node.key);
+      }
     }
-    return open;
+    return keys;
   }
 
   function ordered(nodes) {
@@ -168,8 +169,8 @@
     render();
   }
 
-  function showFolding(unfolded) {
-    state.unfolded = unfolded;
+  function unfold(much) {
+    state.unfolded = much;
     state.toggled.clear();
     render();
   }
@@ -179,7 +180,7 @@
     const lines = [];
     if (state.grouped) {
       const tree = treeOf(rows);
-      first = state.unfolded === "some" && rows.length ? firstOpen(tree) : new Set();
+      unfolded = unfoldedKeys(tree, ROWS[state.unfolded]);
       appendNodes(lines, tree.children, "", 0);
     } else {
       appendNodes(lines, rows.map((row, i) => leafNode(row, patternOf(row), `${i}`)), "", 0);
@@ -213,8 +214,8 @@
     state.grouped = event.target.checked;
     render();
   });
-  document.getElementById("expand").addEventListener("click", () => showFolding("all"));
-  document.getElementById("collapse").addEventListener("click", () => showFolding("none"));
+  document.getElementById("expand").addEventListener("click", () => unfold("all"));
+  document.getElementById("collapse").addEventListener("click", () => unfold("none"));
   document.getElementById("leaf-table").append(
     element("thead", {}, element("tr", {}, headings)), body);
 
