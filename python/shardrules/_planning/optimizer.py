@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -51,6 +51,9 @@ class _Relation(NamedTuple):
     origin: str
 
 
+_NONE: Final = -1
+"""In the place of a parameter's row or kind."""
+
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
 
 
@@ -59,52 +62,49 @@ def optimizer_leaves(plan: Plan, state: object, zero1: str | None) -> Leaves:
     if zero1 is not None and zero1 not in plan.axis_sizes:
         raise ValueError(f"zero1: the mesh {plan.axis_sizes} has no axis {zero1!r}")
     found = survey(state, Rules((), plan.rules.dialect))
-    cut_rows = set(rows_of_optimizer(found.paths) or range(len(found.paths))) if zero1 else ()
-
-    @functools.cache
-    def relation(kind: int, of: int, factor: int | None) -> _Relation:
-        return _relation(found.kinds[kind].shape, plan.kinds[of], factor)
-
-    sources = list(found.paths)
-    keys: list[tuple[int, int | None, _Relation, bool]] = []
-    kind_of_parameter = plan.kind_of.tolist()
-    found_parameters = zip(found.kind_of.tolist(), _parameters(plan, found.paths), strict=True)
-    for row, (kind, (parameter, factor)) in enumerate(found_parameters):
-        if parameter is None:
-            keys.append((kind, None, _NO_PARAMETER, False))
-            continue
-        sources[row] = plan.sources[parameter]
-        of = kind_of_parameter[parameter]
-        keys.append((kind, of, relation(kind, of, factor), row in cut_rows))
-    distinct, kind_of = grouped(keys)
+    parameters, factors = _parameters(plan, found.paths)
+    is_cut = [False] * len(found.paths)
+    if zero1 is not None:
+        for row in rows_of_optimizer(found.paths) or range(len(found.paths)):
+            is_cut[row] = parameters[row] != _NONE
+    kind_of_parameter = [*plan.kind_of.tolist(), _NONE]
+    likes = [kind_of_parameter[parameter] for parameter in parameters]
+    pairs, pair_of = grouped(zip(found.kind_of.tolist(), likes, factors, is_cut, strict=True))
+    kind_or_none = [*plan.kinds, None]
+    related, of_pair = grouped(
+        (kind, of := kind_or_none[like], _relation(found.kinds[kind].shape, of, factor), cut)
+        for kind, like, factor, cut in pairs
+    )
     kinds = [
-        _kind(
-            found.kinds[kind],
-            None if of is None else plan.kinds[of],
-            related,
-            plan.axis_sizes,
-            zero1 if is_cut else None,
-        )
-        for kind, of, related, is_cut in distinct
+        _kind(found.kinds[kind], parameter, relation, plan.axis_sizes, zero1 if cut else None)
+        for kind, parameter, relation, cut in related
     ]
-    alikes = [found.kinds[kind] for kind, *_ in distinct]
-    return Leaves(replace(found, rules=plan.rules, kind_of=kind_of, kinds=alikes), kinds, sources)
+    alikes = [found.kinds[kind] for kind, *_ in related]
+    sources = [
+        path if parameter == _NONE else plan.sources[parameter]
+        for path, parameter in zip(found.paths, parameters, strict=True)
+    ]
+    found = replace(found, rules=plan.rules, kind_of=of_pair[pair_of], kinds=alikes)
+    return Leaves(found, kinds, sources)
 
 
-def _parameters(plan: Plan, paths: list[str]) -> Iterator[tuple[int | None, int | None]]:
-    """Per path (the row of its parameter, its factor's place in `_FACTORS`), or None."""
+def _parameters(plan: Plan, paths: list[str]) -> tuple[list[int], list[int | None]]:
+    """Per path the row of its parameter or _NONE, and where `_FACTORS` has its factor, or None."""
     separator = plan.rules.dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
     row_of = {path: row for row, path in enumerate(plan.paths)}
+    rows, factors = [], []
     for path in paths:
         start = 0
-        while (row := row_of.get(path[start:])) is None:
+        while (row := row_of.get(path[start:], _NONE)) == _NONE:
             passed = boundary.search(path, start)
             if passed is None:
                 break
             start = passed.end()
-        yield row, None if row is None else _factor(path[:start])
+        rows.append(row)
+        factors.append(None if row == _NONE else _factor(path[:start]))
+    return rows, factors
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,8 +113,10 @@ def _factor(prefix: str) -> int | None:
     return None if found is None else _FACTORS[found[1]]
 
 
-def _relation(shape: Shape | None, parameter: Kind, factor: int | None) -> _Relation:
+def _relation(shape: Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
     """Of an array of this shape to its parameter."""
+    if parameter is None:
+        return _NO_PARAMETER
     whole = parameter.shape
     if shape is None or whole is None:
         return _Relation(None, "no array")
