@@ -150,7 +150,7 @@ def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
         (entries[dim] if dim < len(entries) else None) if isinstance(dim, int) else dim
         for dim in dims
     ]
-    return with_entries(spec, taken if any(entry is not None for entry in taken) else ())
+    return with_entries(spec, taken)
 
 
 def without_axes(spec: _Spec, axes: frozenset[str]) -> _Spec:

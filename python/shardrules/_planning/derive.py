@@ -78,15 +78,31 @@ class Companion:
         """The base's path, of the path of a leaf."""
         return re.sub(self.pattern, self.base, path, count=1)
 
-    def dims_for(self, rank: int) -> tuple[Dim, ...] | None:
-        """The dims of leaves of this rank; None if the record is not for them."""
-        named = tuple(dim for dim in self.dims if dim is not ...)
-        if len(named) == len(self.dims):
-            return named if len(named) == rank else None
-        if any(not isinstance(dim, int) for dim in named[rank:]):
-            return None  # there is no place for a dimension that the base does not have
-        following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
-        return (*named[:rank], *range(following, following + rank - len(named)))
+    def is_for(self, rank: int) -> bool:
+        """Whether leaves of this rank can be such."""
+        named, is_open = _named(self.dims)
+        # There must be a place for each dimension that the base does not have.
+        return all(isinstance(dim, int) for dim in named[rank:]) if is_open else len(named) == rank
+
+
+def _named(dims: tuple[Dim | EllipsisType, ...]) -> tuple[tuple[Dim, ...], bool]:
+    """The dims before the ellipsis, and whether there is one."""
+    named = tuple(dim for dim in dims if dim is not ...)
+    return named, len(named) < len(dims)
+
+
+def _dims_of(dims: tuple[Dim | EllipsisType, ...], rank: int, entries: int) -> tuple[Dim, ...]:
+    """The dims of a leaf of this rank, whose base's spec has so many entries.
+
+    Where all of the base's dimensions are taken, entries beyond the rank are too many for the base
+    as well; they are taken along, so that the correction says what becomes of them.
+    """
+    named, is_open = _named(dims)
+    if not is_open:
+        return named
+    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
+    every = (*named, *range(following, following + max(rank, entries)))
+    return (*every[:rank], *(dim for dim in every[rank:] if isinstance(dim, int) and dim < entries))
 
 
 def _is_dim(dim: object) -> bool:
@@ -114,7 +130,7 @@ class _Followed(NamedTuple):
     """How leaves follow their bases."""
 
     rule: int
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim | EllipsisType, ...]
     blocks: tuple[int, ...]
 
 
@@ -128,13 +144,13 @@ def with_companions(
     """The leaves again, those that companions find by the rules of their bases."""
     found = leaves.found
     companion_of = _companions_of(found, companions)
-    base_of = {row: one.base_of(found.paths[row]) for row, (one, _) in companion_of.items()}
+    base_of = {row: one.base_of(found.paths[row]) for row, one in companion_of.items()}
     rule_of = first_rules(rules, set(base_of.values()))
     followed: dict[int, _Followed] = {}
     sources = list(found.paths)
-    for row, (companion, dims) in companion_of.items():
+    for row, companion in companion_of.items():
         if (rule := rule_of[base_of[row]]) != UNMATCHED:
-            followed[row] = _Followed(rule, dims, companion.blocks)
+            followed[row] = _Followed(rule, companion.dims, companion.blocks)
             sources[row] = base_of[row]
     keys, kind_of = grouped(
         (kind, followed.get(row)) for row, kind in enumerate(found.kind_of.tolist())
@@ -149,10 +165,8 @@ def with_companions(
     return Leaves(replace(found, kind_of=kind_of, kinds=alikes), kinds, sources)
 
 
-def _companions_of(
-    found: Survey, companions: Sequence[Companion]
-) -> dict[int, tuple[Companion, tuple[Dim, ...]]]:
-    """Per row that one finds: the first that does, and its dims at the leaf's rank."""
+def _companions_of(found: Survey, companions: Sequence[Companion]) -> dict[int, Companion]:
+    """Per row that one finds, the first that does."""
     ranks = [
         -1 if alike.shape is None or alike.rule == NO_RULE_NEEDED else len(alike.shape)
         for alike in found.kinds
@@ -160,9 +174,9 @@ def _companions_of(
     rank_of = np.array(ranks, np.int64)[found.kind_of]
     companion_of = {}
     for rank in set(ranks) - {-1}:
-        fitting = [(c, dims) for c in companions if (dims := c.dims_for(rank)) is not None]
+        fitting = [companion for companion in companions if companion.is_for(rank)]
         rows = np.flatnonzero(rank_of == rank).tolist()
-        matcher = Rules([(companion.pattern, None) for companion, _ in fitting])
+        matcher = Rules([(companion.pattern, None) for companion in fitting])
         first = first_rules(matcher, [found.paths[row] for row in rows])
         for row in rows:
             if (index := first[found.paths[row]]) != UNMATCHED:
@@ -177,11 +191,13 @@ def _placed(alike: Alike, how: _Followed, placer: Placer, min_size: int) -> Kind
         decided = alike._replace(rule=NO_RULE_NEEDED)
     if decided.rule < 0:
         return placer.place(decided)
-    dims = tuple(None if n == 1 else dim for n, dim in zip(shape, how.dims, strict=True))
+    of_base = placer.spec(how.rule)
+    dims = _dims_of(how.dims, len(shape), len(of_base.spec))
+    cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
     return placer.placed(
         decided,
-        placer.spec(how.rule).with_dims(dims, how.blocks),
-        f"the rule of what it follows, dims {dims_shown(how.dims)} of its spec",
+        of_base.with_dims((*cut, *dims[len(shape) :]), how.blocks),
+        f"the rule of what it follows, dims {_dims_shown(dims[: len(shape)])} of its spec",
     )
 
 
@@ -206,6 +222,6 @@ def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np
     return list(numbers), np.array(column, np.int32)
 
 
-def dims_shown(dims: tuple[Dim, ...]) -> str:
+def _dims_shown(dims: tuple[Dim, ...]) -> str:
     """(0, -, 'stage'): what a new array's dimensions are; - for those that are not cut."""
     return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"

@@ -150,7 +150,7 @@ def _lacking(shape: Shape, parameter: Kind, factor: int | None) -> int | None:
         by_size = int(np.argsort(whole)[factor])
         if by_size in lacking:
             return by_size
-    specs = {with_dims(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    specs = {_part(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
     return lacking[0] if len(specs) == 1 else None
 
 
@@ -190,11 +190,17 @@ def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
     # What the parameter has lost is told of the parameter.
     return replace(
         parameter,
-        wanted=None if parameter.wanted is None else with_dims(parameter.wanted, dims),
-        spec=None if parameter.spec is None else with_dims(parameter.spec, dims),
+        wanted=None if parameter.wanted is None else _part(parameter.wanted, dims),
+        spec=None if parameter.spec is None else _part(parameter.spec, dims),
         losses=(),
         notes=(),
     )
+
+
+def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
+    """The entries of these dimensions; none if no axis is left, as `Correction.pad` has it."""
+    part = with_dims(spec, dims)
+    return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
 
 
 def _cut_too(axis: str, shape: Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
