@@ -24,10 +24,19 @@ _HOLE: Final = "\0"
 class Folded(NamedTuple):
     """Paths of one group that one pattern stands for."""
 
-    pattern: str
+    parts: tuple[str, ...]
+    """Texts and sets of numbers by turns, beginning and ending with a text."""
     group: int
     rows: npt.NDArray[np.intp]
     """Which of the paths, ascending."""
+
+    @property
+    def pattern(self) -> str:
+        """The parts in a row. As in a format string, a brace of the path itself is doubled."""
+        return "".join(
+            part if i % 2 else part.replace("{", "{{").replace("}", "}}")
+            for i, part in enumerate(self.parts)
+        )
 
 
 def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
@@ -57,7 +66,7 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
         name, group = names[template_of[rows[0]]], int(group_of[rows[0]])
         matrix = numbers[starts[rows][:, None] + np.arange(holes[rows[0]])]
         for values, part in _products(matrix, rows):
-            folded.append(Folded(_filled(name, values), group, np.sort(part)))
+            folded.append(Folded(_parts(name, values), group, np.sort(part)))
     folded.sort(key=lambda one: int(one.rows[0]))
     return folded
 
@@ -94,18 +103,20 @@ def _codes(
     return codes
 
 
-def _filled(template: str, values: list[npt.NDArray[np.int64]]) -> str:
-    # As in a format string: a brace of the path itself is doubled.
-    texts = template.replace("{", "{{").replace("}", "}}").split(_HOLE)
-    return texts[0] + "".join(
-        _set_shown(numbers) + text for numbers, text in zip(values, texts[1:], strict=True)
-    )
+def _parts(template: str, values: list[npt.NDArray[np.int64]]) -> tuple[str, ...]:
+    """The template's texts and the sets of its holes; a set of one number is text."""
+    first, *texts = template.split(_HOLE)
+    parts = [first]
+    for numbers, text in zip(values, texts, strict=True):
+        if len(numbers) == 1:
+            parts[-1] += f"{numbers[0]}{text}"
+        else:
+            parts += [_set_shown(numbers), text]
+    return tuple(parts)
 
 
 def _set_shown(numbers: npt.NDArray[np.int64]) -> str:
-    """{0..60}, {0,2..5}, or the number itself if it is one."""
-    if len(numbers) == 1:
-        return str(numbers[0])
+    """{0..60}, or {0,2..5}."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     texts: list[str] = []
     for run in runs:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrules._correction import Correction
 from shardrules._coverage import Coverage
+from shardrules._files.write import write_text
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._mesh import MeshLike
-    from shardrules._planning.report.data import FindingLike, SweepRowLike
 
 
 # What leaves get on a mesh of these axis sizes.
@@ -372,7 +372,7 @@ class Plan:
         """
         text = lock(self)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_text(path, text)
         return text
 
     @classmethod
@@ -456,8 +456,8 @@ class Plan:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        findings: Iterable[FindingLike] | None = None,
-        sweep: Iterable[SweepRowLike] | None = None,
+        findings: Findings | None = None,
+        sweep: Sweep | None = None,
         title: str = "Sharding plan",
         hbm: int | None = None,
     ) -> str:
@@ -480,16 +480,16 @@ class Plan:
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-            >>> page = sr.plan(tree, [("w", "tp")], {"tp": 2}).to_html(findings=())
+            >>> page = sr.plan(tree, [("w", "tp")], {"tp": 2}).to_html()
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._planning.report.page import report_html, write
+        from shardrules._planning.report.page import report_html
 
         shown = self.check() if findings is None else findings
         page = report_html(self, shown, sweep, title, hbm)
         if path is not None:
-            write(path, page)
+            write_text(path, page)
         return page
 
     def _repr_html_(self) -> str:

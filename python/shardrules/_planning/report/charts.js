@@ -101,11 +101,11 @@
       hovertext: x.map((value, i) => `${plain(meshShown(rows[i].mesh))}<br>${name}: ${bytesShown(value)}`),
       hoverinfo: "text",
     });
-    const replicated = rows.map((row) => row.replicated_bytes);
-    const sharded = rows.map((row) => Math.max(0, row.max_bytes - row.replicated_bytes));
+    const replicated = rows.map((row) => row.replicated);
+    const sharded = rows.map((row) => Math.max(0, row.bytes - row.replicated));
     const totals = rows.map((row) =>
-      bytesShown(row.max_bytes) + (row.fits === false ? " does not fit" : ""));
-    const longest = Math.max(report.hbm ?? 0, ...rows.map((row) => row.max_bytes));
+      bytesShown(row.bytes) + (row.fits === false ? " does not fit" : ""));
+    const longest = Math.max(report.hbm ?? 0, ...rows.map((row) => row.bytes));
     const step = tickStep(longest);
     const ticks = Array.from({ length: Math.floor(longest / step) + 1 }, (_, i) => i * step);
     const line = { type: "line", xref: "x", yref: "paper", x0: report.hbm, x1: report.hbm, y0: 0, y1: 1,

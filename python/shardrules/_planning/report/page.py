@@ -9,17 +9,16 @@ import base64
 import hashlib
 import html
 import json
-import os
-from collections.abc import Iterable
 from importlib import resources
-from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._planning.report.data import FindingLike, SweepRowLike, report_data
+from shardrules._planning.report.data import report_data
 
 if TYPE_CHECKING:
+    from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
+    from shardrules._planning.sweep import Sweep
 
 _FILES: Final = resources.files(__name__.rpartition(".")[0])
 # The charts come last, so that the tables need not wait for plotly.js.
@@ -36,8 +35,8 @@ _IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 def report_html(
     plan: Plan,
-    findings: Iterable[FindingLike] = (),
-    sweep: Iterable[SweepRowLike] | None = None,
+    findings: Findings,
+    sweep: Sweep | None = None,
     title: str = "Sharding plan",
     hbm: int | None = None,
 ) -> str:
@@ -52,7 +51,6 @@ def report_html(
 
     Raises:
         ModuleNotFoundError: plotly is not installed; the message says how to get it.
-        ValueError: A finding's level is none.
     """
     scripts = [*map(_text, _SCRIPTS), _plotly_js(), _text(_CHARTS)]
     return Template(_text("page.html")).substitute(
@@ -62,17 +60,6 @@ def report_html(
         data=_json(report_data(plan, findings, sweep, title, hbm)),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
-
-
-def write(path: str | os.PathLike[str], page: str) -> None:
-    """Writes the file at once: whoever opens it sees the old one or the whole new one."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(page, encoding="utf-8", newline="\n")
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _text(name: str) -> str:

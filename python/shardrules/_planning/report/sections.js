@@ -83,8 +83,8 @@
       element("td", {}, element("code", {}, meshShown(row.mesh)),
         row.current ? element("span", { class: "badge" }, "this plan") : null),
       element("td", { class: "number" }, counted(row.devices)),
-      element("td", { class: "number" }, bytesShown(row.max_bytes)),
-      element("td", { class: "number" }, bytesShown(row.replicated_bytes)),
+      element("td", { class: "number" }, bytesShown(row.bytes)),
+      element("td", { class: "number" }, bytesShown(row.replicated)),
       element("td", { class: "number" }, counted(row.corrections)),
       element("td", {}, verdicts.get(row.fits))), section);
   section.append(element("div", { class: "scroll" }, made));
