@@ -86,7 +86,9 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
 def _report(fixed: Plan) -> str:
     path = Path(tempfile.gettempdir()) / "shardrules-demo.html"
     try:
-        fixed.to_html(path, title="DeepSeek-V3")
+        fixed.to_html(
+            path, sweep=fixed.sweep(fixed={"sp": 1}, hbm=_HBM), title="DeepSeek-V3", hbm=_HBM
+        )
     except ImportError as error:
         return str(error)
     return f"{path}: one file that works offline; open it in a browser"

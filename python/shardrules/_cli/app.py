@@ -27,8 +27,10 @@ from shardrules._files.dtypes import numpy_name
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.rules import DIALECTS
 from shardrules._planning.findings import LEVELS
+from shardrules._planning.sweep import Sweep
 
 _P = ParamSpec("_P")
+_MOST_BARS = 40
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -106,6 +108,7 @@ def plan_command(
         plan.lock(lock)
     if html is not None:
         _write_report(planned, html, memory)
+        print(f"{html}: one file that works offline", file=sys.stderr)
     if format_ == "json":
         print(plan_json(plan, held))
         return
@@ -249,7 +252,11 @@ def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int
 def _write_report(planned: Planned, html: Path, memory: int | None) -> None:
     plan = planned.plan
     findings = plan.check(replicated=planned.rules.replicated)
-    plan.to_html(html, findings=findings, title=planned.model)
+    ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
+    with working("trying meshes"):
+        found = plan.sweep(fixed=ones, hbm=memory) if plan.devices > 1 else None
+    chart = found and Sweep(found[:_MOST_BARS])
+    plan.to_html(html, findings=findings, sweep=chart, title=planned.model, hbm=memory)
 
 
 def _gradients(text: str | None) -> Any:
