@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import arrays, scaling
+from benchmarks import arrays, planning, scaling
 from benchmarks.cases import cases
 from benchmarks.harness import Result, environment, measure
 from benchmarks.scaling import Row
@@ -37,6 +37,7 @@ def main() -> int:
     for collector, measured in results.items():
         console.print(_table(f"Garbage collector {'on' if collector else 'off'}", measured))
     console.print(_rows_table("Arrays on 8 host devices", arrays.rows()))
+    console.print(_rows_table("Plans", planning.rows()))
     console.print(_rows_table("Growth, compiling, bounds", scaling.rows()))
     return 0
 

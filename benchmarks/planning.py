@@ -1,0 +1,70 @@
+"""Rows on plans: beside an identity `tree_map` of the same tree, and commands as processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import shardrules as sr
+from benchmarks.harness import collector, interleaved_seconds
+from benchmarks.scaling import Row
+from tests import corpus
+
+MESH = {"fsdp": 64, "sp": 1, "tp": 8}
+RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
+
+
+def rows() -> Iterator[Row]:
+    """All rows, each measured when its turn comes, without this process's garbage collector."""
+    with collector(enabled=False):
+        yield from _plans()
+    yield from _processes()
+
+
+def _plans() -> Iterator[Row]:
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    rules = corpus.rules(RULES)
+    planned = sr.plan(tree, rules, MESH)
+    if planned.shardings() != sr.named_shardings(tree, rules, MESH):
+        raise AssertionError("the plan and named_shardings disagree")
+    locked = planned.lock()
+    calls: dict[str, Callable[[], Any]] = {
+        "plan": lambda: sr.plan(tree, rules, MESH),
+        "plan, then its table": lambda: repr(sr.plan(tree, rules, MESH)),
+        "plan, then check": lambda: sr.plan(tree, rules, MESH).check(),
+        "plan, then lock": lambda: sr.plan(tree, rules, MESH).lock(),
+        "Plan.from_lock": lambda: sr.Plan.from_lock(locked),
+        "Plan.shardings": planned.shardings,
+        "Plan.sweep over 10 meshes": lambda: planned.sweep(fixed={"sp": 1}),
+    }
+    identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree)
+    for name, call in calls.items():
+        ours, reference = interleaved_seconds([call, identity], runs=7)
+        note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(planned):,} leaves"
+        yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", None, note)
+
+
+def _processes() -> Iterator[Row]:
+    model = corpus.manifest_path("deepseek-v3")
+    rules = Path(__file__).parent.parent / "python/shardrules/demo_data/easydel-deepseek-v3.json"
+    options = ["-r", str(rules), "-m", "fsdp=64,sp=1,tp=8"]
+    command = [sys.executable, "-m", "shardrules"]
+    calls = [
+        partial(_run, [*command, "plan", str(model), *options]),
+        partial(_run, [*command, "check", str(model), *options, "--fail-on", "never"]),
+        partial(_run, [sys.executable, "-c", "import jax"]),
+    ]
+    plan, check, jax_alone = interleaved_seconds(calls, runs=9)
+    note = f"import jax alone: {jax_alone:.2f} s"
+    yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.5, note)
+    yield Row("shardrules check, the same", check, "s", None, note)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
