@@ -32,4 +32,6 @@ def bits_of(dtype: Any) -> int:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", str(dtype))
     if name in _B:
         return _B[name]
-    return 8 * dtype.itemsize
+    if isinstance(getattr(dtype, "itemsize", None), int):
+        return 8 * int(dtype.itemsize)
+    raise ValueError(f"unknown dtype {name!r}")
