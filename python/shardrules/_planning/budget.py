@@ -56,7 +56,10 @@ class DeviceBytes(NamedTuple):
 
 def budget(plan: Plan, gradients: Any, optimizer: Plan | None) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    if optimizer is not None and optimizer.axis_sizes != plan.axis_sizes:
+    # Of another order of the axes, the arrays would have other dimensions.
+    if optimizer is not None and list(optimizer.axis_sizes.items()) != list(
+        plan.axis_sizes.items()
+    ):
         raise ValueError(
             f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
             f"{plan.axis_sizes}"

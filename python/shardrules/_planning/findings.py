@@ -42,7 +42,17 @@ class Finding(NamedTuple):
 
 
 class Findings(tuple[Finding, ...]):
-    """All findings of a check, the worst first; `str` tells them, and how many there are."""
+    """All findings of a check, the worst first; `str` tells them, and how many there are.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("k", "tp")], {"tp": 2})
+        >>> findings = plan.check()
+        >>> [(finding.level, finding.kind) for finding in findings.at_least("warning")]
+        [('error', 'unmatched'), ('warning', 'dead')]
+        >>> findings.summary
+        '1 error, 1 warning, 1 info'
+    """
 
     __slots__ = ()
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardrules._correction import Correction
 from shardrules._coverage import Coverage
+from shardrules._device_bytes import check_countable
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
@@ -74,7 +75,9 @@ def plan(
         array([3840])
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    axis_sizes, manual = _axes(mesh)
+    # A mesh of the context is taken now: later another one may be in force.
+    found = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
+    axis_sizes, manual = _axes(found)
 
     def place(sizes: dict[str, int], kinds: list[Alike]) -> list[Kind]:
         specs, spec_of = specs_on_mesh(
@@ -84,15 +87,14 @@ def plan(
         placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
         return [placer.place(alike) for alike in kinds]
 
-    return Plan(survey(tree, compiled, min_size), place, axis_sizes, mesh)
+    return Plan(survey(tree, compiled, min_size), place, axis_sizes, found)
 
 
-def _axes(mesh: MeshLike | None) -> tuple[dict[str, int], frozenset[str]]:
+def _axes(mesh: MeshLike) -> tuple[dict[str, int], frozenset[str]]:
     """Devices per axis, and the axes that are manual."""
     if isinstance(mesh, Mapping):
         return checked_sizes(mesh), frozenset()
-    found = resolve_mesh(mesh)
-    return dict(found.shape), axes_of_type(found, "Manual")
+    return dict(mesh.shape), axes_of_type(mesh, "Manual")
 
 
 class Plan:
@@ -100,11 +102,20 @@ class Plan:
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
     `kinds`, once for each kind.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"layers": [{"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")} for _ in range(4)]}
+        >>> sr.plan(tree, [("w", "tp")], {"tp": 2})
+        4 leaves, 512 B on tp=2 (2 devices): 256 B on the fullest device: params 256 B
+        path             leaves  shape   dtype     rule  spec            bytes  per device
+        layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)   512 B       256 B
     """
 
     def __init__(
-        self, found: Survey, place: Place, axis_sizes: dict[str, int], mesh: MeshLike | None = None
+        self, found: Survey, place: Place, axis_sizes: dict[str, int], mesh: MeshLike
     ) -> None:
+        check_countable(axis_sizes)
         self._found = found
         self._place = place
         self._mesh = mesh
@@ -288,7 +299,9 @@ class Plan:
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
         if meshes is None:
-            meshes = factorizations(devices or self.devices, tuple(axes or self.axis_sizes))
+            chosen = self.axis_sizes if axes is None else axes
+            count = self.devices if devices is None else devices
+            meshes = factorizations(count, tuple(chosen))
         return sweep(self, meshes, hbm=hbm, gradients=gradients)
 
     def bytes_per_device(
@@ -324,7 +337,7 @@ class Plan:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
-            'HASH'
+            '229b934b'
         """
         return fingerprint(self)
 
@@ -364,7 +377,7 @@ class Plan:
         found, kinds, axis_sizes = read_lock(*text_of(lock))
 
         def place(sizes: dict[str, int], _: list[Alike]) -> list[Kind]:
-            if sizes != axis_sizes:
+            if list(sizes.items()) != list(axis_sizes.items()):
                 raise ValueError(f"a locked plan is for the mesh {axis_sizes} alone")
             return kinds
 
@@ -410,7 +423,7 @@ class Plan:
     def _shardings_of_kinds(self) -> list[Any]:
         from jax.sharding import NamedSharding
 
-        on_mesh = resolve_mesh(self._mesh) if self._mesh is None else as_mesh(self._mesh)
+        on_mesh = as_mesh(self._mesh)
         made: dict[Any, NamedSharding] = {}
         for spec in self._all_specs():
             made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))

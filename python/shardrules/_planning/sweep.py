@@ -6,9 +6,12 @@ needed. Must not know how a table is drawn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._device_bytes import check_countable
 from shardrules._planning.kinds import axes_used
 from shardrules._planning.units import bytes_shown
 
@@ -56,11 +59,10 @@ def sweep(
     plan: Plan, meshes: Iterable[Mapping[str, int]], *, hbm: int | None, gradients: Any
 ) -> Sweep:
     """See `Plan.sweep`."""
-    rows: list[SweepRow] = []
-    for mesh in meshes:
-        if len(rows) == _MOST_MESHES:
-            raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes")
-        rows.append(_row(plan.on_mesh(mesh), hbm, gradients))
+    chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(chosen) > _MOST_MESHES:
+        raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes; give fewer axes")
+    rows = [_row(plan.on_mesh(mesh), hbm, gradients) for mesh in chosen]
     return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
 
 
@@ -74,6 +76,7 @@ def factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, in
         raise ValueError(f"the axes of a mesh are names, each once, not {axes}")
     if devices < 1:
         raise ValueError(f"a mesh has at least 1 device, not {devices}")
+    check_countable({"devices": devices})
     return _factorizations(devices, axes)
 
 
@@ -88,7 +91,7 @@ def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, i
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
