@@ -37,7 +37,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         shown = [f"    {path}" for path in self.paths[:_MOST_PATHS]]
         if len(self.paths) > _MOST_PATHS:
-            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'pattern')} more")
+            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'more pattern')}")
         return "\n".join([f"{self.level}[{self.kind}]: {self.message}", *shown, f"  {self.fix}"])
 
 

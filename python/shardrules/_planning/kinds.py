@@ -44,7 +44,7 @@ class Kind:
     costs: tuple[int, ...]
     """Of each loss, the bytes on the fullest device that there would not be without it."""
     problem: str | None
-    """Why there is no spec: "unmatched", "ambiguous", or what does not fit and the way out."""
+    """Why there is no spec: "unmatched", "ambiguous", or what does not fit."""
     notes: tuple[tuple[str, str], ...]
     """Of each loss, what it is and the way out."""
     origin: str | None
@@ -56,6 +56,12 @@ class Kind:
     def dtype_shown(self) -> str:
         """The dtype's name; - for leaves that are no arrays."""
         return "-" if self.dtype is None else str(self.dtype)
+
+    @property
+    def ways_out(self) -> tuple[str, ...]:
+        """Of what does not fit."""
+        told = (way_out for what, way_out in self.notes if what in (self.problem or ""))
+        return tuple(dict.fromkeys(told))
 
     @property
     def bytes(self) -> int:
@@ -111,7 +117,11 @@ class Placer:
             return self._kind(alike, wanted.spec, Entries(), origin=origin)
         kept = wanted.corrector.kept(alike.shape)
         spec = wanted.corrected(len(alike.shape), kept)
-        problem = None if spec is not None else "; ".join(wanted.errors(alike.shape))
+        problem = (
+            None
+            if spec is not None
+            else "; ".join(what for what, _ in wanted.problems(alike.shape))
+        )
         return self._kind(
             alike, wanted.spec, spec, problem=problem, on_mesh=wanted,
             losses=wanted.losses(len(alike.shape), kept), origin=origin,
@@ -141,17 +151,29 @@ class Placer:
             wanted=wanted,
             spec=spec,
             losses=lost,
-            costs=tuple(fullest - fullest // self._parts_lost(loss, spec) for loss in lost),
+            costs=tuple(
+                fullest - fullest // self._parts(_axes_lost(loss, lost, wanted), spec)
+                for loss in lost
+            ),
             problem=problem,
-            notes=tuple(on_mesh.described(loss, shape) for loss in lost) if on_mesh else (),
+            notes=tuple(on_mesh.told(loss, shape) for loss in lost) if on_mesh else (),
             origin=origin,
             device_bytes=held,
         )
 
-    def _parts_lost(self, loss: Loss, spec: Spec | None) -> int:
+    def _parts(self, lost: Iterable[str], spec: Spec | None) -> int:
         """Into how many parts the lost axes would have cut; absent ones do not exist to cut."""
         kept = {axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)}
-        return prod(self._axis_sizes.get(axis, 1) for axis in loss.axes if axis not in kept)
+        return prod(self._axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
+
+
+def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
+    """The axes that a loss took: an absent one may take those beside it with it."""
+    if loss.kind != "absent" or Loss("indivisible", loss.dim, ()) in (
+        one._replace(axes=()) for one in losses
+    ):
+        return loss.axes
+    return entry_axes(entries_of(wanted or Entries())[loss.dim])
 
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:

@@ -108,8 +108,8 @@ class Plan:
         >>> tree = {"layers": [{"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")} for _ in range(4)]}
         >>> sr.plan(tree, [("w", "tp")], {"tp": 2})
         4 leaves, 512 B on tp=2 (2 devices): 256 B on the fullest device: params 256 B
-        path             leaves  shape   dtype     rule  spec            bytes  per device
-        layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)   512 B       256 B
+        path             leaves  shape   dtype     rule  spec           bytes  per device
+        layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class Plan:
         |---|---|---|
         | unmatched | error | leaves that no rule matches |
         | misfit | error | leaves that cannot be sharded as their rule says |
-        | catch-all | error, info | leaves that only the catch-all rule matches; info if none of
-          them is large and replicated |
+        | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
+          them that are replicated are not large together |
         | replicated | warning | other large leaves that are replicated |
         | correction | warning, info | what the mesh or the shape takes from a spec; info if that
           costs less than `large` |
