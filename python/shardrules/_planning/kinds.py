@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._correction import Loss, SpecOnMesh
 from shardrules._device_bytes import device_bytes
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
-from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained
+from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,11 +186,16 @@ def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str
     )
 
 
+def plain_entries(spec: Spec) -> list[Any]:
+    """The entries, equal for equal specs: ("tp",) is "tp", as newer versions of JAX have it."""
+    return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
+
+
 def spec_shown(spec: Spec | None) -> str:
     """A spec as people write it, PartitionSpec or not: P('fsdp', None)."""
     if spec is None:
         return "-"
-    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in entries_of(spec))
+    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
     extra = [f"{name}={sorted(getattr(spec, name))}" for name in ("unreduced", "reduced")
              if getattr(spec, name, None)]  # fmt: skip
     return f"P({', '.join([*shown, *extra])})"

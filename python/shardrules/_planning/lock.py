@@ -25,10 +25,10 @@ from shardrules._dialects import Dialect
 from shardrules._files.errors import FileError
 from shardrules._mesh import checked_sizes
 from shardrules._planning.fold import fold, parts_of
-from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.kinds import Kind, plain_entries, spec_shown
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
 from shardrules._rules import Rules
-from shardrules._specs import Entries, entries_of, is_unconstrained, partition_spec, shown
+from shardrules._specs import Entries, is_unconstrained, partition_spec, shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
@@ -174,7 +174,7 @@ def _leaf_entry(kind: Kind, pattern: str) -> dict[str, Any]:
 def _spec_entry(spec: Any) -> list[Any]:
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ValueError(f"a lock cannot hold the unreduced or reduced axes of {spec_shown(spec)}")
-    return [_UNCONSTRAINED if is_unconstrained(e) else e for e in entries_of(spec)]
+    return [_UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
 
 
 def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
