@@ -153,7 +153,7 @@ def test_locks_are_compared(small, tmp_path):
     assert (same.exit_code, same.stdout) == (0, "no differences\n")
     differs = run("diff", lock, other)
     assert differs.exit_code == 1
-    assert "mesh {'fsdp': 2, 'tp': 4} -> {'fsdp': 4, 'tp': 2}" in differs.stdout
+    assert "mesh fsdp=2,tp=4 -> fsdp=4,tp=2" in differs.stdout
     assert run("diff", lock, model).exit_code == 2
 
 

@@ -203,7 +203,7 @@ def test_hostile_names_are_data(hostile):
     assert not set("<>&") & set(raw)
     assert page.title == shown["title"]
     patterns = {"".join(parts) for parts, _, _ in page.data["rows"]}
-    assert patterns >= {f"{name}/w".replace("\0", "\\0") for name in HOSTILE}
+    assert patterns >= {f"{name}/w" for name in HOSTILE}
     text.replace("\ud800", "").encode()  # the surrogate is escaped where it is data
 
 
@@ -395,7 +395,7 @@ def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
     for plan in (deepseek, hostile[0]):
         page = opened(plan)
         paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
-        want = {p.replace("\0", "\\0") for p in plan.paths if "\ud800" not in p}
+        want = {p for p in plan.paths if "\ud800" not in p}
         assert want <= set(paths)
         assert len(paths) == len(plan.paths)
 

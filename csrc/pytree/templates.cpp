@@ -8,6 +8,8 @@ namespace shardrules::pytree {
 namespace {
 
 constexpr std::size_t kMostDigits = 18;  // fit an int64
+// What follows each NUL of a template.
+constexpr char kHole = '#', kOfThePath = '0';
 
 bool is_digit(char c) { return '0' <= c && c <= '9'; }
 
@@ -15,8 +17,8 @@ bool is_digit(char c) { return '0' <= c && c <= '9'; }
 void take_numbers(std::string_view path, std::string& text, std::vector<std::int64_t>& numbers) {
     for (std::size_t i = 0; i < path.size();) {
         if (!is_digit(path[i])) {
-            // A NUL of the path itself must not look like a hole.
-            path[i] == '\0' ? text.append("\\0") : text.append(1, path[i]);
+            text.push_back(path[i]);
+            if (path[i] == '\0') text.push_back(kOfThePath);
             ++i;
             continue;
         }
@@ -29,7 +31,7 @@ void take_numbers(std::string_view path, std::string& text, std::vector<std::int
             std::int64_t number = 0;
             for (const char digit : digits) number = number * 10 + (digit - '0');
             numbers.push_back(number);
-            text.push_back('\0');
+            text.append({'\0', kHole});
         }
         i = end;
     }

@@ -11,7 +11,8 @@
 namespace shardrules::pytree {
 
 struct Templates {
-    Ref texts = Ref::checked(PyList_New(0));  // list of str, each once; a hole is a NUL
+    // list of str, each once; a hole is a NUL and #, a NUL of the path itself is a NUL and 0
+    Ref texts = Ref::checked(PyList_New(0));
     std::vector<std::int32_t> of_path;        // per path an index of `texts`
     std::vector<std::int64_t> numbers;        // of all paths in a row, as many as they have holes
 };

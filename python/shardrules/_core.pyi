@@ -75,7 +75,7 @@ def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
     """Paths with holes for their numbers; see csrc/pytree/templates.hpp.
 
     Returns:
-        (the distinct templates, with a NUL for each number; per path its template, int32; the
+        (the distinct templates, with a NUL and # for each number; per path its template, int32; the
         numbers of all paths in a row, int64)
     """
 

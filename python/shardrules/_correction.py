@@ -216,9 +216,13 @@ class SpecOnMesh:
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
         """Of each loss that an array of this shape may not have: what is wrong and the way out."""
+        yield from map(": ".join, self.problems(shape))
+
+    def problems(self, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        """The same in two: (what is wrong, the way out)."""
         for loss in self.losses(len(shape), self.corrector.kept(shape)):
             if self._is_error(loss):
-                yield ": ".join(self.described(loss, shape))
+                yield self.described(loss, shape)
 
     def _is_error(self, loss: Loss) -> bool:
         return loss.kind == "duplicate" or getattr(self._correction, loss.kind) == "error"
@@ -248,6 +252,32 @@ class SpecOnMesh:
         if self._correction.size_one == "remove":
             axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
         return entry if axes == entry_axes(entry) else entry_of(axes)
+
+    def told(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
+        """As `described`; of a loss that was accepted, also what else it took."""
+        what, way_out = self.described(loss, shape)
+        if self._is_error(loss):
+            return what, way_out
+        if loss.kind == "rank":
+            return what, "shorten the spec"
+        if loss.kind == "absent":
+            return self._told_of_absent(loss)
+        if len(loss.axes) == 1 or self._correction.indivisible != "drop":
+            return what, "use fewer axes or pad the array"
+        return what, way_out
+
+    def _told_of_absent(self, loss: Loss) -> tuple[str, str]:
+        axis, it = ("axis", "it") if len(loss.axes) == 1 else ("axes", "them")
+        what = f"the mesh has no {axis} {', '.join(map(repr, loss.axes))}"
+        way_out = f"rename {it} in the rule, {{}}add {it} to the mesh"
+        beside = [repr(a) for a in self._axes[loss.dim] if a in self._axis_sizes]
+        if self._correction.absent != "drop" or not beside:
+            return what, way_out.format("or ")
+        verb = "is" if len(beside) == 1 else "are"
+        return (
+            f"{what}, so {', '.join(beside)} beside {it} {verb} dropped too",
+            f"{way_out.format('')}, or let Correction(absent='drop_axis') keep what is beside {it}",
+        )
 
     def described(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
         """What a loss of an array of this shape is, and the way out."""

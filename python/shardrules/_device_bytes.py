@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,6 +16,21 @@ from shardrules._specs import Entries, entries_of, entry_axes
 if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
+
+_MOST_DEVICES: Final = 2**24
+
+
+def check_countable(axis_sizes: Mapping[str, int]) -> None:
+    """That a number for each device fits into memory.
+
+    Raises:
+        ValueError: There are more than 16 million devices.
+    """
+    devices = prod(axis_sizes.values())
+    if devices > _MOST_DEVICES:
+        raise ValueError(
+            f"a mesh of {devices:,} devices; bytes are counted for at most {_MOST_DEVICES:,}"
+        )
 
 
 def device_bytes(

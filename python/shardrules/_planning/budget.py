@@ -69,7 +69,8 @@ def budget(plan: Plan, gradients: Any, optimizer: Plan | Iterable[Any] | None) -
     if optimizer is None:
         return held
     if not isinstance(optimizer, Iterable):
-        if optimizer.axis_sizes != plan.axis_sizes:
+        # Of another order of the axes, the arrays would have other dimensions.
+        if list(optimizer.axis_sizes.items()) != list(plan.axis_sizes.items()):
             raise ValueError(
                 f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
                 f"{plan.axis_sizes}"

@@ -7,23 +7,29 @@ are shown.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
-from shardrules._planning.fold import Folded
+from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
 from shardrules._planning.units import bytes_shown, counted
 from shardrules._specs import check_choice
+from shardrules._ways import WAYS
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
 
 DEFAULT_LARGE: Final = 16 * 2**20
-# A rule that matches these matches whatever comes.
+# Those of w1 and w2 are names.
+_NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
+# A rule that matches these, and all leaves, matches whatever comes.
 _PROBES: Final = ("~", "\x01/\x02")
 
 
@@ -55,9 +61,12 @@ class _Facts:
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
-        """Rules that match every path."""
+        """Rules that match every path: these here, and others."""
+        coverage = self.plan.coverage
+        leaves = sum(coverage.won) + coverage.unmatched
         matched = [set(self.plan.rules.all_matches(probe)) for probe in _PROBES]
-        return frozenset(set.intersection(*matched))
+        everything = set.intersection(*matched)
+        return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
 
     def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
         """The folded leaves of those kinds, with most bytes on a device first."""
@@ -67,8 +76,10 @@ class _Facts:
         return sorted(folded, key=lambda one: -kinds[one.group].largest_bytes * len(one.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
-        """Those that are not declared to be replicated, by the path of one of them."""
-        return [one for one in folded if not self._is_declared(self.plan.paths[one.rows[0]])]
+        """What of them is not declared to be replicated."""
+        return (
+            [part for one in folded for part in self._undeclared(one)] if self._declared else folded
+        )
 
     def held(self, folded: Iterable[Folded]) -> int:
         """Bytes of these leaves on the device that holds most."""
@@ -92,8 +103,30 @@ class _Facts:
         pattern, spec = self.plan.rules[index]
         return f"rule {index} {pattern!r} -> {spec_shown(getattr(spec, 'spec', spec))}"
 
-    def _is_declared(self, path: str) -> bool:
-        return any(pattern.search(path) for pattern in self._declared)
+    def _undeclared(self, folded: Folded) -> list[Folded]:
+        paths = [self.plan.paths[row] for row in folded.rows]
+        left = [
+            i for i, path in enumerate(paths) if not any(p.search(path) for p in self._declared)
+        ]
+        if len(left) == len(paths):
+            return [folded]
+        rows = folded.rows[left]
+        parts = fold([paths[i] for i in left], np.full(len(left), folded.group, np.int32))
+        return [part._replace(rows=rows[part.rows]) for part in parts]
+
+    def example(self, folded: Folded) -> str:
+        """A rule, as one writes it, that matches these leaves."""
+        dialect = self.plan.rules.dialect
+        if WAYS[dialect.match[-1]].written_as != "window":
+            return f"({_pattern_of(folded.pattern)}, P(...))"
+        windows = map(_pattern_of, folded.pattern.split(dialect.separator))
+        return f"(({', '.join(windows)},), P(...))"
+
+    @property
+    def example_of_a_catch_all(self) -> str:
+        """A rule that replicates whatever comes."""
+        way = WAYS[self.plan.rules.dialect.match[-1]].written_as
+        return "(('.*',), P())" if way == "window" else "('.*', P())"
 
 
 def _finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
@@ -110,8 +143,8 @@ def _unmatched(facts: _Facts) -> Iterator[Finding]:
             "error",
             "unmatched",
             f"no rule matches {counted(leaves, 'leaf')} of {len(facts.plan.paths):,}",
-            f"add rules for them, such as {_example_rule(folded[0])}, or a last rule ('.*', P()) "
-            "that replicates them",
+            f"add rules for them, such as {facts.example(folded[0])}; or replicate them by a last "
+            f"rule {facts.example_of_a_catch_all}",
             folded=folded,
             bytes=facts.held(folded),
         )
@@ -127,9 +160,9 @@ def _misfit(facts: _Facts) -> Iterator[Finding]:
             message = "several rules match, where one alone may"
             fix = "make the patterns exclude each other; `explain` a path to see which they are"
         else:
-            shape = facts.plan.kinds[folded[0].group].shape
-            message = f"{facts.rule(rule)} cannot be applied to the shape {shape}: {problem}"
-            fix = "change the rule, the mesh or the array; or correct it, see Correction"
+            kind = facts.plan.kinds[folded[0].group]
+            message = f"{facts.rule(rule)} cannot be applied to the shape {kind.shape}: {problem}"
+            fix = "; ".join(kind.ways_out) or "change the rule, the mesh or the array"
         held = facts.held(folded)
         yield _finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
 
@@ -142,17 +175,18 @@ def _catch_all(facts: _Facts) -> Iterator[Finding]:
             continue
         leaves = sum(len(one.rows) for one in folded)
         whole = sum(plan.kinds[one.group].bytes * len(one.rows) for one in folded)
-        kinds = [plan.kinds[one.group] for one in folded]
-        is_silent = any(facts.is_replicated(kind) and facts.is_large(kind) for kind in kinds)
+        # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
+        silent = facts.held(one for one in folded if facts.is_replicated(plan.kinds[one.group]))
         held = facts.held(folded)
         dead = _rules_listed(_dead(plan))
+        match = "matches" if leaves == 1 else "match"
         yield _finding(
-            "error" if is_silent else "info",
+            facts.level(silent, "error"),
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(whole)} of "
-            f"{bytes_shown(int(plan.bytes.sum()))}) match no rule but the catch-all, "
+            f"{bytes_shown(int(plan.bytes.sum()))}) {match} no rule but the catch-all, "
             f"{facts.rule(rule)}: {at_stake(held)}",
-            f"add rules for them, such as {_example_rule(folded[0])}"
+            f"add rules for them, such as {facts.example(folded[0])}"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
@@ -171,14 +205,17 @@ def _replicated(facts: _Facts) -> Iterator[Finding]:
         if rule not in facts.catch_alls:
             by_rule[rule].append(one)
     for rule, folded in by_rule.items():
-        why = "no rule is needed or matches" if rule is None else facts.rule(rule)
-        if rule is not None and any(facts.plan.kinds[one.group].losses for one in folded):
-            why += ", of which the mesh leaves nothing"
+        why = "that need no rule, or match none, are" if rule is None else "are"
+        by = "" if rule is None else f" by {facts.rule(rule)}"
+        if any(facts.plan.kinds[one.group].losses for one in folded):
+            by += ", of which the shapes and the mesh leave nothing"
         leaves, held = sum(len(one.rows) for one in folded), facts.held(folded)
+        if leaves == 1:
+            why = why.replace("need", "needs").replace("match", "matches").replace("are", "is")
         yield _finding(
             "warning",
             "replicated",
-            f"{counted(leaves, 'large leaf')} replicated by {why}: {at_stake(held)}",
+            f"{counted(leaves, 'large leaf')} {why} replicated{by}: {at_stake(held)}",
             "shard them, or declare them replicated",
             folded=folded,
             rule=rule,
@@ -187,19 +224,28 @@ def _replicated(facts: _Facts) -> Iterator[Finding]:
 
 
 def _corrections(facts: _Facts) -> Iterator[Finding]:
+    plan = facts.plan
     lost: dict[Any, list[tuple[Folded, int, tuple[str, str]]]] = defaultdict(list)
     for one in facts.folded(lambda kind: kind.problem is None and bool(kind.losses)):
-        kind = facts.plan.kinds[one.group]
+        kind = plan.kinds[one.group]
         for loss, cost, note in zip(kind.losses, kind.costs, kind.notes, strict=True):
-            lost[kind.rule, loss].append((one, cost * len(one.rows), note))
-    for (rule, _), losses in lost.items():
+            # An axis that the mesh lacks is one thing to tell, however many rules name it.
+            key = note if loss.kind == "absent" else (kind.rule, loss)
+            lost[key].append((one, cost * len(one.rows), note))
+    for losses in lost.values():
         cost = sum(cost for _, cost, _ in losses)
+        rules = sorted(
+            {rule for one, _, _ in losses if (rule := plan.kinds[one.group].rule) is not None}
+        )
+        rule = rules[0] if len(rules) == 1 else None
+        who = _rules_listed(rules) if rule is None else facts.rule(rule)
         what, way_out = losses[0][2]
-        more = f" (and {counted(len(losses) - 1, 'other pattern')})" if len(losses) > 1 else ""
+        several = len({plan.kinds[one.group].shape for one, _, _ in losses}) > 1
+        more = ", and the like" if several and "of size" in what else ""
         yield _finding(
             facts.level(cost, "warning"),
             "correction",
-            f"{facts.rule(rule)}: {what}{more}; costs {at_stake(cost)}",
+            f"{who}: {what}{more}; costs {at_stake(cost) if cost else 'nothing'}",
             way_out,
             folded=[one for one, _, _ in losses],
             rule=rule,
@@ -219,16 +265,19 @@ def _dead_rules(facts: _Facts) -> Iterator[Finding]:
 
 
 def _shadowed_rules(facts: _Facts) -> Iterator[Finding]:
-    for rule, winners in facts.plan.coverage.shadowed.items():
+    plan = facts.plan
+    for rule, winners in plan.coverage.shadowed.items():
         if rule in facts.catch_alls:  # that nothing is left for it is what one hopes for
             continue
-        leaves = facts.plan.coverage.matched[rule]
+        leaves = plan.coverage.matched[rule]
         yield _finding(
             "warning",
             "shadowed",
             f"{facts.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: "
             f"{_rules_listed(winners)} came first",
-            f"move it before {_rules_listed(winners)}, or remove it",
+            f"move it before {_rules_listed(winners)}, or remove it"
+            if plan.rules.dialect.precedence == "first"
+            else "make the patterns exclude each other, or remove it",
             rule=rule,
             leaves=leaves,
         )
@@ -239,17 +288,18 @@ def _siblings(facts: _Facts) -> Iterator[Finding]:
     alike: dict[Any, list[Folded]] = defaultdict(list)
     for one in plan.folded:
         kind = plan.kinds[one.group]
-        template = re.sub(r"\d+", "#", plan.paths[one.rows[0]])
+        template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[one.rows[0]])
         alike[template, kind.shape, str(kind.dtype)].append(one)
     for folded in alike.values():
-        specs = dict.fromkeys(spec_shown(plan.kinds[one.group].spec) for one in folded)
+        specs = dict.fromkeys(_spec_or_none(plan.kinds[one.group]) for one in folded)
         if len(specs) > 1:
             rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
             yield _finding(
                 "warning",
                 "siblings",
                 f"{counted(sum(len(one.rows) for one in folded), 'leaf')} that differ only in "
-                f"numbers get {len(specs)} specs, {' and '.join(specs)}, by {_rules_listed(rules)}",
+                f"numbers get {len(specs)} specs, {' and '.join(specs)}"
+                + (f", by {_rules_listed(rules)}" if rules else ""),
                 "let one rule match them all, or see why the patterns tell them apart",
                 folded=folded,
             )
@@ -264,7 +314,7 @@ def _unused_axes(facts: _Facts) -> Iterator[Finding]:
                 "info",
                 "unused-axis",
                 f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
-                "right for an axis of data alone; else name it in a rule",
+                "right if it is for data alone; else name it in a rule",
             )
 
 
@@ -297,8 +347,20 @@ def _rules_listed(rules: Iterable[int]) -> str:
     return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
 
 
-def _example_rule(folded: Folded) -> str:
-    r"""A rule that would match these leaves: the path, with \d+ for its sets of numbers."""
-    parts = re.split(r"(\{[0-9,.]+\})", folded.pattern)
-    pattern = "".join(r"\d+" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-    return f"(r{pattern.replace(chr(92) + '/', '/')!r}, P(...))".replace("\\\\", "\\")
+def _spec_or_none(kind: Kind) -> str:
+    return "none" if kind.spec is None else spec_shown(kind.spec)
+
+
+def _pattern_of(folded: str) -> str:
+    r"""A regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
+    regex = "".join(
+        re.escape(text).replace(r"\-", "-") if numbers is None else r"\d+"
+        for text, numbers in parts_of(folded)
+    )
+    for written in (f"r'{regex}'", f'r"{regex}"'):
+        try:
+            if regex.isprintable() and ast.literal_eval(written) == regex:
+                return written
+        except (SyntaxError, ValueError):
+            pass
+    return repr(regex)

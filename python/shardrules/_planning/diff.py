@@ -6,12 +6,15 @@ plan is made.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.sweep import mesh_shown
 from shardrules._planning.units import bytes_shown, counted
 
 if TYPE_CHECKING:
@@ -59,7 +62,8 @@ class PlanDiff(NamedTuple):
     def __str__(self) -> str:
         if not self:
             return "no differences"
-        lines = [f"mesh {self.mesh[0]} -> {self.mesh[1]}"] if self._meshes_differ else []
+        meshes = " -> ".join(map(mesh_shown, self.mesh))
+        lines = [f"mesh {meshes}"] if self._meshes_differ else []
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)
@@ -68,13 +72,13 @@ class PlanDiff(NamedTuple):
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
     """See `Plan.diff`."""
-    rows = {path: row for row, path in enumerate(after.paths)}
-    paths = list(before.paths)
-    matched = np.fromiter((rows.pop(path, -1) for path in paths), np.int64, len(paths))
+    keys, other_keys = _keys(before.paths, after.paths)
+    rows = {key: row for row, key in enumerate(other_keys)}
+    matched = np.fromiter((rows.pop(key, -1) for key in keys), np.int64, len(keys))
     then = before.kind_of.astype(np.int64)
     # A kind of -1 stands for a leaf that is not there.
     now = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
-    paths += rows
+    paths = before.paths + [after.paths[row] for row in rows.values()]
     then = np.concatenate([then, np.full(len(rows), -1)])
     now = np.concatenate([now, after.kind_of[np.fromiter(rows.values(), np.int64, len(rows))]])
     width = len(after.kinds) + 1
@@ -91,6 +95,19 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
         (before.bytes_per_device().max, after.bytes_per_device().max),
         tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
     )
+
+
+def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What tells leaves apart: the path; if two leaves have the same, also which of them it is."""
+    if all(len(set(paths)) == len(paths) for paths in (before, after)):
+        return before, after
+    seen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    keys: tuple[list[Any], list[Any]] = ([], [])
+    for paths, counts, mine in zip((before, after), seen, keys, strict=True):
+        for path in paths:
+            mine.append((path, counts[path]))
+            counts[path] += 1
+    return keys
 
 
 def _kind(plan: Plan, number: int) -> Kind | None:

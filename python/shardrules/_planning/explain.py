@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._planning.kinds import Kind, spec_shown
-from shardrules._planning.units import bytes_shown
+from shardrules._planning.units import bytes_shown, counted
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
@@ -21,7 +21,8 @@ class Tried(NamedTuple):
     rule: int
     pattern: Pattern
     outcome: str
-    """"wins", "does not match", or "matches, but comes after rule N"."""
+    """"wins", "does not match", "matches, but comes after rule N", "matches, but the leaf needs no
+    rule", or "matches" if several do where one alone may."""
 
 
 class Explanation(NamedTuple):
@@ -50,12 +51,13 @@ class Explanation(NamedTuple):
         if kind.problem is None:
             held = bytes_shown(kind.largest_bytes)
             lines.append(f"  on {self.mesh}  {spec_shown(kind.spec)}, {held} on each device")
+            lines += [
+                f"  lost           {note} (costs {bytes_shown(cost)} on each device)"
+                for (note, _), cost in zip(kind.notes, kind.costs, strict=True)
+            ]
         else:
             lines.append(f"  PROBLEM        {kind.problem}")
-        lines += [
-            f"  lost           {note} (costs {bytes_shown(cost)} on each device)"
-            for (note, _), cost in zip(kind.notes, kind.costs, strict=True)
-        ]
+            lines += [f"  way out        {way_out}" for way_out in kind.ways_out]
         return "\n".join(lines)
 
     def _rule_lines(self) -> list[str]:
@@ -63,8 +65,10 @@ class Explanation(NamedTuple):
         missed = len(self.tried) - len(met)
         lines = [f"  rule {one.rule}: {one.pattern!r} {one.outcome}" for one in met]
         if not met:
-            return [f"  none of the {missed} rules matches"]
-        return [*lines, f"  the other {missed} rules do not match"] if missed else lines
+            return [f"  no rule matches, of {missed}"]
+        verb = "does" if missed == 1 else "do"
+        others = f"  {counted(missed, 'other rule')} {verb} not match"
+        return [*lines, others] if missed else lines
 
 
 def explanation(plan: Plan, path: str) -> Explanation:

@@ -37,12 +37,22 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         shown = [f"    {path}" for path in self.paths[:_MOST_PATHS]]
         if len(self.paths) > _MOST_PATHS:
-            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'pattern')} more")
+            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'more pattern')}")
         return "\n".join([f"{self.level}[{self.kind}]: {self.message}", *shown, f"  {self.fix}"])
 
 
 class Findings(tuple[Finding, ...]):
-    """All findings of a check, the worst first; `str` tells them, and how many there are."""
+    """All findings of a check, the worst first; `str` tells them, and how many there are.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("k", "tp")], {"tp": 2})
+        >>> findings = plan.check()
+        >>> [(finding.level, finding.kind) for finding in findings.at_least("warning")]
+        [('error', 'unmatched'), ('warning', 'dead')]
+        >>> findings.summary
+        '1 error, 1 warning, 1 info'
+    """
 
     __slots__ = ()
 

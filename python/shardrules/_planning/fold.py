@@ -7,6 +7,7 @@ each group. Must not know what the paths name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -18,7 +19,10 @@ from shardrules._core import templates
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_HOLE: Final = "\0"
+_HOLE: Final = "\0#"
+_NUL: Final = "\0" + "0"
+# {{ and }} are braces of the path; {0..3,7} is a set of numbers.
+_PARTS: Final = re.compile(r"\{\{|\}\}|\{([0-9][0-9.,]*)\}|[^{}]+")
 
 
 class Folded(NamedTuple):
@@ -81,17 +85,25 @@ def _products(
     if not values or (size <= len(rows) and size == len(np.unique(_codes(matrix, values)))):
         yield values, rows
         return
-    column = next(i for i, one in enumerate(values) if len(one) > 1)
-    alike: dict[bytes, list[int]] = {}
-    others = np.delete(matrix, column, axis=1)
-    for value in values[column]:
-        rest = np.unique(others[matrix[:, column] == value], axis=0)
-        alike.setdefault(rest.tobytes(), []).append(value)
-    if len(alike) == 1:  # the product is elsewhere: split by this column's values after all
-        alike = {bytes([i]): [value] for i, value in enumerate(values[column])}
-    for members in alike.values():
-        chosen = np.isin(matrix[:, column], members)
+    # Were each column free of the others, it would be a product.
+    columns = (_alike(matrix, column) for column in range(matrix.shape[1]))
+    group_of = next(groups for groups in columns if groups.any())
+    order = np.argsort(group_of, kind="stable")
+    for chosen in np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1):
         yield from _products(matrix[chosen], rows[chosen])
+
+
+def _alike(matrix: npt.NDArray[np.int64], column: int) -> npt.NDArray[np.intp]:
+    """Per row a number, equal where the values of this column stand beside the same others."""
+    others = np.delete(matrix, column, axis=1)
+    distinct = np.unique(np.column_stack([matrix[:, column], others]), axis=0)
+    values, firsts = np.unique(distinct[:, 0], return_index=True)
+    groups: dict[bytes, int] = {}
+    group_of_value = [
+        groups.setdefault(part[:, 1:].tobytes(), len(groups))
+        for part in np.split(distinct, firsts[1:])
+    ]
+    return np.array(group_of_value, np.intp)[np.searchsorted(values, matrix[:, column])]
 
 
 def _codes(
@@ -112,7 +124,7 @@ def _parts(template: str, values: list[npt.NDArray[np.int64]]) -> tuple[str, ...
             parts[-1] += f"{numbers[0]}{text}"
         else:
             parts += [_set_shown(numbers), text]
-    return tuple(parts)
+    return tuple(part.replace(_NUL, "\0") for part in parts)
 
 
 def _set_shown(numbers: npt.NDArray[np.int64]) -> str:
@@ -122,3 +134,24 @@ def _set_shown(numbers: npt.NDArray[np.int64]) -> str:
     for run in runs:
         texts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
     return "{" + ",".join(texts) + "}"
+
+
+def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
+    """What a pattern consists of: (a text of its paths, None), or ("", a set without its braces).
+
+    Raises:
+        ValueError: Its braces make no sense.
+
+    Example:
+        >>> list(parts_of("{{x}}/{0..2}"))
+        [('{', None), ('x', None), ('}', None), ('/', None), ('', '0..2')]
+    """
+    end = 0
+    for part in _PARTS.finditer(pattern):
+        if part.start() != end:
+            break
+        end = part.end()
+        text = part.group()
+        yield ("", part[1]) if part[1] is not None else (text[0] if text[0] in "{}" else text, None)
+    if end != len(pattern):
+        raise ValueError(f"its braces make no sense from character {end} on")

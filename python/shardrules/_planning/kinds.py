@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._correction import Loss, SpecOnMesh
 from shardrules._device_bytes import device_bytes
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
-from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained
+from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ class Kind:
     costs: tuple[int, ...]
     """Of each loss, the bytes on the fullest device that there would not be without it."""
     problem: str | None
-    """Why there is no spec: "unmatched", "ambiguous", or what does not fit and the way out."""
+    """Why there is no spec: "unmatched", "ambiguous", or what does not fit."""
     notes: tuple[tuple[str, str], ...]
     """Of each loss, what it is and the way out."""
     origin: str | None
@@ -56,6 +56,12 @@ class Kind:
     def dtype_shown(self) -> str:
         """The dtype's name; - for leaves that are no arrays."""
         return "-" if self.dtype is None else str(self.dtype)
+
+    @property
+    def ways_out(self) -> tuple[str, ...]:
+        """Of what does not fit."""
+        told = (way_out for what, way_out in self.notes if what in (self.problem or ""))
+        return tuple(dict.fromkeys(told))
 
     @property
     def bytes(self) -> int:
@@ -116,12 +122,12 @@ class Placer:
             return kind_on_mesh(alike, wanted.spec, Entries(), self._axis_sizes, origin=origin)
         kept = wanted.corrector.kept(alike.shape)
         spec = wanted.corrected(len(alike.shape), kept)
-        problem = None if spec is not None else "; ".join(wanted.errors(alike.shape))
+        problems = [what for what, _ in wanted.problems(alike.shape)] if spec is None else []
         losses = tuple(wanted.losses(len(alike.shape), kept))
-        notes = tuple(wanted.described(loss, alike.shape) for loss in losses)
+        notes = tuple(wanted.told(loss, alike.shape) for loss in losses)
         return kind_on_mesh(
             alike, wanted.spec, spec, self._axis_sizes,
-            problem=problem, losses=losses, notes=notes, origin=origin,
+            problem="; ".join(problems) or None, losses=losses, notes=notes, origin=origin,
         )  # fmt: skip
 
 
@@ -144,7 +150,8 @@ def kind_on_mesh(
 
     def parts_lost(loss: Loss) -> int:
         # Absent axes do not exist to cut.
-        return prod(axis_sizes.get(axis, 1) for axis in loss.axes if axis not in kept)
+        lost = _axes_lost(loss, losses, wanted)
+        return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
 
     return Kind(
         rule=alike.rule if alike.rule >= 0 else None,
@@ -162,6 +169,14 @@ def kind_on_mesh(
     )
 
 
+def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
+    """The axes that a loss took: an absent one may take those beside it with it."""
+    told_twice = any(one.kind == "indivisible" and one.dim == loss.dim for one in losses)
+    if loss.kind != "absent" or told_twice:
+        return loss.axes
+    return entry_axes(entries_of(wanted or Entries())[loss.dim])
+
+
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
     """The axes of more than one device that cut an array with this spec."""
     return frozenset(
@@ -172,11 +187,16 @@ def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str
     )
 
 
+def plain_entries(spec: Spec) -> list[Any]:
+    """The entries, equal for equal specs: ("tp",) is "tp", as newer versions of JAX have it."""
+    return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
+
+
 def spec_shown(spec: Spec | None) -> str:
     """A spec as people write it, PartitionSpec or not: P('fsdp', None)."""
     if spec is None:
         return "-"
-    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in entries_of(spec))
+    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
     extra = [f"{name}={sorted(getattr(spec, name))}" for name in ("unreduced", "reduced")
              if getattr(spec, name, None)]  # fmt: skip
     return f"P({', '.join([*shown, *extra])})"

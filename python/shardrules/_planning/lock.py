@@ -11,42 +11,56 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._device_bytes import device_bytes
+from shardrules._device_bytes import check_countable, device_bytes
 from shardrules._dialects import Dialect
 from shardrules._files.errors import FileError
 from shardrules._mesh import checked_sizes
-from shardrules._planning.fold import fold
-from shardrules._planning.kinds import Kind, spec_shown
-from shardrules._planning.survey import NO_RULE_NEEDED, Alike, Survey, checked
+from shardrules._planning.fold import fold, parts_of
+from shardrules._planning.kinds import Kind, plain_entries, spec_shown
+from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
 from shardrules._rules import Rules
-from shardrules._specs import Entries, entries_of, is_unconstrained, partition_spec
+from shardrules._specs import Entries, is_unconstrained, partition_spec, shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
 
 _FORMAT: Final = "shardrules lock 1"
-_MOST_LEAVES: Final = 10**8
-_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
+# Ten times those of the largest models; a few characters of a pattern must not fill the memory.
+_MOST_LEAVES: Final = 10**6
+_MOST_TEXT: Final = 2**28
+_LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
+_RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
+_FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
+_UNCONSTRAINED: Final = {"unconstrained": True}
+_WAY_OUT: Final = "make the lock again with Plan.lock"
 
 
 def fingerprint(plan: Plan) -> str:
     """See `Plan.fingerprint`."""
-    of_kind = [f"\t{k.shape}\t{k.dtype_shown}\t{spec_shown(k.spec)}\n" for k in plan.kinds]
-    rows = [path + of_kind[kind] for path, kind in zip(plan.paths, plan.kind_of, strict=True)]
-    digest = hashlib.sha256(repr(plan.axis_sizes).encode())
+    return _digest(plan.axis_sizes, plan.paths, plan.kind_of, plan.kinds)
+
+
+def _digest(axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]) -> str:
+    of_kind = [f"\t{k.shape}\t{k.dtype_shown}\t{spec_shown(k.spec)}\n" for k in kinds]
+    # With its tabs and newlines escaped no path can pass for a row of something else.
+    rows = [ascii(path) + of_kind[kind] for path, kind in zip(paths, kind_of, strict=True)]
+    digest = hashlib.sha256(ascii(axis_sizes).encode())
     digest.update("".join(sorted(rows)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
 def lock(plan: Plan) -> str:
     """See `Plan.lock`."""
+    _check_lockable(plan.paths)
     leaves = [
         _leaf_entry(plan.kinds[one.group], one.pattern)
         for one in sorted(fold(plan.paths, plan.kind_of), key=lambda one: one.pattern)
@@ -63,36 +77,70 @@ def lock(plan: Plan) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def _check_lockable(paths: list[str]) -> None:
+    if len(paths) > _MOST_LEAVES or sum(map(len, paths)) > _MOST_TEXT:
+        raise ValueError(f"a lock holds at most {_MOST_LEAVES:,} leaves, not {len(paths):,}")
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise ValueError(
+            f"two leaves have the path {twice!r}, and a lock tells leaves apart by their paths: "
+            "rename one of them"
+        )
+
+
 def read_lock(text: str, name: str) -> tuple[Survey, list[Kind], dict[str, int]]:
     """What a plan is made of, from a lock's text.
 
     Raises:
         FileError: It is no lock, or one that does not hold together; `name` is the file's.
     """
-    try:
+    with _errors_at(name):
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise FileError(f"{name}: not a lock: its format is not {_FORMAT!r}")
-        axis_sizes = checked_sizes(content["mesh"])
-        rules = Rules(map(_rule, content["rules"]), _dialect(content["dialect"]))
-        alike: list[Alike] = []
-        kinds: list[Kind] = []
-        paths: list[str] = []
-        kind_of: list[int] = []
-        for number, entry in enumerate(content["leaves"]):
+            raise ValueError(f"not a lock: its format is not {_FORMAT!r}")
+        axis_sizes = checked_sizes(_typed(content["mesh"], dict))
+        check_countable(axis_sizes)
+        rule_entries = _typed(content["rules"], list)
+        leaf_entries = _typed(content["leaves"], list)
+    with _errors_at(f"{name}: rules"):
+        pairs = [_rule(index, entry) for index, entry in enumerate(rule_entries)]
+        rules = Rules(pairs, _dialect(_typed(content["dialect"], dict)))
+    alike: list[Alike] = []
+    kinds: list[Kind] = []
+    paths: list[str] = []
+    kind_of: list[int] = []
+    left = _MOST_TEXT
+    for number, entry in enumerate(leaf_entries):
+        with _errors_at(f"{name}: leaves[{number}]"):
             alike.append(_alike(entry, len(rules)))
             kinds.append(_kind(alike[-1], entry, axis_sizes))
-            expanded = _expanded(entry["path"], _MOST_LEAVES - len(paths))
+            expanded = _expanded(_typed(entry["path"], str), _MOST_LEAVES - len(paths), left)
+            left -= len(entry["path"]) * len(expanded)
             paths += expanded
             kind_of += [number] * len(expanded)
-    except FileError:
-        raise
-    except (KeyError, TypeError, ValueError, RecursionError, re.error) as error:
-        raise FileError(f"{name}: not a lock: {type(error).__name__}: {error}") from error
     tree = {path: row for row, path in enumerate(paths)}
-    if len(tree) < len(paths):
-        raise FileError(f"{name}: not a lock: two of its patterns stand for the same path")
+    with _errors_at(name):
+        if len(tree) < len(paths):
+            raise ValueError("two of its patterns stand for the same path")
+        if _digest(axis_sizes, paths, kind_of, kinds) != content["fingerprint"]:
+            raise ValueError("its fingerprint is that of another plan: it was changed by hand")
     return Survey(rules, tree, paths, np.array(kind_of, np.int32), alike), kinds, axis_sizes
+
+
+@contextmanager
+def _errors_at(place: str) -> Iterator[None]:
+    """Whatever is wrong with a lock becomes a FileError that names the place."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
+        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise FileError(f"{place}: {what}; {_WAY_OUT}") from error
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{shown(value)} stands where a {kind.__name__} belongs")
+    return value
 
 
 def text_of(lock_or_path: str | Path) -> tuple[str, str]:
@@ -101,8 +149,9 @@ def text_of(lock_or_path: str | Path) -> tuple[str, str]:
         return lock_or_path, "the lock"
     try:
         return Path(lock_or_path).read_text(encoding="utf-8"), str(lock_or_path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{lock_or_path}: not readable as a lock: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name that a file can have
+        name = lock_or_path if isinstance(lock_or_path, Path) else shown(lock_or_path)
+        raise FileError(f"{name}: neither a lock nor a file with one: {error}") from error
 
 
 def _one_a_line(key: str, entries: list[Any]) -> str:
@@ -125,7 +174,7 @@ def _leaf_entry(kind: Kind, pattern: str) -> dict[str, Any]:
 def _spec_entry(spec: Any) -> list[Any]:
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ValueError(f"a lock cannot hold the unreduced or reduced axes of {spec_shown(spec)}")
-    return [{"unconstrained": True} if is_unconstrained(e) else e for e in entries_of(spec)]
+    return [_UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
 
 
 def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
@@ -133,7 +182,7 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
     wanted = given if isinstance(given, RuleSpec) else RuleSpec(given)
     entry: dict[str, Any] = {"rule": index, "pattern": pattern}
     if isinstance(pattern, re.Pattern):
-        entry |= {"pattern": pattern.pattern, "flags": int(pattern.flags)}
+        entry |= {"pattern": pattern.pattern, "flags": int(pattern.flags) & _FLAGS}
     entry["spec"] = _spec_entry(wanted.spec)
     if wanted.correction is not None:
         entry["correction"] = dataclasses.asdict(wanted.correction)
@@ -142,30 +191,34 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
     return entry
 
 
-def _rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
+def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
+    if not _typed(entry, dict).keys() <= _RULE_FIELDS or entry["rule"] != index:
+        raise ValueError(f"rule {index} is {shown(entry)}")
     pattern = entry["pattern"]
     if isinstance(pattern, list):
         pattern = tuple(pattern)
     if "flags" in entry:
-        pattern = re.compile(pattern, entry["flags"])
-    correction = Correction(**entry["correction"]) if "correction" in entry else None
-    return pattern, RuleSpec(_spec(entry["spec"]), correction, tuple(entry.get("units", ())))
+        flags = _typed(entry["flags"], int)
+        if flags & ~_FLAGS:
+            raise ValueError(f"rule {index} has flags that do not exist: {flags}")
+        pattern = re.compile(_typed(pattern, str), flags)
+    correction = None
+    if "correction" in entry:
+        correction = Correction(**_typed(entry["correction"], dict))
+    units = tuple(_typed(entry.get("units", []), list))
+    return pattern, RuleSpec(_spec(entry["spec"]), correction, units)
 
 
 def _dialect(fields: dict[str, Any]) -> Dialect:
-    correction = Correction(**fields["correction"])
-    return Dialect(**{**fields, "match": tuple(fields["match"]), "correction": correction})
+    _typed(fields["name"], str)
+    match = tuple(_typed(way, str) for way in _typed(fields["match"], list))
+    correction = Correction(**_typed(fields["correction"], dict))
+    return Dialect(**{**fields, "match": match, "correction": correction})
 
 
-def _spec(entries: list[Any]) -> Any:
-    if not isinstance(entries, list):
-        raise TypeError(f"a spec is a list, not {entries!r}")
-    plain = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
-    for entry in plain:
-        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        if not all(isinstance(name, str) or name == {"unconstrained": True} for name in names):
-            raise TypeError(f"an entry of a spec is {entry!r}")
-    if {"unconstrained": True} not in plain:
+def _spec(entries: Any) -> Any:
+    plain = [_spec_part(entry) for entry in _typed(entries, list)]
+    if _UNCONSTRAINED not in plain:
         return Entries(plain)
     from jax.sharding import PartitionSpec
 
@@ -173,18 +226,34 @@ def _spec(entries: list[Any]) -> Any:
     return partition_spec(*(free if isinstance(entry, dict) else entry for entry in plain))
 
 
-def _alike(entry: dict[str, Any], rules: int) -> Alike:
-    if not isinstance(entry, dict) or not entry.keys() <= _FIELDS:
-        raise TypeError(f"a leaf has fields that are not known: {entry!r}")
-    rule = entry["rule"]
-    if rule is not None and (not isinstance(rule, int) or not 0 <= rule < rules):
-        raise ValueError(f"there is no rule {rule!r}")
-    shape = None if entry["shape"] is None else tuple(entry["shape"])
-    return checked(NO_RULE_NEEDED if rule is None else rule, shape, entry["dtype"])
+def _spec_part(entry: Any) -> Any:
+    if isinstance(entry, list):
+        return tuple(_typed(axis, str) for axis in entry)
+    if entry is None or isinstance(entry, str) or entry == _UNCONSTRAINED:
+        return entry
+    raise TypeError(f"an entry of a spec is {shown(entry)}")
+
+
+def _alike(entry: Any, rules: int) -> Alike:
+    if not _typed(entry, dict).keys() <= _LEAF_FIELDS:
+        raise ValueError(f"there are fields that are not known: {shown(sorted(entry))}")
+    rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
+    if rule is not None and not 0 <= _typed(rule, int) < rules:
+        raise ValueError(f"there is no rule {rule}")
+    if (problem is None) == (entry["spec"] is None):
+        raise ValueError("a leaf has either a spec or a problem")
+    _typed(entry["dtype"], str)
+    if shape is None:
+        dtype, shape = None, None
+    else:
+        dtype, shape = entry["dtype"], tuple(_typed(shape, list))
+    without = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}.get(problem or "", NO_RULE_NEEDED)
+    return checked(without if rule is None else rule, shape, dtype)
 
 
 def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Kind:
     spec = None if entry["spec"] is None else _spec(entry["spec"])
+    problem = entry.get("problem")
     held = device_bytes(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
     return Kind(
         rule=entry["rule"],
@@ -195,41 +264,35 @@ def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Ki
         spec=spec,
         losses=(),
         costs=(),
-        problem=entry.get("problem"),
+        problem=None if problem is None else _typed(problem, str),
         notes=(),
         origin="a lock",
         device_bytes=held,
     )
 
 
-# {{ and }} are braces of the path; {0..3,7} is a set of numbers.
-_PARTS: Final = re.compile(r"\{\{|\}\}|\{([0-9][0-9.,]*)\}|[^{}]+")
-
-
-def _expanded(pattern: str, most: int) -> list[str]:
+def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
     """The paths that a folded pattern stands for."""
     choices: list[list[str]] = []
-    end, count = 0, 1
-    for part in _PARTS.finditer(pattern):
-        if part.start() != end:
-            break
-        end = part.end()
-        text = part.group()
-        choices.append([text[0] if text in ("{{", "}}") else text])
-        if part.group(1) is not None:
-            choices[-1] = [str(n) for numbers in _ranges(part.group(1), most) for n in numbers]
-            count *= len(choices[-1])
-        if count > most:
-            raise ValueError(f"{pattern} stands for more leaves than a lock may have")
-    if end != len(pattern):
-        raise ValueError(f"{pattern} is no folded path: at {end} its braces make no sense")
+    count = 1
+    for text, numbers in parts_of(pattern):
+        if numbers is None:
+            choices.append([text])
+            continue
+        ranges = [_range(one) for one in numbers.split(",")]
+        # Not `len`, which is for numbers of 63 bits.
+        count *= sum(numbers.stop - numbers.start for numbers in ranges)
+        if count > most or count * len(pattern) > most_text:
+            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
+        choices.append([str(number) for one in ranges for number in one])
+    if count > most:
+        raise ValueError("there are more leaves than a lock may have")
     return ["".join(texts) for texts in itertools.product(*choices)]
 
 
-def _ranges(text: str, most: int) -> Iterator[range]:
-    for one in text.split(","):
-        first, _, last = one.partition("..")
-        numbers = range(int(first), int(last or first) + 1)
-        if len(numbers) > most:
-            raise ValueError(f"{{{text}}} stands for more leaves than a lock may have")
-        yield numbers
+def _range(text: str) -> range:
+    first, _, last = text.partition("..")
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(f"no numbers are {text}")
+    return numbers

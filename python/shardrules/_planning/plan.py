@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrules._correction import Correction
 from shardrules._coverage import Coverage
+from shardrules._device_bytes import check_countable
 from shardrules._files.write import write_text
 from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._planning.budget import DeviceBytes, budget
@@ -81,7 +82,9 @@ def plan(
         array([3840])
     """
     compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    axis_sizes, manual = _axes(mesh)
+    # A mesh of the context is taken now: later another one may be in force.
+    chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
+    axis_sizes, manual = _axes(chosen)
     base, followers = survey(tree, compiled, min_size), tuple(companions)
 
     def place(sizes: dict[str, int]) -> Leaves:
@@ -95,15 +98,14 @@ def plan(
             return leaves
         return with_companions(leaves, compiled, placer, followers, min_size)
 
-    return Plan(place, axis_sizes, mesh)
+    return Plan(place, axis_sizes, chosen)
 
 
-def _axes(mesh: MeshLike | None) -> tuple[dict[str, int], frozenset[str]]:
+def _axes(mesh: MeshLike) -> tuple[dict[str, int], frozenset[str]]:
     """Devices per axis, and the axes that are manual."""
     if isinstance(mesh, Mapping):
         return checked_sizes(mesh), frozenset()
-    found = resolve_mesh(mesh)
-    return dict(found.shape), axes_of_type(found, "Manual")
+    return dict(mesh.shape), axes_of_type(mesh, "Manual")
 
 
 class Plan:
@@ -111,11 +113,18 @@ class Plan:
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
     `kinds`, once for each kind.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"layers": [{"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")} for _ in range(4)]}
+        >>> sr.plan(tree, [("w", "tp")], {"tp": 2})
+        4 leaves, 512 B on tp=2 (2 devices): 256 B on the fullest device: params 256 B
+        path             leaves  shape   dtype     rule  spec           bytes  per device
+        layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
-    def __init__(
-        self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike | None = None
-    ) -> None:
+    def __init__(self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike) -> None:
+        check_countable(axis_sizes)
         found, kinds, sources = place(axis_sizes)
         self._found = found
         self._place = place
@@ -183,8 +192,8 @@ class Plan:
         |---|---|---|
         | unmatched | error | leaves that no rule matches |
         | misfit | error | leaves that cannot be sharded as their rule says |
-        | catch-all | error, info | leaves that only the catch-all rule matches; info if none of
-          them is large and replicated |
+        | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
+          them that are replicated are not large together |
         | replicated | warning | other large leaves that are replicated |
         | correction | warning, info | what the mesh or the shape takes from a spec; info if that
           costs less than `large` |
@@ -310,7 +319,8 @@ class Plan:
         """
         if meshes is None:
             sizes = checked_sizes(fixed) if fixed else {}
-            names = tuple(axes or (name for name in self.axis_sizes if name not in sizes))
+            left = (name for name in self.axis_sizes if name not in sizes)
+            names = tuple(left if axes is None else axes)
             meshes = factorizations(self.devices if devices is None else devices, names, sizes)
         moments = None if optimizer is None else tuple(optimizer)
         return sweep(self, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
@@ -350,7 +360,7 @@ class Plan:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
-            'b7203428'
+            '229b934b'
         """
         return fingerprint(self)
 
@@ -390,7 +400,7 @@ class Plan:
         found, kinds, axis_sizes = read_lock(*text_of(lock))
 
         def place(sizes: dict[str, int]) -> Leaves:
-            if sizes != axis_sizes:
+            if list(sizes.items()) != list(axis_sizes.items()):
                 raise ValueError(f"a locked plan is for the mesh {axis_sizes} alone")
             return Leaves(found, kinds, found.paths)
 
@@ -528,7 +538,7 @@ class Plan:
     def _shardings_of_kinds(self) -> list[Any]:
         from jax.sharding import NamedSharding
 
-        on_mesh = resolve_mesh(self._mesh) if self._mesh is None else as_mesh(self._mesh)
+        on_mesh = as_mesh(self._mesh)
         made: dict[Any, NamedSharding] = {}
         for spec in self._all_specs():
             made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))

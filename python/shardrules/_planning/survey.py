@@ -123,6 +123,7 @@ def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
         if size < 0:
             raise ValueError(f"a dimension of the shape {shape} is negative")
     bits = bits_of(dtype)
-    if prod(map(int, shape)) * bits > _MOST_BITS:
+    # A dimension of 0 would hide others that are too large to calculate with.
+    if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
         raise ValueError(f"an array of shape {shape} has more bytes than can be counted")
     return Alike(rule, tuple(map(int, shape)), dtype, bits)

@@ -6,10 +6,12 @@ needed. Must not know how a table is drawn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._device_bytes import check_countable
 from shardrules._planning.kinds import axes_used
 from shardrules._planning.units import bytes_shown
 
@@ -62,10 +64,11 @@ def sweep(
     optimizer: tuple[Any, ...] | None,
 ) -> Sweep:
     """See `Plan.sweep`."""
-    rows: list[SweepRow] = []
-    for mesh in meshes:
-        if len(rows) == _MOST_MESHES:
-            raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes")
+    chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(chosen) > _MOST_MESHES:
+        raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes; give fewer axes")
+    rows = []
+    for mesh in chosen:
         there = plan.on_mesh(mesh)
         held = there.bytes_per_device(gradients=gradients, optimizer=optimizer).max
         rows.append(_row(there, held, hbm))
@@ -83,6 +86,9 @@ def factorizations(
     names = (*axes, *fixed)
     if not axes or len(set(names)) < len(names):
         raise ValueError(f"the axes of a mesh are names, each once, not {names}")
+    check_countable({"devices": devices})
+    if devices < 1:
+        raise ValueError(f"a mesh has at least 1 device, not {devices}")
     each, rest = divmod(devices, prod(fixed.values()))
     if each < 1 or rest:
         raise ValueError(f"{devices} devices cannot make a mesh with {mesh_shown(fixed) or axes}")
@@ -100,7 +106,7 @@ def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, i
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 

@@ -61,7 +61,7 @@ def table(plan: Plan) -> str:
     ]
     more = len(plan.folded) - _MOST_ROWS
     return "\n".join(
-        [heading(plan), *shown, *([f"... and {more:,} rows more"] if more > 0 else [])]
+        [heading(plan), *shown, *([f"... and {more:,} more rows"] if more > 0 else [])]
     )
 
 

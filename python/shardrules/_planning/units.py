@@ -17,6 +17,8 @@ def bytes_shown(count: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """`1 leaf`, `2,000 leaves`: the plural in -s, or of leaf and axis."""
+    """`1 leaf`, `2,000 large leaves`: the plural of the last word in -s, or of leaf and axis."""
+    *before, noun = what.split(" ")
     irregular = {"leaf": "leaves", "axis": "axes"}
-    return f"{count:,} {what if count == 1 else irregular.get(what, what + 's')}"
+    plural = noun if count == 1 else irregular.get(noun, noun + "s")
+    return f"{count:,} {' '.join([*before, plural])}"

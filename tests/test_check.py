@@ -1,0 +1,551 @@
+"""Plan.check: each kind of finding on a case made for it, and on one that is nearly the same.
+
+The findings on real models are compared with tests/data/golden. `UPDATE_GOLDEN=1 python -m pytest
+tests/test_check.py` writes them anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._planning.check import KINDS
+from shardrules._planning.fold import fold
+from tests import corpus
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+MESH = {"fsdp": 8, "tp": 4}
+MIB = 2**20
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+LARGE = array(4096, 1024)  # 16 MiB, just large
+SMALL = array(4096, 1023)
+
+
+def findings(tree, rules, mesh=MESH, **options):
+    return sr.plan(tree, rules, mesh).check(**options)
+
+
+def of_kind(found, kind):
+    return [one for one in found if one.kind == kind]
+
+
+def only(found, kind):
+    (one,) = of_kind(found, kind)
+    return one
+
+
+SHARDED = [("w", ("fsdp", "tp"))]
+
+
+def test_nothing_to_say():
+    found = findings({"w": LARGE}, SHARDED)
+    assert found == ()
+    assert str(found) == "0 errors, 0 warnings, 0 info"
+
+
+class TestUnmatched:
+    def test_all_at_once(self):
+        tree = {"w": LARGE, "x": [array(8, 2)] * 3, "y": array(2), "scalar": array()}
+        one = only(findings(tree, SHARDED), "unmatched")
+        assert (one.level, one.leaves, one.rule, one.paths) == ("error", 4, None, ("x/{0..2}", "y"))
+        assert one.bytes == 3 * 64 + 8
+        assert one.message == "no rule matches 4 leaves of 6"
+        assert (
+            one.fix
+            == r"add rules for them, such as (r'x/\d+', P(...)); or replicate them by a last rule ('.*', P())"
+        )
+
+    def test_not_where_a_dialect_replicates(self):
+        assert of_kind(findings({"x": LARGE}, sr.Rules([("w", None)], sr.KERAS)), "unmatched") == []
+
+    def test_not_what_needs_no_rule(self):
+        tree = {"w": LARGE, "scalar": array(), "name": "x", "none": None}
+        assert of_kind(findings(tree, SHARDED), "unmatched") == []
+
+    def test_the_example_is_in_the_dialects_own_form(self):
+        rules = sr.Rules([(("w",), None)], sr.WINDOW)
+        one = only(findings({"a.b": {"x": [LARGE] * 3}}, rules), "unmatched")
+        assert r"((r'a\.b', r'x', r'\d+',), P(...))" in one.fix
+        assert "(('.*',), P())" in one.fix
+        keystr = sr.Rules([("w", None)], sr.KEYSTR)
+        one = only(findings({"x": [LARGE] * 3}, keystr), "unmatched")
+        assert r"""(r"\['x'\]\[\d+\]", P(...))""" in one.fix
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "{", "}", "'", '"', "\\", "\n", "\0", "1", "23", "007", ".", "é", "\ud800", "٣", "-"]),
+                         max_size=5).map("".join), min_size=1, max_size=6, unique=True))  # fmt: skip
+def test_the_example_of_a_rule_matches_the_leaves(paths):
+    plan = sr.plan({path: array(2) for path in paths}, [], MESH)
+    one = only(plan.check(), "unmatched")
+    written = re.fullmatch(
+        r"add rules for them, such as \((.*), P\(\.\.\.\)\); or replicate .*", one.fix, re.S
+    )[1]
+    pattern = ast.literal_eval(written)
+    (first,) = [folded for folded in plan.folded if folded.pattern == one.paths[0]]
+    assert all(re.fullmatch(pattern, plan.paths[row]) for row in first.rows)
+
+
+class TestMisfit:
+    RULES = (("w", sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error"))),)
+
+    def test_indivisible(self):
+        tree = {"w": [array(8, 6)] * 3, "w2": array(8, 8)}
+        one = only(findings(tree, self.RULES), "misfit")
+        assert (one.level, one.leaves, one.rule, one.paths) == ("error", 3, 0, ("w/{0..2}",))
+        assert one.bytes == 3 * 8 * 6 * 4
+        assert one.message == (
+            "rule 0 'w' -> P('fsdp', 'tp') cannot be applied to the shape (8, 6): dim 1 of size 6 is not divisible by tp=4"
+        )
+        assert one.fix.startswith("use fewer axes or pad the array")
+
+    def test_an_axis_twice(self):
+        one = only(findings({"w": LARGE}, [("w", ("tp", "tp"))]), "misfit")
+        assert "dim 1: 'tp' is used twice" in one.message
+        assert one.fix == "an axis can cut only one dimension, once"
+
+    def test_not_what_is_corrected(self):
+        assert of_kind(findings({"w": array(8, 6)}, SHARDED), "misfit") == []
+
+    def test_ambiguous(self):
+        rules = sr.Rules([(".*w", ("tp",)), ("w.*", None)], sr.KERAS)
+        found = findings({"w": LARGE, "aw": LARGE, "wb": LARGE}, rules)
+        one = only(found, "misfit")
+        assert (one.level, one.leaves, one.rule, one.paths) == ("error", 1, None, ("w",))
+        assert "several rules match" in one.message
+
+    def test_the_errors_of_specs_are_these(self):
+        plan = sr.plan({"w": array(8, 6), "x": array(2)}, self.RULES, MESH)
+        with pytest.raises(
+            ValueError, match=r"^error\[misfit\]: rule 0 (?s:.*)\nerror\[unmatched\]: no rule"
+        ) as caught:
+            plan.specs()
+        for one in plan.check().at_least("error"):
+            assert str(one) in str(caught.value)
+
+
+class TestCatchAll:
+    def rules(self, spec=()):
+        return [*SHARDED, ("experts/up", "tp"), (".*", spec)]
+
+    def test_large_and_replicated(self):
+        tree = {"w": LARGE, "experts": [{"fc": LARGE}] * 4, "small": array(8)}
+        found = findings(tree, self.rules())
+        one = found[0]
+        assert one is only(found, "catch-all")
+        assert (one.level, one.leaves, one.rule) == ("error", 5, 2)
+        assert one.paths == ("experts/{0..3}/fc", "small")
+        assert one.bytes == 4 * 16 * MIB + 32
+        assert one.message == (
+            "5 leaves of 6 (67.1 MB of 83.9 MB) match no rule but the catch-all, rule 2 '.*' -> P(): 67.1 MB on each device"
+        )
+        assert (
+            r"(r'experts/\d+/fc', P(...)) (perhaps meant for them, but matching nothing: rule 1)"
+            in one.fix
+        )
+
+    def test_many_small_ones_are_as_silent(self):
+        tree = {"w": LARGE, "experts": [{"fc": array(64, 1024)}] * 64}
+        assert only(findings(tree, self.rules()), "catch-all").level == "error"
+        assert (
+            only(
+                findings({**tree, "experts": tree["experts"][1:]}, self.rules()), "catch-all"
+            ).level
+            == "info"
+        )
+
+    @pytest.mark.parametrize(("spec", "mesh"), [(("tp",), MESH), ((), {"fsdp": 1, "tp": 1})])
+    def test_only_a_note_if_it_shards_or_there_is_one_device(self, spec, mesh):
+        assert (
+            only(findings({"w": LARGE, "x": LARGE}, self.rules(spec), mesh), "catch-all").level
+            == "info"
+        )
+
+    @pytest.mark.parametrize("pattern", [".*", "", ".", ".+", "^", "(?s).*", r"[\s\S]"])
+    def test_what_matches_whatever_comes(self, pattern):
+        assert (
+            only(findings({"w": LARGE, "x": LARGE}, [*SHARDED, (pattern, ())]), "catch-all").rule
+            == 1
+        )
+
+    @pytest.mark.parametrize("pattern", ["x", "^(?!.*w)", "^[^w]*$", "[a-z]", "(x|w)"])
+    def test_what_does_not(self, pattern):
+        found = findings({"w": LARGE, "x": LARGE}, [*SHARDED, (pattern, ())])
+        assert of_kind(found, "catch-all") == []
+        assert only(found, "replicated").rule == 1
+
+    def test_of_windows(self):
+        rules = sr.Rules([(("w",), P("fsdp", "tp")), ((".*",), None)], sr.WINDOW)
+        assert only(findings({"w": LARGE, "x": {"y": LARGE}}, rules), "catch-all").paths == ("x/y",)
+
+    def test_declared(self):
+        tree = {"w": LARGE, "experts": [{"fc": LARGE}] * 4}
+        assert (
+            of_kind(findings(tree, self.rules(), replicated=["^experts/.*fc$"]), "catch-all") == []
+        )
+
+    def test_declared_in_part(self):
+        tree = {"w": LARGE, "experts": [{"fc": LARGE}] * 5}
+        one = only(
+            findings(tree, self.rules(), replicated=["experts/0/", "experts/3/"]), "catch-all"
+        )
+        assert (one.paths, one.leaves) == (("experts/{1,2,4}/fc",), 3)
+
+
+class TestReplicated:
+    def test_a_large_one(self):
+        one = only(findings({"w": LARGE, "x": [LARGE] * 2}, [*SHARDED, ("x", None)]), "replicated")
+        assert (one.level, one.leaves, one.rule, one.bytes) == ("warning", 2, 1, 32 * MIB)
+        assert (
+            one.message
+            == "2 large leaves are replicated by rule 1 'x' -> P(): 33.6 MB on each device"
+        )
+
+    def test_not_a_small_one(self):
+        assert (
+            of_kind(findings({"w": LARGE, "x": SMALL}, [*SHARDED, ("x", None)]), "replicated") == []
+        )
+
+    @pytest.mark.parametrize(("large", "count"), [(4096 * 1023 * 4, 1), (4096 * 1023 * 4 + 1, 0)])
+    def test_what_is_large(self, large, count):
+        found = findings({"w": LARGE, "x": SMALL}, [*SHARDED, ("x", None)], large=large)
+        assert len(of_kind(found, "replicated")) == count
+
+    def test_an_axis_of_one_device_cuts_nothing(self):
+        rules = [*SHARDED, ("x", "dp")]
+        assert (
+            len(of_kind(findings({"w": LARGE, "x": LARGE}, rules, {"dp": 1, **MESH}), "replicated"))
+            == 1
+        )
+        assert (
+            of_kind(findings({"w": LARGE, "x": LARGE}, rules, {"dp": 2, **MESH}), "replicated")
+            == []
+        )
+
+    def test_one_device(self):
+        assert of_kind(findings({"x": LARGE}, [("x", None)], {"tp": 1}), "replicated") == []
+
+    def test_what_the_mesh_leaves_nothing_of(self):
+        one = only(findings({"x": array(4097, 1024)}, [("x", "tp")]), "replicated")
+        assert (
+            "1 large leaf is replicated by rule 0 'x' -> P('tp'), of which the shapes and the mesh leave nothing"
+            in one.message
+        )
+
+    def test_declared(self):
+        rules = [*SHARDED, ("x", None)]
+        assert (
+            of_kind(findings({"w": LARGE, "x": LARGE}, rules, replicated=["^x$"]), "replicated")
+            == []
+        )
+        assert of_kind(findings({"w": LARGE, "x": LARGE}, rules, replicated=["^y$"]), "replicated")
+
+    def test_without_a_rule(self):
+        rules = sr.Rules([(".*w", ("fsdp", "tp"))], sr.KERAS)
+        (one,) = of_kind(findings({"w": LARGE, "x": LARGE}, rules), "replicated")
+        assert (
+            one.message
+            == "1 large leaf that needs no rule, or matches none, is replicated: 16.8 MB on each device"
+        )
+        (one,) = of_kind(findings({"w": LARGE, "x": [LARGE] * 2}, rules), "replicated")
+        assert one.message.startswith(
+            "2 large leaves that need no rule, or match none, are replicated: "
+        )
+
+
+class TestCorrection:
+    def test_what_it_costs(self):
+        # Cut by fsdp=8 alone: 4096*1022*4/8 bytes; with tp=4 it would be a quarter.
+        one = only(findings({"w": [array(4096, 1022)] * 20}, SHARDED), "correction")
+        assert one.bytes == 20 * (4096 * 1022 * 4 // 8) * 3 // 4
+        assert (one.level, one.leaves, one.rule, one.paths) == ("warning", 20, 0, ("w/{0..19}",))
+        assert one.message == (
+            "rule 0 'w' -> P('fsdp', 'tp'): dim 1 of size 1022 is not divisible by tp=4; costs 31.4 MB on each device"
+        )
+        assert one.fix == "use fewer axes or pad the array"
+
+    def test_a_cheap_one_is_a_note(self):
+        assert only(findings({"w": array(8, 6)}, SHARDED), "correction").level == "info"
+
+    def test_not_of_what_fits(self):
+        assert of_kind(findings({"w": [LARGE] * 20}, SHARDED), "correction") == []
+
+    def test_several_axes_may_keep_a_prefix(self):
+        one = only(findings({"w": array(8, 8)}, [("w", (("fsdp", "tp"),))]), "correction")
+        assert one.message.endswith(
+            "dim 0 of size 8 is not divisible by fsdp=8 * tp=4; costs 248 B on each device"
+        )
+        assert "Correction(indivisible='prefix')" in one.fix
+
+    def test_an_absent_axis_takes_those_beside_it(self):
+        rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]
+        tree = {"w": LARGE, "v": LARGE, "x": LARGE}
+        with_it, without = (one for one in findings(tree, rules) if one.kind == "correction")
+        # w and v have a 4th of their 16 MiB on a device, and could have a 32nd.
+        assert with_it.bytes == 2 * (4 * MIB - MIB // 2)
+        assert with_it.message == (
+            "rules 0, 1: the mesh has no axis 'sp', so 'fsdp' beside it is dropped too; costs 7.34 MB on each device"
+        )
+        assert (with_it.rule, with_it.leaves) == (None, 2)
+        assert (
+            without.message
+            == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
+        )
+        assert (without.rule, without.bytes, without.level) == (2, 0, "info")
+        alone = sr.plan(tree, rules, MESH, correction=sr.Correction(absent="drop_axis")).check()
+        assert [one.bytes for one in of_kind(alone, "correction")] == [0]
+
+    def test_a_spec_that_is_too_long(self):
+        one = only(findings({"w": array(8)}, SHARDED), "correction")
+        assert "the spec has 2 entries, the array 1 dimensions" in one.message
+        assert one.fix == "shorten the spec"
+
+
+class TestRules:
+    def test_dead(self):
+        one = only(findings({"w": LARGE}, [*SHARDED, ("v", "tp")]), "dead")
+        assert (one.level, one.rule, one.leaves, one.bytes, one.paths) == ("warning", 1, 0, 0, ())
+        assert one.message == "rule 1 'v' -> P('tp') matches no leaf"
+        assert of_kind(findings({"w": LARGE, "v": array(8)}, [*SHARDED, ("v", "tp")]), "dead") == []
+
+    def test_dead_on_what_needs_a_rule(self):
+        """A rule that only scalars match decides nothing."""
+        assert only(findings({"w": LARGE, "v": array()}, [*SHARDED, ("v", "tp")]), "dead").rule == 1
+
+    def test_shadowed(self):
+        one = only(findings({"w": LARGE, "bw": LARGE}, [*SHARDED, ("bw", "tp")]), "shadowed")
+        assert (one.level, one.rule, one.leaves) == ("warning", 1, 1)
+        assert (
+            one.message == "rule 1 'bw' -> P('tp') matches 1 leaf, but wins none: rule 0 came first"
+        )
+        assert one.fix == "move it before rule 0, or remove it"
+        assert (
+            of_kind(findings({"w": LARGE, "bw": LARGE}, [("bw", "tp"), *SHARDED]), "shadowed") == []
+        )
+
+    def test_a_catch_all_may_be_left_with_nothing(self):
+        found = findings({"w": LARGE}, [*SHARDED, (".*", None)])
+        assert found == ()
+
+    def test_where_one_rule_alone_may_match_there_is_no_before(self):
+        found = findings({"a": LARGE}, sr.Rules([("a", ("fsdp", "tp")), ("a.*", None)], sr.KERAS))
+        assert only(found, "shadowed").fix == "make the patterns exclude each other, or remove it"
+
+
+class TestSiblings:
+    RULES = (("layers/[0-2]/w", ("fsdp", "tp")), ("w", ("tp", "fsdp")))
+
+    def test_other_specs(self):
+        one = only(findings({"layers": [{"w": LARGE}] * 5}, self.RULES), "siblings")
+        assert (one.level, one.leaves, one.paths) == (
+            "warning",
+            5,
+            ("layers/{0..2}/w", "layers/{3,4}/w"),
+        )
+        assert one.message == (
+            "5 leaves that differ only in numbers get 2 specs, P('fsdp', 'tp') and P('tp', 'fsdp'), by rules 0, 1"
+        )
+
+    def test_none_at_all(self):
+        one = only(findings({"layers": [{"w": LARGE}] * 5}, self.RULES[:1]), "siblings")
+        assert "P('fsdp', 'tp') and none, by rule 0" in one.message
+
+    def test_not_by_other_rules_alike(self):
+        rules = [("layers/[0-2]/w", ("fsdp", "tp")), ("w", ("fsdp", "tp"))]
+        assert of_kind(findings({"layers": [{"w": LARGE}] * 5}, rules), "siblings") == []
+
+    def test_not_of_other_shapes_or_dtypes(self):
+        for other in (array(1024, 4096), array(4096, 1024, dtype="bfloat16")):
+            layers = [{"w": LARGE}] * 3 + [{"w": other}] * 2
+            assert of_kind(findings({"layers": layers}, self.RULES), "siblings") == []
+
+    def test_not_where_the_number_is_a_part_of_a_name(self):
+        tree = {"w1": LARGE, "w2": LARGE}
+        assert (
+            of_kind(findings(tree, [("w1", ("fsdp", "tp")), ("w2", ("tp", "fsdp"))]), "siblings")
+            == []
+        )
+
+
+class TestUnusedAxes:
+    def test_an_axis(self):
+        one = only(findings({"w": LARGE}, SHARDED, {"dp": 2, **MESH}), "unused-axis")
+        assert one.level == "info"
+        assert one.message == "the mesh axis 'dp' cuts no leaf: everything is held 2 times along it"
+
+    def test_not_of_one_device(self):
+        assert of_kind(findings({"w": LARGE}, SHARDED, {"dp": 1, **MESH}), "unused-axis") == []
+
+
+EVERYTHING = {
+    "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE},
+    "rules": [("^w", ("fsdp", "tp")), ("[01]/v", ("fsdp", "tp")), ("v", ("tp", "fsdp")), ("x", None), ("dead", "tp"),
+              ("twice", ("tp", "tp")), ("layers/0", "tp"), ("z", ()), ("", ())][:-1],
+    "mesh": {"dp": 2, **MESH},
+}  # fmt: skip
+
+
+def everything(**options):
+    return findings(**EVERYTHING, **options)
+
+
+def test_levels():
+    found = everything()
+    assert {one.kind for one in found} == KINDS.keys() - {"catch-all"}
+    for kind in {one.kind for one in found}:
+        for level in ("error", "warning", "info"):
+            assert {one.level for one in of_kind(everything(levels={kind: level}), kind)} == {level}
+        without = everything(levels={kind: "off"})
+        assert list(without) == [one for one in found if one.kind != kind]
+
+
+def test_the_worst_first():
+    found = everything()
+    order = [("error", "warning", "info").index(one.level) for one in found]
+    assert order == sorted(order)
+    for level in range(3):
+        held = [one.bytes for one, at in zip(found, order, strict=True) if at == level]
+        assert held == sorted(held, reverse=True)
+    assert [one.level for one in found.at_least("error")] == ["error"] * order.count(0)
+    assert len(found.at_least("warning")) == order.count(0) + order.count(1)
+    assert found.at_least("info") == found
+    assert (
+        found.summary
+        == f"{order.count(0)} errors, {order.count(1)} warnings, {order.count(2)} info"
+    )
+
+
+def test_choices_that_do_not_exist():
+    with pytest.raises(
+        ValueError, match="a kind of finding is 'silly'; it must be one of 'unmatched', "
+    ):
+        everything(levels={"silly": "off"})
+    with pytest.raises(
+        ValueError, match="the level of 'dead' is 'fatal'; it must be one of 'error'"
+    ):
+        everything(levels={"dead": "fatal"})
+    with pytest.raises(re.error):
+        everything(replicated=["("])
+
+
+def test_json():
+    found = everything()
+    listed = json.loads(found.to_json())["findings"]
+    assert [sr.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(found)
+    assert json.loads(findings({"w": LARGE}, SHARDED).to_json()) == {"findings": []}
+
+
+def toolkit_data(text):
+    """escapeData of @actions/core's command.ts."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def toolkit_property(text):
+    """escapeProperty of the same."""
+    return toolkit_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def test_github():
+    tree = {"100%\r\nof: a, b::": LARGE, **{f"{c}/x": array(8) for c in "abcdefg"}}
+    found = findings(tree, [("no, such: 5%", "tp")])
+    lines = found.to_github("rules, v1:\n100%.py").split("\n")
+    assert len(lines) == len(found) == 4
+    commands = {"error": "error", "warning": "warning", "info": "notice"}
+    for line, one in zip(lines, found, strict=True):
+        told = "\n".join([one.message, *one.paths[:5], one.fix])
+        assert line == (
+            f"::{commands[one.level]} file={toolkit_property('rules, v1:' + chr(10) + '100%.py')}"
+            f",title=shardrules {one.kind}::{toolkit_data(told)}"
+        )
+    assert "%25%0D%0Aof: a, b::" in lines[0]
+    assert found.to_github().startswith(
+        "::error title=shardrules unmatched::no rule matches 8 leaves of 8%0A"
+    )
+
+
+def test_many_paths_are_cut_short():
+    (one, *_) = findings({f"{c}/x": array(8) for c in "abcdefg"}, [])
+    lines = str(one).split("\n")
+    assert [line.strip() for line in lines[1:-1]] == [
+        "a/x",
+        "b/x",
+        "c/x",
+        "d/x",
+        "e/x",
+        "... and 2 more patterns",
+    ]
+
+
+EASYDEL_V3 = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
+EASYDEL_MESH = {"dp": 1, "fsdp": 8, "ep": 1, "tp": 4, "sp": 1}
+PAIRS = {
+    "deepseek-v3-per-expert": (corpus.DEEPSEEK, EASYDEL_V3, sr.EFORMER, EASYDEL_MESH),
+    "deepseek-v3-v2-rules": (corpus.DEEPSEEK, "easydel__deepseek_v2-DeepseekV2Config-v0.0.80", sr.EFORMER, EASYDEL_MESH),
+    "easydel-deepseek-v3": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, EASYDEL_MESH),
+    "easydel-deepseek-v3-without-sp": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, {"fsdp": 8, "tp": 4}),
+    "easydel-deepseek-v3-fsdp-6": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, {**EASYDEL_MESH, "fsdp": 6}),
+    "easylm-llama": ("easylm-llama-3.1-405b", "EasyLM__llama", sr.EASYLM, {"dp": 1, "fsdp": 32, "mp": 8}),
+    "easylm-gpt-j": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.EASYLM, {"dp": 1, "fsdp": 8, "mp": 4}),
+    "easylm-gpt-j-mp-64": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.EASYLM, {"dp": 1, "fsdp": 8, "mp": 64}),
+    "lwm-7b-scanned": ("lwm-7b-scanned", "LWM__llama-scan_layersTrue", sr.EASYLM, {"dp": 1, "fsdp": 8, "tp": 4, "sp": 1}),
+    "jaxseq-t5": ("flax-t5-v1_1-xxl", "JAXSeq__T5", sr.KEYSTR, {"dp": 1, "fsdp": 8, "mp": 4}),
+}  # fmt: skip
+
+
+def plan_of(pair):
+    model, rules, dialect, mesh = PAIRS[pair]
+    tree = corpus.manifest(model).nested(lambda p: array(*p.shape, dtype=p.dtype))
+    return sr.plan(tree, sr.Rules(corpus.rules(rules), dialect), mesh)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_golden(pair):
+    file, told = GOLDEN / f"{pair}.txt", str(plan_of(pair).check()) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(told, "utf-8")
+    assert told == file.read_text("utf-8")
+
+
+def test_golden_files_are_all_used():
+    assert {file.stem for file in GOLDEN.iterdir()} == PAIRS.keys()
+
+
+def test_the_catch_all_of_deepseek_comes_first():
+    """EasyDeL's rules are for stacked experts; of the checkpoint's 58 * 256 experts none is sharded."""
+    first = plan_of("deepseek-v3-per-expert").check()[0]
+    assert (first.level, first.kind, first.leaves, first.bytes) == (
+        "error", "catch-all", 58 * 256 * 3, 58 * 256 * 3 * 7168 * 2048 * 2)  # fmt: skip
+    assert "44,544 leaves of 45,395" in first.message
+    assert "rules 1, 7, 13, 14" in first.fix
+
+
+def test_locks_find_what_needs_no_history():
+    """A lock does not hold what was wanted, so it knows of no corrections; all else is the same."""
+    plan = plan_of("easydel-deepseek-v3-without-sp")
+    back = sr.Plan.from_lock(plan.lock())
+    expected = {one for one in plan.check() if one.kind != "correction"}
+    assert {one for one in back.check() if one.kind != "siblings"} == expected
+
+
+@pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR", "TP_PLAN", "WINDOW"])
+def test_empty_trees_and_rules(dialect):
+    dialect = replace(getattr(sr, dialect), name="x")
+    for tree in ({}, {"a": None}, {"w": LARGE}):
+        found = sr.plan(tree, sr.Rules([], dialect), MESH).check()
+        assert str(found).endswith(found.summary)
+    assert len(fold([], None)) == 0
