@@ -212,8 +212,7 @@ class TestReplicated:
         one = only(findings({"w": LARGE, "x": [LARGE] * 2}, [*SHARDED, ("x", None)]), "replicated")
         assert (one.level, one.leaves, one.rule, one.bytes) == ("warning", 2, 1, 32 * MIB)
         assert (
-            one.message
-            == "2 large leaves are replicated by rule 1 'x' -> P(): 33.6 MB on each device"
+            one.message == "2 large leaves replicated (rule 1 'x' -> P()): 33.6 MB on each device"
         )
 
     def test_not_a_small_one(self):
@@ -243,7 +242,7 @@ class TestReplicated:
     def test_what_the_mesh_leaves_nothing_of(self):
         one = only(findings({"x": array(4097, 1024)}, [("x", "tp")]), "replicated")
         assert (
-            "1 large leaf is replicated by rule 0 'x' -> P('tp'), of which the shapes and the mesh leave nothing"
+            "1 large leaf replicated (rule 0 'x' -> P('tp'), of which the shapes and the mesh leave nothing)"
             in one.message
         )
 
@@ -258,13 +257,10 @@ class TestReplicated:
     def test_without_a_rule(self):
         rules = sr.Rules([(".*w", ("fsdp", "tp"))], sr.KERAS)
         (one,) = of_kind(findings({"w": LARGE, "x": LARGE}, rules), "replicated")
-        assert (
-            one.message
-            == "1 large leaf that needs no rule, or matches none, is replicated: 16.8 MB on each device"
-        )
+        assert one.message == "1 large leaf replicated (no rule decides): 16.8 MB on each device"
         (one,) = of_kind(findings({"w": LARGE, "x": [LARGE] * 2}, rules), "replicated")
         assert one.message.startswith(
-            "2 large leaves that need no rule, or match none, are replicated: "
+            "2 large leaves replicated (no rule decides): "
         )
 
 

@@ -131,18 +131,21 @@ class _Facts:
 
 def _finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
     folded = more.pop("folded", [])
-    given = {"rule": None, "bytes": 0, "leaves": sum(len(one.rows) for one in folded), **more}
+    given = {"rule": None, "bytes": 0, "leaves": _leaves(folded), **more}
     return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
+
+
+def _leaves(folded: Iterable[Folded]) -> int:
+    return sum(len(one.rows) for one in folded)
 
 
 def _unmatched(facts: _Facts) -> Iterator[Finding]:
     folded = facts.folded(lambda kind: kind.problem == "unmatched")
     if folded:
-        leaves = sum(len(one.rows) for one in folded)
         yield _finding(
             "error",
             "unmatched",
-            f"no rule matches {counted(leaves, 'leaf')} of {len(facts.plan.paths):,}",
+            f"no rule matches {counted(_leaves(folded), 'leaf')} of {len(facts.plan.paths):,}",
             f"add rules for them, such as {facts.example(folded[0])}; or replicate them by a last "
             f"rule {facts.example_of_a_catch_all}",
             folded=folded,
@@ -173,7 +176,7 @@ def _catch_all(facts: _Facts) -> Iterator[Finding]:
         folded = facts.undeclared(facts.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
         if not folded:
             continue
-        leaves = sum(len(one.rows) for one in folded)
+        leaves = _leaves(folded)
         whole = sum(plan.kinds[one.group].bytes * len(one.rows) for one in folded)
         # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
         silent = facts.held(one for one in folded if facts.is_replicated(plan.kinds[one.group]))
@@ -205,17 +208,14 @@ def _replicated(facts: _Facts) -> Iterator[Finding]:
         if rule not in facts.catch_alls:
             by_rule[rule].append(one)
     for rule, folded in by_rule.items():
-        why = "that need no rule, or match none, are" if rule is None else "are"
-        by = "" if rule is None else f" by {facts.rule(rule)}"
+        why = "no rule decides" if rule is None else facts.rule(rule)
         if any(facts.plan.kinds[one.group].losses for one in folded):
-            by += ", of which the shapes and the mesh leave nothing"
-        leaves, held = sum(len(one.rows) for one in folded), facts.held(folded)
-        if leaves == 1:
-            why = why.replace("need", "needs").replace("match", "matches").replace("are", "is")
+            why += ", of which the shapes and the mesh leave nothing"
+        held = facts.held(folded)
         yield _finding(
             "warning",
             "replicated",
-            f"{counted(leaves, 'large leaf')} {why} replicated{by}: {at_stake(held)}",
+            f"{counted(_leaves(folded), 'large leaf')} replicated ({why}): {at_stake(held)}",
             "shard them, or declare them replicated",
             folded=folded,
             rule=rule,
@@ -297,7 +297,7 @@ def _siblings(facts: _Facts) -> Iterator[Finding]:
             yield _finding(
                 "warning",
                 "siblings",
-                f"{counted(sum(len(one.rows) for one in folded), 'leaf')} that differ only in "
+                f"{counted(_leaves(folded), 'leaf')} that differ only in "
                 f"numbers get {len(specs)} specs, {' and '.join(specs)}"
                 + (f", by {_rules_listed(rules)}" if rules else ""),
                 "let one rule match them all, or see why the patterns tell them apart",
