@@ -259,9 +259,7 @@ class TestReplicated:
         (one,) = of_kind(findings({"w": LARGE, "x": LARGE}, rules), "replicated")
         assert one.message == "1 large leaf replicated (no rule decides): 16.8 MB on each device"
         (one,) = of_kind(findings({"w": LARGE, "x": [LARGE] * 2}, rules), "replicated")
-        assert one.message.startswith(
-            "2 large leaves replicated (no rule decides): "
-        )
+        assert one.message.startswith("2 large leaves replicated (no rule decides): ")
 
 
 class TestCorrection:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules import _patch
+from shardrules._patching import patch as _patch
 from tests import corpus
 from tests.contexts import legacy, needs_set_mesh
 

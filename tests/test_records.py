@@ -13,7 +13,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._node_types import describe
+from shardrules._matching.node_types import describe
 
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
 

@@ -26,7 +26,7 @@ enum class Assertion : std::uint8_t {
 };
 inline constexpr std::uint32_t kLastAssertion = 9;
 
-// Leading words of the encoding (prefix form, 32-bit words); python/shardrules/_patterns.py
+// Leading words of the encoding (prefix form, 32-bit words); python/shardrules/_matching/patterns.py
 // writes it.
 enum class Op : std::uint32_t {
     kLiteral = 0,    // code point

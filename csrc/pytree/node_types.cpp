@@ -38,7 +38,7 @@ NodeType named_tuple(PyTypeObject* type) {
 NodeType registered(PyObject* example, PyTypeObject* type) {
     PyObject* object = reinterpret_cast<PyObject*>(type);
     const Ref known = Ref::checked(
-        PyObject_CallMethod(imported("shardrules._node_types").get(), "describe", "OO", object,
+        PyObject_CallMethod(imported("shardrules._matching.node_types").get(), "describe", "OO", object,
                             example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};

@@ -4,11 +4,19 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 `with_sharding_constraint` to apply it, and `Rules` to compile a rule list once.
 """
 
-from shardrules._compare import Decision, Difference, compare
-from shardrules._constraints import with_sharding_constraint
-from shardrules._correction import Correction, RuleSpec
-from shardrules._coverage import Counters, Coverage
-from shardrules._dialects import (
+from shardrules._files.errors import FileError
+from shardrules._logical.context import logical_axis_rules
+from shardrules._logical.rules import FLAX_CORE, LINEN, LogicalDialect
+from shardrules._logical.trees import (
+    RulesFallback,
+    explain_logical,
+    logical_to_mesh,
+    logical_to_mesh_sharding,
+    with_logical_constraint,
+)
+from shardrules._matching.compare import Decision, Difference, compare
+from shardrules._matching.coverage import Counters, Coverage
+from shardrules._matching.dialects import (
     EASYLM,
     EFORMER,
     KERAS,
@@ -18,20 +26,8 @@ from shardrules._dialects import (
     WINDOW,
     Dialect,
 )
-from shardrules._files.errors import FileError
-from shardrules._fingerprint import fingerprint
-from shardrules._logical_context import logical_axis_rules
-from shardrules._logical_rules import FLAX_CORE, LINEN, LogicalDialect
-from shardrules._logical_trees import (
-    RulesFallback,
-    explain_logical,
-    logical_to_mesh,
-    logical_to_mesh_sharding,
-    with_logical_constraint,
-)
-from shardrules._mesh import resolve_mesh
-from shardrules._patch import patch, unpatch
-from shardrules._placement import gather, shard
+from shardrules._matching.rules import Rules, match_partition_rules
+from shardrules._patching.patch import patch, unpatch
 from shardrules._planning.budget import DeviceBytes
 from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
 from shardrules._planning.derive import Companion
@@ -41,8 +37,12 @@ from shardrules._planning.findings import Finding, Findings
 from shardrules._planning.kinds import Kind
 from shardrules._planning.plan import Plan, plan
 from shardrules._planning.sweep import Sweep, SweepRow
-from shardrules._rules import Rules, match_partition_rules
-from shardrules._shardings import named_shardings, spec_for
+from shardrules._sharding.constraints import with_sharding_constraint
+from shardrules._sharding.correction import Correction, RuleSpec
+from shardrules._sharding.fingerprint import fingerprint
+from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.placement import gather, shard
+from shardrules._sharding.shardings import named_shardings, spec_for
 
 __all__ = [
     "EASYLM",

@@ -161,7 +161,7 @@ class RuleSet:
         tuple[int, list[tuple[str, tuple[int, Any]]]],
         tuple[int, list[tuple[str, Any]]],
     ]:
-        """The fields of `shardrules._rules.Outcome`."""
+        """The fields of `shardrules._matching.rules.Outcome`."""
 
     def survey(
         self,

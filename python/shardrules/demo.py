@@ -18,9 +18,9 @@ from shardrules import match_partition_rules, named_shardings, plan
 from shardrules._files.arrays import read_arrays
 from shardrules._files.manifest import read_manifest
 from shardrules._files.rules import read_rules
+from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
 from shardrules._planning.units import bytes_shown
-from shardrules._rules import Rules
 
 DATA: Final = Path(__file__).parent / "demo_data"
 MODEL: Final = DATA / "deepseek-v3.json.gz"

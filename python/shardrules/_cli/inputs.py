@@ -16,8 +16,8 @@ from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
-    from shardrules._dialects import Dialect
-    from shardrules._rules import Rules
+    from shardrules._matching.dialects import Dialect
+    from shardrules._matching.rules import Rules
 
 # Optimizers by the moments that they keep, each of the parameters' shapes.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._device_bytes import device_bytes
 from shardrules._files.dtypes import bits_of
 from shardrules._planning.units import bytes_shown
+from shardrules._sharding.device_bytes import device_bytes
 from shardrules._specs import Entries
 
 if TYPE_CHECKING:

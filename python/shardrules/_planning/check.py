@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardrules._matching.ways import WAYS
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
 from shardrules._planning.units import bytes_shown, counted
 from shardrules._specs import check_choice
-from shardrules._ways import WAYS
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan

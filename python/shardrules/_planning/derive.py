@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from shardrules._matching.rules import Rules
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey
-from shardrules._rules import Rules
 from shardrules._specs import Dim, shown
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -11,8 +11,8 @@ from shardrules._planning.kinds import Kind, spec_shown
 from shardrules._planning.units import bytes_shown, counted
 
 if TYPE_CHECKING:
+    from shardrules._matching.rules import Pattern
     from shardrules._planning.plan import Plan
-    from shardrules._rules import Pattern
 
 
 class Tried(NamedTuple):

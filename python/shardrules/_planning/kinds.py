@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import Loss, SpecOnMesh
-from shardrules._device_bytes import device_bytes
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
+from shardrules._sharding.correction import Loss, SpecOnMesh
+from shardrules._sharding.device_bytes import device_bytes
 from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
 
 if TYPE_CHECKING:

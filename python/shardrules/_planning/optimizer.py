@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._matching.rules import Rules
 from shardrules._planning.budget import rows_of_optimizer
 from shardrules._planning.derive import Leaves, grouped
 from shardrules._planning.kinds import Kind, kind_on_mesh
 from shardrules._planning.survey import NO_RULE_NEEDED, Alike, survey
-from shardrules._rules import Rules
 from shardrules._specs import (
     Dim,
     Entries,

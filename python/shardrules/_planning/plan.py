@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrules._correction import Correction
-from shardrules._coverage import Coverage
-from shardrules._device_bytes import check_countable
 from shardrules._files.write import write_text
-from shardrules._mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
+from shardrules._matching.coverage import Coverage
+from shardrules._matching.rules import Rules
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
 from shardrules._planning.derive import Companion, Leaves, placed_leaves, with_companions
@@ -32,14 +30,16 @@ from shardrules._planning.optimizer import optimizer_leaves
 from shardrules._planning.survey import survey
 from shardrules._planning.sweep import Sweep, factorizations, sweep
 from shardrules._planning.table import table
-from shardrules._rules import Rules
-from shardrules._shardings import RulesLike, specs_on_mesh
+from shardrules._sharding.correction import Correction
+from shardrules._sharding.device_bytes import check_countable
+from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
+from shardrules._sharding.shardings import RulesLike, specs_on_mesh
 from shardrules._specs import as_partition_spec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._mesh import MeshLike
+    from shardrules._sharding.mesh import MeshLike
 
 
 # What leaves get on a mesh of these axis sizes.

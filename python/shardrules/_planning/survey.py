@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._coverage import Coverage
 from shardrules._files.dtypes import bits_of
+from shardrules._matching.coverage import Coverage
 from shardrules._planning.fold import Folded, fold
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._rules import Rules
+    from shardrules._matching.rules import Rules
 
 # In the place of a rule's index.
 NO_RULE_NEEDED: Final = -1

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._device_bytes import check_countable
 from shardrules._planning.kinds import axes_used
 from shardrules._planning.units import bytes_shown
+from shardrules._sharding.device_bytes import check_countable
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan

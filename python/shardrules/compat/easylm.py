@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from shardrules._dialects import EASYLM
-from shardrules._rules import Pattern, Rules
+from shardrules._matching.dialects import EASYLM
+from shardrules._matching.rules import Pattern, Rules
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 

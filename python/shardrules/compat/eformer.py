@@ -15,17 +15,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardrules._constraints import with_sharding_constraint as _with_sharding_constraint
-from shardrules._device_bytes import device_bytes
-from shardrules._dialects import EFORMER
-from shardrules._mesh import context_mesh
-from shardrules._placement import gather, shard
-from shardrules._rules import Rules, logs_moves, match_partition_rules
-from shardrules._shardings import corrected_sharding, correction_losses
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import Rules, logs_moves, match_partition_rules
+from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
+from shardrules._sharding.device_bytes import device_bytes
+from shardrules._sharding.mesh import context_mesh
+from shardrules._sharding.placement import gather, shard
+from shardrules._sharding.shardings import corrected_sharding, correction_losses
 from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
-    from shardrules._mesh import AnyMesh
+    from shardrules._sharding.mesh import AnyMesh
 
     AxisNames = str | list[str] | tuple[str, ...]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardrules._flax import loaded
-from shardrules._logical import last_wins, logical_names
-from shardrules._logical_context import (
+from shardrules._logical.context import (
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._logical_rules import resolve_core
-from shardrules._mesh import axes_of_type, axes_shown, context_mesh
+from shardrules._logical.flax import loaded
+from shardrules._logical.names import last_wins, logical_names
+from shardrules._logical.rules import resolve_core
+from shardrules._sharding.mesh import axes_of_type, axes_shown, context_mesh
 from shardrules._specs import (
     is_partition_spec,
     partition_spec,
@@ -29,7 +29,7 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from shardrules._mesh import AnyMesh
+    from shardrules._sharding.mesh import AnyMesh
 
     LogicalRules = Sequence[tuple[str, Any]]
 

@@ -15,12 +15,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._core import resolve_all
-from shardrules._logical_context import (
+from shardrules._logical.context import (
     get_logical_axis_rules,
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._logical_trees import (
+from shardrules._logical.trees import (
     RulesFallback,
     compiled,
     constraint_spec,
@@ -33,7 +33,7 @@ from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._logical_context import LogicalRulesLike
+    from shardrules._logical.context import LogicalRulesLike
 
     LogicalNames = tuple[str | None, ...]
 

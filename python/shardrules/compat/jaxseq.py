@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardrules._dialects import KEYSTR
-from shardrules._rules import Pattern, Rules
+from shardrules._matching.dialects import KEYSTR
+from shardrules._matching.rules import Pattern, Rules
 
 __all__ = ["match_partition_rules"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from shardrules._dialects import KERAS
-from shardrules._reports import ambiguous_message
-from shardrules._rules import Rules
+from shardrules._matching.dialects import KERAS
+from shardrules._matching.reports import ambiguous_message
+from shardrules._matching.rules import Rules
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec, shown
 
 __all__ = ["LayoutMap"]

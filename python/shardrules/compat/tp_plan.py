@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from shardrules._dialects import TP_PLAN
-from shardrules._rules import Rules
+from shardrules._matching.dialects import TP_PLAN
+from shardrules._matching.rules import Rules
 from shardrules._specs import partition_spec
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from shardrules._dialects import WINDOW
-from shardrules._rules import Rules
+from shardrules._matching.dialects import WINDOW
+from shardrules._matching.rules import Rules
 from shardrules._specs import entries_of, partition_spec
 
 __all__ = ["set_partitions"]

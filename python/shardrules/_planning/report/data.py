@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import RuleSpec
 from shardrules._planning.check import DEFAULT_LARGE
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
+from shardrules._sharding.correction import RuleSpec
 
 if TYPE_CHECKING:
+    from shardrules._matching.rules import Pattern
     from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep, SweepRow
-    from shardrules._rules import Pattern
 
 
 def report_data(

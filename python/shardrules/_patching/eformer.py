@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._flax import loaded
-from shardrules._placement import gather
-from shardrules._rules import logs_moves
-from shardrules._rules import match_partition_rules as _match_partition_rules
-from shardrules._shardings import corrected_sharding
+from shardrules._logical.flax import loaded
+from shardrules._matching.rules import logs_moves
+from shardrules._matching.rules import match_partition_rules as _match_partition_rules
+from shardrules._sharding.placement import gather
+from shardrules._sharding.shardings import corrected_sharding
 from shardrules.compat import eformer as ours
 
 create_pattern_based_partition_spec = ours.create_pattern_based_partition_spec

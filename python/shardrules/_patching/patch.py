@@ -36,7 +36,7 @@ _LIBRARIES: Final[dict[str, _Library]] = {
     "eformer": _Library(
         versions=("0.0.101",),
         module="eformer.escale.partition.constraints",
-        ours="shardrules._patch_eformer",
+        ours="shardrules._patching.eformer",
         instead="shardrules.compat.eformer",
         functions=(
             "create_pattern_based_partition_spec",

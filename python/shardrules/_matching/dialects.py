@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from shardrules._correction import Correction
+from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
+from shardrules._sharding.correction import Correction
 from shardrules._specs import check_choice
-from shardrules._ways import COMPONENT_SEPARATOR, WAYS
 
 _CHOICES: Final = {
     "keys": ("text", "keystr"),

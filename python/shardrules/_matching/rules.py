@@ -14,16 +14,17 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
-from shardrules._correction import RuleSpec
-from shardrules._coverage import Counters, Coverage
-from shardrules._dialects import EFORMER, Dialect
-from shardrules._patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._reports import (
+from shardrules._matching.coverage import Counters, Coverage
+from shardrules._matching.dialects import EFORMER, Dialect
+from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
+from shardrules._matching.reports import (
     ambiguous_message,
     event_message,
     too_long_message,
     unmatched_message,
 )
+from shardrules._matching.ways import WAYS, Way, checked_pattern
+from shardrules._sharding.correction import RuleSpec
 from shardrules._specs import (
     Entries,
     normalize_spec,
@@ -32,7 +33,6 @@ from shardrules._specs import (
     spec_for_rank,
     spec_length,
 )
-from shardrules._ways import WAYS, Way, checked_pattern
 
 Pattern = str | re.Pattern[str] | tuple[str, ...]
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import LogicalRules
-from shardrules._logical import check_rules, last_wins, logical_names
+from shardrules._logical.names import check_rules, last_wins, logical_names
 from shardrules._specs import (
     is_partition_spec,
     is_unconstrained,

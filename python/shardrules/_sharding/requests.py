@@ -8,17 +8,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._correction import Correction
-from shardrules._dialects import EFORMER
-from shardrules._mesh import resolve_mesh
-from shardrules._rules import Rules
-from shardrules._shardings import corrected_sharding, named_shardings
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import Rules
+from shardrules._sharding.correction import Correction
+from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.shardings import corrected_sharding, named_shardings
 from shardrules._specs import is_partition_spec, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from shardrules._mesh import AnyMesh, MeshLike
+    from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 _SHOWN: Final = 20
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._mesh import axes_shown
+from shardrules._sharding.mesh import axes_shown
 from shardrules._specs import entries_of
 
 if TYPE_CHECKING:

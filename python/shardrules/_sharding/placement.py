@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import Correction
-from shardrules._fingerprint import check_same_in_all_processes, tell_of_failure
-from shardrules._mesh import spans_processes
-from shardrules._requests import requested_shardings
+from shardrules._sharding.correction import Correction
+from shardrules._sharding.fingerprint import check_same_in_all_processes, tell_of_failure
+from shardrules._sharding.mesh import spans_processes
+from shardrules._sharding.requests import requested_shardings
 from shardrules._specs import shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from shardrules._mesh import MeshLike
+    from shardrules._sharding.mesh import MeshLike
 
 
 def shard(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from shardrules._dialects import Dialect
-from shardrules._rules import Pattern, Rules
+from shardrules._matching.dialects import Dialect
+from shardrules._matching.rules import Pattern, Rules
 from shardrules._specs import (
     entries_of,
     entry_axes,

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, Loss, RuleSpec, SpecOnMesh
-from shardrules._mesh import axes_of_type, axes_shown, context_mesh, resolve_mesh
-from shardrules._rules import Pattern, Rules
+from shardrules._matching.rules import Pattern, Rules
+from shardrules._sharding.correction import Correction, Loss, RuleSpec, SpecOnMesh
+from shardrules._sharding.mesh import axes_of_type, axes_shown, context_mesh, resolve_mesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -27,7 +27,7 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from shardrules._mesh import AnyMesh, MeshLike
+    from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 RulesLike = Rules | Iterable[tuple[Pattern, Any]]
 

@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardrules._flax import loaded
-from shardrules._logical import last_wins
+from shardrules._logical.flax import loaded
+from shardrules._logical.names import last_wins
 from shardrules._specs import shown
 
 LogicalRulesLike = Sequence[tuple[str, Any]]

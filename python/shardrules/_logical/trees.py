@@ -10,12 +10,10 @@ import enum
 import functools
 from typing import TYPE_CHECKING, Any
 
-from shardrules._constraints import with_sharding_constraint
 from shardrules._core import resolve_all
-from shardrules._correction import Correction
-from shardrules._flax import box_types, says_its_sharding, variable_sharding, variable_types
-from shardrules._logical_context import get_logical_axis_rules
-from shardrules._logical_rules import (
+from shardrules._logical.context import get_logical_axis_rules
+from shardrules._logical.flax import box_types, says_its_sharding, variable_sharding, variable_types
+from shardrules._logical.rules import (
     LINEN,
     UNASSIGNED,
     CompiledLogicalRules,
@@ -23,15 +21,17 @@ from shardrules._logical_rules import (
     Outcome,
     compiled_rules,
 )
-from shardrules._mesh import context_mesh, resolve_mesh
-from shardrules._shardings import corrected_sharding
+from shardrules._sharding.constraints import with_sharding_constraint
+from shardrules._sharding.correction import Correction
+from shardrules._sharding.mesh import context_mesh, resolve_mesh
+from shardrules._sharding.shardings import corrected_sharding
 from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from shardrules._logical_context import LogicalRulesLike
-    from shardrules._mesh import AnyMesh, MeshLike
+    from shardrules._logical.context import LogicalRulesLike
+    from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 

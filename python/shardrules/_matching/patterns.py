@@ -16,7 +16,7 @@ from itertools import product
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from shardrules._ways import COMPONENT_SEPARATOR, Way
+from shardrules._matching.ways import COMPONENT_SEPARATOR, Way
 
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import RuleSpec
+from shardrules._sharding.correction import RuleSpec
 
 if TYPE_CHECKING:
-    from shardrules._rules import Rules
+    from shardrules._matching.rules import Rules
 
 
 def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -> str:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import Correction
-from shardrules._mesh import axes_of_type, current_view
-from shardrules._placement import put
-from shardrules._requests import requested_shardings
+from shardrules._sharding.correction import Correction
+from shardrules._sharding.mesh import axes_of_type, current_view
+from shardrules._sharding.placement import put
+from shardrules._sharding.requests import requested_shardings
 from shardrules._specs import entries_of, is_unconstrained, without_axes
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from shardrules._mesh import AnyMesh, MeshLike
+    from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 
 def with_sharding_constraint(
