@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LANGUAGES = ("console", "json", "python", "text", "toml", "yaml")
 # Commands of others: tests of their own run what they do.
-OTHER_COMMANDS = ("make", "pip", "python")
+OTHER_COMMANDS = ("g++", "make", "pip", "python")
 
 _BLOCK = re.compile(
     r"^(?P<markers>(?:<!-- [^\n]* -->\n+)*)"
@@ -89,7 +90,9 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
         if block.title is not None:
             (folder / block.title).write_text(block.code)
         elif "printed" in block.markers or block.language == "markdown":
-            shown.append((block.span, printed if block.language != "markdown" else printed.rstrip()))
+            shown.append(
+                (block.span, printed if block.language != "markdown" else printed.rstrip())
+            )
         elif "not run" not in block.markers and block.language in ("python", "console"):
             lacking = list(_lacking(block.markers.get("needs", "")))
             missing += lacking
@@ -101,13 +104,11 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
 
 def _lacking(needs: str) -> Iterator[str]:
     for name in filter(None, needs.split(", ")):
-        module, _, attribute = name.partition(".")
         try:
-            found = importlib.import_module(module)
+            importlib.import_module(name)
         except ImportError:
-            yield name
-        else:
-            if attribute and not hasattr(found, attribute):
+            module, _, attribute = name.rpartition(".")
+            if not module or not hasattr(importlib.import_module(module), attribute):
                 yield name
 
 
@@ -172,15 +173,20 @@ def demo_folder() -> Iterator[Path]:
     """A folder with the files of the demo, which the pages' commands may name; left at the end."""
     from shardrules import demo
 
-    before = Path.cwd()
+    before, modules = Path.cwd(), set(sys.modules)
     with tempfile.TemporaryDirectory() as folder:
         for file in (demo.MODEL, demo.RULES):
             shutil.copy(file, folder)
         os.chdir(folder)
+        sys.path.insert(0, folder)
         try:
             yield Path(folder)
         finally:
             os.chdir(before)
+            sys.path.remove(folder)
+            for name in set(sys.modules) - modules:
+                if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+                    del sys.modules[name]
 
 
 def main() -> None:
