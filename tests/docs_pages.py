@@ -94,7 +94,8 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
                 (block.span, printed if block.language != "markdown" else printed.rstrip())
             )
         elif "not run" not in block.markers and block.language in ("python", "console"):
-            lacking = list(_lacking(block.markers.get("needs", "")))
+            needs = block.markers.get("needs", "typer" if block.language == "console" else "")
+            lacking = list(_lacking(needs))
             missing += lacking
             if not lacking:
                 run_block = _run_python if block.language == "python" else _run_console

@@ -62,7 +62,6 @@ def test_public_docstrings_have_examples():
 def test_page(page):
     if page not in FOR_EVERY_JAX and not hasattr(jax, "set_mesh"):
         pytest.skip("the page is about a JAX with jax.set_mesh")
-    pytest.importorskip("typer", reason="typer is not installed")
     with demo_folder() as folder:
         missing, shown = docs_pages.run(page, folder)
     if missing:
@@ -93,6 +92,7 @@ def test_every_block_runs_or_says_why_not():
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path, monkeypatch):
+    pytest.importorskip("typer", reason="typer is not installed")
     monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
     for text in (
         "```python\n1 + 1  # 3\n```\n",
