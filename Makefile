@@ -4,12 +4,13 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])')
 VENV := .venv/$(VERSION)
 OLDEST := .venv/$(VERSION)-oldest-jax
+DOCS := .venv/$(VERSION)-docs
 SOURCES := $(shell find csrc python CMakeLists.txt -type f -not -name '*.pyc') pyproject.toml
 INSTALL := install --quiet --disable-pip-version-check
 # Tests run on every core; PYTEST_ARGS passes more.
 PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: demo test test-cpp test-oldest bench fuzz-differential lint format sanitize clean
+.PHONY: demo test test-cpp test-oldest bench docs fuzz-differential lint format sanitize clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m shardrules demo
@@ -38,6 +39,10 @@ fuzz-differential: $(VENV)/installed
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks
 
+# The site, into build/site, from sources alone; warnings are errors.
+docs: $(DOCS)/dependencies
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -61,6 +66,12 @@ $(OLDEST)/dependencies: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
 	$(OLDEST)/bin/python -m pip $(INSTALL) --group oldest
+	touch $@
+
+$(DOCS)/dependencies: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
+	$(DOCS)/bin/python -m pip $(INSTALL) --group docs
 	touch $@
 
 # cmake and ninja are the environment's own.

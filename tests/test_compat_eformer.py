@@ -307,7 +307,7 @@ def test_logged_corrections(mesh, monkeypatch):
 
 
 class TestWhereEformerIsBroken:
-    """The table of docs/eformer.md, row by row: eformer's fault first, then ours working."""
+    """The table of docs/migration/eformer.md, row by row: eformer's fault first, then ours working."""
 
     @needs_set_mesh
     def test_no_mesh_is_seen_under_set_mesh(self, mesh):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -616,17 +613,3 @@ def test_no_jax_is_needed():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_page():
-    """Its blocks run; a comment behind an expression says its value, and what is printed is shown."""
-    page = (Path(__file__).parent.parent / "docs" / "derivation.md").read_text()
-    names = {"P": P}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for block in re.findall(r"```python\n(.*?)```", page, re.S):
-            exec(compile(block, "derivation.md", "exec"), names)
-            for said in re.finditer(r"^(\w+\.specs\(\).*?)  # (P\(.*\))$", block, re.M):
-                assert eval(said[1], names) == eval(said[2], names)
-    shown = re.search(r"prints\n\n```\n(.*?)```", page, re.S)[1]
-    assert printed.getvalue().endswith(shown), printed.getvalue()

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._core import resolve_all
 from shardrules._logical.context import get_logical_axis_rules
-from shardrules._logical.flax import box_types, says_its_sharding, variable_sharding, variable_types
+from shardrules._logical.flax import (
+    box_types,
+    says_its_sharding,
+    variable_sharding,
+    variable_types,
+)
 from shardrules._logical.rules import (
     LINEN,
     UNASSIGNED,

@@ -1,7 +1,7 @@
 """`eformer.escale.partition.constraints` of eformer 0.0.101: its 17 public functions.
 
 The same signatures and results, under every mesh context of today's JAX. Where eformer's own are
-broken these work; docs/eformer.md lists the differences. eformer itself is not needed.
+broken these work; docs/migration/eformer.md lists the differences. eformer itself is not needed.
 """
 
 from __future__ import annotations
@@ -301,6 +301,7 @@ def extract_sharding_structure(pytree: Any) -> Any:
 
 
 get_shardings_with_structure = extract_sharding_structure
+"""The same as `extract_sharding_structure`."""
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:

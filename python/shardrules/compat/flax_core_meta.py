@@ -2,7 +2,7 @@
 
 The same signatures and results, without flax; where flax is loaded, each side's functions take the
 other's boxes, and `nnx` Variables keep their shardings. One `jax.tree_util.tree_map` per call. Must
-not know about rules; docs/flax_core.md lists the differences.
+not know about rules; docs/migration/flax.md lists the differences.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The same signatures and results, without flax; where flax is loaded, the rules in force are the same
 for both. A few dict look-ups per array beyond what JAX does. Must not know about boxes;
-docs/flax_core.md lists the differences.
+docs/migration/flax.md lists the differences.
 """
 
 from __future__ import annotations
