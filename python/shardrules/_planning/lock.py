@@ -143,10 +143,10 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
-    pattern = entry["pattern"]
+    pattern: Any = entry["pattern"]
     if isinstance(pattern, list):
         pattern = tuple(pattern)
-    if "flags" in entry:
+    elif "flags" in entry:
         pattern = re.compile(pattern, entry["flags"])
     correction = Correction(**entry["correction"]) if "correction" in entry else None
     return pattern, RuleSpec(_spec(entry["spec"]), correction, tuple(entry.get("units", ())))
