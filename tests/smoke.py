@@ -10,6 +10,7 @@ message must say how to get it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,10 @@ def command_line(directory: Path) -> None:
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
     (script,) = Path(sys.executable).parent.glob("shardrules*")
-    return subprocess.run([script, *args], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    return subprocess.run(
+        [script, *args], capture_output=True, encoding="utf-8", env=environment, check=False
+    )
 
 
 def main() -> None:
