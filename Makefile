@@ -5,12 +5,19 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[
 VENV := .venv/$(VERSION)
 OLDEST := .venv/$(VERSION)-oldest-jax
 DOCS := .venv/$(VERSION)-docs
+DIST := .venv/$(VERSION)-dist
+# A new environment each time, with nothing but a wheel and what it depends on.
+CLEAN := .venv/$(VERSION)-clean
+WHEEL := $(abspath dist)/shardrules-*-cp$(subst py,,$(subst .,,$(VERSION)))-*.whl
 SOURCES := $(shell find csrc python CMakeLists.txt -type f -not -name '*.pyc') pyproject.toml
 INSTALL := install --quiet --disable-pip-version-check
+# Python in the clean environment, in a directory without this package, and no compiler to be found.
+IN_CLEAN = cd $(CLEAN) && PATH="$(abspath $(CLEAN))/bin" CC=false CXX=false $(abspath $(CLEAN))/bin/python
 # Tests run on every core; PYTEST_ARGS passes more.
 PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: demo test test-cpp test-oldest bench docs fuzz-differential lint format sanitize clean
+.PHONY: demo test test-cpp test-oldest bench docs fuzz-differential lint format sanitize clean dist \
+	test-dist api
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m shardrules demo
@@ -47,14 +54,52 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tests/typing
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m mypy.stubtest --allowlist .stubtest-allowlist shardrules._core
+
+# The sdist, and this Python's wheel made from it, in dist/.
+dist: dist/.built-$(VERSION)
+
+dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE
+	mkdir -p dist
+	rm -f $(WHEEL)
+	rm -rf build/dist-$(VERSION)
+	$(DIST)/bin/python -m build --no-isolation --sdist --outdir build/dist-$(VERSION) . >/dev/null
+	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/python -m pip wheel --quiet \
+	  --disable-pip-version-check --no-index --no-build-isolation --no-deps \
+	  --wheel-dir build/dist-$(VERSION) build/dist-$(VERSION)/*.tar.gz
+	mv build/dist-$(VERSION)/*.tar.gz dist/
+	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist \
+	  build/dist-$(VERSION)/*.whl
+	$(DIST)/bin/twine check --strict dist/*.tar.gz dist/*.whl
+	touch $@
+
+# Installs the wheel where there is no compiler, with the newest JAX or JAX=0.5.0, and tests it from
+# elsewhere, without extras and then with them.
+test-dist: dist
+	$(DIST)/bin/auditwheel show $(WHEEL)
+	$(DIST)/bin/python -m tests.wheel $(WHEEL)
+	rm -rf $(CLEAN)
+	$(PYTHON) -m venv $(CLEAN)
+	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: $(WHEEL) \
+	  $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	$(IN_CLEAN) -I $(abspath tests/smoke.py)
+	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli,report]"
+	$(IN_CLEAN) -I $(abspath tests/smoke.py)
+	rm -rf $(CLEAN)
+
+# What tests/test_api.py compares with, to be reviewed and committed.
+api: $(VENV)/installed
+	$(VENV)/bin/python -m tests.api >tests/data/api.txt.new
+	mv tests/data/api.txt.new tests/data/api.txt
 
 format: $(VENV)/dependencies
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist
 
 $(VENV)/dependencies: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -74,7 +119,14 @@ $(DOCS)/dependencies: pyproject.toml
 	$(DOCS)/bin/python -m pip $(INSTALL) --group docs
 	touch $@
 
+$(DIST)/dependencies: pyproject.toml
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
+	$(DIST)/bin/python -m pip $(INSTALL) --group dist
+	touch $@
+
 # cmake and ninja are the environment's own.
 %/installed: %/dependencies $(SOURCES)
-	PATH="$(abspath $*)/bin:$$PATH" $*/bin/python -m pip $(INSTALL) --no-build-isolation --no-deps .
+	PATH="$(abspath $*)/bin:$$PATH" $*/bin/python -m pip $(INSTALL) --no-build-isolation --no-deps \
+	  -C cmake.define.SHARDRULES_WERROR=ON .
 	touch $@

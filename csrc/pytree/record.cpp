@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string_view>
+#include <type_traits>
 
 namespace shardrules::pytree {
 namespace {

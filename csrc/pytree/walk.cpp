@@ -90,7 +90,7 @@ class Walk {
         }
         const struct Leave {
             ~Leave() { Py_LeaveRecursiveCall(); }
-        } leave;
+        } leave{};
         switch (type.kind) {
             case Kind::kNone: return Ref::borrow(Py_None);
             case Kind::kDict: return dict(object);

@@ -1,6 +1,7 @@
 #include "correction.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 

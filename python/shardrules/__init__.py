@@ -4,6 +4,8 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 `with_sharding_constraint` to apply it, and `Rules` to compile a rule list once.
 """
 
+from typing import TYPE_CHECKING
+
 from shardrules._files.errors import FileError
 from shardrules._logical.context import logical_axis_rules
 from shardrules._logical.rules import FLAX_CORE, LINEN, LogicalDialect
@@ -28,21 +30,39 @@ from shardrules._matching.dialects import (
 )
 from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
-from shardrules._planning.budget import DeviceBytes
-from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
-from shardrules._planning.derive import Companion
-from shardrules._planning.diff import Change, PlanDiff
-from shardrules._planning.explain import Explanation, Tried
-from shardrules._planning.findings import Finding, Findings
-from shardrules._planning.kinds import Kind
-from shardrules._planning.plan import Plan, plan
-from shardrules._planning.sweep import Sweep, SweepRow
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.correction import Correction, RuleSpec
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import named_shardings, spec_for
+
+# Planning costs as much to import as all the rest, and who only matches rules does not need it: its
+# names (those of __all__ that are not here) are imported when one is asked for. Type checkers and
+# IDEs see the imports, and no __getattr__, which would have them take any name for one of ours.
+if TYPE_CHECKING:
+    from shardrules._planning.budget import DeviceBytes
+    from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
+    from shardrules._planning.derive import Companion
+    from shardrules._planning.diff import Change, PlanDiff
+    from shardrules._planning.explain import Explanation, Tried
+    from shardrules._planning.findings import Finding, Findings
+    from shardrules._planning.kinds import Kind
+    from shardrules._planning.plan import Plan, plan
+    from shardrules._planning.sweep import Sweep, SweepRow
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from shardrules._planning import api
+
+        globals().update((name, getattr(api, name)) for name in api.__all__)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted(globals().keys() | set(__all__))
+
 
 __all__ = [
     "EASYLM",

@@ -127,10 +127,10 @@ def entry_of(axes: tuple[str, ...]) -> Any:
 def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
     """A spec of these entries, of the kind of `spec` and with its unreduced and reduced axes."""
     if isinstance(spec, Entries):
-        return Entries(entries)
+        return Entries(entries)  # pyright: ignore[reportReturnType]
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
-    return _made(tuple(entries))
+    return _made(tuple(entries))  # pyright: ignore[reportReturnType]
 
 
 def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:

@@ -22,6 +22,8 @@ from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
 from shardrules._planning.units import bytes_shown
 
+__all__ = ["main"]
+
 DATA: Final = Path(__file__).parent / "demo_data"
 MODEL: Final = DATA / "deepseek-v3.json.gz"
 RULES: Final = DATA / "easydel-deepseek-v3.json"

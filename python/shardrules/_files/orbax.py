@@ -65,7 +65,7 @@ def read_checkpoint(directory: Path, make: Leaves) -> dict[str, ArraySpec]:
     except ImportError as error:
         raise FileError(
             f"{directory}: this is a checkpoint of orbax, which cannot be imported here ({error}); "
-            "pip install orbax-checkpoint"
+            "pip install 'shardrules[orbax]'"
         ) from error
     handler = PyTreeCheckpointHandler()
     try:

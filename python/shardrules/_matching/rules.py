@@ -250,12 +250,13 @@ class Rules:
         )
         for path, spec in outcome.events[1]:
             warnings.warn(event_message(path, spec), stacklevel=stacklevel)
-        told = (
-            (unmatched_message, outcome.unmatched),
-            (ambiguous_message, outcome.ambiguous),
-            (describe, outcome.problems),
-        )
-        messages = [message(self, *leaves) for message, leaves in told if leaves[0]]
+        messages = []
+        if outcome.unmatched[0]:
+            messages.append(unmatched_message(self, *outcome.unmatched))
+        if outcome.ambiguous[0]:
+            messages.append(ambiguous_message(self, *outcome.ambiguous))
+        if outcome.problems[0]:
+            messages.append(describe(self, *outcome.problems))
         if messages:
             raise ValueError("\n".join(messages))
         return outcome.tree

@@ -68,7 +68,7 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
     folded = []
     for rows in np.split(order, bounds):
         name, group = names[template_of[rows[0]]], int(group_of[rows[0]])
-        matrix = numbers[starts[rows][:, None] + np.arange(holes[rows[0]])]
+        matrix = numbers[starts[rows][:, None] + np.arange(int(holes[rows[0]]))]
         for values, part in _products(matrix, rows):
             folded.append(Folded(_parts(name, values), group, np.sort(part)))
     folded.sort(key=lambda one: int(one.rows[0]))
@@ -111,8 +111,7 @@ def _codes(
 ) -> npt.NDArray[np.intp]:
     """A number for each row, equal for equal rows."""
     places = [np.searchsorted(v, column) for v, column in zip(values, matrix.T, strict=True)]
-    codes: npt.NDArray[np.intp] = np.ravel_multi_index(places, tuple(map(len, values)))
-    return codes
+    return np.asarray(np.ravel_multi_index(tuple(places), tuple(map(len, values))))
 
 
 def _parts(template: str, values: list[npt.NDArray[np.int64]]) -> tuple[str, ...]:

@@ -64,10 +64,10 @@ def with_sharding_constraint(
 
 
 def _is_tracing(leaves: list[Any]) -> bool:
-    import jax
     from jax._src.core import trace_state_clean
+    from jax.core import Tracer
 
-    return not trace_state_clean() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return not trace_state_clean() or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:

@@ -6,7 +6,6 @@ tells. Must not know how a sharding was decided.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._sharding.mesh import axes_shown
@@ -15,7 +14,8 @@ from shardrules._specs import entries_of
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-_BYTES: Final = hashlib.sha256().digest_size
+# Of SHA-256; hashlib is imported when it is needed: its OpenSSL takes as long as the rest of us.
+_BYTES: Final = 32
 # In place of the two digests of a process that has none.
 _FAILED: Final = bytes(2 * _BYTES)
 
@@ -98,12 +98,19 @@ def _of_all_processes(mine: bytes) -> list[bytes]:
 
 
 def _device_order(shardings: list[NamedSharding | None]) -> bytes:
+    import hashlib
+
     meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
-    ids = [[device.id for device in mesh.devices.flat] for mesh in meshes]
+    ids = [
+        [device.id for device in mesh.devices.flat]  # pyright: ignore[reportOptionalMemberAccess]
+        for mesh in meshes
+    ]
     return hashlib.sha256(repr(ids).encode()).digest()
 
 
 def _digest(rows: Any) -> str:
+    import hashlib
+
     digest = hashlib.sha256()
     for path, leaf, sharding in rows:
         shape, dtype = (

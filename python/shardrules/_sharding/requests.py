@@ -51,26 +51,27 @@ def requested_shardings(
     shardings_of_leaves: list[NamedSharding | None] = []
     errors: list[str] = []
     for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
-        sharding = None
+        if spec is None:
+            shardings_of_leaves.append(None)
+            continue
         if is_partition_spec(spec):
             resolved = resolved or resolve_mesh(mesh)
             wanted, on_mesh = spec, resolved
         elif _is_named_sharding(spec):
             wanted, on_mesh = spec.spec, spec.mesh
-        elif spec is not None:
+        else:
             raise TypeError(
                 f"for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be a "
                 "PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
-        if spec is not None:
-            try:
-                sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
-            except ValueError as error:
-                errors.append(f"the leaf {_path(tree, index)}: {error}")
-            else:
-                kind = getattr(spec, "memory_kind", None)
-                if kind is not None and kind != sharding.memory_kind:
-                    sharding = sharding.with_memory_kind(kind)
+        try:
+            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
+        except ValueError as error:
+            errors.append(f"the leaf {_path(tree, index)}: {error}")
+            continue
+        kind = getattr(spec, "memory_kind", None)
+        if kind is not None and kind != sharding.memory_kind:
+            sharding = sharding.with_memory_kind(kind)
         shardings_of_leaves.append(sharding)
     if errors:
         more = [f"... and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []

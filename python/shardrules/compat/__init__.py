@@ -2,3 +2,6 @@
 
 Each is thin; none needs the library that it stands in for.
 """
+
+# Its modules are imported by their names, each when it is wanted.
+__all__: list[str] = []

@@ -1,0 +1,46 @@
+"""The public API is what tests/data/api.txt says; CONTRIBUTING.md says what a change to it takes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardrules
+from tests import api
+
+PINNED = Path(__file__).parent / "data" / "api.txt"
+
+
+def test_public_api():
+    pinned = PINNED.read_text(encoding="utf-8").splitlines()
+    changes = list(
+        difflib.unified_diff(pinned, api.api().splitlines(), "pinned", "now", lineterm="", n=0)
+    )
+    assert not changes, "see CONTRIBUTING.md; `make api` pins it anew:\n" + "\n".join(changes)
+
+
+@pytest.mark.parametrize("name", [*api.modules(), "shardrules.compat", "shardrules.demo"])
+def test_public_modules_say_what_is_public(name):
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="module 'shardrules' has no attribute 'no_such_name'"):
+        _ = shardrules.no_such_name
+    assert set(dir(shardrules)) >= {"plan", "Rules", "__version__"}
+
+
+def test_planning_is_imported_on_first_use():
+    code = (
+        "import sys, shardrules as sr; assert 'shardrules._planning.plan' not in sys.modules;"
+        "sr.plan({'a': 1}, [('a', ())], {'dp': 2}); assert 'plan' in vars(sr);"
+        "from shardrules import *; assert Plan is sr.Plan"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

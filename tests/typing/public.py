@@ -1,0 +1,57 @@
+"""What a user's type checker makes of the public API; read by mypy and pyright, never run.
+
+An expected error is a `type: ignore` with its code: strict mypy reports one that is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardrules as sr
+from shardrules.compat import eformer
+
+RULES = [("kernel", PartitionSpec("fsdp", "tp")), (".*", PartitionSpec())]
+MESH = {"fsdp": 8, "tp": 4}
+PARAMS = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+
+
+def rules() -> None:
+    compiled = sr.Rules(RULES, sr.EFORMER, memory_budget=1 << 20)
+    assert_type(compiled.first_match("a/b"), int | None)
+    assert_type(compiled.all_matches("a/b"), list[int])
+    assert_type(compiled.dialect, sr.Dialect)
+    assert_type(compiled.coverage(PARAMS), sr.Coverage)
+    sr.Rules("kernel")  # type: ignore[arg-type]
+    compiled.first_match(1)  # type: ignore[arg-type]
+    compiled.first_mach("a/b")  # type: ignore[attr-defined]
+
+
+def shardings() -> None:
+    assert_type(sr.match_partition_rules(RULES, PARAMS), Any)
+    assert_type(eformer.match_partition_rules(RULES, PARAMS), Any)
+    sr.named_shardings(PARAMS, RULES, MESH, correction=sr.Correction(indivisible="error"))
+    sr.named_shardings(PARAMS, RULES, mesh=8)  # type: ignore[arg-type]
+    sr.Correction(no_such_choice="drop")  # type: ignore[call-arg]
+
+
+# Planning is imported on first use, which a type checker must not notice.
+def planning() -> None:
+    plan = sr.plan(PARAMS, RULES, MESH)
+    assert_type(plan, sr.Plan)
+    assert_type(plan.check(), sr.Findings)
+    assert_type(plan.lock(), str)
+    assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.DeviceBytes)
+    assert_type(sr.Plan.from_lock(plan.lock()), sr.Plan)
+    plan.bytes_per_device(gradient="bfloat16")  # type: ignore[call-arg]
+    _ = sr.no_such_name  # type: ignore[attr-defined]
+
+
+def placement(sharding: NamedSharding) -> None:
+    sr.with_sharding_constraint(PARAMS, sharding)
+    sr.shard(PARAMS)  # type: ignore[call-arg]
+    with sr.patch("eformer"):
+        pass
+    assert_type(sr.__version__, str)
