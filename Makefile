@@ -17,7 +17,7 @@ IN_CLEAN = cd $(CLEAN) && PATH="$(abspath $(CLEAN))/bin" CC=false CXX=false $(ab
 PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: demo test test-cpp test-oldest bench docs fuzz-differential lint format sanitize clean dist \
-	test-dist api
+	test-dist api bench-report
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m shardrules demo
@@ -45,6 +45,11 @@ fuzz-differential: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks
+
+# docs/benchmarks.md and its plots, measured anew.
+bench-report: $(VENV)/installed
+	$(VENV)/bin/python -m pip $(INSTALL) --group bench
+	$(VENV)/bin/python -m benchmarks.report
 
 # The site, into build/site, from sources alone; warnings are errors.
 docs: $(DOCS)/dependencies

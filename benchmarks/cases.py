@@ -73,7 +73,7 @@ def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Cas
         identity=_identity(tree),
         peers={
             "eformer": _after_purge(partial(eformer_match, rules, tree)),
-            "re loop": partial(_re_loop, compiled, tree),
+            "re loop": partial(re_loop, compiled, tree),
         },
         bars=bars,
     )
@@ -86,7 +86,7 @@ def _family(name: str, rules: Rules, tree: Any) -> Case:
         name=f"match, {name}",
         ours=partial(sr.match_partition_rules, rules, tree),
         identity=_identity(tree),
-        peers={"re loop": partial(_re_loop, compiled, tree)},
+        peers={"re loop": partial(re_loop, compiled, tree)},
         bars={"identity": 0.7},
     )
 
@@ -102,7 +102,7 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
             )
 
     def re_loop(rules: Rules, tree: Any) -> Any:
-        return _re_loop([(re.compile(pattern), spec) for pattern, spec in rules], tree)
+        return re_loop([(re.compile(pattern), spec) for pattern, spec in rules], tree)
 
     return Case(
         name="tree to NamedShardings with correction, DeepSeek-V3 nested",
@@ -146,7 +146,7 @@ def _after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
     return purged
 
 
-def _re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
+def re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
     """The least that a careful user would write: patterns compiled beforehand, one search each."""
 
     def spec_of(path: Any, leaf: Any) -> P:

@@ -70,7 +70,7 @@ def measure(case: Case, *, with_collector: bool, runs: int = 9, slow_runs: int =
     """Runs everything once to compare results, then times it, interleaved."""
     expected = case.ours()
     for name, call in case.peers.items():
-        if not _same(call(), expected):
+        if not same(call(), expected):
             raise AssertionError(f"{case.name}: {name} and shardrules disagree")
     calls = {"ours": case.ours, "identity": case.identity, **case.peers}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -98,7 +98,9 @@ def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:
     return [median(taken) for taken in times]
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of specs or shardings are equal."""
+
     def flat(tree: Any) -> Any:
         return tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

@@ -1,0 +1,156 @@
+"""How time grows with leaves, rules and logical names, beside the other ways to do the same.
+
+Each point is a median of interleaved runs whose results are checked equal first; a series ends
+where one call takes too long. Rules are compiled in every call, but for the plain `re` loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import jax
+import optree
+import re2
+from eformer.escale import match_partition_rules as eformer_match
+from flax.linen.spmd import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
+from jax import tree_util
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from benchmarks.cases import re_loop
+from benchmarks.harness import collector, interleaved_seconds, same
+from tests import corpus
+
+Call = Callable[[], Any]
+LEAF: Final = jax.ShapeDtypeStruct((8, 8), "int8")
+_TOO_LONG: Final = 10.0
+
+
+class Curve(NamedTuple):
+    """Seconds by size, per way."""
+
+    title: str
+    x: str
+    series: dict[str, list[tuple[int, float]]]
+
+
+def curves() -> Iterator[Curve]:
+    """All curves, each measured when its turn comes, without the garbage collector."""
+    for make in (_by_leaves, _by_rules, _by_names):
+        with collector(enabled=False):
+            yield make()
+
+
+def _by_leaves() -> Curve:
+    rules = [(r"attn/(wq|wk|wv)/kernel", P("fsdp", "tp")), ("wo/kernel", P("tp")), (".*", P())]
+    points = ((n, partial(_model, n), rules) for n in (10**3, 10**4, 10**5, 10**6, 10**7))
+    return _curve("Leaves: 3 rules", "leaves", points)
+
+
+def _by_rules() -> Curve:
+    """10,000 leaves, of which the rules before the last match some."""
+    points = (
+        (n, partial(_model, 10_000), [*_layer_rules(n - 1), (".*", P())])
+        for n in (1, 10, 100, 1_000, 10_000)
+    )
+    return _curve("Rules: 10,000 leaves, a regex for each layer and name", "rules", points)
+
+
+def _by_names() -> Curve:
+    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
+    rules = corpus.logical_rules("maxtext-0.2.5__base")
+    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
+    mesh = AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes)))
+    series: dict[str, list[tuple[int, float]]] = {}
+    for count in (10, 100, 1_000, 10_000):
+        tree = {f"w{i}": P(*names[i % len(names)]) for i in range(count)}
+        calls = {
+            "shardrules": partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
+            "flax": partial(flax_logical_to_mesh_sharding, tree, mesh, rules),
+            "jax identity": partial(tree_util.tree_map, lambda x: x, tree),
+        }
+        _measure(calls, count, series)
+    return Curve("Logical names: 80 rules of MaxText", "arrays", series)
+
+
+def _model(leaves: int) -> dict[str, Any]:
+    names = ("wq", "wk", "wv", "wo")
+    layer = {n: {"kernel": LEAF, "bias": LEAF} for n in names}
+    # Each layer its own dicts, as in a model.
+    return {
+        "layers": {
+            str(i): {"attn": {n: dict(leaf) for n, leaf in layer.items()}}
+            for i in range(leaves // 8)
+        }
+    }
+
+
+def _layer_rules(count: int) -> list[tuple[str, P]]:
+    names = ("wq", "wk", "wv", "wo")
+    return [(rf"layers/{i // 4}/.*{names[i % 4]}/kernel", P("fsdp", "tp")) for i in range(count)]
+
+
+def _curve(
+    title: str, x: str, points: Iterator[tuple[int, Callable[[], Any], list[tuple[str, P]]]]
+) -> Curve:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for size, make, rules in points:
+        tree = make()
+        compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+        calls: dict[str, Call] = {
+            "shardrules": partial(sr.match_partition_rules, rules, tree),
+            "eformer": partial(_after_purge, partial(eformer_match, rules, tree)),
+            "re, compiled before": partial(re_loop, compiled, tree),
+            "google-re2's Set": partial(_re2_set, rules, tree),
+            "jax identity": partial(tree_util.tree_map, lambda leaf: leaf, tree),
+            "optree identity": partial(optree.tree_map, lambda leaf: leaf, tree),
+        }
+        _measure(calls, size, series)
+    return Curve(title, x, series)
+
+
+def _measure(calls: dict[str, Call], size: int, series: dict[str, list[tuple[int, float]]]) -> None:
+    """Adds a point to each series that has not become too slow at the size before."""
+    expected = calls["shardrules"]()
+    left = {
+        name: call
+        for name, call in calls.items()
+        if not (points := series.setdefault(name, [])) or points[-1][1] < _TOO_LONG / 10
+    }
+    first = {}
+    for name, call in left.items():
+        start = perf_counter()
+        result = call()
+        first[name] = perf_counter() - start
+        if "identity" not in name and not same(result, expected):
+            raise AssertionError(f"{name} and shardrules disagree at {size:,}")
+        del result
+    runs = max(1, min(9, int(20 / sum(first.values()))))
+    for name, seconds in zip(left, interleaved_seconds(list(left.values()), runs), strict=True):
+        series[name].append((size, seconds))
+
+
+def _after_purge(call: Call) -> Any:
+    """Cold for eformer too: `re` remembers 512 compiled patterns."""
+    re.purge()
+    return call()
+
+
+def _re2_set(rules: list[tuple[str, P]], tree: Any) -> Any:
+    """All patterns in one automaton of re2, as one would use it for this: the least index wins."""
+    patterns = re2.Set.SearchSet()
+    for pattern, _ in rules:
+        patterns.Add(pattern)
+    patterns.Compile()
+
+    def spec_of(path: Any, leaf: Any) -> P:
+        found = patterns.Match(tree_util.keystr(path, simple=True, separator="/"))
+        spec = rules[min(found)][1]
+        return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec
+
+    return tree_util.tree_map_with_path(spec_of, tree)

@@ -1,0 +1,136 @@
+"""`python -m benchmarks.report`: all measurements as Markdown and SVG, into docs/.
+
+Overwrites docs/benchmarks.md and docs/benchmarks/*.svg; takes some 20 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks import arrays, planning, scaling
+from benchmarks.cases import cases
+from benchmarks.curves import Curve, curves
+from benchmarks.harness import Result, environment, measure
+from benchmarks.scaling import Row
+
+DOCS = Path(__file__).parent.parent / "docs"
+PEERS = ("eformer", "flax", "re loop")
+METHOD = """
+Medians of interleaved runs in one process, after the results have been checked to be equal. *Ours*
+is cold: rules are compiled in every call, as a program does once at start-up. *Identity* is
+`jax.tree_util.tree_map(lambda x: x, tree)` on the same tree. Freeing a result counts for nobody.
+The machine is shared and noisy: read ratios. `make bench-report` writes this page anew; bars are
+those of docs/design.md, section 10.
+"""
+
+
+def main() -> int:
+    """Measures everything and writes the page."""
+    parts = ["# Benchmarks", "", *(f"- {line}" for line in environment()), METHOD]
+    results: dict[bool, list[Result]] = {False: [], True: []}
+    for case in cases():
+        for with_collector, measured in results.items():
+            measured.append(measure(case, with_collector=with_collector))
+        print(f"measured: {case.name}", flush=True)
+    for with_collector, measured in results.items():
+        parts += [f"## Whole trees, garbage collector {'on' if with_collector else 'off'}", ""]
+        parts += [*_results_table(measured), ""]
+    sections = {
+        "Plans and the command line": planning.rows,
+        "Arrays on 8 host devices": arrays.rows,
+        "Growth, compiling, importing, bounds": scaling.rows,
+    }
+    for title, rows in sections.items():
+        parts += [f"## {title}", "", *_rows_table(rows()), ""]
+        print(f"measured: {title}", flush=True)
+    parts += ["## How it grows", ""]
+    (DOCS / "benchmarks").mkdir(exist_ok=True)
+    for curve in curves():
+        name = f"{curve.x}.svg"
+        _plot(curve, DOCS / "benchmarks" / name)
+        parts += [f"### {curve.title}", "", f"![{curve.title}](benchmarks/{name})", ""]
+        parts += [*_curve_table(curve), ""]
+        print(f"measured: {curve.title}", flush=True)
+    (DOCS / "benchmarks.md").write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+    return 0
+
+
+def _results_table(results: Iterable[Result]) -> list[str]:
+    lines = _head("case", "ours", "ours / identity", *(f"{peer} / ours" for peer in PEERS), "bars")
+    for result in results:
+        peers = [f"{result.ratio(p):.1f}x" if p in result.seconds else "" for p in PEERS]
+        lines.append(
+            _line(
+                result.case.name,
+                _shown(result.seconds["ours"]),
+                f"{result.ratio('identity'):.2f}x",
+                *peers,
+                result.verdict(),
+            )
+        )
+    return lines
+
+
+def _rows_table(rows: Iterable[Row]) -> list[str]:
+    lines = _head("what", "measured", "bar", "")
+    for row in rows:
+        met = "" if row.bar is None else "met" if row.measured <= row.bar else "**missed**"
+        bar = "" if row.bar is None else f"{row.bar:g} {row.unit}: {met}"
+        lines.append(_line(row.name, f"{row.measured:.3g} {row.unit}", bar, row.note))
+    return lines
+
+
+def _curve_table(curve: Curve) -> list[str]:
+    sizes = sorted({size for points in curve.series.values() for size, _ in points})
+    lines = _head(curve.x, *(f"{size:,}" for size in sizes))
+    for name, points in curve.series.items():
+        seconds = dict(points)
+        shown = (_shown(seconds[size]) if size in seconds else "too long" for size in sizes)
+        lines.append(_line(name, *shown))
+    return lines
+
+
+def _head(*cells: str) -> list[str]:
+    return [_line(*cells), "|" + "---|" * len(cells)]
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _shown(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _plot(curve: Curve, path: Path) -> None:
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curve.series.items():
+        sizes, seconds = zip(*points, strict=True)
+        style = {"marker": "o", "linestyle": "--" if "identity" in name else "-"}
+        axes.loglog(
+            sizes, seconds, label=name, linewidth=2.5 if name == "shardrules" else 1.2, **style
+        )
+    axes.set(title=curve.title, xlabel=curve.x, ylabel="seconds")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize="small")
+    # The same file for the same figures.
+    with mpl.rc_context({"svg.hashsalt": "shardrules", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
