@@ -19,7 +19,7 @@ MODULES = [
 ]
 # Values that are read, not made; and what needs arrays on several devices to be worth showing.
 WITHOUT_EXAMPLES = {
-    "AxisMetadata", "Counters", "Coverage", "Decision", "Dialect", "Difference", "LogicalDialect", "RulesFallback", "make_shard_and_gather_fns", "with_sharding_constraint",
+    "AxisMetadata", "Change", "Counters", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "LogicalDialect", "Plan", "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 README = Path(__file__).parent.parent / "README.md"
 
