@@ -223,6 +223,7 @@ class TestContexts:
     def test_again_and_again(self):
         from flax.linen import spmd
 
+        importlib.import_module("shardrules.compat.flax_linen_spmd")  # patch does, the first time
         before = globals_of_all_modules()
         first = sr.patch("flax", "flax")
         replaced = spmd.logical_to_mesh
