@@ -122,14 +122,12 @@ RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
 // live no longer than this object.
 automata::Oracle RuleSet::oracle() const {
     return [this](std::uint32_t number, char32_t c) {
-        return translated([&] {
-            const Ref answer = Ref::checked(PyObject_CallFunction(
-                accepts_.get(), "IN", number,
-                PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
-            const int accepted = PyObject_IsTrue(answer.get());
-            pytree::check(accepted);
-            return accepted == 1;
-        });
+        const Ref answer = Ref::checked(
+            PyObject_CallFunction(accepts_.get(), "IN", number,
+                                  PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
+        const int accepted = PyObject_IsTrue(answer.get());
+        pytree::check(accepted);
+        return accepted == 1;
     };
 }
 
@@ -145,9 +143,9 @@ void RuleSet::clear() {
 }
 
 py::object RuleSet::first_match(const py::str& path) {
-    const automata::DfaPool::Lease dfa(first_);
-    dfa->enter(pytree::text_of(path.ptr()));
     const automata::RuleId rule = translated([&] {
+        const automata::DfaPool::Lease dfa(first_);
+        dfa->enter(pytree::text_of(path.ptr()));
         return pytree::first_match(dfa->winner(), searched_,
                                    [&] { return Ref::borrow(path.ptr()); });
     });
@@ -156,11 +154,11 @@ py::object RuleSet::first_match(const py::str& path) {
 }
 
 py::list RuleSet::all_matches(const py::str& path) {
-    const automata::DfaPool::Lease dfa(all_);
-    dfa->enter(pytree::text_of(path.ptr()));
     std::vector<automata::RuleId> rules;
-    dfa->matches(rules);
     translated([&] {
+        const automata::DfaPool::Lease dfa(all_);
+        dfa->enter(pytree::text_of(path.ptr()));
+        dfa->matches(rules);
         pytree::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
     });
     passes_.fold(rules);
@@ -172,8 +170,8 @@ py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool 
                          const py::object& unmatched, const py::object& ambiguous,
                          bool record_events) {
     check_answers(answers);
-    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
+        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
         pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
                                    {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(),
                                     ambiguous.ptr(), record_events});
@@ -188,8 +186,8 @@ py::tuple RuleSet::survey(const py::object& tree, pytree::Answers& answers,
                           const py::object& min_size, const py::object& replicated,
                           const py::object& unmatched, const py::object& ambiguous) {
     check_answers(answers);
-    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
+        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
         pytree::MatchLeaves decisions(answers, searched_, passes_, choices_,
                                       {.strict = true,
                                        .min_size = min_size.ptr(),
@@ -210,9 +208,11 @@ void RuleSet::check_answers(const pytree::Answers& answers) const {
 }
 
 py::tuple RuleSet::count_matches(const py::object& tree, bool strict) {
-    const automata::DfaPool::Lease dfa(all_);
     pytree::CountMatches counts(passes_, searched_, choices_, strict);
-    translated([&] { pytree::map_tree(tree.ptr(), choices_, *dfa, counts); });
+    translated([&] {
+        const automata::DfaPool::Lease dfa(all_);
+        pytree::map_tree(tree.ptr(), choices_, *dfa, counts);
+    });
     py::list lost;
     for (const auto& [rules, leaves] : counts.lost())
         lost.append(py::make_tuple(rules.first, rules.second, leaves));
