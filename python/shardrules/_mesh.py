@@ -8,7 +8,8 @@ specs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._specs import shown
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     AnyMesh = Mesh | AbstractMesh
     MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+# Plans have a number for each device.
+_MOST_DEVICES: Final = 1 << 20
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -146,7 +150,7 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Devices per axis, as a dict of its own.
 
     Raises:
-        ValueError: No axes, or one with a size below 1.
+        ValueError: No axes, or one with a size below 1; or more devices than any mesh has.
         TypeError: A name is no string, or a size no integer.
     """
     for name, size in sizes.items():
@@ -158,6 +162,8 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
             raise ValueError(f"the mesh axis {name!r} has the size {size}; it must be at least 1")
     if not sizes:
         raise ValueError("a mesh without axes")
+    if prod(sizes.values()) > _MOST_DEVICES:
+        raise ValueError(f"a mesh of over {_MOST_DEVICES:,} devices; is a size wrong?")
     return dict(sizes)
 
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "shardrules lock 1"
 _MOST_LEAVES: Final = 10**8
+# What comes of a list for an object, a number beyond all bounds, a field that is not there, ...
+_MALFORMED: Final = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    *(RecursionError, re.error),
+)
 _FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
 
 
@@ -87,7 +92,7 @@ def read_lock(text: str, name: str) -> tuple[Survey, list[Kind], dict[str, int]]
             kind_of += [number] * len(expanded)
     except FileError:
         raise
-    except (KeyError, TypeError, ValueError, RecursionError, re.error) as error:
+    except _MALFORMED as error:
         raise FileError(f"{name}: not a lock: {type(error).__name__}: {error}") from error
     tree = {path: row for row, path in enumerate(paths)}
     if len(tree) < len(paths):
