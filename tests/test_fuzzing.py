@@ -10,7 +10,7 @@ from tests.fuzzing.__main__ import CORPUS, NAMES
 from tests.fuzzing.targets import TARGETS
 
 INPUTS = sorted(CORPUS.glob("*/*"))
-MUTATIONS = 300
+MUTATIONS = 100
 
 
 def test_every_target_has_seeds():
