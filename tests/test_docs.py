@@ -34,8 +34,6 @@ NOT_RUN = {
     "docs/multihost.md": ["needs several processes; tests/process_worker.py is the one that runs"],
 }
 NOTEBOOK = DOCS / "notebooks" / "plan.ipynb"
-# Named by docs/design.md, and not there yet.
-NOT_THERE_YET = {"csrc/fuzz"}
 # Names of files that pages tell users to have.
 USERS_FILES = {"base.yml", "model.safetensors.index.json", "plan.lock", "rules.toml"}
 
@@ -118,7 +116,7 @@ def test_files_that_pages_name_exist():
             r"(?<![\w./-])((?:csrc|docs|tests|benchmarks|examples|python/shardrules)/[\w./-]*\w)",
             text,
         ):
-            assert (ROOT / name).exists() or name in NOT_THERE_YET, f"{page} names {name}"
+            assert (ROOT / name).exists(), f"{page} names {name}"
             named += 1
     assert named > 100
 

@@ -47,7 +47,7 @@ class LazyDfa {
     void enter(StateId known) { path_.push_back({known}); }
     // The same as enter(text), for a text that begins as the one before it did.
     void enter_like_last(Text text);
-    void extend(Text text);
+    void extend(Text text);  // not at the bottom, from where later searches begin
     void leave() { path_.pop_back(); }
     // kNoState if the position is not worth one so far.
     StateId position() const { return path_.back().state; }

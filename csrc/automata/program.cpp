@@ -91,7 +91,11 @@ NodeId ProgramBuilder::insert_alternate(NodeId from, const Syntax& syntax) {
 NodeId ProgramBuilder::insert_repeat(NodeId from, const Syntax& syntax) {
     const Syntax& body = syntax.children.front();
     NodeId at = from;
-    for (std::uint32_t i = 0; i < syntax.min && at != kNowhere; ++i) at = insert(at, body);
+    for (std::uint32_t i = 0; i < syntax.min && at != kNowhere; ++i) {
+        const NodeId end = insert(at, body);
+        if (end == at) break;  // an empty body, which may be repeated billions of times
+        at = end;
+    }
     if (at == kNowhere || syntax.min == syntax.max) return at;
 
     Syntax rest = syntax;

@@ -28,7 +28,7 @@ class Decoder {
         switch (static_cast<Op>(word())) {
             case Op::kLiteral:
                 out.kind = Kind::kChar;
-                out.test = tests_.literal(static_cast<char32_t>(word()));
+                out.test = tests_.literal(code_point(word()));
                 return out;
             case Op::kClass:
                 out.kind = Kind::kChar;
@@ -63,6 +63,11 @@ class Decoder {
         if (count > code_.size() - at_) throw std::invalid_argument("pattern code: too short");
         parent.children.reserve(count);
         for (std::uint32_t i = 0; i < count; ++i) parent.children.push_back(item(depth + 1));
+    }
+
+    static char32_t code_point(std::uint32_t number) {
+        if (number >= kCodePointEnd) throw std::invalid_argument("pattern code: no code point");
+        return static_cast<char32_t>(number);
     }
 
     Assertion assertion(std::uint32_t number) {

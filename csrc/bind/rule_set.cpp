@@ -4,8 +4,10 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <variant>
 
+#include "collectable.hpp"
 #include "columns.hpp"
 #include "errors.hpp"
 #include "pytree/count_matches.hpp"
@@ -37,14 +39,6 @@ automata::AsciiSet ascii_set(py::handle members) {
     const unsigned long long words[] = {low_bits(number), low_bits(number >> half)};
     for (std::size_t c = 0; c < automata::kAsciiEnd; ++c) set[c] = (words[c / 64] >> (c % 64)) & 1;
     return set;
-}
-
-automata::Oracle oracle_of(const py::object& accepts) {
-    return [accepts](std::uint32_t number, char32_t c) {
-        const auto character = py::reinterpret_steal<py::object>(
-            PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1));
-        return accepts(number, character).cast<bool>();
-    };
 }
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
@@ -111,10 +105,11 @@ RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& searched,
                  std::size_t memory_budget, std::size_t passes, const pytree::Choices& choices)
-    : program_(std::make_shared<const automata::Program>(compile(
+    : accepts_(Ref::borrow(accepts.ptr())),
+      program_(std::make_shared<const automata::Program>(compile(
           patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
-      first_(program_, oracle_of(accepts), automata::Search::kFirst, memory_budget),
-      all_(program_, oracle_of(accepts), automata::Search::kAll, memory_budget),
+      first_(program_, oracle(), automata::Search::kFirst, memory_budget),
+      all_(program_, oracle(), automata::Search::kAll, memory_budget),
       passes_(rules_in_a_pass(patterns.size(), passes)),
       choices_(choices) {
     for (const py::handle entry : searched) {
@@ -123,10 +118,34 @@ RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
     }
 }
 
+// Owns nothing, so that the one reference to `accepts` is the collector's to see; the DFAs that ask it
+// live no longer than this object.
+automata::Oracle RuleSet::oracle() const {
+    return [this](std::uint32_t number, char32_t c) {
+        const Ref answer = Ref::checked(
+            PyObject_CallFunction(accepts_.get(), "IN", number,
+                                  PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
+        const int accepted = PyObject_IsTrue(answer.get());
+        pytree::check(accepted);
+        return accepted == 1;
+    };
+}
+
+int RuleSet::traverse(visitproc visit, void* arg) const {
+    Py_VISIT(accepts_.get());
+    for (const pytree::SearchedRule& searched : searched_) Py_VISIT(searched.search.get());
+    return 0;
+}
+
+void RuleSet::clear() {
+    accepts_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    const auto dropped = std::exchange(searched_, {});  // its objects may come here when they go
+}
+
 py::object RuleSet::first_match(const py::str& path) {
-    const automata::DfaPool::Lease dfa(first_);
-    dfa->enter(pytree::text_of(path.ptr()));
     const automata::RuleId rule = translated([&] {
+        const automata::DfaPool::Lease dfa(first_);
+        dfa->enter(pytree::text_of(path.ptr()));
         return pytree::first_match(dfa->winner(), searched_,
                                    [&] { return Ref::borrow(path.ptr()); });
     });
@@ -135,11 +154,11 @@ py::object RuleSet::first_match(const py::str& path) {
 }
 
 py::list RuleSet::all_matches(const py::str& path) {
-    const automata::DfaPool::Lease dfa(all_);
-    dfa->enter(pytree::text_of(path.ptr()));
     std::vector<automata::RuleId> rules;
-    dfa->matches(rules);
     translated([&] {
+        const automata::DfaPool::Lease dfa(all_);
+        dfa->enter(pytree::text_of(path.ptr()));
+        dfa->matches(rules);
         pytree::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
     });
     passes_.fold(rules);
@@ -151,8 +170,8 @@ py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool 
                          const py::object& unmatched, const py::object& ambiguous,
                          bool record_events) {
     check_answers(answers);
-    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
+        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
         pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
                                    {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(),
                                     ambiguous.ptr(), record_events});
@@ -167,8 +186,8 @@ py::tuple RuleSet::survey(const py::object& tree, pytree::Answers& answers,
                           const py::object& min_size, const py::object& replicated,
                           const py::object& unmatched, const py::object& ambiguous) {
     check_answers(answers);
-    const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
     return translated([&] {
+        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
         pytree::MatchLeaves decisions(answers, searched_, passes_, choices_,
                                       {.strict = true,
                                        .min_size = min_size.ptr(),
@@ -189,9 +208,11 @@ void RuleSet::check_answers(const pytree::Answers& answers) const {
 }
 
 py::tuple RuleSet::count_matches(const py::object& tree, bool strict) {
-    const automata::DfaPool::Lease dfa(all_);
     pytree::CountMatches counts(passes_, searched_, choices_, strict);
-    translated([&] { pytree::map_tree(tree.ptr(), choices_, *dfa, counts); });
+    translated([&] {
+        const automata::DfaPool::Lease dfa(all_);
+        pytree::map_tree(tree.ptr(), choices_, *dfa, counts);
+    });
     py::list lost;
     for (const auto& [rules, leaves] : counts.lost())
         lost.append(py::make_tuple(rules.first, rules.second, leaves));
@@ -211,7 +232,7 @@ void register_rule_set(py::module_& module) {
              py::arg("shown_separator"), py::arg("keystr"), py::arg("unique"),
              py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
              py::arg("min_size_first"));
-    py::class_<RuleSet>(module, "RuleSet")
+    py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
                       const py::sequence&, std::size_t, std::size_t, const pytree::Choices&>(),
              py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),

@@ -38,9 +38,15 @@ class RuleSet {
     pybind11::tuple count_matches(const pybind11::object& tree, bool strict);
     pybind11::tuple counters() const;
 
+    // For the garbage collector.
+    int traverse(visitproc visit, void* arg) const;
+    void clear();
+
   private:
+    automata::Oracle oracle() const;
     void check_answers(const pytree::Answers& answers) const;
 
+    pytree::Ref accepts_;
     std::shared_ptr<const automata::Program> program_;
     automata::DfaPool first_, all_;  // by what is searched for
     std::vector<pytree::SearchedRule> searched_;

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "collectable.hpp"
 #include "errors.hpp"
 #include "pytree/sharding_table.hpp"
 #include "register.hpp"
@@ -46,7 +47,8 @@ void register_sharding(py::module_& module) {
                 });
             },
             py::arg("shape"));
-    py::class_<ShardingTable, pytree::Answers>(module, "ShardingTable")
+    py::class_<ShardingTable, pytree::Answers>(module, "ShardingTable",
+                                               collectable<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
                          std::vector<std::uint32_t> spec_of, const py::object& make) {
                  return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "collectable.hpp"
 #include "pytree/spec_table.hpp"
 #include "register.hpp"
 
@@ -11,7 +12,7 @@ namespace shardrules::bind {
 void register_spec_table(py::module_& module) {
     using pytree::SpecTable;
     py::class_<pytree::Answers>(module, "Answers");
-    py::class_<SpecTable, pytree::Answers>(module, "SpecTable")
+    py::class_<SpecTable, pytree::Answers>(module, "SpecTable", collectable<SpecTable>())
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {
                  std::vector<pytree::Ref> known;

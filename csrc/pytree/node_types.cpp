@@ -6,8 +6,11 @@ namespace shardrules::pytree {
 namespace {
 
 bool has_fields(PyTypeObject* type) {
-    return PyType_IsSubtype(type, &PyTuple_Type) &&
-           PyObject_HasAttrString(reinterpret_cast<PyObject*>(type), "_fields") == 1;
+    if (!PyType_IsSubtype(type, &PyTuple_Type)) return false;
+    const Ref fields =
+        Ref::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "_fields"));
+    if (!fields) clear_if_ordinary();
+    return static_cast<bool>(fields);
 }
 
 // Whether type(*items) runs nothing but the __new__ that collections.namedtuple generates.
@@ -49,11 +52,14 @@ NodeType registered(PyObject* example, PyTypeObject* type) {
 }
 
 NodeType classify(PyObject* object, PyTypeObject* type) {
-    if (!registry_exists() && !has_fields(type))
+    const bool fields = has_fields(type);
+    if (!registry_exists() && !fields)
         return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
     const KeyedChildren flat = flatten_one_level(object);
+    // To JAX a tuple with fields is a node; that it says otherwise is an error that it swallowed.
+    if (!flat.pairs && fields) return named_tuple(type);
     if (!flat.pairs) return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
-    if (has_fields(type) && flattened_as_namedtuple(object, flat)) return named_tuple(type);
+    if (fields && flattened_as_namedtuple(object, flat)) return named_tuple(type);
     return registered(object, type);
 }
 

@@ -81,7 +81,7 @@ bool Record::read_values(PyObject* node, std::vector<Ref>& values) const {
 
 bool Record::read_attributes(PyObject* node, std::vector<Ref>& values) const {
     const Ref dict = Ref::steal(PyObject_GenericGetDict(node, nullptr));
-    if (!dict) PyErr_Clear();
+    if (!dict) clear_if_ordinary();
     if (!dict || PyDict_GET_SIZE(dict.get()) != PyTuple_GET_SIZE(names_.get())) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i) {
         PyObject* value =

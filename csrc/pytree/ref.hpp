@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include <cstdint>
 #include <utility>
 
 namespace shardrules::pytree {
@@ -45,10 +46,36 @@ inline void check(int status) {
     if (status < 0) throw PythonError{};
 }
 
+// For a function's static: a name that is kept as long as the process. If it cannot be made, the next
+// call tries again.
+inline PyObject* interned(const char* name) {
+    return Ref::checked(PyUnicode_InternFromString(name)).release();
+}
+
 inline Ref attribute(PyObject* object, const char* name) {
     return Ref::checked(PyObject_GetAttrString(object, name));
 }
 
+// Clears the error that is set, for a question that an error answers with no; but not one that
+// concerns the whole program: out of memory, or no Exception at all, as KeyboardInterrupt.
+inline void clear_if_ordinary() {
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) || !PyErr_ExceptionMatches(PyExc_Exception))
+        throw PythonError{};
+    PyErr_Clear();
+}
+
 inline Ref imported(const char* module) { return Ref::checked(PyImport_ImportModule(module)); }
+
+// For loops over what may be millions of objects: lets Ctrl-C through every few thousand of them.
+class SignalChecks {
+  public:
+    void tick() {
+        if (++ticks_ % kTicks == 0) check(PyErr_CheckSignals());
+    }
+
+  private:
+    static constexpr std::uint32_t kTicks = 4096;
+    std::uint32_t ticks_ = 0;
+};
 
 }  // namespace shardrules::pytree

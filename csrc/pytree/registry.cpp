@@ -76,7 +76,8 @@ KeyedChildren flatten_one_level(PyObject* node) {
 }
 
 Ref key_and_child(PyObject* node, PyObject* pairs, Py_ssize_t i) {
-    const Ref pair = Ref::checked(PySequence_Tuple(PySequence_Fast_GET_ITEM(pairs, i)));
+    const Ref item = Ref::borrow(PySequence_Fast_GET_ITEM(pairs, i));  // iterating may change pairs
+    const Ref pair = Ref::checked(PySequence_Tuple(item.get()));
     if (PyTuple_GET_SIZE(pair.get()) == 2) return pair;
     PyErr_Format(PyExc_TypeError, "%.200s: children with keys must be pairs",
                  Py_TYPE(node)->tp_name);

@@ -6,7 +6,7 @@ namespace shardrules::pytree {
 namespace {
 
 PyObject* shape_name() {
-    static PyObject* const name = PyUnicode_InternFromString("shape");
+    static PyObject* const name = interned("shape");
     return name;
 }
 
@@ -19,7 +19,7 @@ void ShapeReader::inspect(PyTypeObject* type) {
     if (type->tp_getattro != PyObject_GenericGetAttr) return;
     const Ref found =
         Ref::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), shape_name()));
-    if (!found) return PyErr_Clear();
+    if (!found) return clear_if_ordinary();
     if (Py_TYPE(found.get()) != &PyMemberDescr_Type) return;
     const auto* member = reinterpret_cast<const PyMemberDescrObject*>(found.get());
     const bool plain_slot = member->d_member->type == T_OBJECT_EX;

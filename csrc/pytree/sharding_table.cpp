@@ -1,6 +1,7 @@
 #include "sharding_table.hpp"
 
 #include <stdexcept>
+#include <utility>
 
 namespace shardrules::pytree {
 namespace {
@@ -49,6 +50,22 @@ PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
     }
     spec.last = key;
     return spec.last_made = found->second.get();
+}
+
+int ShardingTable::traverse(visitproc visit, void* arg) const {
+    Py_VISIT(make_.get());
+    for (const Spec& spec : specs_)
+        for (const auto& entry : spec.made) Py_VISIT(entry.second.get());
+    return 0;
+}
+
+void ShardingTable::clear() {
+    make_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    for (Spec& spec : specs_) {
+        spec.last = Key{-1, 0};
+        spec.last_made = nullptr;
+        const auto dropped = std::exchange(spec.made, {});  // its objects may come here when they go
+    }
 }
 
 }  // namespace shardrules::pytree

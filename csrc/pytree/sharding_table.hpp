@@ -24,6 +24,10 @@ class ShardingTable final : public Answers {
     std::size_t rule_count() const override { return spec_of_.size(); }
     Answer get(automata::RuleId rule, PyObject* shape, Py_ssize_t rank) override;
 
+    // For the garbage collector.
+    int traverse(visitproc visit, void* arg) const;
+    void clear();
+
   private:
     struct Key {
         Py_ssize_t rank;

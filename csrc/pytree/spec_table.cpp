@@ -26,4 +26,15 @@ PyObject* SpecTable::make(automata::RuleId rule, Py_ssize_t entries) {
     return slot.get();
 }
 
+int SpecTable::traverse(visitproc visit, void* arg) const {
+    Py_VISIT(make_.get());
+    for (const Ref& spec : specs_) Py_VISIT(spec.get());
+    return 0;
+}
+
+void SpecTable::clear() {
+    make_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    for (Ref& spec : specs_) spec = {};
+}
+
 }  // namespace shardrules::pytree

@@ -27,6 +27,10 @@ class SpecTable final : public Answers {
         return {slot ? slot.get() : make(rule, entries), truncated};
     }
 
+    // For the garbage collector.
+    int traverse(visitproc visit, void* arg) const;
+    void clear();
+
   private:
     struct Row {
         std::size_t start;

@@ -27,7 +27,7 @@ Ref SurveyLeaves::shape_of(PyObject* leaf) {
 }
 
 Ref SurveyLeaves::dtype_of(PyObject* leaf) {
-    static PyObject* const name = PyUnicode_InternFromString("dtype");
+    static PyObject* const name = interned("dtype");
     if (PyObject* dtype = PyObject_GetAttr(leaf, name)) return Ref::steal(dtype);
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw PythonError{};
     PyErr_Clear();

@@ -56,7 +56,9 @@ Templates templates_of(PyObject* paths) {
     Templates out;
     std::unordered_map<std::string, std::int32_t> known;
     std::string text;
+    SignalChecks signals;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(paths); ++i) {
+        signals.tick();
         Ref kept;
         text.clear();
         take_numbers(utf8(PyList_GET_ITEM(paths, i), kept), text, out.numbers);

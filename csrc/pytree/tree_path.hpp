@@ -44,8 +44,8 @@ class TreePath {
     }
     // Keeps the key alive: after an error the path is told, when the frames that knew it are gone.
     void push(const Key& key) {
+        keys_.push_back(key);  // may fail
         Py_XINCREF(key.object);
-        keys_.push_back(key);
     }
     void pop() {
         PyObject* object = keys_.back().object;

@@ -67,6 +67,7 @@ class Walk {
 
     // On errors the path stays, for the note.
     Ref descend(const Key& key, PyObject* object) {
+        signals_.tick();
         path_.push(key);
         steps_.enter(dfa_, key);
         const NodeType& type = types_.of(object);
@@ -301,6 +302,7 @@ class Walk {
     TreePath path_;
     NodeTypes types_;
     StepMemo steps_;
+    SignalChecks signals_;
     std::optional<KeystrTexts> keystrs_;
     std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open
 };

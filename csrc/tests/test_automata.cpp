@@ -206,13 +206,17 @@ void unrolling_is_bounded() {
         refused = true;
     }
     EXPECT(refused);
+    // Billions of nothing are nothing.
+    const Words nothing = repeat(0xFFFFFFF0, 0xFFFFFFFE, sequence({}));
+    const Rules rules({sequence({text("x"), nothing, text("y")})});
+    EXPECT(rules.first("xy") == 0);
 }
 
 void malformed_codes_are_refused() {
     Words deep;
     for (int i = 0; i < 1000; ++i) deep.insert(deep.end(), {6, 1});
     deep.insert(deep.end(), {6, 0});
-    const std::vector<Words> bad = {{}, {9}, {0}, {1, 7}, {2, 0}, {2, 99}, {4, 5}, {5, 2, 1, 6, 0},
+    const std::vector<Words> bad = {{}, {9}, {0}, {0, 0x110000}, {0, 0xFFFFFFFF}, {1, 7}, {2, 0}, {2, 99}, {4, 5}, {5, 2, 1, 6, 0},
                                     {6, 0, 6, 0}, {6, 0xFFFFFFFF}, deep};
     for (const Words& code : bad) {
         CharTests tests;

@@ -1,5 +1,5 @@
 // One program, one pool of lazy DFAs, many threads: answers as with one thread, and no data race
-// (run under ThreadSanitizer by `make sanitize`).
+// (run under ThreadSanitizer by `make sanitize`, preset tsan).
 #include <barrier>
 #include <cstdlib>
 #include <string>

@@ -1,0 +1,81 @@
+// Bytes as a pattern's code, decoded, built and matched. Malformed code is refused; well-formed code
+// means what the reference says, whatever the memory budget.
+#include <cstring>
+#include <stdexcept>
+
+#include "generate.hpp"
+
+namespace {
+
+using namespace shardrules::automata;
+using namespace shardrules::automata::fuzz;
+
+Words raw_words(std::span<const std::uint8_t> data) {
+    Words code(data.size() / 4);
+    if (!code.empty()) std::memcpy(code.data(), data.data(), code.size() * 4);
+    return code;
+}
+
+// One word a byte: small numbers, so that the program stays small.
+Words small_words(std::span<const std::uint8_t> data) { return {data.begin(), data.end()}; }
+
+void only_decode(const Words& code) {
+    CharTests tests;
+    tests.add_class({});
+    try {
+        Syntax pattern = decode(code, tests);
+        trim_for_search(pattern);
+    } catch (const std::invalid_argument&) {
+    }
+}
+
+void match_everywhere(const std::vector<Words>& rules, const std::u32string& text) {
+    std::shared_ptr<const Program> program;
+    try {
+        program = program_of(rules);
+    } catch (const std::invalid_argument&) {
+        return;
+    } catch (const std::length_error&) {
+        return;
+    }
+    const std::vector<RuleId> expected = expected_matches(rules, text);
+    const RuleId winner = expected.empty() ? kNoRule : expected.front();
+    for (const std::size_t budget : {std::size_t{0}, std::size_t{2000}, std::size_t{1} << 20}) {
+        LazyDfa first(program, class_accepts, Search::kFirst, budget);
+        LazyDfa all(program, class_accepts, Search::kAll, budget);
+        for (int round = 0; round < 3; ++round) {
+            first.begin();
+            first.enter(view(text));
+            MUST(first.winner() == winner);
+            all.begin();
+            all.enter(view(text));
+            std::vector<RuleId> found;
+            all.matches(found);
+            MUST(found == expected);
+        }
+        MUST(budget > 0 || first.stats().states_built == 1);
+    }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    const std::span<const std::uint8_t> input(data, size);
+    Bytes bytes(input);
+    const std::uint32_t mode = bytes.next(8);
+    if (mode == 0) {
+        only_decode(raw_words(input.subspan(size > 0 ? 1 : 0)));
+        return 0;
+    }
+    const std::u32string text = text_from(bytes, 20);
+    std::vector<Words> rules;
+    if (mode == 1) {
+        const std::size_t used = std::min(size, 2 + text.size());
+        rules.push_back(small_words(input.subspan(used, std::min<std::size_t>(size - used, 40))));
+    } else {
+        for (std::uint32_t left = 1 + bytes.next(4); left > 0; --left)
+            item_from(bytes, 4, rules.emplace_back());
+    }
+    match_everywhere(rules, text);
+    return 0;
+}

@@ -1,0 +1,313 @@
+"""Each target takes bytes and asserts what must hold for any: `FileError` or a sound result.
+
+Any other exception is a finding.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import tempfile
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shardrules as sr
+from shardrules import FileError
+from shardrules._files.arrays import read_arrays
+from shardrules._files.rules import read_rules
+from shardrules._planning import lock as locks
+from shardrules._planning.fold import fold
+
+CORPUS = Path(__file__).parent / "corpus"
+_DIRECTORY = Path(tempfile.mkdtemp(prefix="fuzz"))
+locks._MOST_LEAVES = 10_000  # a hundred million, as allowed, would take their time
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Bytes:
+    """Choices made of bytes; zeros when they are used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._rest = iter(data)
+
+    def below(self, end: int) -> int:
+        return next(self._rest, 0) % end
+
+
+def _file(name: str, data: bytes) -> str:
+    path = _DIRECTORY / name
+    path.write_bytes(data)
+    return str(path)
+
+
+def manifest(data: bytes) -> None:
+    """A JSON manifest, plain or gzipped: `FileError`, or names with shapes and dtypes."""
+    for name, content in (("m.json", data), ("m.json.gz", gzip.compress(data, 1))):
+        try:
+            arrays = read_arrays(_file(name, content))
+        except FileError:
+            continue
+        _check_arrays(arrays.leaves)
+
+
+def raw_manifest(data: bytes) -> None:
+    """The same for bytes that say themselves whether they are gzipped."""
+    with suppress(FileError):
+        _check_arrays(read_arrays(_file("raw.json.gz", data)).leaves)
+
+
+def safetensors(data: bytes) -> None:
+    """A safetensors file as it is, and a header with the right length in front."""
+    for content in (data, struct.pack("<Q", len(data)) + data):
+        try:
+            arrays = read_arrays(_file("m.safetensors", content))
+        except FileError:
+            continue
+        _check_arrays(arrays.leaves)
+
+
+def _check_arrays(leaves: dict[str, Any]) -> None:
+    for name, leaf in leaves.items():
+        assert type(name) is str
+        assert all(type(size) is int and size >= 0 for size in leaf.shape)
+        assert type(leaf.dtype) is str
+    sr.plan(leaves, [(".*", None)], {"tp": 2}).check()
+
+
+def rules(data: bytes) -> None:
+    """A rule file: `FileError`, or rules that match as `re` does."""
+    for name in ("r.json", "r.toml"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                read = read_rules(_file(name, data))
+        except FileError:
+            continue
+        assert isinstance(read.rules, sr.Rules)
+        for path in ("", "layers/0/kernel", "é"):
+            first = read.rules.first_match(path)
+            assert (first is None) == (read.rules.all_matches(path) == [])
+
+
+def lock(data: bytes) -> None:
+    """A lock: `FileError`, or a plan that can be locked again, to the same plan."""
+    text = data.decode("utf-8", "replace")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = sr.Plan.from_lock("{" + text)
+    except FileError:
+        return
+    again = sr.Plan.from_lock(plan.lock())
+    assert again.fingerprint() == plan.fingerprint()
+    assert again.lock() == plan.lock()
+
+
+_VALUES = (
+    None, True, 0, -1, 7, 2**31, 2**63, 10**30, 0.5, float("inf"), "", "a", "tp", "é\ud800", "(", "a*",
+    "layers/{0..3}/w", "{0..99999999999999999999}", "{5..1}", "{1,1}", "{", "{{{0}}}", [], ["tp"],
+    [["a", "b"], None], [[]], {}, {"unconstrained": True}, {"a": 1}, [8, 6], "float32", "eformer",
+)  # fmt: skip
+
+
+def _changed(value: Any, choices: Bytes) -> Any:
+    """JSON in which some values, deep inside, are others."""
+    what = choices.below(12)
+    if what == 0:
+        return _VALUES[choices.below(len(_VALUES))]
+    if isinstance(value, dict) and value:
+        key = list(value)[choices.below(len(value))]
+        if what == 1:
+            return {name: one for name, one in value.items() if name != key}
+        return value | {key: _changed(value[key], choices)}
+    if isinstance(value, list) and value:
+        at = choices.below(len(value))
+        again = [value[at]] if what == 1 else []
+        return [*value[:at], _changed(value[at], choices), *again, *value[at + 1 :]]
+    return _VALUES[choices.below(len(_VALUES))]
+
+
+def lock_values(data: bytes) -> None:
+    """A lock whose JSON is sound, with other values in it."""
+    choices, seeds = Bytes(data), sorted((CORPUS / "lock").iterdir())
+    content = json.loads("{" + seeds[choices.below(len(seeds))].read_text())
+    for _ in range(1 + choices.below(3)):
+        content = _changed(content, choices)
+    lock(json.dumps(content)[1:].encode("utf-8", "surrogatepass"))
+
+
+def rule_values(data: bytes) -> None:
+    """The same for rules in JSON."""
+    choices, seeds = Bytes(data), sorted((CORPUS / "rules").glob("*.json"))
+    content = json.loads(seeds[choices.below(len(seeds))].read_text())
+    for _ in range(1 + choices.below(3)):
+        content = _changed(content, choices)
+    rules(json.dumps(content).encode("utf-8", "surrogatepass"))
+
+
+def folding(data: bytes) -> None:
+    """Paths in groups: each pattern stands for exactly its paths."""
+    *paths, groups = data.decode("utf-8", "surrogateescape").split("\n")
+    paths = list(dict.fromkeys(paths))[:200]
+    if not paths:
+        return
+    group_of = np.array(
+        [(ord(groups[i % len(groups)]) if groups else 0) % 3 for i in range(len(paths))]
+    )
+    seen: list[str] = []
+    for one in fold(paths, group_of.astype(np.int32)):
+        expected = [paths[row] for row in one.rows]
+        assert {group_of[row] for row in one.rows} == {one.group}
+        assert sorted(locks._expanded(one.pattern, 10_000)) == sorted(
+            p.replace("\0", "\\0") for p in expected
+        )
+        seen += expected
+    assert sorted(seen) == sorted(paths)
+
+
+class _Key:
+    """A key whose text, hash and order are not of one mind."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return self.number % 2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.number == other.number
+
+    def __lt__(self, other: Any) -> bool:
+        return self.number % 3 < other.number % 3
+
+    def __str__(self) -> str:
+        return f"k/{self.number % 4}"
+
+
+class _Leaf:
+    def __init__(self, shape: Any) -> None:
+        self._shape = shape
+
+    @property
+    def shape(self) -> Any:
+        if callable(self._shape):
+            return self._shape()
+        return self._shape
+
+
+_TEXTS = ("a", "kernel", "é", "", "a/b", "\n", "x" * 40, "x" * 39 + "y", "0", "layers")
+
+
+class _Trees:
+    """Trees of every kind of node, some of which change, or fail, while they are walked."""
+
+    def __init__(self, data: bytes) -> None:
+        self._bytes = Bytes(data)
+        self._open: list[Any] = []
+
+    def tree(self, depth: int = 5) -> Any:
+        kind = self._bytes.below(12 if depth else 3)
+        if kind < 3:
+            return self._leaf()
+        size = self._bytes.below(6)
+        if kind < 6:
+            return self._filled({}, size, depth)
+        if kind == 6:
+            return self._filled(OrderedDict(), size, depth)
+        if kind == 7:
+            return self._filled(defaultdict(list), size, depth)
+        if kind == 8:
+            return Pair(self.tree(depth - 1), self.tree(depth - 1))
+        if kind == 9:
+            return tuple(self.tree(depth - 1) for _ in range(size))
+        made: list[Any] = []
+        self._open.append(made)
+        made += [self.tree(depth - 1) for _ in range(size)]
+        return made
+
+    def _filled(self, made: Any, size: int, depth: int) -> Any:
+        self._open.append(made)
+        odd = self._bytes.below(8)
+        for _ in range(size):
+            made[self._key(odd)] = self.tree(depth - 1)
+        return made
+
+    def _key(self, odd: int) -> Any:
+        number = self._bytes.below(256)
+        if odd == 0:
+            return _Key(number)
+        if odd == 1:
+            return (1, 1.5, True, b"x", (1, "a"), number, -number, "é")[number % 8]
+        return _TEXTS[number % len(_TEXTS)]
+
+    def _leaf(self) -> Any:
+        kind = self._bytes.below(16)
+        if kind < 8:
+            return _Leaf((2,) * (kind % 4))
+        number = self._bytes.below(256)
+        odd = (None, 3, "text", [2, 3], (2, "a"), (-1, 4), (2**70,), np.zeros(2), range(2))
+        if kind < 12:
+            return _Leaf(odd[number % len(odd)])
+        if kind < 14:
+            return (None, 1, "leaf", object(), np.float32(1))[number % 5]
+        return _Leaf(self._mischief(number))
+
+    def _mischief(self, number: int) -> Callable[[], Any]:
+        """A shape that changes a container which was begun before its leaf."""
+        target = self._open[number % len(self._open)] if self._open else []
+
+        def change() -> Any:
+            if number % 5 == 0:
+                raise RuntimeError("a shape that fails")
+            if number % 5 == 1:
+                target.clear()
+            elif isinstance(target, list):
+                target[:] = [*target[1:], 1] if number % 2 else [*target, 1]
+            elif target and number % 2:
+                target.pop(next(iter(target)))
+            else:
+                target[next(iter(target), "new")] = 1
+            return (2, 3)
+
+        return change
+
+
+_RULES = [
+    sr.Rules([("kernel|1", "tp"), (r"a(?=/)", None), ("é.*x", ("a", "b")), (".*", None)], dialect)
+    for dialect in (sr.EFORMER, sr.KEYSTR, sr.EASYLM, sr.KERAS)
+]
+
+
+def tree(data: bytes) -> None:
+    """Any tree, hostile ones too: a tree of the same leaves, or one of the documented errors."""
+    rules = _RULES[Bytes(data).below(len(_RULES))]
+    documented = (TypeError, ValueError, RuntimeError, OverflowError)
+    calls: list[Callable[[Any], Any]] = [
+        lambda t: rules.match(t, min_size=Bytes(data[::-1]).below(3)),
+        lambda t: rules.coverage(t),
+        lambda t: sr.named_shardings(t, rules, {"tp": 2, "a": 3, "b": 5}),
+        lambda t: sr.plan(t, rules, {"tp": 2}),
+    ]
+    for call in calls:
+        with suppress(documented):
+            call(_Trees(data[1:]).tree())
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "manifest": manifest,
+    "raw_manifest": raw_manifest,
+    "safetensors": safetensors,
+    "rules": rules,
+    "rule_values": rule_values,
+    "lock": lock,
+    "lock_values": lock_values,
+    "folding": folding,
+    "tree": tree,
+}

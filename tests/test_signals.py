@@ -1,0 +1,66 @@
+"""Ctrl-C stops what takes long, at once, and what was stopped works again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Millions of leaves, few of them different objects; each must take longer than it may go on.
+SETUP = """
+import gc, time
+import shardrules as sr
+from shardrules import _core
+
+class Leaf:
+    shape = (4, 8)
+
+def stopped(use):
+    print("ready", flush=True)
+    begin = time.monotonic()
+    try:
+        use()
+    except KeyboardInterrupt as error:
+        print("stopped", getattr(error, "__notes__", [""])[0])
+    else:
+        print("ended after", time.monotonic() - begin)
+
+rules = sr.Rules([(r"1/.*\\d7", "x"), (".*", None)])
+leaf = Leaf()
+rules.match([leaf])  # imports JAX
+gc.disable()  # JAX's callback of the collector may swallow a Ctrl-C
+"""
+WALKS = {
+    "match": "tree = [[leaf] * 10_000] * 1_000; stopped(lambda: rules.match(tree, strict=False))",
+    "shapes": "tree = [[{'a': leaf}] * 1000] * 5_000; stopped(lambda: rules.match(tree))",
+    "no leaves": "tree = [[{}] * 10_000] * 1_000; stopped(lambda: rules.match(tree))",
+    "survey": "tree = [[leaf] * 10_000] * 300; stopped(lambda: sr.plan(tree, rules, {'tp': 2}))",
+    "coverage": "tree = [[leaf] * 10_000] * 300; stopped(lambda: rules.coverage(tree))",
+    "templates": "paths = ['layers/1/x' * 9] * 20_000_000; stopped(lambda: _core.templates(paths))",
+    "compile": "stopped(lambda: sr.Rules([(f'a{i}.*{i}[b-d]+', None) for i in range(100_000)]))",
+}
+AFTER = """
+assert list(rules.match({"1": {"27": leaf}, "b": leaf})["1"]["27"]) == ["x"]
+print("works", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("walk", WALKS)
+def test_ctrl_c(walk):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SETUP + WALKS[walk] + AFTER], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)  # in the middle of it
+        process.send_signal(signal.SIGINT)
+        try:
+            stopped, works = process.communicate(timeout=60)[0].splitlines()
+        finally:
+            process.kill()
+    assert stopped.startswith("stopped")
+    assert works == "works"
