@@ -11,10 +11,11 @@ import struct
 import tempfile
 import warnings
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from shardrules._planning.fold import fold
 
 CORPUS = Path(__file__).parent / "corpus"
 _DIRECTORY = Path(tempfile.mkdtemp(prefix="fuzz"))
-locks._MOST_LEAVES = 10_000  # a hundred million, as allowed, would take their time
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -96,13 +96,27 @@ def rules(data: bytes) -> None:
             assert (first is None) == (read.rules.all_matches(path) == [])
 
 
+@contextmanager
+def _lenient_locks(text: str) -> Iterator[None]:
+    """Any fingerprint fits, for what is behind that check; and few leaves, which take less time."""
+    try:
+        fingerprint = json.loads(text)["fingerprint"]
+    except (LookupError, RecursionError, TypeError, ValueError):
+        fingerprint = None
+    with (
+        mock.patch.object(locks, "_MOST_LEAVES", 10_000),
+        mock.patch.object(locks, "_digest", return_value=fingerprint),
+    ):
+        yield
+
+
 def lock(data: bytes) -> None:
     """A lock: `FileError`, or a plan that can be locked again, to the same plan."""
-    text = data.decode("utf-8", "replace")
+    text = "{" + data.decode("utf-8", "replace")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _lenient_locks(text):
             warnings.simplefilter("ignore")
-            plan = sr.Plan.from_lock("{" + text)
+            plan = sr.Plan.from_lock(text)
     except FileError:
         return
     again = sr.Plan.from_lock(plan.lock())
@@ -165,9 +179,7 @@ def folding(data: bytes) -> None:
     for one in fold(paths, group_of.astype(np.int32)):
         expected = [paths[row] for row in one.rows]
         assert {group_of[row] for row in one.rows} == {one.group}
-        assert sorted(locks._expanded(one.pattern, 10_000)) == sorted(
-            p.replace("\0", "\\0") for p in expected
-        )
+        assert sorted(locks._expanded(one.pattern, 10_000, 2**20)) == sorted(expected)
         seen += expected
     assert sorted(seen) == sorted(paths)
 
