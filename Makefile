@@ -46,10 +46,10 @@ build-%: $(VENV)/dependencies
 cpp-%: build-%
 	$(VENV)/bin/ctest --test-dir build/$* --output-on-failure
 
-# Left out: tests/test_patch.py and the like, which run other libraries or other processes. CPython itself
-# leaks by LeakSanitizer's standards; tests/test_leaks.py looks for ours. The stack is for ASan's frames
+# Left out: tests of whole models, of other libraries, and of several processes, which take long. CPython
+# itself leaks by LeakSanitizer's standards; tests/test_leaks.py looks for ours. The stack is for ASan's frames
 # in the deepest trees, and libstdc++ is loaded early for its exceptions to be intercepted.
-ASAN_TESTS := $(addprefix tests/test_,$(addsuffix .py,bad_input bounds correction coverage derive fold \
+ASAN_TESTS := $(addprefix tests/test_,$(addsuffix .py,bad_input bounds correction fold \
   failures files fuzzing leaks logical records rules semantics shardings signals trees))
 ASAN_PACKAGES := build/asan/site
 test-asan: cpp-asan

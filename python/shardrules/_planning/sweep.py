@@ -47,12 +47,17 @@ class Sweep(tuple[SweepRow, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{mesh_shown(row.mesh):<40} {bytes_shown(row.bytes):>10}  "
-            f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}"
-            + ("" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}")
-            for row in self
-        )
+        return "\n".join(map(_line, self))
+
+
+def _line(row: SweepRow) -> str:
+    fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
+    largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
+    return (
+        f"{mesh_shown(row.mesh):<40} {bytes_shown(row.bytes):>10}  "
+        f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
+        + (f"  largest replicated: {largest}" if row.largest_replicated else "")
+    )
 
 
 def sweep(
