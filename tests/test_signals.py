@@ -10,9 +10,12 @@ import pytest
 
 # Millions of leaves, few of them different objects; each must take longer than it may go on.
 SETUP = """
-import gc, time
+import gc, signal, time
 import shardrules as sr
 from shardrules import _core
+
+# A job in the background, as CI may be, is born with it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Leaf:
     shape = (4, 8)
