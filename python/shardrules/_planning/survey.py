@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._files.dtypes import bits_of
-from shardrules._matching.coverage import Coverage
 from shardrules._planning.fold import Folded, fold
 
 if TYPE_CHECKING:
@@ -68,14 +67,6 @@ class Survey:
     def folded(self) -> list[Folded]:
         """The leaves with siblings folded, a kind each."""
         return fold(self.paths, self.kind_of)
-
-    @cached_property
-    def coverage(self) -> Coverage:
-        """How each rule does on the leaves that need one."""
-        needed = np.array([kind.rule != NO_RULE_NEEDED for kind in self.kinds], bool)
-        rows = np.flatnonzero(needed[self.kind_of])
-        leaves = dict.fromkeys((self.rules.joined(self.paths[row]) for row in rows), 0)
-        return self.rules.for_whole_paths().coverage(leaves, strict=False)
 
 
 def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
