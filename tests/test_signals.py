@@ -36,11 +36,11 @@ rules.match([leaf])  # imports JAX
 gc.disable()  # JAX's callback of the collector may swallow a Ctrl-C
 """
 WALKS = {
-    "match": "tree = [[leaf] * 10_000] * 1_000; stopped(lambda: rules.match(tree, strict=False))",
+    "match": "tree = [[leaf] * 10_000] * 3_000; stopped(lambda: rules.match(tree, strict=False))",
     "shapes": "tree = [[{'a': leaf}] * 1000] * 5_000; stopped(lambda: rules.match(tree))",
-    "no leaves": "tree = [[{}] * 10_000] * 1_000; stopped(lambda: rules.match(tree))",
+    "no leaves": "tree = [[{}] * 10_000] * 3_000; stopped(lambda: rules.match(tree))",
     "survey": "tree = [[leaf] * 10_000] * 300; stopped(lambda: sr.plan(tree, rules, {'tp': 2}))",
-    "coverage": "tree = [[leaf] * 10_000] * 300; stopped(lambda: rules.coverage(tree))",
+    "coverage": "tree = [[leaf] * 10_000] * 3_000; stopped(lambda: rules.coverage(tree))",
     "templates": "paths = ['layers/1/x' * 9] * 20_000_000; stopped(lambda: _core.templates(paths))",
     "compile": "stopped(lambda: sr.Rules([(f'a{i}.*{i}[b-d]+', None) for i in range(100_000)]))",
 }
@@ -59,7 +59,7 @@ def test_ctrl_c(walk):
     with process:
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.2)  # in the middle of it
+            process.wait(0.1)  # in the middle of it
         process.send_signal(signal.SIGINT)
         try:
             stopped, works = process.communicate(timeout=60)[0].splitlines()
