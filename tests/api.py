@@ -7,6 +7,7 @@ its classes what has no underscore.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import pkgutil
@@ -39,7 +40,8 @@ def api() -> str:
 
 def _described(name: str, thing: object) -> Iterator[str]:
     if inspect.isclass(thing):
-        yield f"class {name}{_signature(thing)}"
+        # The signature of an enum is Python's own affair, which differs between versions.
+        yield f"class {name}{'' if issubclass(thing, enum.Enum) else _signature(thing)}"
         # What a class inherits from outside of this package is not ours to promise.
         ours = [base for base in thing.__mro__ if base.__module__.startswith("shardrules")]
         members = {key: value for base in reversed(ours) for key, value in vars(base).items()}
