@@ -6,11 +6,14 @@ are imported when a command runs. Must not decide anything about a sharding.
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """The entry point of `shardrules`: exits with 0, 1 (findings, differences) or 2 (bad input)."""
+    # numpy's BLAS would start a thread for each core, and a plan multiplies no matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from shardrules._cli.app import app
     except ModuleNotFoundError as error:
