@@ -101,7 +101,7 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
                 lambda leaf, spec: get_corrected_named_sharding(leaf.shape, spec), tree, specs
             )
 
-    def re_loop(rules: Rules, tree: Any) -> Any:
+    def compiled_anew(rules: Rules, tree: Any) -> Any:
         return re_loop([(re.compile(pattern), spec) for pattern, spec in rules], tree)
 
     return Case(
@@ -110,7 +110,7 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
         identity=_identity(tree),
         peers={
             "eformer": _after_purge(partial(shardings, eformer_match)),
-            "re loop": partial(shardings, re_loop),
+            "re loop": partial(shardings, compiled_anew),
         },
         bars={"identity": 0.6, "eformer": 60},
     )
