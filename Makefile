@@ -147,28 +147,15 @@ $(VENV)/fuzzers: $(VENV)/dependencies
 clean:
 	rm -rf .venv build dist
 
-$(VENV)/dependencies: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
-	$(VENV)/bin/python -m pip $(INSTALL) --group dev
-	touch $@
-
-$(OLDEST)/dependencies: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
-	$(OLDEST)/bin/python -m pip $(INSTALL) --group oldest
-	touch $@
-
-$(DOCS)/dependencies: pyproject.toml
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
-	$(DOCS)/bin/python -m pip $(INSTALL) --group docs
-	touch $@
-
-$(DIST)/dependencies: pyproject.toml
-	$(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
-	$(DIST)/bin/python -m pip $(INSTALL) --group dist
+# Each environment and the dependency group that it has.
+$(VENV)/dependencies: GROUP := dev
+$(OLDEST)/dependencies: GROUP := oldest
+$(DOCS)/dependencies: GROUP := docs
+$(DIST)/dependencies: GROUP := dist
+$(addsuffix /dependencies,$(VENV) $(OLDEST) $(DOCS) $(DIST)): pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip $(INSTALL) --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip $(INSTALL) --group $(GROUP)
 	touch $@
 
 # cmake and ninja are the environment's own.
