@@ -21,6 +21,11 @@ from tests import process_worker
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 150
+# With nothing of shardrules: of 58 runs of seven calls each, by two or four processes, four never ended.
+needs_allgather = pytest.mark.skipif(
+    not hasattr(jax, "set_mesh"),
+    reason="process_allgather of this JAX stops or crashes at times on CPU",
+)
 
 
 def run(task, processes, devices, folder):
@@ -65,10 +70,11 @@ def run(task, processes, devices, folder):
     return [json.loads(out.read_text()) for out in outs]
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [(1, 8), *(pytest.param(n, 4, marks=needs_allgather) for n in (2, 4))],
+)
 def test_same_plan_and_same_bits(processes, devices, tmp_path):
-    if processes > 1 and not hasattr(jax, "set_mesh"):
-        pytest.skip("the gloo of this JAX mixes up the messages of arrays that move together")
     found = run("agree", processes, devices, tmp_path)
     assert len({process["fingerprint"] for process in found}) == 1
     wanted = process_worker.unsharded()
@@ -76,6 +82,7 @@ def test_same_plan_and_same_bits(processes, devices, tmp_path):
         assert process["digests"] == wanted
 
 
+@needs_allgather
 @pytest.mark.parametrize("processes", [2, 4])
 def test_disagreement_is_an_error_in_every_process(processes, tmp_path):
     found = run("disagree", processes, 4, tmp_path)
