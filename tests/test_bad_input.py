@@ -99,7 +99,7 @@ def test_all_unmatched_leaves_are_named():
     assert lines[0] == "Partition rule not found for param: layers/0/kernel"
     assert lines[1] == "  12 leaves match none of the 2 rules:"
     assert lines[2:12] == [f"    layers/{i}/kernel  shape (2, 3)" for i in range(10)]
-    assert lines[12] == "    ... and 2 more"
+    assert lines[12] == "    ... and 2 more leaves"
     assert "('.*', PartitionSpec())" in lines[13]
 
 

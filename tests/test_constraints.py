@@ -193,7 +193,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="w00") as caught:
             constrain(tree, P("tp"), mesh, correction=ERROR)
         assert str(caught.value).count("is not divisible by tp=2") == 20
-        assert str(caught.value).endswith("... and 10 more")
+        assert str(caught.value).endswith("... and 10 more leaves")
 
     def test_a_tree_of_specs_that_does_not_fit(self, mesh):
         with pytest.raises(ValueError, match="a"):

@@ -487,14 +487,14 @@ class TestExplain:
             "  rule 1: 'w' matches, but comes after rule 0",
             "  2 other rules do not match",
             "  the rule says  P('fsdp', 'tp')",
-            "  on (fsdp=4, tp=4)  P('fsdp', None), 48 B on each device",
+            "  on fsdp=4,tp=4  P('fsdp', None), 48 B on each device",
             "  lost           dim 1 of size 6 is not divisible by tp=4 (costs 36 B on each device)",
         ]
         assert "the mesh has no axis 'sp', so 'fsdp' beside it is dropped too (costs 48 B on each device)" in str(
             self.plan().explain("b"))  # fmt: skip
         assert str(self.plan().explain("s")).splitlines()[1:] == [
             "  no rule matches, of 4",
-            "  on (fsdp=4, tp=4)  P(), 4 B on each device",
+            "  on fsdp=4,tp=4  P(), 4 B on each device",
         ]
         assert str(self.plan().explain("small")).splitlines()[-1] == "  PROBLEM        unmatched"
         assert (

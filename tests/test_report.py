@@ -248,7 +248,7 @@ def test_notebook(deepseek, hostile):
     }  # fmt: skip
     many = sr.plan({chr(i): 0 for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
     assert many.count("<tr>") == 52
-    assert "and 10 rows more" in many
+    assert "and 10 more rows" in many
 
 
 # In a browser

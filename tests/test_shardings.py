@@ -117,7 +117,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
         sr.named_shardings(tree, rules, mesh, correction=ERROR)
     message = str(caught.value)
     for part in (
-        "3 leaves cannot be sharded as the rules say, on the mesh (dp=1, fsdp=4, tp=2):",
+        "3 leaves cannot be sharded as the rules say, on the mesh dp=1,fsdp=4,tp=2:",
         "a/wk  shape (6, 7)  rule 0: 'wk' -> ",
         "dim 0 of size 6 is not divisible by fsdp=4: use fewer axes",
         "dim 1: the mesh has no axis 'zz': rename it in the rule",
@@ -136,7 +136,7 @@ def test_the_first_twenty_and_the_count(mesh):
         sr.named_shardings(tree, [("", "tp")], mesh, correction=ERROR)
     message = str(caught.value)
     assert ("w019 " in message, "w020 " in message) == (True, False)
-    assert message.endswith("... and 80 more")
+    assert message.endswith("... and 80 more leaves")
 
 
 def test_an_axis_used_twice_is_an_error_under_every_policy(mesh):
@@ -157,7 +157,7 @@ def test_a_spec_of_the_wrong_type(mesh, spec):
 
 
 def test_a_mesh_of_zero_devices():
-    with pytest.raises(ValueError, match=r"a mesh without devices: its axes are \(tp=0\)"):
+    with pytest.raises(ValueError, match=r"a mesh without devices: its axes are tp=0"):
         sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty((0,)), ("tp",)))
 
 

@@ -11,8 +11,28 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from shardrules._words import shown
+
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
+
+__all__ = [
+    "Dim",
+    "Entries",
+    "as_partition_spec",
+    "entries_of",
+    "entry_axes",
+    "entry_of",
+    "is_partition_spec",
+    "is_unconstrained",
+    "normalize_spec",
+    "partition_spec",
+    "spec_for_rank",
+    "spec_length",
+    "with_dims",
+    "with_entries",
+    "without_axes",
+]
 
 
 def partition_spec(*entries: Any) -> PartitionSpec:
@@ -172,19 +192,3 @@ def is_unconstrained(entry: object) -> bool:
     """Whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
-
-
-def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """That it is one of the choices.
-
-    Raises:
-        ValueError: It is not; the message lists them.
-    """
-    if choice not in choices:
-        raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
-def shown(value: object) -> str:
-    """A value and its type, short enough for an error message."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} (a {type(value).__name__})"

@@ -20,7 +20,7 @@ from shardrules._files.manifest import read_manifest
 from shardrules._files.rules import read_rules
 from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
-from shardrules._planning.units import bytes_shown
+from shardrules._words import bytes_shown
 
 __all__ = ["main"]
 

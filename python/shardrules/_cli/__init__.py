@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+__all__ = ["main"]
+
 
 def main() -> None:
     """The entry point of `shardrules`: exits with 0, 1 (findings, differences) or 2 (bad input)."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.rules import Rules
 
+__all__ = ["MOMENTS", "Planned", "byte_count", "dialect_of", "load_plan", "load_side"]
+
 # Optimizers by the moments that they keep, each of the parameters' shapes.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

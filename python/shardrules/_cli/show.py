@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardrules._planning.kinds import axes_used, spec_shown
-from shardrules._planning.sweep import Sweep, mesh_shown
+from shardrules._planning.sweep import Sweep
 from shardrules._planning.table import COLUMNS, RIGHT, heading, rows
-from shardrules._planning.units import bytes_shown
+from shardrules._words import and_more, bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
+
+__all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "working"]
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -92,8 +94,8 @@ def show_sweep(found: Sweep, most: int) -> None:
             style="red" if row.fits is False else None,
         )  # fmt: skip
     Console(highlight=False).print(table)
-    if len(found) > most:
-        print(f"... and {len(found) - most:,} meshes more")
+    for more in and_more(len(found), most, "mesh"):
+        print(more)
 
 
 def plan_json(plan: Plan, held: Any) -> str:

@@ -16,7 +16,9 @@ from shardrules._files import orbax, safetensors
 from shardrules._files.content import parse_json, read_bytes, unreadable
 from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = ["Arrays", "read_arrays"]
 
 _FORMS: Final = (
     "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "

@@ -14,6 +14,8 @@ from typing import IO, Any, Final
 
 from shardrules._files.errors import FileError
 
+__all__ = ["MOST_BYTES", "first_repeated", "parse_json", "read_bytes", "text_of", "unreadable"]
+
 # Far more than the names of any model take; a gzip bomb meets it before it fills the memory.
 MOST_BYTES: Final = 1 << 30
 _CHUNK: Final = 1 << 20

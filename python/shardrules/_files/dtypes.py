@@ -9,6 +9,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Final
 
+__all__ = ["BITS", "SAFETENSORS", "bits_of", "numpy_name"]
+
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",
     2: "int2 uint2",

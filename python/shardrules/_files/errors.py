@@ -5,6 +5,8 @@ A command line turns it into a message and an exit code. Must not know about kin
 
 from __future__ import annotations
 
+__all__ = ["FileError"]
+
 
 class FileError(ValueError):
     """What was given cannot be used.

@@ -18,7 +18,9 @@ from typing import Any, Final
 from shardrules._files.content import first_repeated
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.errors import FileError
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = ["ArraySpec", "Leaves", "check_column", "types_of"]
 
 _MOST_ELEMENTS: Final = 2**63 - 1
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from shardrules._files.arrays import read_arrays
 from shardrules._files.dtypes import bits_of
 
+__all__ = ["Manifest", "Parameter", "read_manifest"]
+
 
 class Parameter(NamedTuple):
     """One array of a model."""

@@ -6,6 +6,8 @@ import re
 from math import prod
 from typing import Final
 
+__all__ = ["parse_mesh"]
+
 _MOST_DEVICES: Final = 2**31 - 1
 _AXIS: Final = re.compile(r"\s*(?P<name>[^=\s]+)\s*=\s*(?P<size>\S+)\s*")
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,1000}")

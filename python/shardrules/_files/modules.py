@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from shardrules._files.errors import FileError
 
+__all__ = ["is_module_form", "load_object"]
+
 # A module of one letter would be a drive of Windows.
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]+):(?P<name>[^\W\d][\w.]*)")
 

@@ -15,6 +15,8 @@ from typing import Any, Final
 from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, Leaves
 
+__all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]
+
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"
 # "12", or with a prefix, as in "checkpoint_12"; the name of an unfinished step goes on.

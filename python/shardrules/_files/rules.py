@@ -35,7 +35,9 @@ from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
 from shardrules._sharding.correction import Correction, RuleSpec
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = ["DIALECTS", "RuleFile", "read_rules"]
 
 DIALECTS: Final = {
     value.name.lower(): value for value in vars(_dialects).values() if isinstance(value, Dialect)

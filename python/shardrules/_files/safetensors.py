@@ -17,7 +17,9 @@ from shardrules._files.content import parse_json, unreadable
 from shardrules._files.dtypes import bits_of
 from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+__all__ = ["write_text"]
+
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes the file at once: whoever opens it sees the old one or the whole new one."""

@@ -12,7 +12,14 @@ from typing import Any
 
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = [
+    "LogicalRulesLike",
+    "get_logical_axis_rules",
+    "logical_axis_rules",
+    "set_logical_axis_rules",
+]
 
 LogicalRulesLike = Sequence[tuple[str, Any]]
 

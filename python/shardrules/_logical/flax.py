@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+__all__ = ["box_types", "loaded", "says_its_sharding", "variable_sharding", "variable_types"]
+
 
 def loaded(module: str, name: str) -> Any:
     """An attribute of a module that something else has imported; None where nothing has."""

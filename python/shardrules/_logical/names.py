@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._specs import entries_of, is_partition_spec, shown
+from shardrules._specs import entries_of, is_partition_spec
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     LogicalRules = Iterable[tuple[str, Any]]
+
+__all__ = ["check_rules", "last_wins", "logical_names"]
 
 
 def last_wins(rules: LogicalRules) -> dict[Any, Any]:

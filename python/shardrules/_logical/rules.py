@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._core import LogicalRules
 from shardrules._logical.names import check_rules, last_wins, logical_names
-from shardrules._specs import (
-    is_partition_spec,
-    is_unconstrained,
-    partition_spec,
-    shown,
-    with_entries,
-)
+from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, with_entries
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
+
+__all__ = [
+    "FLAX_CORE",
+    "LINEN",
+    "UNASSIGNED",
+    "CompiledLogicalRules",
+    "LogicalDialect",
+    "Outcome",
+    "compiled_rules",
+    "resolve_core",
+]
 
 UNASSIGNED: Final = object()
 

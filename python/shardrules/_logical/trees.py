@@ -30,13 +30,26 @@ from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.correction import Correction
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding
-from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, shown
+from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from shardrules._logical.context import LogicalRulesLike
     from shardrules._sharding.mesh import AnyMesh, MeshLike
+
+__all__ = [
+    "RulesFallback",
+    "compiled",
+    "constraint_spec",
+    "explain_logical",
+    "is_logical_spec",
+    "logical_to_mesh",
+    "logical_to_mesh_sharding",
+    "named_sharding",
+    "with_logical_constraint",
+]
 
 _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Pattern, Rules
 from shardrules._specs import (
     entries_of,
@@ -19,6 +18,8 @@ from shardrules._specs import (
     partition_spec,
     with_entries,
 )
+
+__all__ = ["Decision", "Difference", "compare"]
 
 
 class Decision(NamedTuple):
@@ -85,14 +86,22 @@ def compare(
     both = [rules if isinstance(rules, Rules) else Rules(rules) for rules in (rules_a, rules_b)]
     leaves: list[Any]
     treedef: Any
-    leaves, treedef = tree_util.tree_flatten_with_path(tree)
+    leaves, treedef = tree_util.tree_flatten(tree)
     decisions = (treedef.flatten_up_to(_decisions(rules, tree, min_size)) for rules in both)
-    differences = []
-    for (path, leaf), a, b in zip(leaves, *decisions, strict=True):
-        if _essence(a) != _essence(b):
-            shape = getattr(leaf, "shape", None)
-            differences.append(Difference(_shown(path, both[0].dialect), shape, a, b))
-    return differences
+    differing = [
+        (index, a, b)
+        for index, (a, b) in enumerate(zip(*decisions, strict=True))
+        if _essence(a) != _essence(b)
+    ]
+    if not differing:
+        return []
+    # Only the paths are wanted here, whatever the rules say.
+    rows, paths, *_ = both[0].survey(tree, min_size=0, replicated=0, unmatched=0, ambiguous=0)
+    row_of = treedef.flatten_up_to(rows)
+    return [
+        Difference(paths[row_of[index]], getattr(leaves[index], "shape", None), a, b)
+        for index, a, b in differing
+    ]
 
 
 def _decisions(rules: Rules, tree: Any, min_size: int) -> Any:
@@ -125,20 +134,3 @@ def _essence(decision: Decision) -> object:
     while entries and entries[-1] == ():
         entries.pop()
     return problem, with_entries(spec, entries)
-
-
-def _shown(path: tuple[Any, ...], dialect: Dialect) -> str:
-    from jax import tree_util
-
-    if dialect.keys == "keystr":
-        return tree_util.keystr(path)
-    attributes = {
-        tree_util.DictKey: "key",
-        tree_util.SequenceKey: "idx",
-        tree_util.GetAttrKey: "name",
-        tree_util.FlattenedIndexKey: "key",
-    }
-    texts = (
-        str(getattr(key, attributes[type(key)]) if type(key) in attributes else key) for key in path
-    )
-    return dialect.separator.join(texts)

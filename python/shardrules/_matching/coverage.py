@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+__all__ = ["Counters", "Coverage"]
+
 
 class Counters(NamedTuple):
     """What a matcher has done, over all calls that have ended."""

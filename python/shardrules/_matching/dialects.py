@@ -11,7 +11,9 @@ from typing import Final
 
 from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
 from shardrules._sharding.correction import Correction
-from shardrules._specs import check_choice
+from shardrules._words import check_choice
+
+__all__ = ["EASYLM", "EFORMER", "KERAS", "KEYSTR", "SPECTRAX", "TP_PLAN", "WINDOW", "Dialect"]
 
 _CHOICES: Final = {
     "keys": ("text", "keystr"),

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+__all__ = ["Record", "describe"]
+
 
 class Record(NamedTuple):
     """How the core reads and rebuilds nodes of one type."""

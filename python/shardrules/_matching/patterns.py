@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._matching.ways import COMPONENT_SEPARATOR, Way
 
+__all__ = ["EMPTY_TEXT_HAS_NO_NON_BOUNDARY", "PatternCode", "compile_patterns"]
+
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
 _UNBOUNDED: Final = 0xFFFFFFFF

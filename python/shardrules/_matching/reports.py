@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._sharding.correction import RuleSpec
+from shardrules._words import and_more, counted
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules
+
+__all__ = ["ambiguous_message", "event_message", "too_long_message", "unmatched_message"]
 
 
 def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -> str:
@@ -57,7 +60,7 @@ def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int
             for path, (rule, shape) in leaves
         ],
     )
-    have = "1 leaf has" if count == 1 else f"{count} leaves have"
+    have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
     return (
         f"{have} fewer dimensions than the spec has entries:\n{listed}\n"
         "  Shorten the specs, or take a dialect with rank='truncate'."
@@ -72,12 +75,11 @@ def event_message(path: str, spec: object) -> str:
 
 
 def _leaves_match(count: int) -> str:
-    return "1 leaf matches" if count == 1 else f"{count} leaves match"
+    return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
 
 
 def _listed(count: int, lines: list[str]) -> str:
-    more = [f"... and {count - len(lines)} more"] if count > len(lines) else []
-    return "\n".join(f"    {line}" for line in lines + more)
+    return "\n".join(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
 
 
 def _plain(spec: Any) -> Any:

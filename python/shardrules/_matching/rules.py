@@ -25,14 +25,17 @@ from shardrules._matching.reports import (
 )
 from shardrules._matching.ways import WAYS, Way, checked_pattern
 from shardrules._sharding.correction import RuleSpec
-from shardrules._specs import (
-    Entries,
-    normalize_spec,
-    partition_spec,
-    shown,
-    spec_for_rank,
-    spec_length,
-)
+from shardrules._specs import Entries, normalize_spec, partition_spec, spec_for_rank, spec_length
+from shardrules._words import shown
+
+__all__ = [
+    "DEFAULT_MEMORY_BUDGET",
+    "Outcome",
+    "Pattern",
+    "Rules",
+    "logs_moves",
+    "match_partition_rules",
+]
 
 Pattern = str | re.Pattern[str] | tuple[str, ...]
 _T = TypeVar("_T")

@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from shardrules._specs import shown
+from shardrules._words import shown
+
+__all__ = ["COMPONENT_SEPARATOR", "WAYS", "Way", "checked_pattern"]
 
 _NEVER: Final = "(?!)"
 # Between the components of the paths that windows meet: `.` and the anchors stop there by nature.

@@ -19,6 +19,14 @@ from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules.compat import eformer as ours
 
+__all__ = [
+    "LeftToEformerError",
+    "create_pattern_based_partition_spec",
+    "get_corrected_named_sharding",
+    "make_shard_and_gather_fns",
+    "match_partition_rules",
+]
+
 create_pattern_based_partition_spec = ours.create_pattern_based_partition_spec
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+__all__ = ["Patch", "patch", "unpatch"]
+
 _Function = Callable[..., Any]
 
 

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._files.dtypes import bits_of
-from shardrules._planning.units import bytes_shown
 from shardrules._sharding.device_bytes import device_bytes
 from shardrules._specs import Entries
+from shardrules._words import bytes_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._planning.plan import Plan
+
+__all__ = ["DeviceBytes", "budget", "rows_of_optimizer"]
 
 # As flax's and EasyDeL's train states, nnx.Optimizer and orbax checkpoints of them name it.
 _OPTIMIZER_STATE: Final = re.compile(r"(^|[/.\[\]'])opt_state([/.\[\]']|$)")

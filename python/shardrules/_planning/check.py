@@ -7,30 +7,25 @@ are shown.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from shardrules._matching.ways import WAYS
+from shardrules._planning.facts import Facts
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
-from shardrules._planning.fold import Folded, fold, parts_of
+from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
-from shardrules._planning.units import bytes_shown, counted
-from shardrules._specs import check_choice
+from shardrules._words import bytes_shown, check_choice, counted
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
 
+__all__ = ["DEFAULT_LARGE", "KINDS", "check"]
+
 DEFAULT_LARGE: Final = 16 * 2**20
 # Those of w1 and w2 are names.
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
-# A rule that matches these, and all leaves, matches whatever comes.
-_PROBES: Final = ("~", "\x01/\x02")
 
 
 def check(
@@ -45,88 +40,10 @@ def check(
     for kind, level in chosen.items():
         check_choice("a kind of finding", kind, tuple(KINDS))
         check_choice(f"the level of {kind!r}", level, (*LEVELS, "off"))
-    facts = _Facts(plan, large, [re.compile(pattern) for pattern in replicated])
+    facts = Facts(plan, large, [re.compile(pattern) for pattern in replicated])
     found = (finding for one in _CHECKS for finding in one(facts))
     levelled = (one._replace(level=chosen.get(one.kind, one.level)) for one in found)
     return Findings(one for one in levelled if one.level != "off")
-
-
-class _Facts:
-    """A plan and what several checks ask of it."""
-
-    def __init__(self, plan: Plan, large: int, declared: list[re.Pattern[str]]) -> None:
-        self.plan = plan
-        self.large = large
-        self._declared = declared
-
-    @cached_property
-    def catch_alls(self) -> frozenset[int]:
-        """Rules that match every path: these here, and others."""
-        coverage = self.plan.coverage
-        leaves = sum(coverage.won) + coverage.unmatched
-        matched = [set(self.plan.rules.all_matches(probe)) for probe in _PROBES]
-        everything = set.intersection(*matched)
-        return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
-
-    def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
-        """The folded leaves of those kinds, with most bytes on a device first."""
-        kinds = self.plan.kinds
-        wanted = {number for number, kind in enumerate(kinds) if chosen(kind)}
-        folded = [one for one in self.plan.folded if one.group in wanted]
-        return sorted(folded, key=lambda one: -kinds[one.group].largest_bytes * len(one.rows))
-
-    def undeclared(self, folded: list[Folded]) -> list[Folded]:
-        """What of them is not declared to be replicated."""
-        return (
-            [part for one in folded for part in self._undeclared(one)] if self._declared else folded
-        )
-
-    def held(self, folded: Iterable[Folded]) -> int:
-        """Bytes of these leaves on the device that holds most."""
-        return sum(self.plan.kinds[one.group].largest_bytes * len(one.rows) for one in folded)
-
-    def is_replicated(self, kind: Kind) -> bool:
-        """Whether no axis cuts these arrays, though there are several devices."""
-        sizes = self.plan.axis_sizes
-        return self.plan.devices > 1 and not axes_used(kind.spec, sizes)
-
-    def is_large(self, kind: Kind) -> bool:
-        """Whether one leaf alone is worth a word."""
-        return kind.largest_bytes >= self.large
-
-    def level(self, count: int, level: str) -> str:
-        """The level of a finding with this many bytes at stake."""
-        return level if count >= self.large else "info"
-
-    def rule(self, index: int) -> str:
-        """A rule, for a message."""
-        pattern, spec = self.plan.rules[index]
-        return f"rule {index} {pattern!r} -> {spec_shown(getattr(spec, 'spec', spec))}"
-
-    def _undeclared(self, folded: Folded) -> list[Folded]:
-        paths = [self.plan.paths[row] for row in folded.rows]
-        left = [
-            i for i, path in enumerate(paths) if not any(p.search(path) for p in self._declared)
-        ]
-        if len(left) == len(paths):
-            return [folded]
-        rows = folded.rows[left]
-        parts = fold([paths[i] for i in left], np.full(len(left), folded.group, np.int32))
-        return [part._replace(rows=rows[part.rows]) for part in parts]
-
-    def example(self, folded: Folded) -> str:
-        """A rule, as one writes it, that matches these leaves."""
-        dialect = self.plan.rules.dialect
-        if WAYS[dialect.match[-1]].written_as != "window":
-            return f"({_pattern_of(folded.pattern)}, P(...))"
-        windows = map(_pattern_of, folded.pattern.split(dialect.separator))
-        return f"(({', '.join(windows)},), P(...))"
-
-    @property
-    def example_of_a_catch_all(self) -> str:
-        """A rule that replicates whatever comes."""
-        way = WAYS[self.plan.rules.dialect.match[-1]].written_as
-        return "(('.*',), P())" if way == "window" else "('.*', P())"
 
 
 def _finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
@@ -139,7 +56,7 @@ def _leaves(folded: Iterable[Folded]) -> int:
     return sum(len(one.rows) for one in folded)
 
 
-def _unmatched(facts: _Facts) -> Iterator[Finding]:
+def _unmatched(facts: Facts) -> Iterator[Finding]:
     folded = facts.folded(lambda kind: kind.problem == "unmatched")
     if folded:
         yield _finding(
@@ -153,7 +70,7 @@ def _unmatched(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _misfit(facts: _Facts) -> Iterator[Finding]:
+def _misfit(facts: Facts) -> Iterator[Finding]:
     told: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
     for one in facts.folded(lambda kind: kind.problem not in (None, "unmatched")):
         kind = facts.plan.kinds[one.group]
@@ -170,7 +87,7 @@ def _misfit(facts: _Facts) -> Iterator[Finding]:
         yield _finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
 
 
-def _catch_all(facts: _Facts) -> Iterator[Finding]:
+def _catch_all(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     for rule in sorted(facts.catch_alls):
         folded = facts.undeclared(facts.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
@@ -198,7 +115,7 @@ def _catch_all(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _replicated(facts: _Facts) -> Iterator[Finding]:
+def _replicated(facts: Facts) -> Iterator[Finding]:
     by_rule: dict[int | None, list[Folded]] = defaultdict(list)
     large = facts.folded(
         lambda kind: facts.is_replicated(kind) and facts.is_large(kind) and kind.problem is None
@@ -223,7 +140,7 @@ def _replicated(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _corrections(facts: _Facts) -> Iterator[Finding]:
+def _corrections(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     lost: dict[Any, list[tuple[Folded, int, tuple[str, str]]]] = defaultdict(list)
     for one in facts.folded(lambda kind: kind.problem is None and bool(kind.losses)):
@@ -253,7 +170,7 @@ def _corrections(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _dead_rules(facts: _Facts) -> Iterator[Finding]:
+def _dead_rules(facts: Facts) -> Iterator[Finding]:
     for rule in _dead(facts.plan):
         yield _finding(
             "warning",
@@ -264,7 +181,7 @@ def _dead_rules(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _shadowed_rules(facts: _Facts) -> Iterator[Finding]:
+def _shadowed_rules(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     for rule, winners in plan.coverage.shadowed.items():
         if rule in facts.catch_alls:  # that nothing is left for it is what one hopes for
@@ -283,7 +200,7 @@ def _shadowed_rules(facts: _Facts) -> Iterator[Finding]:
         )
 
 
-def _siblings(facts: _Facts) -> Iterator[Finding]:
+def _siblings(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     alike: dict[Any, list[Folded]] = defaultdict(list)
     for one in plan.folded:
@@ -305,7 +222,7 @@ def _siblings(facts: _Facts) -> Iterator[Finding]:
             )
 
 
-def _unused_axes(facts: _Facts) -> Iterator[Finding]:
+def _unused_axes(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     used = frozenset().union(*(axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds))
     for axis, size in plan.axis_sizes.items():
@@ -349,18 +266,3 @@ def _rules_listed(rules: Iterable[int]) -> str:
 
 def _spec_or_none(kind: Kind) -> str:
     return "none" if kind.spec is None else spec_shown(kind.spec)
-
-
-def _pattern_of(folded: str) -> str:
-    r"""A regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
-    regex = "".join(
-        re.escape(text).replace(r"\-", "-") if numbers is None else r"\d+"
-        for text, numbers in parts_of(folded)
-    )
-    for written in (f"r'{regex}'", f'r"{regex}"'):
-        try:
-            if regex.isprintable() and ast.literal_eval(written) == regex:
-                return written
-        except (SyntaxError, ValueError):
-            pass
-    return repr(regex)

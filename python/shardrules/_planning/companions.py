@@ -13,6 +13,8 @@ from typing import Final
 from shardrules._planning.derive import Companion
 from shardrules._specs import Dim
 
+__all__ = ["LORA", "QUANTIZED", "stacked", "unstacked"]
+
 # [./]: checkpoint names are dotted, the paths of trees made of them slashed.
 LORA: Final = (
     # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a

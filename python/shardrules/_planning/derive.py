@@ -18,7 +18,10 @@ import numpy as np
 from shardrules._matching.rules import Rules
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey
-from shardrules._specs import Dim, shown
+from shardrules._specs import Dim
+from shardrules._words import shown
+
+__all__ = ["Companion", "Leaves", "first_rules", "grouped", "placed_leaves", "with_companions"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -14,11 +14,12 @@ import numpy as np
 
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, spec_shown
-from shardrules._planning.sweep import mesh_shown
-from shardrules._planning.units import bytes_shown, counted
+from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
+
+__all__ = ["Change", "PlanDiff", "diff"]
 
 
 class Change(NamedTuple):

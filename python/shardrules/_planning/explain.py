@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._planning.kinds import Kind, spec_shown
-from shardrules._planning.units import bytes_shown, counted
+from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
     from shardrules._planning.plan import Plan
+
+__all__ = ["Explanation", "Tried", "explanation"]
 
 
 class Tried(NamedTuple):
@@ -92,5 +94,4 @@ def explanation(plan: Plan, path: str) -> Explanation:
         return f"matches, but comes after rule {kind.rule}"
 
     tried = tuple(Tried(rule, rules[rule][0], outcome(rule)) for rule in range(len(rules)))
-    mesh = "(" + ", ".join(f"{axis}={size}" for axis, size in plan.axis_sizes.items()) + ")"
-    return Explanation(path, source, kind, tried, mesh)
+    return Explanation(path, source, kind, tried, mesh_shown(plan.axis_sizes))

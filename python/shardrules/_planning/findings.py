@@ -9,7 +9,9 @@ import json
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from shardrules._planning.units import bytes_shown, counted
+from shardrules._words import and_more, bytes_shown, counted
+
+__all__ = ["LEVELS", "Finding", "Findings", "at_stake"]
 
 LEVELS: Final = ("error", "warning", "info")
 """The worst first."""
@@ -35,9 +37,8 @@ class Finding(NamedTuple):
     """The way out."""
 
     def __str__(self) -> str:
-        shown = [f"    {path}" for path in self.paths[:_MOST_PATHS]]
-        if len(self.paths) > _MOST_PATHS:
-            shown.append(f"    ... and {counted(len(self.paths) - _MOST_PATHS, 'more pattern')}")
+        more = and_more(len(self.paths), _MOST_PATHS, "pattern")
+        shown = [f"    {line}" for line in (*self.paths[:_MOST_PATHS], *more)]
         return "\n".join([f"{self.level}[{self.kind}]: {self.message}", *shown, f"  {self.fix}"])
 
 

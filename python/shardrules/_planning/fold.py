@@ -19,6 +19,8 @@ from shardrules._core import templates
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+__all__ = ["Folded", "fold", "parts_of"]
+
 _HOLE: Final = "\0#"
 _NUL: Final = "\0" + "0"
 # {{ and }} are braces of the path; {0..3,7} is a set of numbers.

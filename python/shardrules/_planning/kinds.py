@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
     Spec = PartitionSpec | Entries
 
+__all__ = [
+    "Kind",
+    "Placer",
+    "axes_used",
+    "kind_on_mesh",
+    "plain_entries",
+    "spec_shown",
+    "whole_bytes",
+]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:

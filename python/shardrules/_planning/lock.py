@@ -28,10 +28,13 @@ from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Al
 from shardrules._sharding.correction import Correction, RuleSpec
 from shardrules._sharding.device_bytes import check_countable, device_bytes
 from shardrules._sharding.mesh import checked_sizes
-from shardrules._specs import Entries, is_unconstrained, partition_spec, shown
+from shardrules._specs import Entries, is_unconstrained, partition_spec
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
+
+__all__ = ["fingerprint", "lock", "read_lock", "text_of"]
 
 _FORMAT: Final = "shardrules lock 1"
 # Ten times those of the largest models; a few characters of a pattern must not fill the memory.

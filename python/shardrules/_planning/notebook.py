@@ -9,11 +9,13 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from shardrules._planning.kinds import spec_shown
-from shardrules._planning.units import bytes_shown, counted
+from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.fold import Folded
     from shardrules._planning.plan import Plan
+
+__all__ = ["table_html"]
 
 _HEADINGS: Final = ("path", "leaves", "shape", "dtype", "spec", "rule", "bytes per device")
 
@@ -22,14 +24,15 @@ def table_html(plan: Plan, limit: int = 50) -> str:
     """The rows with most bytes on each device as an HTML table; names are escaped."""
     held = {id(row): len(row.rows) * plan.kinds[row.group].largest_bytes for row in plan.folded}
     rows = sorted(plan.folded, key=lambda row: -held[id(row)])
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.axis_sizes.items())
+    mesh = mesh_shown(plan.axis_sizes)
     caption = (
         f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {plan.bytes_per_device()}"
     )
     lines = [_line(_cells(plan, row, held[id(row)]), "td") for row in rows[:limit]]
-    if len(rows) > limit:
-        more = f"and {counted(len(rows) - limit, 'row')} more; Plan.to_html shows all"
-        lines.append(f'<tr><td colspan="{len(_HEADINGS)}">{more}</td></tr>')
+    lines += [
+        f'<tr><td colspan="{len(_HEADINGS)}">{more}; Plan.to_html shows all</td></tr>'
+        for more in and_more(len(rows), limit, "row")
+    ]
     return (
         f"<table><caption>{escape(caption)}</caption><thead>{_line(_HEADINGS, 'th')}</thead>"
         f"<tbody>{''.join(lines)}</tbody></table>"

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from shardrules._planning.kinds import Spec
     from shardrules._planning.plan import Plan
 
+__all__ = ["Shape", "optimizer_leaves"]
+
 Shape = tuple[int, ...]
 
 # Where the dimension that the factor lacks stands in `np.argsort(shape)` of its parameter; as in

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import MeshLike
 
+__all__ = ["Place", "Plan", "plan"]
+
 
 # What leaves get on a mesh of these axis sizes.
 Place = Callable[[dict[str, int]], Leaves]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from shardrules._matching.rules import Rules
 
+__all__ = ["AMBIGUOUS", "NO_RULE_NEEDED", "UNMATCHED", "Alike", "Survey", "checked", "survey"]
+
 # In the place of a rule's index.
 NO_RULE_NEEDED: Final = -1
 UNMATCHED: Final = -2

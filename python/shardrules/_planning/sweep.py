@@ -12,11 +12,13 @@ from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._planning.kinds import axes_used
-from shardrules._planning.units import bytes_shown
 from shardrules._sharding.device_bytes import check_countable
+from shardrules._words import bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
+
+__all__ = ["Sweep", "SweepRow", "factorizations", "sweep"]
 
 _MOST_MESHES: Final = 10_000
 
@@ -113,11 +115,6 @@ def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, i
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def mesh_shown(mesh: Mapping[str, int]) -> str:
-    """As on the command line: dp=8,tp=4."""
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def _row(plan: Plan, held: int, hbm: int | None) -> SweepRow:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._planning.kinds import spec_shown
-from shardrules._planning.sweep import mesh_shown
-from shardrules._planning.units import bytes_shown, counted
+from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.fold import Folded
     from shardrules._planning.plan import Plan
+
+__all__ = ["COLUMNS", "RIGHT", "Row", "heading", "rows", "table"]
 
 _MOST_ROWS: Final = 60
 COLUMNS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
@@ -59,10 +60,8 @@ def table(plan: Plan) -> str:
         ).rstrip()
         for line in lines
     ]
-    more = len(plan.folded) - _MOST_ROWS
-    return "\n".join(
-        [heading(plan), *shown, *([f"... and {more:,} more rows"] if more > 0 else [])]
-    )
+    more = and_more(len(plan.folded), _MOST_ROWS, "row")
+    return "\n".join([heading(plan), *shown, *more])
 
 
 def _row(plan: Plan, folded: Folded) -> Row:

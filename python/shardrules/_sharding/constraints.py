@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
+__all__ = ["with_sharding_constraint"]
+
 
 def with_sharding_constraint(
     tree: Any,

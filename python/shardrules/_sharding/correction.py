@@ -17,19 +17,20 @@ from shardrules._core import Corrector
 from shardrules._specs import (
     Dim,
     Entries,
-    check_choice,
     entries_of,
     entry_axes,
     entry_of,
     is_unconstrained,
     partition_spec,
-    shown,
     with_dims,
     with_entries,
 )
+from shardrules._words import check_choice, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
+
+__all__ = ["Correction", "Loss", "RuleSpec", "SpecOnMesh"]
 
 _MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
 _CHOICES: Final[dict[str, tuple[object, ...]]] = {

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
+__all__ = ["check_countable", "device_bytes"]
+
 _MOST_DEVICES: Final = 2**24
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._sharding.mesh import axes_shown
 from shardrules._specs import entries_of
+from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
+
+__all__ = ["check_same_in_all_processes", "fingerprint", "tell_of_failure"]
 
 # Of SHA-256; hashlib is imported when it is needed: its OpenSSL takes as long as the rest of us.
 _BYTES: Final = 32
@@ -38,7 +40,7 @@ def fingerprint(tree: Any, shardings: Any) -> str:
         >>> from shardrules import named_shardings
         >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
         >>> fingerprint(tree, named_shardings(tree, [("w", "tp")], {"tp": 2}))[:8]
-        '01855b2f'
+        '773924b8'
     """
     from jax import tree_util
 
@@ -130,4 +132,4 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
         for name in ("unreduced", "reduced")
         if getattr(sharding.spec, name, None)
     ]
-    return " ".join([repr(entries_of(sharding.spec)), *extra, axes_shown(sharding.mesh)])
+    return " ".join([repr(entries_of(sharding.spec)), *extra, mesh_shown(sharding.mesh.shape)])

@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardrules._specs import shown
+from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     AnyMesh = Mesh | AbstractMesh
     MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+__all__ = [
+    "as_mesh",
+    "axes_of_type",
+    "checked_sizes",
+    "context_mesh",
+    "current_view",
+    "resolve_mesh",
+    "spans_processes",
+]
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -58,7 +68,7 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
             "axis sizes such as {'dp': 8, 'tp': 4}"
         )
     if not mesh.shape or 0 in mesh.shape.values():
-        raise ValueError(f"a mesh without devices: its axes are {axes_shown(mesh)}")
+        raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
     return mesh
 
 
@@ -78,8 +88,8 @@ def context_mesh() -> AnyMesh | None:
         return legacy
     if legacy is not None and not _agree(legacy, concrete, current):
         raise ValueError(
-            f"two meshes are in force: jax.set_mesh's {axes_shown(current)} and `with mesh:`'s "
-            f"{axes_shown(legacy)}"
+            f"two meshes are in force: jax.set_mesh's {mesh_shown(current.shape)} and "
+            f"`with mesh:`'s {mesh_shown(legacy.shape)}"
             + ("" if legacy.shape != current.shape else " with other devices or axis types")
             + "; leave one of the two contexts, or pass mesh=..."
         )
@@ -115,11 +125,6 @@ def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
     return frozenset(
         name for name, type_ in zip(mesh.axis_names, types, strict=True) if type_.name == kind
     )
-
-
-def axes_shown(mesh: AnyMesh) -> str:
-    """The axis sizes, for a message."""
-    return "(" + ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) + ")"
 
 
 def _unless_empty(mesh: Any) -> AnyMesh | None:

@@ -13,12 +13,14 @@ from shardrules._sharding.correction import Correction
 from shardrules._sharding.fingerprint import check_same_in_all_processes, tell_of_failure
 from shardrules._sharding.mesh import spans_processes
 from shardrules._sharding.requests import requested_shardings
-from shardrules._specs import shown
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["gather", "put", "shard"]
 
 
 def shard(

@@ -13,12 +13,15 @@ from shardrules._matching.rules import Rules
 from shardrules._sharding.correction import Correction
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding, named_shardings
-from shardrules._specs import is_partition_spec, shown
+from shardrules._specs import is_partition_spec
+from shardrules._words import and_more, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
+
+__all__ = ["requested_shardings"]
 
 _SHOWN: Final = 20
 
@@ -74,8 +77,7 @@ def requested_shardings(
             sharding = sharding.with_memory_kind(kind)
         shardings_of_leaves.append(sharding)
     if errors:
-        more = [f"... and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-        raise ValueError("\n".join([*errors[:_SHOWN], *more]))
+        raise ValueError("\n".join([*errors[:_SHOWN], *and_more(len(errors), _SHOWN, "leaf")]))
     return leaves, treedef, shardings_of_leaves
 
 

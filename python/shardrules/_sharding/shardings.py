@@ -14,20 +14,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardrules._core import ShardingTable
 from shardrules._matching.rules import Pattern, Rules
 from shardrules._sharding.correction import Correction, Loss, RuleSpec, SpecOnMesh
-from shardrules._sharding.mesh import axes_of_type, axes_shown, context_mesh, resolve_mesh
+from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
     is_partition_spec,
     partition_spec,
-    shown,
     without_axes,
 )
+from shardrules._words import and_more, counted, mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
+
+__all__ = [
+    "RulesLike",
+    "corrected_sharding",
+    "correction_losses",
+    "named_shardings",
+    "spec_for",
+    "specs_on_mesh",
+]
 
 RulesLike = Rules | Iterable[tuple[Pattern, Any]]
 
@@ -124,9 +133,10 @@ def corrected_sharding(
     on_mesh = _spec_on_mesh(spec, mesh, correction)
     corrected = on_mesh.corrected(len(shape), on_mesh.corrector.kept(shape))
     if corrected is None:
+        listed = "\n".join(f"  {text}" for text in on_mesh.errors(shape))
         raise ValueError(
             f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
-            f"{axes_shown(mesh)}:\n" + "\n".join(f"  {text}" for text in on_mesh.errors(shape))
+            f"{mesh_shown(mesh.shape)}:\n{listed}"
         )
     return NamedSharding(mesh, corrected)
 
@@ -227,14 +237,11 @@ def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
 def _problems_message(
     on_mesh: _OnMesh, rules: Rules, count: int, problems: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    leaves = "1 leaf" if count == 1 else f"{count} leaves"
-    lines = [
-        f"{leaves} cannot be sharded as the rules say, on the mesh {axes_shown(on_mesh.mesh)}:"
-    ]
+    mesh = mesh_shown(on_mesh.mesh.shape)
+    lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
     for path, (rule, shape) in problems:
         spec = on_mesh.specs[on_mesh.spec_of[rule]]
         lines.append(f"    {path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {spec.spec}")
         lines += [f"        {text}" for text in spec.errors(tuple(shape))]
-    if count > len(problems):
-        lines.append(f"    ... and {count - len(problems)} more")
+    lines += [f"    {line}" for line in and_more(count, len(problems), "leaf")]
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardrules._logical.flax import loaded, says_its_sharding, variable_types
 from shardrules._logical.names import logical_names
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
-from shardrules._specs import shown
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -18,13 +18,9 @@ from shardrules._logical.context import (
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins, logical_names
 from shardrules._logical.rules import resolve_core
-from shardrules._sharding.mesh import axes_of_type, axes_shown, context_mesh
-from shardrules._specs import (
-    is_partition_spec,
-    partition_spec,
-    shown,
-    with_entries,
-)
+from shardrules._sharding.mesh import axes_of_type, context_mesh
+from shardrules._specs import is_partition_spec, partition_spec, with_entries
+from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -158,8 +154,8 @@ def shard_value(
     if own_mesh is not None:
         if on_mesh is not None and on_mesh != own_mesh:
             raise AssertionError(
-                f"out_sharding is on the mesh {axes_shown(own_mesh)}, but the mesh given or in "
-                f"force is {axes_shown(on_mesh)}"
+                f"out_sharding is on the mesh {mesh_shown(own_mesh.shape)}, but the mesh given or "
+                f"in force is {mesh_shown(on_mesh.shape)}"
                 + (", with other devices or axis types" if on_mesh.shape == own_mesh.shape else "")
             )
         on_mesh = own_mesh
@@ -244,9 +240,9 @@ def _apply_sharding(value: Any, sharding: Any, mesh: AnyMesh) -> Any:
     if axes_of_type(mesh, "Explicit") == axes:
         return jax.sharding.reshard(value, sharding)
     raise ValueError(
-        f"the axes of the mesh {axes_shown(mesh)} have the types {mesh.axis_types}; a value can be "
-        "sharded where they are all Auto or all Explicit (shardrules.with_sharding_constraint "
-        "takes mixed ones)"
+        f"the axes of the mesh {mesh_shown(mesh.shape)} have the types {mesh.axis_types}; a value "
+        "can be sharded where they are all Auto or all Explicit "
+        "(shardrules.with_sharding_constraint takes mixed ones)"
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from shardrules._matching.dialects import KERAS
 from shardrules._matching.reports import ambiguous_message
 from shardrules._matching.rules import Rules
-from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec, shown
+from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
+from shardrules._words import shown
 
 __all__ = ["LayoutMap"]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep, SweepRow
 
+__all__ = ["is_replicated", "pattern_shown", "report_data"]
+
 
 def report_data(
     plan: Plan,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep
 
+__all__ = ["report_html"]
+
 _FILES: Final = resources.files(__name__.rpartition(".")[0])
 # The charts come last, so that the tables need not wait for plotly.js.
 _SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js")
