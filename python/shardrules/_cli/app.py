@@ -29,24 +29,7 @@ from shardrules._files.rules import DIALECTS
 from shardrules._planning.findings import LEVELS
 from shardrules._planning.sweep import Sweep
 
-__all__ = [
-    "DialectName",
-    "Gradients",
-    "Hbm",
-    "Mesh",
-    "MinSize",
-    "Optimizer",
-    "OptimizerDtype",
-    "RulesFile",
-    "Source",
-    "app",
-    "check",
-    "demo",
-    "diff",
-    "explain",
-    "plan_command",
-    "sweep",
-]
+__all__ = ["app"]
 
 _P = ParamSpec("_P")
 _MOST_BARS = 40

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.rules import Rules
 
-__all__ = ["MOMENTS", "Planned", "byte_count", "dialect_of", "load_plan", "load_side"]
+__all__ = ["MOMENTS", "Planned", "byte_count", "load_plan", "load_side"]
 
 # Optimizers by the moments that they keep, each of the parameters' shapes.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
@@ -49,7 +49,7 @@ def load_plan(source: str, rules: str, mesh: str, dialect: str | None, min_size:
         FileError, ValueError, TypeError: Something is wrong with one of them.
     """
     axis_sizes = parse_mesh(mesh)
-    chosen = None if dialect is None else dialect_of(dialect)
+    chosen = None if dialect is None else _dialect_of(dialect)
     loaded = read_rules(rules, chosen)
     name, tree = _tree(source, loaded.rules)
     return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded)
@@ -70,7 +70,7 @@ def load_side(
     return load_plan(text, rules, mesh, dialect, min_size).plan
 
 
-def dialect_of(name: str) -> Dialect:
+def _dialect_of(name: str) -> Dialect:
     """The dialect of this name.
 
     Raises:

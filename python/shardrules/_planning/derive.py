@@ -21,7 +21,7 @@ from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Al
 from shardrules._specs import Dim
 from shardrules._words import shown
 
-__all__ = ["Companion", "Leaves", "first_rules", "grouped", "placed_leaves", "with_companions"]
+__all__ = ["Companion", "Leaves", "grouped", "placed_leaves", "with_companions"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -148,7 +148,7 @@ def with_companions(
     found = leaves.found
     companion_of = _companions_of(found, companions)
     base_of = {row: one.base_of(found.paths[row]) for row, one in companion_of.items()}
-    rule_of = first_rules(rules, set(base_of.values()))
+    rule_of = _first_rules(rules, set(base_of.values()))
     followed: dict[int, _Followed] = {}
     sources = list(found.paths)
     for row, companion in companion_of.items():
@@ -180,7 +180,7 @@ def _companions_of(found: Survey, companions: Sequence[Companion]) -> dict[int, 
         fitting = [companion for companion in companions if companion.is_for(rank)]
         rows = np.flatnonzero(rank_of == rank).tolist()
         matcher = Rules([(companion.pattern, None) for companion in fitting])
-        first = first_rules(matcher, [found.paths[row] for row in rows])
+        first = _first_rules(matcher, [found.paths[row] for row in rows])
         for row in rows:
             if (index := first[found.paths[row]]) != UNMATCHED:
                 companion_of[row] = fitting[index]
@@ -204,7 +204,7 @@ def _placed(alike: Alike, how: _Followed, placer: Placer, min_size: int) -> Kind
     )
 
 
-def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+def _first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     joined = {path: rules.joined(path) for path in paths}
     outcome = rules.for_whole_paths().decide(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep, SweepRow
 
-__all__ = ["is_replicated", "pattern_shown", "report_data"]
+__all__ = ["report_data"]
 
 
 def report_data(
@@ -49,12 +49,12 @@ def report_data(
     }
 
 
-def pattern_shown(pattern: Pattern) -> str:
+def _pattern_shown(pattern: Pattern) -> str:
     """A rule's pattern: a string as it is, anything else as Python writes it."""
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
-def is_replicated(kind: Kind, plan: Plan) -> bool:
+def _is_replicated(kind: Kind, plan: Plan) -> bool:
     """Whether each of several devices is to hold its leaves whole."""
     if kind.spec is None or kind.bytes == 0 or plan.devices == 1:
         return False
@@ -71,7 +71,7 @@ def _separators(plan: Plan) -> str:
 
 
 def _kind(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
-    replicated = is_replicated(kind, plan)
+    replicated = _is_replicated(kind, plan)
     return {
         "rule": kind.rule,
         "shape": kind.shape,
@@ -102,7 +102,9 @@ def _rules(plan: Plan) -> list[dict[str, Any]]:
     """Per rule what it has decided; then what no rule has, if there is any."""
     shares = [
         _Share(
-            pattern_shown(pattern), spec_shown(spec.spec if isinstance(spec, RuleSpec) else spec), i
+            _pattern_shown(pattern),
+            spec_shown(spec.spec if isinstance(spec, RuleSpec) else spec),
+            i,
         )
         for i, (pattern, spec) in enumerate(plan.rules)
     ]
