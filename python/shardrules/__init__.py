@@ -6,6 +6,7 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 
 from typing import TYPE_CHECKING
 
+from shardrules._correction import Correction, RuleSpec
 from shardrules._files.errors import FileError
 from shardrules._logical.context import logical_axis_rules
 from shardrules._logical.rules import FLAX_CORE, LINEN, LogicalDialect
@@ -31,7 +32,6 @@ from shardrules._matching.dialects import (
 from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
 from shardrules._sharding.constraints import with_sharding_constraint
-from shardrules._sharding.correction import Correction, RuleSpec
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard

@@ -28,13 +28,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shardrules._correction import Correction, RuleSpec
 from shardrules._files.content import parse_json, read_bytes, text_of
 from shardrules._files.errors import FileError
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
-from shardrules._sharding.correction import Correction, RuleSpec
 from shardrules._words import shown
 
 __all__ = ["DIALECTS", "RuleFile", "read_rules"]

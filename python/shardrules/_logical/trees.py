@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from shardrules._core import resolve_all
+from shardrules._correction import Correction
 from shardrules._logical.context import get_logical_axis_rules
 from shardrules._logical.flax import (
     box_types,
@@ -27,7 +28,6 @@ from shardrules._logical.rules import (
     compiled_rules,
 )
 from shardrules._sharding.constraints import with_sharding_constraint
-from shardrules._sharding.correction import Correction
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from shardrules._correction import Correction
 from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
-from shardrules._sharding.correction import Correction
 from shardrules._words import check_choice
 
 __all__ = ["EASYLM", "EFORMER", "KERAS", "KEYSTR", "SPECTRAX", "TP_PLAN", "WINDOW", "Dialect"]

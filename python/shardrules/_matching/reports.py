@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._sharding.correction import RuleSpec
+from shardrules._correction import plain_spec
 from shardrules._words import and_more, counted
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int
     listed = _listed(
         count,
         [
-            f"{path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {_plain(rules[rule][1])}"
+            f"{path}  shape {shape}  rule {rule}: {pattern!r} -> {plain_spec(given)}"
             for path, (rule, shape) in leaves
+            for pattern, given in [rules[rule]]
         ],
     )
     have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
@@ -80,7 +81,3 @@ def _leaves_match(count: int) -> str:
 
 def _listed(count: int, lines: list[str]) -> str:
     return "\n".join(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
-
-
-def _plain(spec: Any) -> Any:
-    return spec.spec if isinstance(spec, RuleSpec) else spec

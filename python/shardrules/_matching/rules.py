@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
+from shardrules._correction import RuleSpec, plain_spec
 from shardrules._matching.coverage import Counters, Coverage
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
@@ -24,7 +25,6 @@ from shardrules._matching.reports import (
     unmatched_message,
 )
 from shardrules._matching.ways import WAYS, Way, checked_pattern
-from shardrules._sharding.correction import RuleSpec
 from shardrules._specs import Entries, normalize_spec, partition_spec, spec_for_rank, spec_length
 from shardrules._words import shown
 
@@ -438,7 +438,7 @@ def _checked_pair(index: int, rule: Any, way: Way) -> tuple[Pattern, Any]:
 
 
 def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
-    return [spec.spec if isinstance(spec, RuleSpec) else spec for _, spec in pairs]
+    return [plain_spec(given) for _, given in pairs]
 
 
 def _spec_table(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from shardrules._correction import plain_spec
 from shardrules._matching.ways import WAYS
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
@@ -76,7 +77,7 @@ class Facts:
     def rule(self, index: int) -> str:
         """A rule, for a message."""
         pattern, spec = self.plan.rules[index]
-        return f"rule {index} {pattern!r} -> {spec_shown(getattr(spec, 'spec', spec))}"
+        return f"rule {index} {pattern!r} -> {spec_shown(plain_spec(spec))}"
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]

@@ -11,8 +11,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
-from shardrules._sharding.correction import Loss, SpecOnMesh
 from shardrules._sharding.device_bytes import device_bytes
+from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
 
 if TYPE_CHECKING:

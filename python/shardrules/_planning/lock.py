@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardrules._correction import Correction, RuleSpec
 from shardrules._files.errors import FileError
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
 from shardrules._planning.fold import fold, parts_of
 from shardrules._planning.kinds import Kind, plain_entries, spec_shown
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
-from shardrules._sharding.correction import Correction, RuleSpec
 from shardrules._sharding.device_bytes import check_countable, device_bytes
 from shardrules._sharding.mesh import checked_sizes
 from shardrules._specs import Entries, is_unconstrained, partition_spec

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardrules._correction import Correction
 from shardrules._files.write import write_text
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.rules import Rules
@@ -30,7 +31,6 @@ from shardrules._planning.optimizer import optimizer_leaves
 from shardrules._planning.survey import survey
 from shardrules._planning.sweep import Sweep, factorizations, sweep
 from shardrules._planning.table import table
-from shardrules._sharding.correction import Correction
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, specs_on_mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from shardrules._sharding.correction import Correction
+from shardrules._correction import Correction
 from shardrules._sharding.mesh import axes_of_type, current_view
 from shardrules._sharding.placement import put
 from shardrules._sharding.requests import requested_shardings

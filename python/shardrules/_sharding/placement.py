@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._sharding.correction import Correction
+from shardrules._correction import Correction
 from shardrules._sharding.fingerprint import check_same_in_all_processes, tell_of_failure
 from shardrules._sharding.mesh import spans_processes
 from shardrules._sharding.requests import requested_shardings

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from shardrules._correction import Correction
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
-from shardrules._sharding.correction import Correction
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding, named_shardings
 from shardrules._specs import is_partition_spec

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._core import ShardingTable
+from shardrules._correction import Correction, RuleSpec
 from shardrules._matching.rules import Pattern, Rules
-from shardrules._sharding.correction import Correction, Loss, RuleSpec, SpecOnMesh
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
+from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,

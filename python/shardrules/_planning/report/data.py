@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardrules._correction import plain_spec
 from shardrules._planning.check import DEFAULT_LARGE
 from shardrules._planning.kinds import Kind, axes_used, spec_shown
-from shardrules._sharding.correction import RuleSpec
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
@@ -101,11 +101,7 @@ class _Share:
 def _rules(plan: Plan) -> list[dict[str, Any]]:
     """Per rule what it has decided; then what no rule has, if there is any."""
     shares = [
-        _Share(
-            _pattern_shown(pattern),
-            spec_shown(spec.spec if isinstance(spec, RuleSpec) else spec),
-            i,
-        )
+        _Share(_pattern_shown(pattern), spec_shown(plain_spec(spec)), i)
         for i, (pattern, spec) in enumerate(plan.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")

@@ -1,4 +1,4 @@
-"""Correction: making a spec fit an array and a mesh, by policies.
+"""Making a spec fit an array and a mesh, by the policies of a `Correction`.
 
 A spec is bound to a mesh's axis sizes once; the C++ `Corrector` then says which of its axes an
 array of a given shape can have, and from that the corrected spec is made, once per distinct answer.
@@ -9,11 +9,11 @@ contexts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._core import Corrector
+from shardrules._correction import Correction
 from shardrules._specs import (
     Dim,
     Entries,
@@ -25,91 +25,11 @@ from shardrules._specs import (
     with_dims,
     with_entries,
 )
-from shardrules._words import check_choice, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-__all__ = ["Correction", "Loss", "RuleSpec", "SpecOnMesh"]
-
-_MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
-_CHOICES: Final[dict[str, tuple[object, ...]]] = {
-    "absent": _MISFITS,
-    "indivisible": _MISFITS,
-    "rank": ("truncate", "replicate", "keep", "error"),
-    "size_one": ("keep", "remove"),
-    "unconstrained": ("keep", "drop"),
-    "pad": (True, False),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What becomes of a spec that does not fit the array or the mesh.
-
-    A mesh axis that shards two dimensions is an error under every policy, as it is in JAX.
-
-    Args:
-        absent: For an entry that names an axis the mesh does not have: "drop" all axes of the
-            entry, "drop_axis" only that axis, keep the "prefix" before it, "keep" it (JAX will
-            refuse it), or "error".
-        indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
-            the axes that do not fit beside those before them, keep the longest "prefix" that fits,
-            "keep" them (uneven shards), or "error".
-        rank: For a spec that is longer than the array's rank: "truncate" it, "replicate" the array,
-            "keep" it, or "error".
-        size_one: Whether mesh axes of size 1 stay in the spec: "keep" or "remove".
-        unconstrained: Whether PartitionSpec.UNCONSTRAINED stays: "keep", or "drop" (it becomes
-            None).
-        pad: Fill the spec with None up to the rank; and give PartitionSpec() where no axis is left.
-
-    Raises:
-        ValueError: A choice that does not exist.
-
-    Example:
-        >>> Correction(indivisible="prefix").absent
-        'drop'
-    """
-
-    absent: str = "drop"
-    indivisible: str = "drop"
-    rank: str = "truncate"
-    size_one: str = "keep"
-    unconstrained: str = "keep"
-    pad: bool = True
-
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-
-
-@dataclass(frozen=True, slots=True)
-class RuleSpec:
-    """A rule's spec together with a correction of its own.
-
-    Args:
-        spec: As in `Rules`.
-        correction: Instead of the dialect's.
-        units: Per dimension, the number in whose multiples alone it may be cut, such as head_dim;
-            or None.
-
-    Example:
-        >>> from shardrules import Correction, RuleSpec
-        >>> exact = Correction(indivisible="error")
-        >>> rule = ("wk/kernel", RuleSpec(("fsdp", "tp"), exact, units=(None, 128)))
-    """
-
-    spec: Any
-    correction: Correction | None = None
-    units: tuple[int | None, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(self.units))
-        for unit in self.units:
-            if unit is not None and (not isinstance(unit, int) or unit < 1):
-                raise ValueError(f"units are positive integers or None, not {shown(unit)}")
-        if not isinstance(self.correction, Correction | None):
-            raise TypeError(f"correction must be a Correction, not {shown(self.correction)}")
+__all__ = ["Loss", "SpecOnMesh"]
 
 
 class Loss(NamedTuple):
