@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
 Call = Callable[[], Any]
+_PACKAGES: Final = (
+    "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax", "google-re2",
+    "optree", "typer",
+)  # fmt: skip
 
 
 @dataclass
@@ -121,13 +125,10 @@ def collector(*, enabled: bool) -> Iterator[None]:
 
 def environment() -> list[str]:
     """Hardware, versions and commit, one line each."""
-    packages = {
-        name: _version(name) for name in ("jax", "jaxlib", "numpy", "eformer", "shardrules")
-    }
     return [
         f"CPU: {_cpu()}, {os.cpu_count()} cores; {platform.system()} {platform.release()}",
         f"Python {platform.python_version()} ({platform.python_compiler()}); "
-        + ", ".join(f"{name} {number}" for name, number in packages.items()),
+        + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
         f"commit {_commit()}",
     ]
 

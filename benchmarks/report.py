@@ -29,8 +29,9 @@ METHOD = """
 Medians of interleaved runs in one process, after the results have been checked to be equal. *Ours*
 is cold: rules are compiled in every call, as a program does once at start-up. *Identity* is
 `jax.tree_util.tree_map(lambda x: x, tree)` on the same tree. Freeing a result counts for nobody.
-The machine is shared and noisy: read ratios. `make bench-report` writes this page anew; bars are
-those of docs/design.md, section 10.
+The machine is shared and noisy: read ratios. Bars are those of [the design](design.md), section 10;
+what is missed, and why, is on the page about [performance](performance.md). `make bench-report`
+writes this page anew.
 """
 
 
