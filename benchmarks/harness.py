@@ -49,15 +49,23 @@ class Case:
 
 @dataclass
 class Result:
-    """Medians in seconds, by implementation ("ours", "identity", or a peer)."""
+    """Seconds per round, by implementation ("ours", "identity", or a peer)."""
 
     case: Case
-    seconds: dict[str, float]
+    rounds: dict[str, list[float]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The medians."""
+        return {name: median(seconds) for name, seconds in self.rounds.items()}
 
     def ratio(self, reference: str) -> float:
-        """Ours to identity, or a peer to ours: how many times as long the numerator takes."""
-        ours, other = self.seconds["ours"], self.seconds[reference]
-        return ours / other if reference == "identity" else other / ours
+        """Ours to identity, or a peer to ours: how many times as long the numerator takes.
+
+        The median of the rounds' own ratios: a machine that slows down for seconds slows both.
+        """
+        pairs = zip(self.rounds["ours"], self.rounds[reference], strict=True)
+        return median(a / b if reference == "identity" else b / a for a, b in pairs)
 
     def verdict(self) -> str:
         """Whether each bar is met."""
@@ -70,8 +78,11 @@ class Result:
         return ", ".join(words)
 
 
-def measure(case: Case, *, with_collector: bool, runs: int = 9, slow_runs: int = 3) -> Result:
-    """Runs everything once to compare results, then times it, interleaved."""
+def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: int = 5) -> Result:
+    """Runs everything once to compare results, then times it, interleaved.
+
+    In each round a peer runs once; ours and identity, which are quick, several times.
+    """
     expected = case.ours()
     for name, call in case.peers.items():
         if not same(call(), expected):
@@ -79,15 +90,11 @@ def measure(case: Case, *, with_collector: bool, runs: int = 9, slow_runs: int =
     calls = {"ours": case.ours, "identity": case.identity, **case.peers}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with collector(enabled=with_collector):
-        for run in range(runs):
+        for _ in range(rounds):
             for name, call in calls.items():
-                if name in case.peers and run >= slow_runs:
-                    continue
-                start = perf_counter()
-                result = call()
-                times[name].append(perf_counter() - start)
-                del result
-    return Result(case, {name: median(t) for name, t in times.items()})
+                runs = 1 if name in case.peers else quick_runs
+                times[name] += interleaved_seconds([call], runs)
+    return Result(case, times)
 
 
 def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:

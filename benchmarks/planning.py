@@ -58,10 +58,12 @@ def _processes() -> Iterator[Row]:
     calls = [
         partial(_run, [*command, "plan", str(model), *options]),
         partial(_run, [*command, "check", str(model), *options, "--fail-on", "never"]),
+        # What typer imports when it runs a command.
+        partial(_run, [sys.executable, "-c", "import numpy, typer, pydantic"]),
         partial(_run, [sys.executable, "-c", "import jax"]),
     ]
-    plan, check, jax_alone = interleaved_seconds(calls, runs=9)
-    note = f"import jax alone: {jax_alone:.2f} s"
+    plan, check, libraries, jax_alone = interleaved_seconds(calls, runs=15)
+    note = f"import numpy, typer, pydantic alone: {libraries:.2f} s; import jax: {jax_alone:.2f} s"
     yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.5, note)
     yield Row("shardrules check, the same", check, "s", None, note)
 
