@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._planning.facts import Facts
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import Kind, axes_used, spec_shown
+from shardrules._planning.kinds import Kind, axes_used, is_replicated, spec_shown
 from shardrules._words import bytes_shown, check_choice, counted
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
         leaves = _leaves(folded)
         whole = sum(plan.kinds[one.group].bytes * len(one.rows) for one in folded)
         # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
-        silent = facts.held(one for one in folded if facts.is_replicated(plan.kinds[one.group]))
+        silent = facts.held(
+            one for one in folded if is_replicated(plan.kinds[one.group], plan.axis_sizes)
+        )
         held = facts.held(folded)
         dead = _rules_listed(_dead(plan))
         match = "matches" if leaves == 1 else "match"
@@ -117,9 +119,8 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
 
 def _replicated(facts: Facts) -> Iterator[Finding]:
     by_rule: dict[int | None, list[Folded]] = defaultdict(list)
-    large = facts.folded(
-        lambda kind: facts.is_replicated(kind) and facts.is_large(kind) and kind.problem is None
-    )
+    sizes = facts.plan.axis_sizes
+    large = facts.folded(lambda kind: is_replicated(kind, sizes) and facts.is_large(kind))
     for one in facts.undeclared(large):
         rule = facts.plan.kinds[one.group].rule
         if rule not in facts.catch_alls:

@@ -16,7 +16,7 @@ import numpy as np
 from shardrules._correction import plain_spec
 from shardrules._matching.ways import WAYS
 from shardrules._planning.fold import Folded, fold, parts_of
-from shardrules._planning.kinds import Kind, axes_used, spec_shown
+from shardrules._planning.kinds import Kind, spec_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
@@ -60,11 +60,6 @@ class Facts:
     def held(self, folded: Iterable[Folded]) -> int:
         """Bytes of these leaves on the device that holds most."""
         return sum(self.plan.kinds[one.group].largest_bytes * len(one.rows) for one in folded)
-
-    def is_replicated(self, kind: Kind) -> bool:
-        """Whether no axis cuts these arrays, though there are several devices."""
-        sizes = self.plan.axis_sizes
-        return self.plan.devices > 1 and not axes_used(kind.spec, sizes)
 
     def is_large(self, kind: Kind) -> bool:
         """Whether one leaf alone is worth a word."""

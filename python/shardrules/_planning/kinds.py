@@ -26,6 +26,7 @@ __all__ = [
     "Kind",
     "Placer",
     "axes_used",
+    "is_replicated",
     "kind_on_mesh",
     "plain_entries",
     "spec_shown",
@@ -195,6 +196,12 @@ def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str
         for axis in entry_axes(entry)
         if axis_sizes.get(axis, 1) > 1
     )
+
+
+def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
+    """Whether each of several devices is to hold its leaves whole."""
+    several = kind.spec is not None and kind.bytes > 0 and prod(axis_sizes.values()) > 1
+    return several and not axes_used(kind.spec, axis_sizes)
 
 
 def plain_entries(spec: Spec) -> list[Any]:

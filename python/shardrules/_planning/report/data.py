@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import plain_spec
 from shardrules._planning.check import DEFAULT_LARGE
-from shardrules._planning.kinds import Kind, axes_used, spec_shown
+from shardrules._planning.kinds import Kind, is_replicated, spec_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
@@ -54,13 +54,6 @@ def _pattern_shown(pattern: Pattern) -> str:
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
-def _is_replicated(kind: Kind, plan: Plan) -> bool:
-    """Whether each of several devices is to hold its leaves whole."""
-    if kind.spec is None or kind.bytes == 0 or plan.devices == 1:
-        return False
-    return not axes_used(kind.spec, plan.axis_sizes)
-
-
 def _separators(plan: Plan) -> str:
     """Before which characters a path comes apart into modules."""
     dialect = plan.rules.dialect
@@ -71,7 +64,7 @@ def _separators(plan: Plan) -> str:
 
 
 def _kind(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
-    replicated = _is_replicated(kind, plan)
+    replicated = is_replicated(kind, plan.axis_sizes)
     return {
         "rule": kind.rule,
         "shape": kind.shape,
