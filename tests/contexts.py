@@ -1,7 +1,8 @@
-"""Mesh contexts for tests, under the JAX that is installed."""
+"""What a test may find itself in: mesh contexts of the JAX that is installed, AddressSanitizer."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ import pytest
 
 needs_set_mesh = pytest.mark.skipif(
     not hasattr(jax, "set_mesh"), reason="this JAX has no jax.set_mesh"
+)
+measures_memory = pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed"
 )
 
 

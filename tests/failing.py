@@ -202,7 +202,7 @@ def unflatten(_, children):
 
 
 def describe(node_type: type, _: object) -> tuple[Any, Record | None]:
-    """In the place of _node_types.describe."""
+    """In the place of _matching.node_types.describe."""
     HOOKS.call("describe")
     layout = {Block: "attributes", Called: "call"}.get(node_type)
     return (

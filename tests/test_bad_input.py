@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.contexts import measures_memory
 
 CATCH_ALL = [(".*", P())]
 
@@ -260,7 +260,7 @@ def test_nothing_leaks():
     assert [sys.getrefcount(x) for x in (spec, leaf, key)] == before
 
 
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed")
+@measures_memory
 def test_memory_does_not_grow():
     resource = pytest.importorskip("resource")
     rules = CATCH_ALL

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import _core
 from shardrules._planning.fold import fold
+from tests.contexts import measures_memory
 
 CALLS = 100_000
 MESH = {"fsdp": 4, "tp": 2}
@@ -157,7 +158,7 @@ def resident():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed")
+@measures_memory
 @pytest.mark.parametrize("name", USES)
 def test_memory_does_not_grow(name):
     use, cost = USES[name]
