@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 # Before JAX starts: the rows on arrays need devices.
 os.environ["XLA_FLAGS"] = (
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from benchmarks import arrays, planning, scaling
 from benchmarks.cases import cases
-from benchmarks.harness import Result, environment, measure
+from benchmarks.harness import PEERS, Result, environment, measure_all
 from benchmarks.scaling import Row
 
 
@@ -29,11 +30,7 @@ def main() -> int:
         "Medians of interleaved runs in one process; results are checked to be equal first.\n"
         "Ours is cold: rules are compiled anew each time. Freeing the result counts for nobody."
     )
-    results: dict[bool, list[Result]] = {False: [], True: []}
-    for case in cases():
-        for collector, measured in results.items():
-            measured.append(measure(case, with_collector=collector))
-            console.print(f"  measured: {case.name}", style="dim")
+    results = measure_all(cases(), partial(console.print, style="dim"))
     for collector, measured in results.items():
         console.print(_table(f"Garbage collector {'on' if collector else 'off'}", measured))
     console.print(_rows_table("Arrays on 8 host devices", arrays.rows()))
@@ -46,20 +43,18 @@ def _rows_table(title: str, measured: Iterable[Row]) -> Table:
     table = Table("what", "measured", "bar", "", title=f"{title}; garbage collector off",
                   title_justify="left")  # fmt: skip
     for row in measured:
-        met = "" if row.bar is None else "met" if row.measured <= row.bar else "MISSED"
-        bar = "" if row.bar is None else f"<= {row.bar:g} {row.unit}: {met}"
+        bar = "" if row.bar is None else f"<= {row.bar:g} {row.unit}: {row.verdict}"
         table.add_row(escape(row.name), f"{row.measured:.2f} {row.unit}", bar, row.note)
     return table
 
 
 def _table(title: str, results: list[Result]) -> Table:
     table = Table("case", title=title, title_justify="left")
-    peers = ("eformer", "flax", "re loop")
-    for heading in ("ours", "identity", "ours / identity", *(f"{p} / ours" for p in peers)):
+    for heading in ("ours", "identity", "ours / identity", *(f"{p} / ours" for p in PEERS)):
         table.add_column(heading, justify="right")
     table.add_column("bars")
     for r in results:
-        ratios = (f"{r.ratio(p):.1f}x" if p in r.seconds else "" for p in peers)
+        ratios = (f"{r.ratio(p):.1f}x" if p in r.seconds else "" for p in PEERS)
         table.add_row(
             r.case.name,
             f"{r.seconds['ours'] * 1e3:.2f} ms",

@@ -72,7 +72,7 @@ def _matching(name: str, rules: Rules, tree: Any, bars: dict[str, float]) -> Cas
         ours=partial(sr.match_partition_rules, rules, tree),
         identity=_identity(tree),
         peers={
-            "eformer": _after_purge(partial(eformer_match, rules, tree)),
+            "eformer": after_purge(partial(eformer_match, rules, tree)),
             "re loop": partial(re_loop, compiled, tree),
         },
         bars=bars,
@@ -109,7 +109,7 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
         ours=partial(sr.named_shardings, tree, rules, mesh),
         identity=_identity(tree),
         peers={
-            "eformer": _after_purge(partial(shardings, eformer_match)),
+            "eformer": after_purge(partial(shardings, eformer_match)),
             "re loop": partial(shardings, compiled_anew),
         },
         bars={"identity": 0.6, "eformer": 60},
@@ -117,12 +117,7 @@ def _named_shardings(rules: Rules, tree: Any) -> Case:
 
 
 def _logical() -> Case:
-    """MaxText's unscanned DeepSeek-V3, repeated to 5,000 arrays, on its 80 rules."""
-    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
-    tree = {f"w{i}": P(*names[i % len(names)]) for i in range(5000)}
-    rules = corpus.logical_rules("maxtext-0.2.5__base")
-    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
-    mesh = AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes)))
+    tree, mesh, rules = logical_names(5_000)
     return Case(
         name="logical_to_mesh_sharding, 5,000 specs, 80 rules",
         ours=partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
@@ -132,11 +127,20 @@ def _logical() -> Case:
     )
 
 
+def logical_names(count: int) -> tuple[dict[str, P], AbstractMesh, list[tuple[str, Any]]]:
+    """MaxText's unscanned DeepSeek-V3, repeated to so many arrays; a mesh; and its 80 rules."""
+    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
+    tree = {f"w{i}": P(*names[i % len(names)]) for i in range(count)}
+    rules = corpus.logical_rules("maxtext-0.2.5__base")
+    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
+    return tree, AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes))), rules
+
+
 def _identity(tree: Any) -> Callable[[], Any]:
     return lambda: tree_util.tree_map(lambda x: x, tree)
 
 
-def _after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
+def after_purge(call: Callable[[], Any]) -> Callable[[], Any]:
     """Cold for eformer too: `re` remembers 512 compiled patterns."""
 
     def purged() -> Any:
@@ -155,7 +159,12 @@ def re_loop(compiled: list[tuple[re.Pattern[str], P]], tree: Any) -> Any:
         name = tree_util.keystr(path, simple=True, separator="/")
         for pattern, spec in compiled:
             if pattern.search(name):
-                return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec
+                return cut(spec, leaf)
         raise ValueError(name)
 
     return tree_util.tree_map_with_path(spec_of, tree)
+
+
+def cut(spec: P, leaf: Any) -> P:
+    """The spec, no longer than the leaf's rank."""
+    return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec

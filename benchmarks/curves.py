@@ -12,22 +12,18 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
-import jax
 import optree
 import re2
 from eformer.escale import match_partition_rules as eformer_match
 from flax.linen.spmd import logical_to_mesh_sharding as flax_logical_to_mesh_sharding
 from jax import tree_util
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.cases import re_loop
-from benchmarks.harness import collector, interleaved_seconds, same
-from tests import corpus
+from benchmarks.cases import after_purge, cut, logical_names, re_loop
+from benchmarks.harness import Call, collector, interleaved_seconds, same
+from benchmarks.trees import ATTENTION, ATTENTION_RULES, attention_layers
 
-Call = Callable[[], Any]
-LEAF: Final = jax.ShapeDtypeStruct((8, 8), "int8")
 _TOO_LONG: Final = 10.0
 # With more patterns than `re` remembers, eformer compiles each of them again for each leaf.
 _REMEMBERED_BY_RE: Final = 512
@@ -49,28 +45,24 @@ def curves() -> Iterator[Curve]:
 
 
 def _by_leaves() -> Curve:
-    rules = [(r"attn/(wq|wk|wv)/kernel", P("fsdp", "tp")), ("wo/kernel", P("tp")), (".*", P())]
-    points = ((n, partial(_model, n), rules) for n in (10**3, 10**4, 10**5, 10**6, 10**7))
+    sizes = (10**3, 10**4, 10**5, 10**6, 10**7)
+    points = ((n, partial(attention_layers, n), ATTENTION_RULES) for n in sizes)
     return _curve("Leaves: 3 rules", "leaves", points)
 
 
 def _by_rules() -> Curve:
     """10,000 leaves, of which the rules before the last match some."""
     points = (
-        (n, partial(_model, 10_000), [*_layer_rules(n - 1), (".*", P())])
+        (n, partial(attention_layers, 10_000), [*_layer_rules(n - 1), (".*", P())])
         for n in (1, 10, 100, 1_000, 10_000)
     )
     return _curve("Rules: 10,000 leaves, a regex for each layer and name", "rules", points)
 
 
 def _by_names() -> Curve:
-    names = list(corpus.logical_axes("maxtext-deepseek3-671b-unscanned").values())
-    rules = corpus.logical_rules("maxtext-0.2.5__base")
-    mesh_axes = {axis for _, value in rules for axis in tree_util.tree_leaves(value)}
-    mesh = AbstractMesh((1,) * len(mesh_axes), tuple(sorted(mesh_axes)))
     series: dict[str, list[tuple[int, float]]] = {}
     for count in (10, 100, 1_000, 10_000):
-        tree = {f"w{i}": P(*names[i % len(names)]) for i in range(count)}
+        tree, mesh, rules = logical_names(count)
         calls = {
             "shardrules": partial(sr.logical_to_mesh_sharding, tree, mesh, rules),
             "flax": partial(flax_logical_to_mesh_sharding, tree, mesh, rules),
@@ -80,21 +72,10 @@ def _by_names() -> Curve:
     return Curve("Logical names: 80 rules of MaxText", "arrays", series)
 
 
-def _model(leaves: int) -> dict[str, Any]:
-    names = ("wq", "wk", "wv", "wo")
-    layer = {n: {"kernel": LEAF, "bias": LEAF} for n in names}
-    # Each layer its own dicts, as in a model.
-    return {
-        "layers": {
-            str(i): {"attn": {n: dict(leaf) for n, leaf in layer.items()}}
-            for i in range(leaves // 8)
-        }
-    }
-
-
 def _layer_rules(count: int) -> list[tuple[str, P]]:
-    names = ("wq", "wk", "wv", "wo")
-    return [(rf"layers/{i // 4}/.*{names[i % 4]}/kernel", P("fsdp", "tp")) for i in range(count)]
+    return [
+        (rf"layers/{i // 4}/.*{ATTENTION[i % 4]}/kernel", P("fsdp", "tp")) for i in range(count)
+    ]
 
 
 def _curve(
@@ -106,7 +87,7 @@ def _curve(
         compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
         calls: dict[str, Call] = {
             "shardrules": partial(sr.match_partition_rules, rules, tree),
-            "eformer": partial(_after_purge, partial(eformer_match, rules, tree)),
+            "eformer": after_purge(partial(eformer_match, rules, tree)),
             "re, compiled before": partial(re_loop, compiled, tree),
             "google-re2's Set": partial(_re2_set, rules, tree),
             "jax identity": partial(tree_util.tree_map, lambda leaf: leaf, tree),
@@ -139,12 +120,6 @@ def _measure(calls: dict[str, Call], size: int, series: dict[str, list[tuple[int
         series[name].append((size, seconds))
 
 
-def _after_purge(call: Call) -> Any:
-    """Cold for eformer too: `re` remembers 512 compiled patterns."""
-    re.purge()
-    return call()
-
-
 def _re2_set(rules: list[tuple[str, P]], tree: Any) -> Any:
     """All patterns in one automaton of re2, as one would use it for this: the least index wins."""
     options = re2.Options()
@@ -156,7 +131,6 @@ def _re2_set(rules: list[tuple[str, P]], tree: Any) -> Any:
 
     def spec_of(path: Any, leaf: Any) -> P:
         found = patterns.Match(tree_util.keystr(path, simple=True, separator="/"))
-        spec = rules[min(found)][1]
-        return P(*tuple(spec)[: leaf.ndim]) if len(spec) > leaf.ndim else spec
+        return cut(rules[min(found)][1], leaf)
 
     return tree_util.tree_map_with_path(spec_of, tree)

@@ -9,7 +9,7 @@ import gc
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +21,8 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 Call = Callable[[], Any]
+PEERS: Final = ("eformer", "flax", "re loop")
+"""Those of the cases, in the order of the tables."""
 _PACKAGES: Final = (
     "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax", "google-re2",
     "optree", "typer",
@@ -95,6 +97,16 @@ def measure(case: Case, *, with_collector: bool, rounds: int = 5, quick_runs: in
                 runs = 1 if name in case.peers else quick_runs
                 times[name] += interleaved_seconds([call], runs)
     return Result(case, times)
+
+
+def measure_all(cases: Iterable[Case], tell: Callable[[str], None]) -> dict[bool, list[Result]]:
+    """Each case without (False) and with the garbage collector; `tell` hears how far it is."""
+    results: dict[bool, list[Result]] = {False: [], True: []}
+    for case in cases:
+        for with_collector, measured in results.items():
+            measured.append(measure(case, with_collector=with_collector))
+        tell(f"measured: {case.name}")
+    return results
 
 
 def interleaved_seconds(calls: list[Call], runs: int) -> list[float]:

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
+from benchmarks.trees import ATTENTION_RULES, LEAF, attention_layers
 from tests import corpus
 
-LEAF = jax.ShapeDtypeStruct((8, 8), "int8")
 NAMES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "n1", "n2", "b")
 CATCH_ALL = (".*", P())
 ADVERSARIAL = {
@@ -39,6 +39,11 @@ class Row(NamedTuple):
     unit: str
     bar: float | None = None
     note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the bar, if there is one, is met."""
+        return "" if self.bar is None else "met" if self.measured <= self.bar else "MISSED"
 
 
 def rows() -> Iterator[Row]:
@@ -103,17 +108,10 @@ def _importing() -> Iterator[Row]:
 
 
 def _leaves_growth() -> Iterator[Row]:
-    rules = [(r"attn/(wq|wk|wv)/kernel", P("fsdp", "tp")), ("wo/kernel", P("tp")), CATCH_ALL]
-    attention = ("wq", "wk", "wv", "wo")
     each: dict[int, float] = {}
     for leaves in (1_000, 10_000, 100_000, 1_000_000, 10_000_000):
-        tree = {
-            "layers": {
-                str(i): {"attn": {n: {"kernel": LEAF, "bias": LEAF} for n in attention}}
-                for i in range(leaves // 8)
-            }
-        }
-        compiled = sr.Rules(rules)
+        tree = attention_layers(leaves)
+        compiled = sr.Rules(ATTENTION_RULES)
         runs = min(200, 30_000_000 // leaves)
         ours, theirs = [], []
         for _ in range(max(3, runs // 10)):

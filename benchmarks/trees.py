@@ -1,4 +1,4 @@
-"""One model as each family of trees that docs/design.md's table names."""
+"""One model as each family of trees that docs/design.md's table names; and models of any size."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ import collections
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import equinox
 import flax.core
 import jax
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+LEAF: Final = jax.ShapeDtypeStruct((8, 8), "int8")
+ATTENTION: Final = ("wq", "wk", "wv", "wo")
+ATTENTION_RULES: Final = [
+    (r"attn/(wq|wk|wv)/kernel", P("fsdp", "tp")), ("wo/kernel", P("tp")), (".*", P()),
+]  # fmt: skip
 MakeType = Callable[[str, tuple[str, ...]], Any]
+
+
+def attention_layers(leaves: int) -> dict[str, Any]:
+    """Layers of eight leaves, each with its own dicts, as in a model."""
+    return {
+        "layers": {
+            str(i): {"attn": {n: {"kernel": LEAF, "bias": LEAF} for n in ATTENTION}}
+            for i in range(leaves // 8)
+        }
+    }
 
 
 def families(nested: dict[str, Any]) -> dict[str, Any]:
