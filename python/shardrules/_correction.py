@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from shardrules._words import check_choice, shown
 
-__all__ = ["Correction", "RuleSpec", "plain_spec"]
+__all__ = ["Correction", "RuleSpec", "plain_spec", "rule_spec"]
 
 _MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
 _CHOICES: Final[dict[str, tuple[object, ...]]] = {
@@ -91,6 +91,11 @@ class RuleSpec:
                 raise ValueError(f"units are positive integers or None, not {shown(unit)}")
         if not isinstance(self.correction, Correction | None):
             raise TypeError(f"correction must be a Correction, not {shown(self.correction)}")
+
+
+def rule_spec(given: Any) -> RuleSpec:
+    """What a rule gives, with the correction of its own that it may have."""
+    return given if isinstance(given, RuleSpec) else RuleSpec(given)
 
 
 def plain_spec(given: Any) -> Any:

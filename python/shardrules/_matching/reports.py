@@ -11,7 +11,7 @@ from shardrules._correction import plain_spec
 from shardrules._words import and_more, counted
 
 if TYPE_CHECKING:
-    from shardrules._matching.rules import Rules
+    from shardrules._matching.rules import Pattern, Rules
 
 __all__ = ["ambiguous_message", "event_message", "too_long_message", "unmatched_message"]
 
@@ -56,9 +56,8 @@ def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int
     listed = _listed(
         count,
         [
-            f"{path}  shape {shape}  rule {rule}: {pattern!r} -> {plain_spec(given)}"
+            f"{path}  shape {shape}  rule {rule}: {_rule_shown(*rules[rule])}"
             for path, (rule, shape) in leaves
-            for pattern, given in [rules[rule]]
         ],
     )
     have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
@@ -73,6 +72,10 @@ def event_message(path: str, spec: object) -> str:
     if spec is None:
         return f"PartitionSpec Related to {path} was safer and faster being local array."
     return f"PartitionSpec Related to {path} went out of range (will be auto trimed to {spec})."
+
+
+def _rule_shown(pattern: Pattern, given: Any) -> str:
+    return f"{pattern!r} -> {plain_spec(given)}"
 
 
 def _leaves_match(count: int) -> str:

@@ -100,7 +100,7 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
             one for one in folded if is_replicated(plan.kinds[one.group], plan.axis_sizes)
         )
         held = facts.held(folded)
-        dead = _rules_listed(_dead(plan))
+        dead = _rules_listed(plan.coverage.dead)
         match = "matches" if leaves == 1 else "match"
         yield _finding(
             facts.level(silent, "error"),
@@ -172,7 +172,7 @@ def _corrections(facts: Facts) -> Iterator[Finding]:
 
 
 def _dead_rules(facts: Facts) -> Iterator[Finding]:
-    for rule in _dead(facts.plan):
+    for rule in facts.plan.coverage.dead:
         yield _finding(
             "warning",
             "dead",
@@ -252,10 +252,6 @@ KINDS: Final = {
     "siblings": "leaves that differ only in numbers, but not in specs alike",
     "unused-axis": "mesh axes that cut no leaf",
 }
-
-
-def _dead(plan: Plan) -> tuple[int, ...]:
-    return plan.coverage.dead
 
 
 def _rules_listed(rules: Iterable[int]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardrules._correction import Correction, RuleSpec
+from shardrules._correction import Correction, RuleSpec, rule_spec
 from shardrules._files.errors import FileError
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
@@ -182,7 +182,7 @@ def _spec_entry(spec: Any) -> list[Any]:
 
 def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
     pattern, given = rule
-    wanted = given if isinstance(given, RuleSpec) else RuleSpec(given)
+    wanted = rule_spec(given)
     entry: dict[str, Any] = {"rule": index, "pattern": pattern}
     if isinstance(pattern, re.Pattern):
         entry |= {"pattern": pattern.pattern, "flags": int(pattern.flags) & _FLAGS}

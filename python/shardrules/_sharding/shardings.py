@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, RuleSpec
+from shardrules._correction import Correction, RuleSpec, rule_spec
 from shardrules._matching.rules import Pattern, Rules
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
@@ -194,7 +194,7 @@ def specs_on_mesh(
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
     for index, (_, spec) in enumerate(rules):
-        wanted = spec if isinstance(spec, RuleSpec) else RuleSpec(spec)
+        wanted = rule_spec(spec)
         if not is_partition_spec(wanted.spec) and not isinstance(wanted.spec, Entries):
             raise TypeError(
                 f"rule {index}: the spec {shown(wanted.spec)} cannot be put on a mesh: it is no "
