@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._planning.check import KINDS
 from shardrules._planning.fold import fold
+from shardrules._words import nearest
 from tests import corpus
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -289,7 +290,8 @@ class TestCorrection:
     def test_an_absent_axis_takes_those_beside_it(self):
         rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]
         tree = {"w": LARGE, "v": LARGE, "x": LARGE}
-        with_it, without = (one for one in findings(tree, rules) if one.kind == "correction")
+        found = findings(tree, rules, optional_axes=["sp"])
+        with_it, without = (one for one in found if one.kind == "correction")
         # w and v have a 4th of their 16 MiB on a device, and could have a 32nd.
         assert with_it.bytes == 2 * (4 * MIB - MIB // 2)
         assert with_it.message == (
@@ -301,13 +303,228 @@ class TestCorrection:
             == "rule 2 'x' -> P('tp', 'sp'): the mesh has no axis 'sp'; costs nothing"
         )
         assert (without.rule, without.bytes, without.level) == (2, 0, "info")
-        alone = sr.plan(tree, rules, MESH, correction=sr.Correction(absent="drop_axis")).check()
+        dropping = sr.Correction(absent="drop_axis")
+        alone = sr.plan(tree, rules, MESH, correction=dropping).check(optional_axes=["sp"])
         assert [one.bytes for one in of_kind(alone, "correction")] == [0]
+
+    def test_small_ones_that_are_large_together(self):
+        names = [f"w{letter}" for letter in "abcdefgh"]
+        rules = [(name, ("fsdp", "tp")) for name in names]
+        tree = {name: array(4096, 1022) for name in names}  # 1.57 MB each
+        found = findings(tree, rules, large=8 * MIB)
+        assert [one.level for one in of_kind(found, "correction")] == ["warning"] * 8
+        # Beside 800 MB they are nothing.
+        found = findings(
+            {**tree, "big": [LARGE] * 1600}, [*rules, *SHARDED, ("big", ("fsdp", "tp"))]
+        )
+        assert {one.level for one in of_kind(found, "correction")} == {"info"}
 
     def test_a_spec_that_is_too_long(self):
         one = only(findings({"w": array(8)}, SHARDED), "correction")
         assert "the spec has 2 entries, the array 1 dimensions" in one.message
         assert one.fix == "shorten the spec"
+
+
+class TestUnknownAxis:
+    """An axis that the mesh lacks passed as two notes that "cost nothing"."""
+
+    WHOLE = array(16384, 16384, dtype="bfloat16")
+
+    def test_an_axis_misspelt(self):
+        found = findings({"w": self.WHOLE}, [("w", ("fdsp", "tp"))], {"fsdp": 64, "tp": 8})
+        one = only(found, "unknown-axis")
+        assert (one.level, one.leaves, one.rule, one.paths) == ("error", 1, 0, ("w",))
+        assert "the mesh has no axis 'fdsp' (did you mean 'fsdp'?)" in one.message
+        assert one.bytes == 2 * 16384**2 // 8 - 2 * 16384**2 // 512
+        assert "optional_axes" in one.fix
+        right = findings({"w": self.WHOLE}, [("w", ("fsdp", "tp"))], {"fsdp": 64, "tp": 8})
+        assert right == ()
+
+    def test_no_name_is_near(self):
+        (one,) = of_kind(findings({"w": self.WHOLE}, [("w", ("fsdp", "sp"))]), "unknown-axis")
+        assert one.message == "rule 0 'w' -> P('fsdp', 'sp'): the mesh has no axis 'sp'"
+
+    @pytest.mark.parametrize("name", ["fsdp", "fdsp", "FSDP", "fsdp_axis", "fsd", "fspd"])
+    def test_what_is_near(self, name):
+        assert nearest(name, ["tp", "dp", "fsdp"]) == "fsdp"
+
+    @pytest.mark.parametrize("name", ["sp", "ep", "mp", "model", "x", ""])
+    def test_what_is_not(self, name):
+        assert nearest(name, ["tp", "dp"]) is None
+
+    def test_an_axis_of_the_spec_was_not_meant(self):
+        (one,) = of_kind(findings({"w": self.WHOLE}, [("w", ("fsdp", "fdsp"))]), "unknown-axis")
+        assert "did you mean" not in one.message
+
+    def test_the_dialects_way_stays(self):
+        """eformer drops the axis, and the spec is what eformer's is; the finding comes all the same."""
+        plan = sr.plan({"w": self.WHOLE}, [("w", ("fdsp", "tp"))], {"fsdp": 64, "tp": 8})
+        assert plan.specs() == {"w": P(None, "tp")}
+        assert only(plan.check(), "unknown-axis").level == "error"
+
+    def test_where_it_is_an_error_anyway_it_is_told_once(self):
+        rules = sr.Rules([("w", ("fdsp", "tp"))], sr.EASYLM)
+        found = findings({"w": self.WHOLE}, rules)
+        assert of_kind(found, "unknown-axis") == []
+        assert "did you mean 'fsdp'?" in only(found, "misfit").message
+
+    def test_declared(self):
+        rules = [("w", ("fsdp", ("tp", "sp")))]
+        one = only(findings({"w": self.WHOLE}, rules), "unknown-axis")
+        assert "so 'tp' beside it is dropped too" in one.message
+        declared = findings({"w": self.WHOLE}, rules, optional_axes=["sp"])
+        assert of_kind(declared, "unknown-axis") == []
+        # What it costs is told as ever.
+        assert only(declared, "correction").level == "warning"
+
+    def test_not_of_a_rule_that_decides_nothing(self):
+        found = findings({"w": self.WHOLE}, [("w", ("fsdp", "tp")), ("x", "ep")])
+        assert [one.kind for one in found] == ["dead"]
+
+    def test_explained(self):
+        plan = sr.plan({"w": self.WHOLE}, [("w", ("fdsp", "tp"))], {"fsdp": 64, "tp": 8})
+        told = str(plan.explain("w"))
+        assert "did you mean 'fsdp'?" in told
+        assert "(costs 66.1 MB on each device)" in told
+
+
+class TestUncut:
+    """A rule that forgets an axis which all others name."""
+
+    TREE = {name: [array(4096, 4096)] * 8 for name in ("q", "k", "v", "o")}  # noqa: RUF012
+    RULES = [("[qkv]", ("fsdp", "tp")), ("o", ("tp", "fsdp"))]  # noqa: RUF012
+
+    def test_an_axis_forgotten(self):
+        found = findings(self.TREE, [("[qkv]", ("fsdp", "tp")), ("o", ("tp",))])
+        one = only(found, "uncut")
+        assert (one.level, one.leaves, one.rule, one.paths) == ("warning", 8, 1, ("o/{0..7}",))
+        assert "the mesh axis 'fsdp' could cut 8 leaves" in one.message
+        assert one.bytes == 8 * (64 * MIB // 4 - 64 * MIB // 32)
+        assert findings(self.TREE, self.RULES) == ()
+
+    def test_of_most_leaves(self):
+        found = findings(self.TREE, [("[qkv]", ("fsdp",)), ("o", ("tp", "fsdp"))])
+        assert only(found, "uncut").leaves == 24
+
+    def test_declared(self):
+        rules = [("[qkv]", ("fsdp", "tp")), ("o", ("tp",))]
+        assert findings(self.TREE, rules, replicated=["^o/"]) == ()
+
+    def test_not_what_it_cannot_cut(self):
+        tree = {**self.TREE, "o": [array(4100, 4095)] * 8}
+        assert of_kind(findings(tree, [("[qkv]", ("fsdp", "tp")), ("o", ("tp",))]), "uncut") == []
+
+    def test_an_axis_for_experts_says_nothing_of_matrices(self):
+        tree = {**self.TREE, "experts": array(8, 4096, 4096)}
+        mesh = {**MESH, "ep": 2}
+        experts = ("experts", ("ep", "fsdp", "tp"))
+        assert findings(tree, [experts, *self.RULES], mesh) == ()
+        # But one for matrices does about experts.
+        without = findings(tree, [("experts", ("ep", "fsdp")), *self.RULES], mesh)
+        assert only(without, "uncut").paths == ("experts",)
+
+    def test_zero1_says_nothing_of_parameters(self):
+        tree = {"params": self.TREE, "opt_state": {"mu": self.TREE}}
+        rules = [("opt_state.*[qkvo]", (("fsdp", "dp"), "tp")), ("[qkvo]", ("fsdp", "tp"))]
+        assert findings(tree, rules, {**MESH, "dp": 2}) == ()
+
+    def test_what_the_shape_refuses_is_a_correction(self):
+        tree = {**self.TREE, "o": [array(4096, 4100)] * 8}
+        found = findings(tree, self.RULES)
+        assert {one.kind for one in found} == {"correction"}
+
+    def test_what_is_replicated_is_told_as_that(self):
+        found = findings(self.TREE, [("[qkv]", ("fsdp", "tp")), ("o", ())])
+        assert {one.kind for one in found} == {"replicated"}
+
+    def test_little_is_not_told(self):
+        tree = {**self.TREE, "o": array(4096, 512)}
+        assert findings(tree, [("[qkv]", ("fsdp", "tp")), ("o", ("tp",))]) == ()
+
+
+class TestHalfHead:
+    """6 KV heads on tp=4 passed without a word."""
+
+    @staticmethod
+    def tree(kv=6, **more):
+        attention = {"q_proj": array(4096, 4096), "k_proj": array(4096, kv * 128), **more}
+        return {"attn": {name: {"kernel": leaf} for name, leaf in attention.items()}}
+
+    RULES = (("o_proj", ("tp", "fsdp")), ("norm", ()), ("proj", ("fsdp", "tp")))
+
+    def test_by_its_size(self):
+        rules = self.RULES[2:]
+        assert of_kind(findings(self.tree(), rules), "half-head") == []
+        one = only(findings(self.tree(), rules, head_dim=128), "half-head")
+        assert (one.level, one.rule, one.paths) == ("warning", 0, ("attn/k_proj/kernel",))
+        assert (
+            "dim 1 of size 768, 6 heads of 128, is cut into parts of 192, 1.5 heads" in one.message
+        )
+        assert of_kind(findings(self.tree(kv=8), rules, head_dim=128), "half-head") == []
+
+    def test_by_a_norm_beside_it(self):
+        tree = self.tree(k_norm=array(128))
+        assert only(findings(tree, self.RULES), "half-head").paths == ("attn/k_proj/kernel",)
+        whole = self.tree(k_norm=array(768), q_norm=array(4096))  # of all heads together
+        assert of_kind(findings(whole, self.RULES), "half-head") == []
+
+    def test_units_keep_heads_whole(self):
+        rules = [("proj", sr.RuleSpec(("fsdp", "tp"), units=(None, 128)))]
+        assert of_kind(findings(self.tree(), rules, head_dim=128), "half-head") == []
+
+    def test_of_torch(self):
+        tree = {
+            "self_attn.k_proj.weight": array(768, 4096),
+            "self_attn.o_proj.weight": array(4096, 768),
+        }
+        rules = [("o_proj", ("fsdp", "tp")), ("proj", ("tp", "fsdp"))]
+        assert only(findings(tree, rules[1:], head_dim=128), "half-head").leaves == 1
+        assert (
+            sum(one.leaves for one in of_kind(findings(tree, rules, head_dim=128), "half-head"))
+            == 2
+        )
+
+    def test_heads_of_their_own(self):
+        tree = {"attention": {"query": {"kernel": array(4096, 8, 128)}}}
+        cut = findings(tree, [("query", ("fsdp", None, "tp"))], head_dim=128)
+        assert "dim 2 of size 128, 1 head of 128" in only(cut, "half-head").message
+        assert of_kind(findings(tree, [("query", ("fsdp", "tp"))], head_dim=128), "half-head") == []
+
+    def test_weights_are_gathered_along_fsdp(self):
+        rules = [("proj", ("tp", "fsdp"))]
+        assert of_kind(findings(self.tree(), rules, head_dim=128), "half-head") == []
+
+    def test_no_attention_is_found(self):
+        one = only(findings({"w": LARGE}, SHARDED, head_dim=128), "half-head")
+        assert "no path names projections of attention" in one.message
+
+
+class TestNnxValue:
+    """Paths of nnx end in `value`, and `query|key|value` won every leaf."""
+
+    TREE = {name: {"kernel": {"value": LARGE}} for name in ("query", "mlp")}  # noqa: RUF012
+
+    def test_a_pattern_that_matches_only_so(self):
+        found = findings(self.TREE, [("query|key|value", ("fsdp", "tp"))])
+        one = only(found, "nnx-value")
+        assert (one.level, one.rule, one.leaves) == ("error", 0, 2)
+        assert "matches every path that ends in '/value'" in one.message
+
+    @pytest.mark.parametrize(
+        "pattern", [".*", "kernel/value$", "(query|mlp|value)/kernel", "kernel"]
+    )
+    def test_not_others(self, pattern):
+        assert findings(self.TREE, [(pattern, ("fsdp", "tp"))]).at_least("error") == ()
+
+    def test_not_where_it_wins_nothing(self):
+        found = findings(self.TREE, [("kernel", ("fsdp", "tp")), ("value", "tp")])
+        assert of_kind(found, "nnx-value") == []
+
+    def test_of_nnx_itself(self):
+        nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+        model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        found = findings(nnx.state(model), [("query|key|value", ())])
+        assert only(found, "nnx-value").leaves == 2
 
 
 class TestRules:
@@ -385,12 +602,23 @@ class TestUnusedAxes:
     def test_not_of_one_device(self):
         assert of_kind(findings({"w": LARGE}, SHARDED, {"dp": 1, **MESH}), "unused-axis") == []
 
+    def test_a_mesh_three_times_as_large_that_holds_as_much(self):
+        tree = {"w": [LARGE] * 100}
+        assert findings(tree, SHARDED) == ()
+        mesh = {"dp": 4, **MESH}
+        one = only(findings(tree, SHARDED, mesh), "unused-axis")
+        assert (one.level, one.bytes) == ("warning", 100 * 16 * MIB // 32 * 3 // 4)
+        assert findings(tree, SHARDED, mesh, data_axes=["dp"]) == ()
+
 
 EVERYTHING = {
-    "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE},
-    "rules": [("^w", ("fsdp", "tp")), ("[01]/v", ("fsdp", "tp")), ("v", ("tp", "fsdp")), ("x", None), ("dead", "tp"),
-              ("twice", ("tp", "tp")), ("layers/0", "tp"), ("z", ()), ("", ())][:-1],
+    "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE,
+             "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "nnx": {"value": array(8)}},
+    "rules": [("value", ()), ("k_proj", ("fsdp", "tp")), ("far", ("tp", "fdsp")), ("part", "fsdp"), ("^w", ("fsdp", "tp")),
+              ("[01]/v", ("fsdp", "tp")), ("v", ("tp", "fsdp")), ("x", None), ("dead", "tp"), ("twice", ("tp", "tp")),
+              ("layers/0", "tp"), ("z", ())],
     "mesh": {"dp": 2, **MESH},
+    "head_dim": 128,
 }  # fmt: skip
 
 
@@ -532,7 +760,7 @@ def test_locks_find_what_needs_no_history():
     """A lock does not hold what was wanted, so it knows of no corrections; all else is the same."""
     plan = plan_of("easydel-deepseek-v3-without-sp")
     back = sr.Plan.from_lock(plan.lock())
-    expected = {one for one in plan.check() if one.kind != "correction"}
+    expected = {one for one in plan.check() if one.kind not in ("correction", "unknown-axis")}
     assert {one for one in back.check() if one.kind != "siblings"} == expected
 
 

@@ -497,6 +497,8 @@ def test_no_module():
 TOML = """
 dialect = "EasyLM"
 replicated = ["norm", "bias$"]
+optional_axes = ["sp"]
+data_axes = ["dp"]
 
 [correction]
 indivisible = "prefix"
@@ -524,7 +526,7 @@ def test_rules_of_toml(write):
     own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
     wq = sr.RuleSpec(("fsdp", None, ("tp", "sp")), own, (1, 1, 128))
     assert file.name == "llama"
-    assert file.replicated == ("norm", "bias$")
+    assert file.declared == (("norm", "bias$"), ("sp",), ("dp",))
     assert file.rules.dialect.name == "EasyLM"
     assert file.rules.dialect.correction == correction
     assert list(file.rules) == [(re.compile("WQ/kernel", re.I), wq), ("bias", ("tp",)), (".*", ())]

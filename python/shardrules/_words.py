@@ -5,11 +5,12 @@ Each idea has one wording, here. Must not know what a message is about.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["and_more", "bytes_shown", "check_choice", "counted", "mesh_shown", "shown"]
+__all__ = ["and_more", "bytes_shown", "check_choice", "counted", "mesh_shown", "nearest", "shown"]
 
+_NEAR: Final = 0.7
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -49,6 +50,23 @@ def counted(count: int, what: str) -> str:
 def and_more(count: int, told: int, what: str) -> list[str]:
     """The line after the first `told` of `count` things; none if that is all of them."""
     return [f"... and {counted(count - told, f'more {what}')}"] if count > told else []
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that was probably meant; None if none is near enough.
+
+    Two letters swapped, or a name that begins with the other, are near; `sp` and `tp` are not.
+    """
+    from difflib import SequenceMatcher
+
+    def nearness(other: str) -> float:
+        a, b = name.lower(), other.lower()
+        if sorted(a) == sorted(b):
+            return 1.0
+        return 0.9 if a.startswith(b) or b.startswith(a) else SequenceMatcher(None, a, b).ratio()
+
+    near = max(names, key=nearness, default=None)
+    return near if name and near is not None and nearness(near) >= _NEAR else None
 
 
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:

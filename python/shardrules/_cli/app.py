@@ -23,6 +23,7 @@ from shardrules._cli.inputs import (
     load_side,
 )
 from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
+from shardrules._declared import Declared
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.rules import DIALECTS
@@ -130,10 +131,25 @@ def check(
     min_size: MinSize = 0,
     format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
     fail_on: Annotated[str, typer.Option(help="error, warning, info or never.")] = "error",
-    large: Annotated[str, typer.Option(help="A leaf on a device that counts.")] = "16MiB",
+    large: Annotated[
+        str, typer.Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
+    ] = "16MiB",
     replicated: Annotated[
         list[str] | None,
         typer.Option(help="A pattern of paths that are meant to be replicated; repeatable."),
+    ] = None,
+    optional_axes: Annotated[
+        str | None, typer.Option(help="Mesh axes that rules name and a mesh may lack: sp,ep.")
+    ] = None,
+    data_axes: Annotated[
+        str | None, typer.Option(help="Mesh axes that cut batches alone, and no leaf: dp.")
+    ] = None,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
+        ),
     ] = None,
     level: Annotated[
         list[str] | None, typer.Option(help="Another level: dead=off, siblings=error; repeatable.")
@@ -144,8 +160,13 @@ def check(
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
     size, levels = byte_count(large), dict(map(_level, level or ()))
     planned = _load(source, rules, mesh, dialect, min_size)
-    declared = (*planned.rules.replicated, *(replicated or ()))
-    findings = planned.plan.check(large=size, replicated=declared, levels=levels)
+    told = Declared(tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes)))
+    findings = planned.plan.check(
+        **planned.rules.declared.also(told)._asdict(),
+        large=size,
+        head_dim=head_dim,
+        levels=levels,
+    )
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
@@ -238,12 +259,17 @@ def demo() -> None:
 
 def _axes(text: str) -> tuple[list[str], dict[str, int]]:
     """The names of fsdp,tp,sp=1, and the sizes of those that have one."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = _names(text)
     names = [part for part in parts if "=" not in part]
     fixed = ",".join(part for part in parts if "=" in part)
     if text and not names:
         raise ValueError(f"--axes {text!r}: name an axis without a size, whose sizes are tried")
     return names, parse_mesh(fixed) if fixed else {}
+
+
+def _names(text: str | None) -> list[str]:
+    """The parts of a list with commas."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int) -> Planned:
@@ -253,7 +279,7 @@ def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int
 
 def _write_report(planned: Planned, html: Path, memory: int | None) -> None:
     plan = planned.plan
-    findings = plan.check(replicated=planned.rules.replicated)
+    findings = plan.check(**planned.rules.declared._asdict())
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
         found = plan.sweep(fixed=ones, hbm=memory) if plan.devices > 1 else None

@@ -4,6 +4,8 @@ JSON and TOML have one form, of which TOML, having no null, is the readable one:
 
     dialect = "eformer"               # whose semantics; eformer's unless told
     replicated = ["norm", "bias$"]    # patterns of what is replicated on purpose
+    optional_axes = ["sp"]            # mesh axes that rules name and a mesh may lack
+    data_axes = ["dp"]                # mesh axes that cut batches alone
 
     [correction]                      # fields of `Correction`, in the place of the dialect's
     indivisible = "prefix"
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
+from shardrules._declared import Declared
 from shardrules._files.content import parse_json, read_bytes, text_of
 from shardrules._files.errors import FileError
 from shardrules._files.modules import is_module_form, load_object
@@ -45,7 +48,9 @@ DIALECTS: Final = {
 """By the names that they have in files, where case does not matter."""
 
 # "source" and "kind" are remarks: where the rules are from, and what they are.
-_KEYS: Final = ("rules", "dialect", "correction", "replicated", "source", "kind")
+_KEYS: Final = (
+    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", "source", "kind",
+)  # fmt: skip
 _RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
@@ -55,8 +60,8 @@ class RuleFile(NamedTuple):
     """What a file of rules says."""
 
     rules: Rules
-    replicated: tuple[str, ...]
-    """Patterns of arrays that are replicated on purpose."""
+    declared: Declared
+    """What is meant to be as it is."""
     name: str
     """The file's, without its suffixes, or the object's."""
 
@@ -90,7 +95,7 @@ def _of_module(source: str, dialect: Dialect | None) -> RuleFile:
     rules = load_object(source)
     if dialect is not None or not isinstance(rules, Rules):
         rules = _compiled(source, rules, dialect or EFORMER)
-    return RuleFile(rules, (), source.partition(":")[2])
+    return RuleFile(rules, Declared(), source.partition(":")[2])
 
 
 def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
@@ -101,7 +106,11 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
     ]
     return RuleFile(
         _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
-        _patterns(path, table.get("replicated", [])),
+        Declared(
+            _patterns(path, table.get("replicated", [])),
+            _axes(path, "optional_axes", table),
+            _axes(path, "data_axes", table),
+        ),
         Path(path.name.removesuffix(".gz")).stem,
     )
 
@@ -210,6 +219,13 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     for index, pattern in enumerate(patterns):
         _regex(f"{path}: replicated[{index}]", pattern, 0)
     return tuple(patterns)
+
+
+def _axes(path: Path, key: str, table: dict[str, Any]) -> tuple[str, ...]:
+    axes = table.get(key, [])
+    if not isinstance(axes, list) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise FileError(f'{path}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
+    return tuple(axes)
 
 
 def _compiled(source: str, rules: Any, dialect: Dialect) -> Rules:

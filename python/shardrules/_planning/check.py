@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._planning.facts import Facts
+from shardrules._planning.axis_checks import uncut, unused_axes
+from shardrules._planning.facts import Facts, finding, leaves_in, rules_listed
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import Kind, axes_used, is_replicated, spec_shown
+from shardrules._planning.kinds import Kind, is_replicated, spec_shown
+from shardrules._planning.name_checks import half_heads, nnx_values
 from shardrules._words import bytes_shown, check_choice, counted
 
 if TYPE_CHECKING:
+    from shardrules._declared import Declared
     from shardrules._planning.plan import Plan
 
 __all__ = ["DEFAULT_LARGE", "KINDS", "check"]
@@ -32,7 +35,8 @@ def check(
     plan: Plan,
     *,
     large: int = DEFAULT_LARGE,
-    replicated: Iterable[str] = (),
+    declared: Declared,
+    head_dim: int | None = None,
     levels: Mapping[str, str] | None = None,
 ) -> Findings:
     """See `Plan.check`."""
@@ -40,29 +44,19 @@ def check(
     for kind, level in chosen.items():
         check_choice("a kind of finding", kind, tuple(KINDS))
         check_choice(f"the level of {kind!r}", level, (*LEVELS, "off"))
-    facts = Facts(plan, large, [re.compile(pattern) for pattern in replicated])
-    found = (finding for one in _CHECKS for finding in one(facts))
+    facts = Facts(plan, large, declared, head_dim)
+    found = (each for one in _CHECKS for each in one(facts))
     levelled = (one._replace(level=chosen.get(one.kind, one.level)) for one in found)
     return Findings(one for one in levelled if one.level != "off")
-
-
-def _finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
-    folded = more.pop("folded", [])
-    given = {"rule": None, "bytes": 0, "leaves": _leaves(folded), **more}
-    return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
-
-
-def _leaves(folded: Iterable[Folded]) -> int:
-    return sum(len(one.rows) for one in folded)
 
 
 def _unmatched(facts: Facts) -> Iterator[Finding]:
     folded = facts.folded(lambda kind: kind.problem == "unmatched")
     if folded:
-        yield _finding(
+        yield finding(
             "error",
             "unmatched",
-            f"no rule matches {counted(_leaves(folded), 'leaf')} of {len(facts.plan.paths):,}",
+            f"no rule matches {counted(leaves_in(folded), 'leaf')} of {len(facts.plan.paths):,}",
             f"add rules for them, such as {facts.example(folded[0])}; or replicate them by a last "
             f"rule {facts.example_of_a_catch_all}",
             folded=folded,
@@ -84,7 +78,7 @@ def _misfit(facts: Facts) -> Iterator[Finding]:
             message = f"{facts.rule(rule)} cannot be applied to the shape {kind.shape}: {problem}"
             fix = "; ".join(kind.ways_out) or "change the rule, the mesh or the array"
         held = facts.held(folded)
-        yield _finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
+        yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
 
 
 def _catch_all(facts: Facts) -> Iterator[Finding]:
@@ -93,16 +87,16 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
         folded = facts.undeclared(facts.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
         if not folded:
             continue
-        leaves = _leaves(folded)
+        leaves = leaves_in(folded)
         whole = sum(plan.kinds[one.group].bytes * len(one.rows) for one in folded)
         # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
         silent = facts.held(
             one for one in folded if is_replicated(plan.kinds[one.group], plan.axis_sizes)
         )
         held = facts.held(folded)
-        dead = _rules_listed(plan.coverage.dead)
+        dead = rules_listed(plan.coverage.dead)
         match = "matches" if leaves == 1 else "match"
-        yield _finding(
+        yield finding(
             facts.level(silent, "error"),
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(whole)} of "
@@ -120,60 +114,86 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
 def _replicated(facts: Facts) -> Iterator[Finding]:
     by_rule: dict[int | None, list[Folded]] = defaultdict(list)
     sizes = facts.plan.axis_sizes
-    large = facts.folded(lambda kind: is_replicated(kind, sizes) and facts.is_large(kind))
-    for one in facts.undeclared(large):
+    for one in facts.undeclared(facts.folded(lambda kind: is_replicated(kind, sizes))):
         rule = facts.plan.kinds[one.group].rule
         if rule not in facts.catch_alls:
             by_rule[rule].append(one)
+    large_of = {
+        rule: [one for one in folded if facts.is_large(facts.plan.kinds[one.group])]
+        for rule, folded in by_rule.items()
+    }
+    small = sum(facts.held(folded) for rule, folded in by_rule.items() if not large_of[rule])
     for rule, folded in by_rule.items():
+        if not large_of[rule] and not facts.matters(facts.held(folded), small):
+            continue
+        chosen, what = (large_of[rule], "large leaf") if large_of[rule] else (folded, "leaf")
         why = "no rule decides" if rule is None else facts.rule(rule)
-        if any(facts.plan.kinds[one.group].losses for one in folded):
+        if any(facts.plan.kinds[one.group].losses for one in chosen):
             why += ", of which the shapes and the mesh leave nothing"
-        held = facts.held(folded)
-        yield _finding(
+        held = facts.held(chosen)
+        yield finding(
             "warning",
             "replicated",
-            f"{counted(_leaves(folded), 'large leaf')} replicated ({why}): {at_stake(held)}",
+            f"{counted(leaves_in(chosen), what)} replicated ({why}): {at_stake(held)}",
             "shard them, or declare them replicated",
-            folded=folded,
+            folded=chosen,
             rule=rule,
             bytes=held,
         )
 
 
+class _Lost(NamedTuple):
+    """What some leaves lose of their spec, all for one reason."""
+
+    is_unknown: bool
+    """Whether it is an axis that the mesh lacks, and may not lack."""
+    folded: list[Folded]
+    cost: int
+    message: str
+    fix: str
+
+
 def _corrections(facts: Facts) -> Iterator[Finding]:
-    plan = facts.plan
+    found = list(_losses(facts))
+    small = sum(one.cost for one in found if one.cost < facts.large)
+    for one in found:
+        is_much = one.cost >= facts.large or facts.matters(one.cost, small)
+        rules = facts.rules_of(one.folded)
+        free = "" if one.is_unknown else "; costs nothing"
+        costs = f"; costs {at_stake(one.cost)}" if one.cost else free
+        yield finding(
+            "error" if one.is_unknown else "warning" if is_much else "info",
+            "unknown-axis" if one.is_unknown else "correction",
+            f"{facts.rules(rules)}: {one.message}{costs}",
+            one.fix,
+            folded=one.folded,
+            rule=rules[0] if len(rules) == 1 else None,
+            bytes=one.cost,
+        )
+
+
+def _losses(facts: Facts) -> Iterator[_Lost]:
+    kinds = facts.plan.kinds
     lost: dict[Any, list[tuple[Folded, int, tuple[str, str]]]] = defaultdict(list)
     for one in facts.folded(lambda kind: kind.problem is None and bool(kind.losses)):
-        kind = plan.kinds[one.group]
+        kind = kinds[one.group]
         for loss, cost, note in zip(kind.losses, kind.costs, kind.notes, strict=True):
+            is_absent = loss.kind == "absent"
+            is_unknown = is_absent and not facts.optional_axes.issuperset(loss.axes)
             # An axis that the mesh lacks is one thing to tell, however many rules name it.
-            key = note if loss.kind == "absent" else (kind.rule, loss)
+            key = (is_unknown, note if is_absent else (kind.rule, loss))
             lost[key].append((one, cost * len(one.rows), note))
-    for losses in lost.values():
-        cost = sum(cost for _, cost, _ in losses)
-        rules = sorted(
-            {rule for one, _, _ in losses if (rule := plan.kinds[one.group].rule) is not None}
-        )
-        rule = rules[0] if len(rules) == 1 else None
-        who = _rules_listed(rules) if rule is None else facts.rule(rule)
-        what, way_out = losses[0][2]
-        several = len({plan.kinds[one.group].shape for one, _, _ in losses}) > 1
-        more = ", and the like" if several and "of size" in what else ""
-        yield _finding(
-            facts.level(cost, "warning"),
-            "correction",
-            f"{who}: {what}{more}; costs {at_stake(cost) if cost else 'nothing'}",
-            way_out,
-            folded=[one for one, _, _ in losses],
-            rule=rule,
-            bytes=cost,
-        )
+    for (is_unknown, _), losses in lost.items():
+        message, fix = losses[0][2]
+        several = len({kinds[one.group].shape for one, _, _ in losses}) > 1
+        more = ", and the like" if several and "of size" in message else ""
+        folded, cost = [one for one, _, _ in losses], sum(cost for _, cost, _ in losses)
+        yield _Lost(is_unknown, folded, cost, message + more, fix)
 
 
 def _dead_rules(facts: Facts) -> Iterator[Finding]:
     for rule in facts.plan.coverage.dead:
-        yield _finding(
+        yield finding(
             "warning",
             "dead",
             f"{facts.rule(rule)} matches no leaf",
@@ -188,12 +208,12 @@ def _shadowed_rules(facts: Facts) -> Iterator[Finding]:
         if rule in facts.catch_alls:  # that nothing is left for it is what one hopes for
             continue
         leaves = plan.coverage.matched[rule]
-        yield _finding(
+        yield finding(
             "warning",
             "shadowed",
             f"{facts.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: "
-            f"{_rules_listed(winners)} came first",
-            f"move it before {_rules_listed(winners)}, or remove it"
+            f"{rules_listed(winners)} came first",
+            f"move it before {rules_listed(winners)}, or remove it"
             if plan.rules.dialect.precedence == "first"
             else "make the patterns exclude each other, or remove it",
             rule=rule,
@@ -212,53 +232,37 @@ def _siblings(facts: Facts) -> Iterator[Finding]:
         specs = dict.fromkeys(_spec_or_none(plan.kinds[one.group]) for one in folded)
         if len(specs) > 1:
             rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
-            yield _finding(
+            yield finding(
                 "warning",
                 "siblings",
-                f"{counted(_leaves(folded), 'leaf')} that differ only in "
+                f"{counted(leaves_in(folded), 'leaf')} that differ only in "
                 f"numbers get {len(specs)} specs, {' and '.join(specs)}"
-                + (f", by {_rules_listed(rules)}" if rules else ""),
+                + (f", by {rules_listed(rules)}" if rules else ""),
                 "let one rule match them all, or see why the patterns tell them apart",
                 folded=folded,
             )
 
 
-def _unused_axes(facts: Facts) -> Iterator[Finding]:
-    plan = facts.plan
-    used = frozenset().union(*(axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds))
-    for axis, size in plan.axis_sizes.items():
-        if size > 1 and axis not in used:
-            yield _finding(
-                "info",
-                "unused-axis",
-                f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
-                "right if it is for data alone; else name it in a rule",
-            )
-
-
 _CHECKS: Final = (
-    _unmatched, _misfit, _catch_all, _replicated, _corrections, _dead_rules, _shadowed_rules,
-    _siblings, _unused_axes,
+    _unmatched, _misfit, _catch_all, _replicated, uncut, _corrections, _dead_rules,
+    _shadowed_rules, _siblings, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 
 KINDS: Final = {
     "unmatched": "leaves that no rule matches",
     "misfit": "leaves that cannot be sharded as their rule says",
+    "unknown-axis": "axes that rules name and the mesh lacks",
     "catch-all": "leaves that only the catch-all rule matches",
     "replicated": "large leaves that are replicated without being declared so",
+    "uncut": "leaves that a mesh axis could cut as it cuts their like",
     "correction": "what the mesh or the shape takes from a spec, and what it costs",
     "dead": "rules that match no leaf",
     "shadowed": "rules that match leaves, all of which earlier rules win",
     "siblings": "leaves that differ only in numbers, but not in specs alike",
+    "half-head": "projections of attention that are cut inside a head",
+    "nnx-value": "rules that match every leaf through the value in which paths of flax nnx end",
     "unused-axis": "mesh axes that cut no leaf",
 }
-
-
-def _rules_listed(rules: Iterable[int]) -> str:
-    listed = list(rules)
-    if not listed:
-        return ""
-    return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
 
 
 def _spec_or_none(kind: Kind) -> str:

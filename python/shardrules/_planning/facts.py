@@ -9,31 +9,62 @@ import ast
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardrules._correction import plain_spec
 from shardrules._matching.ways import WAYS
+from shardrules._planning.findings import Finding
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, spec_shown
 
 if TYPE_CHECKING:
+    from shardrules._declared import Declared
     from shardrules._planning.plan import Plan
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "finding", "leaves_in", "rules_listed"]
 
 # A rule that matches these, and all leaves, matches whatever comes.
 _PROBES: Final = ("~", "\x01/\x02")
 
 
+# The share of what must be held from which on more than that is much.
+_MUCH: Final = 0.02
+# The share of what is much only together from which on a part is told.
+_PART: Final = 0.1
+
+
+def finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
+    """A finding; `folded` are the leaves that it is about."""
+    folded = more.pop("folded", [])
+    given = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **more}
+    return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
+
+
+def leaves_in(folded: Iterable[Folded]) -> int:
+    """How many leaves these stand for."""
+    return sum(len(one.rows) for one in folded)
+
+
+def rules_listed(rules: Iterable[int]) -> str:
+    """Indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
+    listed = list(rules)
+    if not listed:
+        return ""
+    return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
+
+
 class Facts:
     """A plan and what several checks ask of it."""
 
-    def __init__(self, plan: Plan, large: int, declared: list[re.Pattern[str]]) -> None:
+    def __init__(self, plan: Plan, large: int, declared: Declared, head_dim: int | None) -> None:
         self.plan = plan
         self.large = large
-        self._declared = declared
+        self.optional_axes = frozenset(declared.optional_axes)
+        self.data_axes = frozenset(declared.data_axes)
+        self.head_dim = head_dim
+        self._declared = [re.compile(pattern) for pattern in declared.replicated]
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
@@ -46,8 +77,11 @@ class Facts:
 
     def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
         """The folded leaves of those kinds, with most bytes on a device first."""
+        return self.folded_kinds({n for n, kind in enumerate(self.plan.kinds) if chosen(kind)})
+
+    def folded_kinds(self, wanted: set[int]) -> list[Folded]:
+        """The folded leaves of the kinds of these numbers, in the same order."""
         kinds = self.plan.kinds
-        wanted = {number for number, kind in enumerate(kinds) if chosen(kind)}
         folded = [one for one in self.plan.folded if one.group in wanted]
         return sorted(folded, key=lambda one: -kinds[one.group].largest_bytes * len(one.rows))
 
@@ -65,6 +99,22 @@ class Facts:
         """Whether one leaf alone is worth a word."""
         return kind.largest_bytes >= self.large
 
+    @cached_property
+    def total(self) -> int:
+        """Bytes of all leaves on the fullest device."""
+        return self.plan.bytes_per_device().max
+
+    def is_much(self, count: int) -> bool:
+        """Whether so many bytes on a device are worth a warning, beside what must be held."""
+        return count >= self.large and count > _MUCH * (self.total - count)
+
+    def matters(self, count: int, together: int) -> bool:
+        """Whether these bytes, with others like them, are much, though they are not large alone.
+
+        A hundred arrays of a megabyte are no less silent than one of 100 MB.
+        """
+        return self.is_much(together) and count > _PART * together
+
     def level(self, count: int, level: str) -> str:
         """The level of a finding with this many bytes at stake."""
         return level if count >= self.large else "info"
@@ -73,6 +123,15 @@ class Facts:
         """A rule, for a message."""
         pattern, spec = self.plan.rules[index]
         return f"rule {index} {pattern!r} -> {spec_shown(plain_spec(spec))}"
+
+    def rules(self, indices: list[int]) -> str:
+        """Rules, for a message: one alone with its pattern and spec."""
+        return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
+
+    def rules_of(self, folded: Iterable[Folded]) -> list[int]:
+        """The rules that decide these leaves, ascending."""
+        kinds = self.plan.kinds
+        return sorted({rule for one in folded if (rule := kinds[one.group].rule) is not None})
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]

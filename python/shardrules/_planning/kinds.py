@@ -14,6 +14,7 @@ from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Al
 from shardrules._sharding.device_bytes import device_bytes
 from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
+from shardrules._words import nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Kind",
     "Placer",
+    "axes_named",
     "axes_used",
+    "could_cut",
     "is_replicated",
     "kind_on_mesh",
     "plain_entries",
@@ -157,11 +160,12 @@ def kind_on_mesh(
     # What cannot be sharded is counted as if it were replicated.
     held = device_bytes(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
     fullest = int(held.max())
-    kept = {axis for entry in entries_of(spec or Entries()) for axis in entry_axes(entry)}
+    kept = axes_named(spec)
 
     def parts_lost(loss: Loss) -> int:
-        # Absent axes do not exist to cut.
         lost = _axes_lost(loss, losses, wanted)
+        if loss.kind == "absent":
+            lost = _meant(lost, wanted or Entries(), axis_sizes)
         return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
 
     return Kind(
@@ -188,13 +192,34 @@ def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tup
     return entry_axes(entries_of(wanted or Entries())[loss.dim])
 
 
+def _meant(axes: tuple[str, ...], wanted: Spec, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes, those misspelt as they were probably meant; others that are absent cut nothing."""
+    free = axis_sizes.keys() - axes_named(wanted)
+    return tuple(a if a in axis_sizes else nearest(a, free) or a for a in axes)
+
+
+def axes_named(spec: Spec | None) -> frozenset[str]:
+    """The axes in a spec."""
+    entries = entries_of(spec if spec is not None else Entries())
+    return frozenset(axis for entry in entries for axis in entry_axes(entry))
+
+
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
     """The axes of more than one device that cut an array with this spec."""
-    return frozenset(
-        axis
-        for entry in entries_of(spec if spec is not None else Entries())
-        for axis in entry_axes(entry)
-        if axis_sizes.get(axis, 1) > 1
+    return frozenset(axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1)
+
+
+def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
+    """Whether the axis could cut a dimension of these leaves further, and does not cut any."""
+    if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
+        return False
+    entries = [*entries_of(kind.spec), *[None] * (len(kind.shape) - len(kind.spec))]
+    named = [entry_axes(entry) for entry in entries]
+    return not any(axis in axes for axes in named) and any(
+        size > 0
+        and size % prod(axis_sizes.get(one, 1) for one in (*axes, axis)) == 0
+        and not is_unconstrained(entry)
+        for size, axes, entry in zip(kind.shape, named, entries, strict=True)
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrules._correction import Correction
+from shardrules._declared import Declared
 from shardrules._files.write import write_text
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.rules import Rules
@@ -186,6 +187,9 @@ class Plan:
         *,
         large: int = DEFAULT_LARGE,
         replicated: Iterable[str] = (),
+        optional_axes: Iterable[str] = (),
+        data_axes: Iterable[str] = (),
+        head_dim: int | None = None,
         levels: Mapping[str, str] | None = None,
     ) -> Findings:
         """The coverage contract: nothing is replicated or ignored silently.
@@ -194,19 +198,30 @@ class Plan:
         |---|---|---|
         | unmatched | error | leaves that no rule matches |
         | misfit | error | leaves that cannot be sharded as their rule says |
+        | unknown-axis | error | axes that rules name and the mesh lacks |
         | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
           them that are replicated are not large together |
-        | replicated | warning | other large leaves that are replicated |
+        | nnx-value | error | rules that match every leaf of flax nnx through its `value` |
+        | replicated | warning | other leaves that are replicated, and large alone or together |
+        | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
         | correction | warning, info | what the mesh or the shape takes from a spec; info if that
           costs less than `large` |
+        | half-head | warning | projections of attention that are cut inside a head |
         | dead | warning | rules that match no leaf |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
         | siblings | warning | leaves that differ only in numbers, with different specs |
-        | unused-axis | info | mesh axes that cut no leaf |
+        | unused-axis | warning, info | mesh axes that cut no leaf and are not declared to be for
+          data; info if little could be saved by them |
 
         Args:
-            large: Bytes on a device from which on a replicated leaf, or a correction, counts.
+            large: Minimum bytes on a device for a replicated leaf or a correction to be a warning.
+                Default: 16 MiB. What is large only together with others must also be more than 2 %
+                of the fullest device's bytes.
             replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
+            optional_axes: Mesh axes that rules name and a mesh may lack, such as "sp".
+            data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
+            head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
+                projections, if there is one.
             levels: Per kind another level: "error", "warning", "info", or "off".
 
         Returns:
@@ -223,7 +238,8 @@ class Plan:
             >>> [(finding.level, finding.kind) for finding in plan.check()]
             [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
         """
-        return check(self, large=large, replicated=replicated, levels=levels)
+        declared = Declared(tuple(replicated), tuple(optional_axes), tuple(data_axes))
+        return check(self, large=large, declared=declared, head_dim=head_dim, levels=levels)
 
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.

@@ -25,6 +25,7 @@ from shardrules._specs import (
     with_dims,
     with_entries,
 )
+from shardrules._words import nearest
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -188,17 +189,29 @@ class SpecOnMesh:
         return what, way_out
 
     def _told_of_absent(self, loss: Loss) -> tuple[str, str]:
-        axis, it = ("axis", "it") if len(loss.axes) == 1 else ("axes", "them")
-        what = f"the mesh has no {axis} {', '.join(map(repr, loss.axes))}"
-        way_out = f"rename {it} in the rule, {{}}add {it} to the mesh"
+        what = f"the mesh has no {self._absent_shown(loss)}"
+        it = "it" if len(loss.axes) == 1 else "them"
+        way_out = (
+            f"rename {it} in the rule, add {it} to the mesh, or declare {it} in optional_axes if a "
+            f"mesh may lack {it}"
+        )
         beside = [repr(a) for a in self._axes[loss.dim] if a in self._axis_sizes]
         if self._correction.absent != "drop" or not beside:
-            return what, way_out.format("or ")
+            return what, way_out
         verb = "is" if len(beside) == 1 else "are"
         return (
             f"{what}, so {', '.join(beside)} beside {it} {verb} dropped too",
-            f"{way_out.format('')}, or let Correction(absent='drop_axis') keep what is beside {it}",
+            f"{way_out}, and let Correction(absent='drop_axis') keep what is beside {it}",
         )
+
+    def _absent_shown(self, loss: Loss) -> str:
+        """Axes that the mesh lacks, with those that were probably meant."""
+        named = {axis for axes in self._axes for axis in axes}
+        free = [axis for axis in self._axis_sizes if axis not in named]
+        meant = [near for axis in loss.axes if (near := nearest(axis, free))]
+        noun = "axis" if len(loss.axes) == 1 else "axes"
+        hint = f" (did you mean {', '.join(map(repr, meant))}?)" if meant else ""
+        return f"{noun} {', '.join(map(repr, loss.axes))}{hint}"
 
     def described(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
         """What a loss of an array of this shape is, and the way out."""
@@ -210,7 +223,7 @@ class SpecOnMesh:
             )
         if loss.kind == "absent":
             return (
-                f"dim {loss.dim}: the mesh has no axis {axes}",
+                f"dim {loss.dim}: the mesh has no {self._absent_shown(loss)}",
                 "rename it in the rule, add it to the mesh, or drop it with "
                 "Correction(absent='drop_axis')",
             )

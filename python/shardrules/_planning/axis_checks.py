@@ -1,0 +1,101 @@
+"""Checks of mesh axes that do not cut what they could: the leaves that they forget, or all of them.
+
+Costs per kind of leaf and mesh axis. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardrules._correction import plain_spec
+from shardrules._planning.budget import rows_of_optimizer
+from shardrules._planning.facts import Facts, finding, leaves_in
+from shardrules._planning.findings import Finding, at_stake
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import axes_named, axes_used, could_cut, is_replicated
+from shardrules._words import counted
+
+__all__ = ["uncut", "unused_axes"]
+
+
+def uncut(facts: Facts) -> Iterator[Finding]:
+    """Leaves that a mesh axis could cut as it cuts others like them, but does not.
+
+    Others are like a leaf if they have no more dimensions: an axis for the experts of a mixture
+    alone says nothing about matrices, but one for matrices does about experts.
+    """
+    plan = facts.plan
+    state = {int(plan.kind_of[row]) for row in rows_of_optimizer(plan.paths)}
+    for axis, size in plan.axis_sizes.items():
+        # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
+        chosen = _forgotten(facts, axis, in_state=False, state=state)
+        chosen |= _forgotten(facts, axis, in_state=True, state=state)
+        folded = facts.undeclared(facts.folded_kinds(chosen))
+        cost = _saved_by(facts, size, folded)
+        if not facts.is_much(cost):
+            continue
+        rules = facts.rules_of(folded)
+        yield finding(
+            "warning",
+            "uncut",
+            f"the mesh axis {axis!r} could cut {counted(leaves_in(folded), 'leaf')} "
+            f"({facts.rules(rules) or 'no rule'}), as it cuts others like them, but does not: "
+            f"it costs {at_stake(cost)}",
+            f"name {axis!r} in the spec, or declare them replicated",
+            folded=folded,
+            rule=rules[0] if len(rules) == 1 else None,
+            bytes=cost,
+        )
+
+
+def _forgotten(facts: Facts, axis: str, *, in_state: bool, state: set[int]) -> set[int]:
+    """Kinds of parameters, or of optimizer state, whose like this axis cuts, but not them."""
+    plan = facts.plan
+    mine = [(n, kind) for n, kind in enumerate(plan.kinds) if (n in state) == in_state]
+    counts = plan.counts.tolist()
+    cut: dict[int, int] = defaultdict(int)
+    for number, kind in mine:
+        if axis in axes_used(kind.spec, plan.axis_sizes):
+            cut[len(kind.shape or ())] += kind.bytes * counts[number]
+    return {
+        number
+        for number, kind in mine
+        if could_cut(axis, kind, plan.axis_sizes)
+        # What is replicated, or has lost the axis, is told as that.
+        and not is_replicated(kind, plan.axis_sizes)
+        and axis not in axes_named(kind.wanted)
+        and sum(held for rank, held in cut.items() if rank <= len(kind.shape or ())) >= facts.large
+    }
+
+
+def _saved_by(facts: Facts, parts: int, folded: list[Folded]) -> int:
+    """Bytes of these leaves on the fullest device that a cut into parts would save."""
+    kinds = facts.plan.kinds
+    return sum(
+        (kind.largest_bytes - kind.largest_bytes // parts) * len(one.rows)
+        for one in folded
+        for kind in [kinds[one.group]]
+    )
+
+
+def unused_axes(facts: Facts) -> Iterator[Finding]:
+    """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
+    plan = facts.plan
+    used = frozenset().union(*(axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds))
+    # A rule that names an axis in vain is told as a correction. Locks know rules alone.
+    specs = [plain_spec(plan.rules[kind.rule][1]) for kind in plan.kinds if kind.rule is not None]
+    wanted = [kind.wanted for kind in plan.kinds]
+    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
+    for axis, size in plan.axis_sizes.items():
+        if size == 1 or axis in used or axis in facts.data_axes:
+            continue
+        could = facts.folded(lambda kind, axis=axis: could_cut(axis, kind, plan.axis_sizes))  # type: ignore[misc]
+        cost = 0 if axis in named else _saved_by(facts, size, facts.undeclared(could))
+        yield finding(
+            "warning" if facts.is_much(cost) else "info",
+            "unused-axis",
+            f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
+            f"name it in a rule; or declare that it cuts data alone: data_axes=[{axis!r}]",
+            bytes=cost,
+        )

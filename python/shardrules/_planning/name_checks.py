@@ -1,0 +1,177 @@
+"""Checks of what the names of leaves say: attention heads that are cut apart, and nnx's `value`.
+
+Costs a few regexes per folded path. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+from typing import Final, NamedTuple
+
+from shardrules._planning.facts import Facts, finding
+from shardrules._planning.findings import Finding
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import Kind
+from shardrules._specs import entries_of, entry_axes
+from shardrules._words import counted
+
+__all__ = ["half_heads", "nnx_values"]
+
+_ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
+# Projections to heads, and from heads, as the field's libraries name them inside of attention.
+_TO_HEADS: Final = re.compile(
+    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|Wqkv|query_key_value|c_attn"
+)
+_FROM_HEADS: Final = re.compile(r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense")
+# Norms of single heads; those of all heads together are as wide as the projection.
+_HEAD_NORM: Final = re.compile(r"([qk]|query|key)_(layer_?)?norm")
+# Along axes of these names weights are gathered whole before they are used, heads and all.
+_GATHERED: Final = re.compile(r"(^|_)(fsdp|zero[0-9]?|d?dp|data|batch|replicas?)(_|$)")
+_SET_OF_NUMBERS: Final = re.compile(r"\{[0-9][0-9.,]*\}")
+
+
+class _Projection(NamedTuple):
+    """A projection to or from attention heads."""
+
+    folded: Folded
+    attention: str
+    """Path of its attention module, numbers left out."""
+    dim: int
+    """The dimension of all heads together, counted from the end."""
+
+
+def half_heads(facts: Facts) -> Iterator[Finding]:
+    """Projections of attention that are cut inside a head.
+
+    The size of a head is what `check` was told, or that of the norm of single heads beside them.
+    """
+    kinds = facts.plan.kinds
+    projections = list(_projections(facts))
+    if facts.head_dim is None:
+        sizes = _sizes_by_name(facts, projections)
+    else:
+        sizes = dict.fromkeys((one.attention for one in projections), facts.head_dim)
+        if not sizes:
+            yield finding(
+                "warning",
+                "half-head",
+                f"head_dim={facts.head_dim} is given, but no path names projections of attention",
+                "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
+            )
+    told: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
+    for one in projections:
+        kind = kinds[one.folded.group]
+        if one.attention in sizes and (
+            cut := _cut_heads(kind, one.dim, sizes[one.attention], facts)
+        ):
+            told[kind.rule, cut].append(one.folded)
+    for (rule, cut), folded in told.items():
+        who = "" if rule is None else f"{facts.rule(rule)}: "
+        yield finding(
+            "warning",
+            "half-head",
+            f"{who}{cut}; devices exchange parts of heads in each step",
+            "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
+            folded=folded,
+            rule=rule,
+        )
+
+
+def _projections(facts: Facts) -> Iterator[_Projection]:
+    for folded in facts.plan.folded:
+        kind = facts.plan.kinds[folded.group]
+        module, name, parameter = _components(facts, folded)
+        if not _ATTENTION.search(module) or not kind.shape:
+            continue
+        to_heads = _TO_HEADS.fullmatch(name) is not None
+        if not to_heads and not (_FROM_HEADS.fullmatch(name) and len(kind.shape) > 1):
+            continue
+        # Torch's weights are [out, in], all others [in, out]; a bias is [out].
+        first = len(kind.shape) > 1 and to_heads == (parameter == "weight")
+        yield _Projection(folded, module, -2 if first else -1)
+
+
+def _components(facts: Facts, folded: Folded) -> tuple[str, str, str]:
+    """(path of the module around, numbers left out; the module's name; the parameter's)."""
+    parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
+    if parts and parts[-1] == "value":  # nnx
+        parts.pop()
+    if parts and not (_TO_HEADS.fullmatch(parts[-1]) or _FROM_HEADS.fullmatch(parts[-1])):
+        parameter = parts.pop()
+    else:
+        parameter = ""
+    name = parts.pop() if parts else ""
+    return "/".join(parts), name, parameter
+
+
+def _sizes_by_name(facts: Facts, projections: list[_Projection]) -> dict[str, int]:
+    """Per attention module the size of a head, where a norm of single heads tells it."""
+    widths: dict[str, int] = defaultdict(int)
+    for one in projections:
+        whole = facts.plan.kinds[one.folded.group].shape or (0,)
+        widths[one.attention] = max(widths[one.attention], whole[one.dim])
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for folded in facts.plan.folded:
+        shape = facts.plan.kinds[folded.group].shape
+        module, name, _ = _components(facts, folded)
+        if shape and _HEAD_NORM.fullmatch(name):
+            sizes[module].add(shape[-1])
+    # Norms of all heads together have other sizes, for queries and for keys.
+    return {
+        module: size
+        for module, (size, *others) in sizes.items()
+        if not others and 1 < size < widths[module]
+    }
+
+
+def _cut_heads(kind: Kind, dim: int, head_dim: int, facts: Facts) -> str | None:
+    """How these leaves are cut inside a head; None if they are not."""
+    shape, spec = kind.shape or (), kind.spec
+    if spec is None:
+        return None
+    # Heads may have a dimension of their own, beside that of a head.
+    if len(shape) > 2 and head_dim in shape[-2:]:
+        dim = -1 if shape[-1] == head_dim else -2
+    place = len(shape) + dim
+    size = shape[place]
+    entries = entries_of(spec)
+    axes = [
+        axis
+        for axis in (entry_axes(entries[place]) if place < len(entries) else ())
+        if not _GATHERED.search(axis)
+    ]
+    part = size / prod(facts.plan.axis_sizes.get(axis, 1) for axis in axes)
+    if part == size or size % head_dim or part % head_dim == 0:
+        return None
+    return (
+        f"dim {place} of size {size}, {counted(size // head_dim, 'head')} of {head_dim}, is cut "
+        f"into parts of {part:g}, {part / head_dim:.3g} heads"
+    )
+
+
+def nnx_values(facts: Facts) -> Iterator[Finding]:
+    """Rules that match a leaf only through the `value` in which paths of flax nnx end."""
+    plan = facts.plan
+    dialect = plan.rules.dialect
+    end = f"{dialect.separator or '.'}value"
+    rows = [row for row, path in enumerate(plan.sources) if path.endswith(end)]
+    if not rows:
+        return
+    # Paths that have nothing of a model in them but this end, or not even that.
+    probe = "~" if dialect.separator else "['~']"
+    only_so = set(plan.rules.all_matches(probe + end)) - set(plan.rules.all_matches(probe))
+    for rule in sorted(only_so):
+        won = plan.coverage.won[rule]
+        if won:
+            yield finding(
+                "error",
+                "nnx-value",
+                f"{facts.rule(rule)} matches every path that ends in {end!r}, in which flax nnx "
+                f"lets paths end, and wins {counted(won, 'leaf')}",
+                f"let the pattern go on behind the name, as in value{end[0]}kernel",
+                folded=facts.folded(lambda kind, rule=rule: kind.rule == rule),  # type: ignore[misc]
+                rule=rule,
+            )
