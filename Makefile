@@ -14,12 +14,12 @@ INSTALL := install --quiet --disable-pip-version-check
 # Python in the clean environment, in a directory without this package, and no compiler to be found.
 IN_CLEAN = cd $(CLEAN) && PATH="$(abspath $(CLEAN))/bin" CC=false CXX=false $(abspath $(CLEAN))/bin/python
 # Tests run on every core; PYTEST_ARGS passes more.
-PYTEST := -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test test-all test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -27,6 +27,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed test-cpp
 	$(VENV)/bin/python $(PYTEST)
+
+# And the tests that take minutes.
+test-all: PYTEST_ARGS += -m ""
+test-all: test
 
 # The oldest JAX that is supported; Python 3.11 or 3.12.
 test-oldest: $(OLDEST)/installed

@@ -1,0 +1,1 @@
+"""How good is a green check? Slips that a user could make, in real rules for real models."""
