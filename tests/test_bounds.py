@@ -87,7 +87,7 @@ def test_counters_start_at_nothing_and_only_grow():
         seen = rules.counters
 
 
-@pytest.mark.parametrize("memory_budget", [-1, 1.5, "1", None])
+@pytest.mark.parametrize("memory_budget", [-1, 1.5, "1", None, False, 2**64])
 def test_a_memory_budget_that_is_none(memory_budget):
-    with pytest.raises(ValueError, match="memory_budget is .* number of bytes"):
+    with pytest.raises((TypeError, ValueError), match="memory_budget is .* number of bytes"):
         sr.Rules([], memory_budget=memory_budget)

@@ -106,11 +106,19 @@ def test_axis_sizes():
     ("given", "error", "message"),
     [
         ({}, ValueError, "a mesh without axes"),
-        ({"dp": 0}, ValueError, "the mesh axis 'dp' has the size 0; it must be at least 1"),
-        ({"dp": -2}, ValueError, "the mesh axis 'dp' has the size -2"),
-        ({"dp": 2.0}, TypeError, "the mesh axis 'dp' has the size 2.0 (a float), not an integer"),
-        ({"dp": True}, TypeError, "the mesh axis 'dp' has the size True"),
-        ({3: 2}, TypeError, "the mesh axis 3 (a int) must have a string for a name"),
+        (
+            {"dp": 0},
+            ValueError,
+            "the size of the mesh axis 'dp' is 0 (a int); it must be an integer from 1",
+        ),
+        ({"dp": -2}, ValueError, "the size of the mesh axis 'dp' is -2"),
+        (
+            {"dp": 2.0},
+            TypeError,
+            "the size of the mesh axis 'dp' is 2.0 (a float); it must be an integer",
+        ),
+        ({"dp": True}, TypeError, "the size of the mesh axis 'dp' is True"),
+        ({3: 2}, TypeError, "the name of a mesh axis is 3 (a int); it must be a string"),
         ((8, 4), TypeError, "mesh is (8, 4) (a tuple); it must be a jax.sharding.Mesh"),
     ],
 )

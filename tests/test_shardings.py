@@ -203,5 +203,5 @@ def test_fingerprints_tell_trees_and_shardings_apart(mesh):
     assert len({of(tree), *others}) == 6
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     assert of(abstract) == of(tree) == of(tree, on={"dp": 1, "fsdp": 4, "tp": 2})
-    with pytest.raises(ValueError, match="2 leaves, but 1 shardings"):
+    with pytest.raises(ValueError, match="2 leaves, but shardings has 1"):
         sr.fingerprint(tree, {"w": NamedSharding(mesh, P())})

@@ -35,7 +35,8 @@ from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
-from shardrules._sharding.shardings import named_shardings, spec_for
+from shardrules._sharding.requests import named_shardings
+from shardrules._sharding.shardings import spec_for
 
 # Planning costs as much to import as all the rest, and who only matches rules does not need it: its
 # names (those of __all__ that are not here) are imported when one is asked for. Type checkers and

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardrules._words import check_choice, shown
+from shardrules._arguments import check_choice, check_type, integer, listed
 
-__all__ = ["Correction", "RuleSpec", "plain_spec", "rule_spec"]
+__all__ = ["Correction", "RuleSpec", "check_correction", "plain_spec", "rule_spec"]
 
 _MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
 _CHOICES: Final[dict[str, tuple[object, ...]]] = {
@@ -74,6 +74,10 @@ class RuleSpec:
         units: Per dimension, the number in whose multiples alone it may be cut, such as head_dim;
             or None.
 
+    Raises:
+        TypeError: correction or units are no such things.
+        ValueError: A unit is below 1, or above 2**63 - 1.
+
     Example:
         >>> from shardrules import Correction, RuleSpec
         >>> exact = Correction(indivisible="error")
@@ -85,12 +89,24 @@ class RuleSpec:
     units: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(self.units))
-        for unit in self.units:
-            if unit is not None and (not isinstance(unit, int) or unit < 1):
-                raise ValueError(f"units are positive integers or None, not {shown(unit)}")
-        if not isinstance(self.correction, Correction | None):
-            raise TypeError(f"correction must be a Correction, not {shown(self.correction)}")
+        units = listed("units", self.units, "integers or None")
+        checked = (u if u is None else integer(f"units[{i}]", u, 1) for i, u in enumerate(units))
+        object.__setattr__(self, "units", tuple(checked))
+        check_correction(self.correction)
+
+
+def check_correction(correction: object) -> None:
+    """That it is a Correction, or None.
+
+    Raises:
+        TypeError: It is not.
+    """
+    check_type(
+        "correction",
+        correction,
+        Correction | None,
+        "a Correction, such as Correction(indivisible='error'), or None",
+    )
 
 
 def rule_spec(given: Any) -> RuleSpec:

@@ -5,29 +5,42 @@ Each idea has one wording, here. Must not know what a message is about.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["and_more", "bytes_shown", "check_choice", "counted", "mesh_shown", "nearest", "shown"]
+__all__ = ["and_more", "brief", "bytes_shown", "counted", "mesh_shown", "nearest", "shown"]
 
 _NEAR: Final = 0.7
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
+class _Start(reprlib.Repr):
+    """`repr` of the first items alone: a whole tree may be given where a word belongs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write more than some thousand digits.
+        return repr(x) if x.bit_length() < 250 else f"2**{x.bit_length() - 1} or so"
+
+
+_start: Final = _Start()
+
+
+def brief(value: object) -> str:
+    """A value, short enough for an error message."""
+    text = " ".join(_start.repr(value).splitlines())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def shown(value: object) -> str:
     """A value and its type, short enough for an error message."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} (a {type(value).__name__})"
-
-
-def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """That it is one of the choices.
-
-    Raises:
-        ValueError: It is not; the message lists them.
-    """
-    if choice not in choices:
-        raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(map(repr, choices))}")
+    return f"{brief(value)} (a {type(value).__name__})"
 
 
 def bytes_shown(count: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from shardrules._matching.rules import Pattern, Rules
+from shardrules._arguments import check_tree
+from shardrules._matching.rules import Pattern, Rules, as_rules, checked_min_size
 from shardrules._specs import (
     entries_of,
     entry_axes,
@@ -53,7 +54,7 @@ def compare(
     rules_a: Rules | Iterable[tuple[Pattern, Any]],
     rules_b: Rules | Iterable[tuple[Pattern, Any]],
     *,
-    min_size: int = 0,
+    min_size: int | None = 0,
 ) -> list[Difference]:
     """The leaves whose specs differ between two rule lists: for migrating from one to the other.
 
@@ -83,7 +84,9 @@ def compare(
     """
     from jax import tree_util
 
-    both = [rules if isinstance(rules, Rules) else Rules(rules) for rules in (rules_a, rules_b)]
+    check_tree("tree", tree)
+    both = [as_rules("rules_a", rules_a), as_rules("rules_b", rules_b)]
+    min_size = checked_min_size(min_size)
     leaves: list[Any]
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree)

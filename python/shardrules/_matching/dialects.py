@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from shardrules._arguments import check_choice, check_type, texts
 from shardrules._correction import Correction
 from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
-from shardrules._words import check_choice
 
 __all__ = ["EASYLM", "EFORMER", "KERAS", "KEYSTR", "SPECTRAX", "TP_PLAN", "WINDOW", "Dialect"]
 
@@ -53,6 +53,7 @@ class Dialect:
 
     Raises:
         ValueError: A choice that does not exist.
+        TypeError: A name, separator or correction that is none.
 
     Example:
         >>> from dataclasses import replace
@@ -74,10 +75,14 @@ class Dialect:
     unmatched: str = "error"
 
     def __post_init__(self) -> None:
+        check_type("name", self.name, str, "a string")
+        check_type("separator", self.separator, str, "a string")
+        check_type("correction", self.correction, Correction, "a Correction")
+        object.__setattr__(self, "match", texts("match", self.match))
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for way in self.match:
-            check_choice("a way of match", way, tuple(WAYS))
+            check_choice("match", way, tuple(WAYS))
         if not self.match:
             raise ValueError("match is empty; name at least one way")
         if len({WAYS[way].method == "window" for way in self.match}) != 1:

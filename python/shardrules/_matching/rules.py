@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
+from shardrules._arguments import boolean, check_real, check_tree, check_type, integer
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
 from shardrules._correction import RuleSpec, plain_spec
 from shardrules._matching.coverage import Counters, Coverage
@@ -25,7 +26,14 @@ from shardrules._matching.reports import (
     unmatched_message,
 )
 from shardrules._matching.ways import WAYS, Way, checked_pattern
-from shardrules._specs import Entries, normalize_spec, partition_spec, spec_for_rank, spec_length
+from shardrules._specs import (
+    Entries,
+    is_partition_spec,
+    normalize_spec,
+    partition_spec,
+    spec_for_rank,
+    spec_length,
+)
 from shardrules._words import shown
 
 __all__ = [
@@ -33,6 +41,8 @@ __all__ = [
     "Outcome",
     "Pattern",
     "Rules",
+    "as_rules",
+    "checked_min_size",
     "logs_moves",
     "match_partition_rules",
 ]
@@ -65,9 +75,10 @@ class Rules:
             slower; with 0 it remembers nothing. `counters` shows what happened.
 
     Raises:
-        TypeError: A rule is not a pair, a pattern is no string, or a spec cannot be one.
+        TypeError: A rule is not a pair, a pattern is no string, a spec cannot be one, dialect is
+            no Dialect, or memory_budget no integer.
         re.error: A pattern is invalid; the message has the rule's index and a caret.
-        ValueError: memory_budget is no number of bytes.
+        ValueError: memory_budget is negative, or above 2**63 - 1.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -103,8 +114,8 @@ class Rules:
         *,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
-        if not isinstance(memory_budget, int) or memory_budget < 0:
-            raise ValueError(f"memory_budget is {memory_budget!r}; it must be a number of bytes")
+        check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
+        memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
         ways = [WAYS[way] for way in dialect.match]
         pairs = tuple(
             _checked_pair(i, rule, ways[-1]) for i, rule in enumerate(_checked_rules(rules))
@@ -183,7 +194,9 @@ class Rules:
             >>> coverage.shadowed, coverage.dead, coverage.unmatched
             ({1: (0,)}, (2,), 1)
         """
-        return Coverage.from_counts(*self._rule_set.count_matches(tree, strict=strict))
+        check_tree("tree", tree)
+        is_strict = boolean("strict", strict)
+        return Coverage.from_counts(*self._rule_set.count_matches(tree, strict=is_strict))
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -240,16 +253,14 @@ class Rules:
         For the modules of this package: `replicated` is what a leaf gets that is not sharded, and
         `describe` words the problems that `answers` reports: describe(rules, count, leaves).
         """
-        if min_size is None:
-            min_size = int(os.environ.get("MIN_SHARDING_SIZE", _DEFAULT_MIN_SIZE))
         is_replicated = self._dialect.unmatched == "replicate"
         outcome = self.decide(
             tree,
             answers,
             replicated,
             replicated if is_replicated else None,
-            min_size=min_size,
-            strict=strict,
+            min_size=checked_min_size(min_size),
+            strict=boolean("strict", strict),
         )
         for path, spec in outcome.events[1]:
             warnings.warn(event_message(path, spec), stacklevel=stacklevel)
@@ -332,6 +343,7 @@ class Rules:
 
     def joined(self, path: str) -> str:
         """A path as people write it, as the patterns meet it."""
+        check_type("path", path, str, "a string")
         dialect = self._dialect
         return path.replace(dialect.separator, dialect.joined_by) if dialect.separator else path
 
@@ -404,8 +416,36 @@ def match_partition_rules(
         >>> specs == {"wq": {"kernel": P("fsdp", "tp")}}
         True
     """
-    compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    return compiled._match(tree, min_size, strict)
+    return as_rules("rules", rules)._match(tree, min_size, strict)
+
+
+def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:
+    """Rules, compiled if they are not yet; `name` is the parameter's.
+
+    Raises:
+        TypeError, re.error: As `Rules`.
+    """
+    return rules if isinstance(rules, Rules) else Rules(_checked_rules(rules, name))
+
+
+def checked_min_size(min_size: Any) -> Any:
+    """The number that a function's `min_size` stands for.
+
+    Raises:
+        TypeError: It is neither a number nor None.
+        ValueError: It is None, and MIN_SHARDING_SIZE is no integer.
+    """
+    if min_size is not None:
+        check_real("min_size", min_size)
+        return min_size
+    text = os.environ.get("MIN_SHARDING_SIZE", _DEFAULT_MIN_SIZE)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable MIN_SHARDING_SIZE is {shown(text)}; it must be a number of "
+            "elements, such as 16384"
+        ) from None
 
 
 def logs_moves() -> bool:
@@ -419,11 +459,16 @@ def _unpickled(
     return Rules(pairs, dialect, memory_budget=memory_budget)
 
 
-def _checked_rules(rules: Any) -> list[Any]:
+def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
+    if is_partition_spec(rules):
+        raise TypeError(
+            f"{name} must be a sequence of (pattern, spec) pairs, not a spec; write "
+            f"[('.*', {rules})] for all leaves"
+        )
     if isinstance(rules, (str, bytes, Mapping)) or not isinstance(rules, Iterable):
         hint = "; pass list(rules.items())" if isinstance(rules, Mapping) else ""
         raise TypeError(
-            f"rules must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
+            f"{name} must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
         )
     return list(rules)
 

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._arguments import check_choice
 from shardrules._planning.axis_checks import uncut, unused_axes
 from shardrules._planning.facts import Facts, finding, leaves_in, rules_listed
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, is_replicated, spec_shown
 from shardrules._planning.name_checks import half_heads, nnx_values
-from shardrules._words import bytes_shown, check_choice, counted
+from shardrules._words import bytes_shown, counted
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared

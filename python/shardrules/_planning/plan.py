@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrules._correction import Correction
+from shardrules._arguments import check_tree, check_type, each, listed
+from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._files.write import write_text
 from shardrules._matching.coverage import Coverage
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import as_rules, checked_min_size
 from shardrules._planning.budget import DeviceBytes, budget
 from shardrules._planning.check import DEFAULT_LARGE, check
 from shardrules._planning.derive import Companion, Leaves, placed_leaves, with_companions
@@ -29,13 +30,14 @@ from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.lock import fingerprint, lock, read_lock, text_of
 from shardrules._planning.optimizer import optimizer_leaves
-from shardrules._planning.survey import survey
+from shardrules._planning.survey import Survey, survey
 from shardrules._planning.sweep import Sweep, factorizations, sweep
 from shardrules._planning.table import table
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, specs_on_mesh
 from shardrules._specs import as_partition_spec
+from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Plan", "plan"]
 
 
-# What leaves get on a mesh of these axis sizes.
-Place = Callable[[dict[str, int]], Leaves]
+# What leaves get on a mesh.
+Place = Callable[["MeshLike"], Leaves]
 
 
 def plan(
@@ -54,7 +56,7 @@ def plan(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
-    min_size: int = 0,
+    min_size: int | None = 0,
     correction: Correction | None = None,
     companions: Iterable[Companion] = (),
 ) -> Plan:
@@ -74,7 +76,8 @@ def plan(
 
     Raises:
         ValueError: No mesh; a dimension is negative, or a dtype unknown.
-        TypeError: A rule's spec cannot be made a PartitionSpec, or a shape is none.
+        TypeError: A rule's spec cannot be made a PartitionSpec, a shape is none, or the tree is no
+            tree of arrays.
 
     Example:
         >>> import jax
@@ -84,31 +87,45 @@ def plan(
         >>> plan.device_bytes
         array([3840])
     """
-    compiled = rules if isinstance(rules, Rules) else Rules(rules)
+    check_tree("tree", tree)
+    check_correction(correction)
+    followers = each(
+        "companions",
+        listed("companions", companions, "Companion records, such as shardrules.LORA"),
+        Companion,
+        "a Companion, such as those of shardrules.LORA",
+    )
+    compiled = as_rules("rules", rules)
+    smallest = checked_min_size(min_size)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
-    axis_sizes, manual = _axes(chosen)
-    base, followers = survey(tree, compiled, min_size), tuple(companions)
-
-    def place(sizes: dict[str, int]) -> Leaves:
-        specs, spec_of = specs_on_mesh(
-            compiled, sizes, correction or compiled.dialect.correction, manual=manual, made=False
-        )
-        unmatched_is_error = compiled.dialect.unmatched != "replicate"
-        placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
-        leaves = placed_leaves(base, placer)
-        if not followers:
-            return leaves
-        return with_companions(leaves, compiled, placer, followers, min_size)
-
-    return Plan(place, axis_sizes, chosen)
+    sizes = _sizes(chosen)
+    base = survey(tree, compiled, smallest)
+    policy = correction or compiled.dialect.correction
+    return Plan(partial(_placed, base, policy, followers, smallest), sizes, chosen)
 
 
-def _axes(mesh: MeshLike) -> tuple[dict[str, int], frozenset[str]]:
-    """Devices per axis, and the axes that are manual."""
-    if isinstance(mesh, Mapping):
-        return checked_sizes(mesh), frozenset()
-    return dict(mesh.shape), axes_of_type(mesh, "Manual")
+def _placed(
+    base: Survey,
+    correction: Correction,
+    companions: tuple[Companion, ...],
+    min_size: int,
+    mesh: MeshLike,
+) -> Leaves:
+    sizes, rules = _sizes(mesh), base.rules
+    manual = frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Manual")
+    specs, spec_of = specs_on_mesh(rules, sizes, correction, manual=manual, made=False)
+    unmatched_is_error = rules.dialect.unmatched != "replicate"
+    placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
+    leaves = placed_leaves(base, placer)
+    if not companions:
+        return leaves
+    return with_companions(leaves, rules, placer, companions, min_size)
+
+
+def _sizes(mesh: MeshLike) -> dict[str, int]:
+    """Devices along each axis."""
+    return checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
 
 
 class Plan:
@@ -128,7 +145,7 @@ class Plan:
 
     def __init__(self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike) -> None:
         check_countable(axis_sizes)
-        found, kinds, sources = place(axis_sizes)
+        found, kinds, sources = place(mesh)
         self._found = found
         self._place = place
         self._mesh = mesh
@@ -285,11 +302,19 @@ class Plan:
     def __repr__(self) -> str:
         return table(self)
 
-    def on_mesh(self, mesh: Mapping[str, int]) -> Plan:
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self._mesh, Mapping) and hasattr(self._mesh, "devices"):
+            raise TypeError(
+                "a plan on a Mesh of devices cannot be pickled, as devices cannot; pickle "
+                "plan.on_mesh(plan.axis_sizes), or keep plan.lock()"
+            )
+        return self.__dict__
+
+    def on_mesh(self, mesh: MeshLike) -> Plan:
         """The same leaves and rules on another mesh; the tree is not walked again.
 
         Raises:
-            ValueError, TypeError: It is no mesh.
+            ValueError, TypeError: It is no mesh; or the plan is that of a lock.
 
         Example:
             >>> import jax, shardrules as sr
@@ -298,7 +323,8 @@ class Plan:
             >>> plan.on_mesh({"tp": 8}).device_bytes
             array([16])
         """
-        return Plan(self._place, checked_sizes(mesh), mesh)
+        chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
+        return Plan(self._place, _sizes(chosen), chosen)
 
     def sweep(
         self,
@@ -415,14 +441,8 @@ class Plan:
         Raises:
             FileError: It is no lock; a ValueError.
         """
-        found, kinds, axis_sizes = read_lock(*text_of(lock))
-
-        def place(sizes: dict[str, int]) -> Leaves:
-            if list(sizes.items()) != list(axis_sizes.items()):
-                raise ValueError(f"a locked plan is for the mesh {axis_sizes} alone")
-            return Leaves(found, kinds, found.paths)
-
-        return cls(place, axis_sizes, axis_sizes)
+        found, kinds, sizes = read_lock(*text_of(lock))
+        return cls(partial(_locked, Leaves(found, kinds, found.paths), sizes), sizes, sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What another plan has otherwise: leaves that came, went, or get something else.
@@ -456,6 +476,7 @@ class Plan:
 
         Raises:
             ValueError: The mesh has no axis `zero1`; or as `plan`.
+            TypeError: The state is no tree of arrays.
 
         Example:
             >>> import jax, shardrules as sr
@@ -465,12 +486,9 @@ class Plan:
             >>> plan.for_optimizer(state, zero1="dp").specs()[1]["mu"]["w"][0]
             ('fsdp', 'dp')
         """
-
-        def place(sizes: dict[str, int]) -> Leaves:
-            params = self if sizes == self.axis_sizes else self.on_mesh(sizes)
-            return optimizer_leaves(params, state, zero1)
-
-        return Plan(place, self.axis_sizes, self._mesh)
+        check_tree("state", state)
+        check_type("zero1", zero1, str | None, "a mesh axis or None")
+        return Plan(partial(_followed, self, state, zero1), self.axis_sizes, self._mesh)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets what it gets: each rule tried, and each correction.
@@ -567,6 +585,17 @@ class Plan:
 
         of_row = [of_kind[kind] for kind in self.kind_of.tolist()]
         return tree_util.tree_map(of_row.__getitem__, self._found.tree)
+
+
+def _locked(leaves: Leaves, axis_sizes: dict[str, int], mesh: MeshLike) -> Leaves:
+    if list(_sizes(mesh).items()) != list(axis_sizes.items()):
+        raise ValueError(f"mesh: a locked plan is for {mesh_shown(axis_sizes)} alone")
+    return leaves
+
+
+def _followed(params: Plan, state: Any, zero1: str | None, mesh: MeshLike) -> Leaves:
+    there = params if _sizes(mesh) == params.axis_sizes else params.on_mesh(mesh)
+    return optimizer_leaves(there, state, zero1)
 
 
 def _no_such_path(path: str, patterns: list[str]) -> str:

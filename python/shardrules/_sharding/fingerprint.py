@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from shardrules._arguments import check_tree, check_type
 from shardrules._specs import entries_of
 from shardrules._words import mesh_shown
 
@@ -34,6 +35,7 @@ def fingerprint(tree: Any, shardings: Any) -> str:
 
     Raises:
         ValueError: The trees differ in structure.
+        TypeError: A leaf of shardings is no NamedSharding, or the tree is none.
 
     Example:
         >>> import jax
@@ -43,11 +45,15 @@ def fingerprint(tree: Any, shardings: Any) -> str:
         '773924b8'
     """
     from jax import tree_util
+    from jax.sharding import NamedSharding
 
+    check_tree("tree", tree)
     leaves = tree_util.tree_flatten_with_path(tree)[0]
     wanted = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
     if len(leaves) != len(wanted):
-        raise ValueError(f"{len(leaves)} leaves, but {len(wanted)} shardings")
+        raise ValueError(f"tree has {len(leaves)} leaves, but shardings has {len(wanted)}")
+    for sharding in wanted:
+        check_type("a leaf of shardings", sharding, NamedSharding | None, "a NamedSharding or None")
     return _digest(
         (tree_util.keystr(path), leaf, sharding)
         for (path, leaf), sharding in zip(leaves, wanted, strict=True)

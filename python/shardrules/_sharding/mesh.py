@@ -8,9 +8,11 @@ specs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._words import mesh_shown, shown
+from shardrules._arguments import check_type, integer
+from shardrules._words import brief, mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -29,6 +31,10 @@ __all__ = [
 ]
 
 
+_MOST_DEVICES: Final = 2**31 - 1
+"""JAX gives devices numbers of 32 bits."""
+
+
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
     """The mesh to use.
 
@@ -40,7 +46,8 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
             device is needed; or None for the context's.
 
     Raises:
-        ValueError: No mesh, a mesh without devices, or two contexts that disagree.
+        ValueError: No mesh, a mesh without devices or of more than 2**31 - 1, or two contexts that
+            disagree.
         TypeError: `mesh` is something else.
 
     Example:
@@ -69,6 +76,7 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
         )
     if not mesh.shape or 0 in mesh.shape.values():
         raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
+    _check_devices(mesh.shape)
     return mesh
 
 
@@ -151,19 +159,26 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Devices per axis, as a dict of its own.
 
     Raises:
-        ValueError: No axes, or one with a size below 1.
+        ValueError: No axes, one with a size below 1, or more than 2**31 - 1 devices.
         TypeError: A name is no string, or a size no integer.
     """
-    for name, size in sizes.items():
-        if not isinstance(name, str):
-            raise TypeError(f"the mesh axis {shown(name)} must have a string for a name")
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"the mesh axis {name!r} has the size {shown(size)}, not an integer")
-        if size < 1:
-            raise ValueError(f"the mesh axis {name!r} has the size {size}; it must be at least 1")
     if not sizes:
         raise ValueError("a mesh without axes")
-    return dict(sizes)
+    checked = {}
+    for name, size in sizes.items():
+        check_type("the name of a mesh axis", name, str, "a string")
+        checked[name] = integer(f"the size of the mesh axis {brief(name)}", size, 1)
+    _check_devices(checked)
+    return checked
+
+
+def _check_devices(sizes: Mapping[str, int]) -> None:
+    devices = prod(sizes.values())
+    if devices > _MOST_DEVICES:
+        raise ValueError(
+            f"a mesh of {brief(devices)} devices; it can have at most {_MOST_DEVICES:,}: "
+            "make an axis smaller"
+        )
 
 
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardrules._arguments import check_tree
 from shardrules._correction import Correction
 from shardrules._sharding.fingerprint import check_same_in_all_processes, tell_of_failure
 from shardrules._sharding.mesh import spans_processes
@@ -91,6 +92,7 @@ def gather(tree: Any) -> Any:
     """
     import jax
 
+    check_tree("tree", tree)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     at_once = []
     for index, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""What a caller asks for, rules or specs or shardings, as one sharding for each leaf.
+"""`named_shardings`, and what a caller asks for: rules, specs or shardings, one for each leaf.
 
 Shared by the functions that apply shardings to arrays. Must not know how they are applied.
 """
@@ -6,24 +6,80 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._correction import Correction
+from shardrules._arguments import check_tree
+from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, as_rules, checked_min_size
 from shardrules._sharding.mesh import resolve_mesh
-from shardrules._sharding.shardings import corrected_sharding, named_shardings
+from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
-from shardrules._words import and_more, shown
+from shardrules._words import and_more, brief, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
-__all__ = ["requested_shardings"]
+__all__ = ["named_shardings", "requested_shardings"]
 
 _SHOWN: Final = 20
+
+
+def named_shardings(
+    tree: Any,
+    rules: RulesLike | Any,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+) -> Any:
+    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh.
+
+    As `eformer.escale.get_corrected_named_sharding` of what `match_partition_rules` gives, leaf by
+    leaf, but in one call; and leaves that get the same sharding get the same object.
+
+    Inside shard_map the axes that are manual there are left out, and shapes are the local ones.
+
+    Args:
+        tree: Any pytree; of its leaves only `.shape` is read. A leaf without one is replicated.
+        rules: `Rules` or (pattern, spec) pairs; or specs, as in `shard`.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        min_size: As in `match_partition_rules`; specs have none.
+        correction: Instead of the dialect's, or for specs of eformer's; rules with a `RuleSpec`
+            keep their own.
+
+    Returns:
+        A tree of the same structure, with None where a spec is None. On a dict of axis sizes the
+        shardings have an AbstractMesh.
+
+    Raises:
+        ValueError: No mesh; leaves that no rule matches; or leaves that cannot be sharded as their
+            rules say: an axis used twice, and whatever the correction calls an error. All leaves
+            are looked at first; the message lists the first 20, with the count. Or a tree of specs
+            does not fit the tree.
+        TypeError: A rule's spec cannot be made a PartitionSpec, or the tree is none.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import PartitionSpec as P
+        >>> params = {"wq": jax.ShapeDtypeStruct((512, 30), "bfloat16")}
+        >>> shardings = named_shardings(params, [("wq", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4})
+        >>> shardings["wq"].spec == P("fsdp", None)
+        True
+    """
+    check_tree("tree", tree)
+    check_correction(correction)
+    smallest = checked_min_size(min_size)
+    if not _are_specs(rules):
+        compiled, on_mesh = as_rules("rules", rules), resolve_mesh(mesh)
+        return shardings_by_rules(tree, compiled, on_mesh, min_size=smallest, correction=correction)
+    if min_size != 0:
+        raise ValueError(f"min_size is {brief(min_size)}; specs, unlike rules, have none: leave it")
+    _, treedef, shardings = _shardings_by_specs("rules", tree, rules, mesh, correction)
+    return treedef.unflatten(shardings)
 
 
 def requested_shardings(
@@ -39,20 +95,37 @@ def requested_shardings(
         correction: Instead of the dialect's.
 
     Raises:
-        ValueError: As `named_shardings`; or the tree of specs does not fit.
-        TypeError: Something else is given for a spec.
+        ValueError: As `named_shardings`.
+        TypeError: Something else is given for a spec, or the tree is none.
     """
     from jax import tree_util
 
+    check_tree("tree", tree)
+    check_correction(correction)
+    if not _are_rules(specs_or_rules):
+        return _shardings_by_specs("specs_or_rules", tree, specs_or_rules, mesh, correction)
     leaves, treedef = tree_util.tree_flatten(tree)
-    if _are_rules(specs_or_rules):
-        shardings = named_shardings(tree, specs_or_rules, mesh, correction=correction)
-        return leaves, treedef, tree_util.tree_leaves(shardings)
-    spread = _spread(tree, leaves, specs_or_rules)
+    shardings = shardings_by_rules(
+        tree,
+        as_rules("specs_or_rules", specs_or_rules),
+        resolve_mesh(mesh),
+        correction=correction,
+    )
+    return leaves, treedef, tree_util.tree_leaves(shardings)
+
+
+def _shardings_by_specs(
+    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
+) -> tuple[list[Any], Any, list[NamedSharding | None]]:
+    """See `requested_shardings`; `name` is the parameter that the specs were given for."""
+    from jax import tree_util
+
+    leaves, treedef = tree_util.tree_flatten(tree)
     policy = correction or EFORMER.correction
     resolved: AnyMesh | None = None
     shardings_of_leaves: list[NamedSharding | None] = []
     errors: list[str] = []
+    spread = _spread(name, tree, leaves, specs)
     for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
         if spec is None:
             shardings_of_leaves.append(None)
@@ -64,8 +137,8 @@ def requested_shardings(
             wanted, on_mesh = spec.spec, spec.mesh
         else:
             raise TypeError(
-                f"for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be a "
-                "PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
+                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
         try:
             sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
@@ -81,20 +154,68 @@ def requested_shardings(
     return leaves, treedef, shardings_of_leaves
 
 
-def _spread(tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
+def _spread(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
     """What is asked for each leaf, by a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 
     if is_partition_spec(specs):  # the common case in a forward pass, and worth ten microseconds
         return [specs] * len(leaves)
     spread: list[Any] = []
-    tree_util.tree_map(
-        lambda spec, part: spread.extend([spec] * len(tree_util.tree_leaves(part))),
-        specs,
-        tree,
-        is_leaf=lambda x: x is None or is_partition_spec(x),
-    )
+    try:
+        tree_util.tree_map(
+            lambda spec, part: spread.extend([spec] * len(tree_util.tree_leaves(part))),
+            specs,
+            tree,
+            is_leaf=_is_spec,
+        )
+    except (TypeError, ValueError) as error:
+        place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{name}: the tree of specs does not fit the tree: {place}; give one of the same "
+            "structure, or one that ends earlier; rules are (pattern, spec) pairs"
+        ) from None
     return spread
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or is_partition_spec(node)
+
+
+def _misfit(specs: Any, tree: Any, path: str) -> str | None:
+    """The first place where a tree of specs is no prefix of the tree."""
+    here, there = _children(specs, _is_spec), _children(tree, lambda node: node is None)
+    if here is None:
+        return None
+    at = f"at {path}" if path else "at the root"
+    if there is None:
+        return f"{at} the specs go on, where the tree has {shown(tree)}"
+    if here.keys() != there.keys():
+        more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+        return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
+    if type(specs) is not type(tree):
+        return f"{at} the specs have a {type(specs).__name__}, and the tree a {type(tree).__name__}"
+    deeper = (_misfit(spec, there[key], path + key) for key, spec in here.items())
+    return next(filter(None, deeper), None)
+
+
+def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """Per key, as `keystr` has it, a node's child; None for a leaf."""
+    from jax import tree_util
+
+    if is_leaf(node) or tree_util.all_leaves([node]):
+        return None
+    flat = tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+    return {tree_util.keystr(path): child for path, child in flat}
+
+
+def _are_specs(given: Any) -> bool:
+    """Whether it is a spec or a tree of specs, and nothing that rules could be."""
+    from jax import tree_util
+
+    if is_partition_spec(given):
+        return True
+    specs = [one for one in tree_util.tree_leaves(given, is_leaf=_is_spec) if one is not None]
+    return bool(specs) and all(is_partition_spec(one) or _is_named_sharding(one) for one in specs)
 
 
 def _are_rules(given: Any) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, RuleSpec, rule_spec
-from shardrules._matching.rules import Pattern, Rules
+from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
+from shardrules._matching.rules import Pattern, Rules, as_rules
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import (
@@ -34,7 +35,7 @@ __all__ = [
     "RulesLike",
     "corrected_sharding",
     "correction_losses",
-    "named_shardings",
+    "shardings_by_rules",
     "spec_for",
     "specs_on_mesh",
 ]
@@ -42,48 +43,17 @@ __all__ = [
 RulesLike = Rules | Iterable[tuple[Pattern, Any]]
 
 
-def named_shardings(
+def shardings_by_rules(
     tree: Any,
-    rules: RulesLike,
-    mesh: MeshLike | None = None,
+    rules: Rules,
+    mesh: AnyMesh,
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
 ) -> Any:
-    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh.
-
-    As `eformer.escale.get_corrected_named_sharding` of what `match_partition_rules` gives, leaf by
-    leaf, but in one call; and leaves that get the same sharding get the same object.
-
-    Inside shard_map the axes that are manual there are left out, and shapes are the local ones.
-
-    Args:
-        tree: Any pytree; of its leaves only `.shape` is read. A leaf without one is replicated.
-        rules: `Rules`, or (pattern, spec) pairs.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
-        min_size: As in `match_partition_rules`.
-        correction: Instead of the dialect's; rules with a `RuleSpec` keep their own.
-
-    Returns:
-        A tree of the same structure. On a dict of axis sizes the shardings have an AbstractMesh.
-
-    Raises:
-        ValueError: No mesh; leaves that no rule matches; or leaves that cannot be sharded as their
-            rules say: an axis used twice, and whatever the correction calls an error. All leaves
-            are looked at first; the message lists the first 20, with the count.
-        TypeError: A rule's spec cannot be made a PartitionSpec.
-
-    Example:
-        >>> import jax
-        >>> from jax.sharding import PartitionSpec as P
-        >>> params = {"wq": jax.ShapeDtypeStruct((512, 30), "bfloat16")}
-        >>> shardings = named_shardings(params, [("wq", ("fsdp", "tp"))], {"fsdp": 8, "tp": 4})
-        >>> shardings["wq"].spec == P("fsdp", None)
-        True
-    """
-    compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    on_mesh = _bound(compiled, resolve_mesh(mesh), correction)
-    return compiled.resolve(
+    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
+    on_mesh = _bound(rules, mesh, correction)
+    return rules.resolve(
         tree,
         on_mesh.table,
         on_mesh.replicated,
@@ -110,13 +80,16 @@ def spec_for(
         >>> tuple(spec_for("layers/0/wk", (512, 30), [("wk", ("fsdp", "tp"))], mesh))
         ('fsdp', None)
     """
-    compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    compiled = compiled.for_whole_paths()
+    check_correction(correction)
+    compiled = as_rules("rules", rules).for_whole_paths()
     key = compiled.joined(path)
-    tree = {key: SimpleNamespace(shape=tuple(shape))}
+    tree = {key: SimpleNamespace(shape=shape_of("shape", shape))}
     if mesh is None and context_mesh() is None:
         return compiled.match(tree, min_size)[key]  # type: ignore[no-any-return]
-    sharding = named_shardings(tree, compiled, mesh, min_size=min_size, correction=correction)[key]
+    on_mesh = resolve_mesh(mesh)
+    sharding = shardings_by_rules(
+        tree, compiled, on_mesh, min_size=min_size, correction=correction
+    )[key]
     return sharding.spec  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,189 @@
+"""What public functions are given, checked by the name of the parameter.
+
+A check costs an `isinstance` or two, and nothing for each leaf of a tree. Must not know which
+function asks.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from numbers import Number, Real
+from types import ModuleType, UnionType
+from typing import Any, Final
+
+from shardrules._words import brief, shown
+
+__all__ = [
+    "MOST",
+    "boolean",
+    "check_choice",
+    "check_real",
+    "check_tree",
+    "check_type",
+    "each",
+    "integer",
+    "listed",
+    "shape_of",
+    "texts",
+]
+
+MOST: Final = 2**63 - 1
+"""The largest number that the core and numpy's int64 hold."""
+
+_PLAIN: Final = (str, bytes, bytearray, os.PathLike, ModuleType, type, Iterator)
+_ARRAYS: Final = (
+    "a pytree of arrays, or of abstract ones as jax.eval_shape gives; files are read with the "
+    "command line, or by what has written them"
+)
+_OPTIMIZER: Final = "the optimizer's state, jax.eval_shape(optimizer.init, params)"
+_INSTEAD: Final = {
+    "flax.linen.module.Module": "its parameters, jax.eval_shape(model.init, key, inputs)['params']",
+    "flax.nnx.module.Module": "its state, nnx.state(model)",
+    "torch.nn.modules.module.Module": "its state_dict()",
+    "keras.src.models.model.Model": "{v.path: v.value for v in model.variables}",
+    "optax._src.base.GradientTransformation": _OPTIMIZER,
+}
+"""By the full name of a class: what to give instead of one of its objects."""
+
+
+def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
+    """That it is of one of the types.
+
+    Raises:
+        TypeError: It is not; `what` says what it must be.
+    """
+    if not isinstance(value, types):
+        raise TypeError(f"{name} is {shown(value)}; it must be {what}")
+
+
+def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
+    """That it is one of the choices.
+
+    Raises:
+        ValueError: It is not; the message lists them.
+    """
+    # What cannot be hashed may have an == that gives no bool, as arrays have.
+    if not isinstance(choice, Hashable) or choice not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {brief(choice)}; it must be one of {listed}")
+
+
+def boolean(name: str, value: object) -> bool:
+    """The value, of Python or numpy, as a bool.
+
+    Raises:
+        TypeError: It is neither true nor false.
+    """
+    if not isinstance(value, Hashable) or value not in (True, False):
+        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+    return bool(value)
+
+
+def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str = "") -> int:
+    """An integer, of Python or numpy, as an int.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is below `least` or above `most`.
+    """
+    needed = what or "an integer"
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {shown(value)}; it must be {needed}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(value)}; it must be {needed}") from None
+    if not least <= number <= most:
+        largest = "2**63 - 1" if most == MOST else f"{most:,}"
+        raise ValueError(
+            f"{name} is {shown(number)}; it must be {needed} from {least} to {largest}"
+        )
+    return number
+
+
+def check_real(name: str, value: object) -> None:
+    """That it is a number that others can be compared with.
+
+    Raises:
+        TypeError: It is none.
+    """
+    check_type(name, value, Real, "a number")
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Strings, of which one alone would be taken for its letters.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    given = listed(name, value, "strings")
+    return each(name, given, str, "a string")
+
+
+def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    """The items of an iterable that is not one of texts or keys.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {shown(value)}; it must be a sequence of {what}")
+    return tuple(value)
+
+
+def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str) -> tuple[Any, ...]:
+    """The values, each of one of the types.
+
+    Raises:
+        TypeError: One is not; the message has its position.
+    """
+    for position, value in enumerate(values):
+        check_type(f"{name}[{position}]", value, types, what)
+    return values
+
+
+def shape_of(name: str, value: Any) -> tuple[Any, ...]:
+    """A shape; what its dimensions are other than integers is for whoever takes it.
+
+    Raises:
+        TypeError: It is no sequence.
+        ValueError: A dimension is negative, or above 2**63 - 1.
+    """
+    shape = listed(name, value, "integers")
+    for position, size in enumerate(shape):
+        if isinstance(size, int | float | str | bytes | None):
+            integer(f"{name}[{position}]", size)
+    return shape
+
+
+def check_tree(name: str, tree: object) -> None:
+    """That it may be a tree of arrays; what is certainly none is refused by the looks of its root.
+
+    Raises:
+        TypeError: It is a path, an optimizer, a model, a generator or the like; the message says
+            what to give.
+    """
+    if isinstance(tree, dict | list | tuple):
+        children = dict.values(tree) if isinstance(tree, dict) else tree
+        if not children or not all(map(_is_function, children)):
+            return
+    elif (not isinstance(tree, type) and (hasattr(tree, "shape") or isinstance(tree, Number))) or (not isinstance(tree, _PLAIN) and not _is_leaf(tree)):
+        return
+    classes = (f"{base.__module__}.{base.__qualname__}" for base in type(tree).__mro__)
+    instead = next((_INSTEAD[known] for known in classes if known in _INSTEAD), _ARRAYS)
+    raise TypeError(f"{name} is {shown(tree)}, which is no tree of arrays; give {instead}")
+
+
+def _is_function(leaf: object) -> bool:
+    return callable(leaf) and _is_leaf(leaf) and not hasattr(leaf, "shape")
+
+
+def _is_leaf(node: object) -> bool:
+    # Without JAX in the process nobody can have told it of a type.
+    jax = sys.modules.get("jax.tree_util")
+    if jax is None:
+        return node is not None and not isinstance(node, dict | list | tuple)
+    return bool(jax.all_leaves([node]))
