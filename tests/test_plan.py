@@ -403,6 +403,13 @@ class TestOptimizer:
             "a.opt_state.b",
             "['opt_state'][0]",
             ".opt_state[0].mu",
+            "opt_states",
+            "opt/state",
+            "optimizer/0/mu/w",
+            "['opt'].mu",
+            ".ema.w",
+            "state/ema_params/w",
+            "state/param_states/w/mu",
         ],
     )
     def test_its_paths(self, path):
@@ -410,7 +417,8 @@ class TestOptimizer:
         assert (held.params.max(), held.optimizer.max()) == (0, 32)
 
     @pytest.mark.parametrize(
-        "path", ["opt_states", "my_opt_state/x", "opt/state", "optimizer", "opt_state_2/x"]
+        "path",
+        ["my_opt_state/x", "opt_state_2/x", "model/opt/w", "optional/w", "vq/ema/w", "schema/w"],
     )
     def test_not_its_paths(self, path):
         held = sr.plan({path: array(8)}, [("", ())], {"tp": 2}).bytes_per_device()

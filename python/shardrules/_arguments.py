@@ -20,6 +20,7 @@ __all__ = [
     "MOST",
     "boolean",
     "check_choice",
+    "check_file",
     "check_real",
     "check_tree",
     "check_type",
@@ -113,6 +114,15 @@ def check_real(name: str, value: object) -> None:
     check_type(name, value, Real, "a number")
 
 
+def check_file(name: str, value: object) -> None:
+    """That it is None, or names a file.
+
+    Raises:
+        TypeError: It does not.
+    """
+    check_type(name, value, str | os.PathLike | None, "the path of a file")
+
+
 def texts(name: str, value: Any) -> tuple[str, ...]:
     """Strings, of which one alone would be taken for its letters.
 
@@ -170,7 +180,9 @@ def check_tree(name: str, tree: object) -> None:
         children = dict.values(tree) if isinstance(tree, dict) else tree
         if not children or not all(map(_is_function, children)):
             return
-    elif (not isinstance(tree, type) and (hasattr(tree, "shape") or isinstance(tree, Number))) or (not isinstance(tree, _PLAIN) and not _is_leaf(tree)):
+    elif not isinstance(tree, _PLAIN) and (
+        hasattr(tree, "shape") or isinstance(tree, Number) or not _is_leaf(tree)
+    ):
         return
     classes = (f"{base.__module__}.{base.__qualname__}" for base in type(tree).__mro__)
     instead = next((_INSTEAD[known] for known in classes if known in _INSTEAD), _ARRAYS)

@@ -5,6 +5,7 @@ A record; rule files, the command line and `Plan.check` all fill it. Must not kn
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 __all__ = ["Declared"]
@@ -13,7 +14,7 @@ __all__ = ["Declared"]
 class Declared(NamedTuple):
     """What is meant to be as it is."""
 
-    replicated: tuple[str, ...] = ()
+    replicated: tuple[str | re.Pattern[str], ...] = ()
     """Patterns, searched in the paths, of leaves that are replicated on purpose."""
     optional_axes: tuple[str, ...] = ()
     """Mesh axes that rules name and a mesh may lack."""

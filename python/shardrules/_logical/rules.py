@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._arguments import boolean, check_type
 from shardrules._core import LogicalRules
 from shardrules._logical.names import check_rules, last_wins, logical_names
 from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, with_entries
@@ -49,6 +50,11 @@ class LogicalDialect:
     name: str
     last_wins: bool
     keeps_unknown: bool
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, "a string")
+        object.__setattr__(self, "last_wins", boolean("last_wins", self.last_wins))
+        object.__setattr__(self, "keeps_unknown", boolean("keeps_unknown", self.keeps_unknown))
 
 
 LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)

@@ -10,8 +10,9 @@ import enum
 import functools
 from typing import TYPE_CHECKING, Any
 
+from shardrules._arguments import check_choice, check_tree, check_type, shape_of
 from shardrules._core import resolve_all
-from shardrules._correction import Correction
+from shardrules._correction import Correction, check_correction
 from shardrules._logical.context import get_logical_axis_rules
 from shardrules._logical.flax import (
     box_types,
@@ -134,6 +135,7 @@ def logical_to_mesh_sharding(
         ...     arrays=np.ones((6, 8)), correction=Correction()).spec)  # 6 heads, fsdp=4
         ('tp', 'fsdp')
     """
+    check_correction(correction)
     on_mesh = resolve_mesh(mesh)
     resolver = compiled(rules, on_mesh, dialect)
     if correction is None:
@@ -180,6 +182,9 @@ def with_logical_constraint(
         >>> with_logical_constraint(jax.numpy.ones(2), ("batch",), [("batch", "dp")], mesh).shape
         (2,)
     """
+    check_tree("tree", tree)
+    choices = tuple(one.value for one in RulesFallback)
+    check_choice("fallback", getattr(fallback, "value", fallback), choices)
     chosen = get_logical_axis_rules() if rules is None else rules
     on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
     if not chosen or logical_names is None or on_mesh is None:
@@ -215,14 +220,16 @@ def explain_logical(
         dim 1 'embed' -> 'tp'  (rule 2)
             rule 1 ('embed', 'fsdp') lost: a mesh axis of it is used by dim 0 'batch'
     """
-    on_mesh = None if shape is None else resolve_mesh(mesh)
-    return compiled(rules, on_mesh, dialect).resolve(names, shape).explained()
+    sizes = None if shape is None else shape_of("shape", shape)
+    on_mesh = None if sizes is None and mesh is None else resolve_mesh(mesh)
+    return compiled(rules, on_mesh, dialect).resolve(names, sizes).explained()
 
 
 def compiled(
     rules: LogicalRulesLike | None, mesh: AnyMesh | None, dialect: LogicalDialect = LINEN
 ) -> CompiledLogicalRules:
     """The rules, or those in force, compiled for the axis sizes of the mesh."""
+    check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as FLAX_CORE")
     chosen = get_logical_axis_rules() if rules is None else rules
     return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape))
 

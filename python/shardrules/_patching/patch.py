@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+from shardrules._arguments import each
+
 __all__ = ["Patch", "patch", "unpatch"]
 
 _Function = Callable[..., Any]
@@ -114,6 +116,7 @@ def patch(*libraries: str) -> Patch:
         Traceback (most recent call last):
         ValueError: patch does not know the library 'keras'; it knows 'eformer', 'flax'
     """
+    each("libraries", libraries, str, "a string")
     with _lock:
         chosen = [_checked(name) for name in dict.fromkeys(libraries)]
         replaced: dict[_Function, _Function] = {}

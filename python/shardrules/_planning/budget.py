@@ -6,7 +6,6 @@ Costs a few additions of arrays the size of the mesh per kind of leaf. Must not 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from shardrules._files.dtypes import bits_of
 from shardrules._sharding.device_bytes import device_bytes
 from shardrules._specs import Entries
-from shardrules._words import bytes_shown
+from shardrules._words import bytes_shown, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -23,16 +22,38 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceBytes", "budget", "rows_of_optimizer"]
 
-# As flax's and EasyDeL's train states, nnx.Optimizer and orbax checkpoints of them name it.
-_OPTIMIZER_STATE: Final = re.compile(r"(^|[/.\[\]'])opt_state([/.\[\]']|$)")
+# flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
+# them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
+_OPTIMIZER: Final = ("_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer")
+# Averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
+_AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?ema")
+
+
+def _components(anywhere: str, at_top: str) -> re.Pattern[str]:
+    """Finds the names as whole components of paths, or of JAX's `keystr`."""
+    begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
+    return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
+
+
+_OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
+_OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on each device: int64, one dimension for each mesh axis, in the mesh's order."""
+    """Bytes on each device: int64, one dimension for each mesh axis, in the mesh's order.
+
+    What a leaf is counted as, its path decides.
+    """
 
     params: npt.NDArray[np.int64]
+    """All leaves but those of `optimizer`."""
     gradients: npt.NDArray[np.int64]
+    """Of the parameters, if asked for."""
     optimizer: npt.NDArray[np.int64]
+    """What is kept beside the parameters and gets no gradient: leaves under a component opt_state,
+    opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
+    ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
+    what `bytes_per_device` is given as the optimizer's."""
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
@@ -57,7 +78,7 @@ class DeviceBytes(NamedTuple):
         )
 
 
-def budget(plan: Plan, gradients: Any, optimizer: Plan | Iterable[Any] | None) -> DeviceBytes:
+def budget(plan: Plan, gradients: Any, optimizer: Plan | tuple[Any, ...] | None) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
     held = DeviceBytes(*(np.zeros(tuple(plan.axis_sizes.values()), np.int64) for _ in range(3)))
     of_state = _optimizer_counts(plan)
@@ -67,10 +88,10 @@ def budget(plan: Plan, gradients: Any, optimizer: Plan | Iterable[Any] | None) -
     if gradients is True:
         held.gradients[...] = held.params
     elif gradients is not None and gradients is not False:
-        held.gradients[...] = _like_params(plan, of_state, bits_of(gradients))
+        held.gradients[...] = _like_params(plan, of_state, _bits("gradients", gradients))
     if optimizer is None:
         return held
-    if not isinstance(optimizer, Iterable):
+    if not isinstance(optimizer, tuple):
         # Of another order of the axes, the arrays would have other dimensions.
         if list(optimizer.axis_sizes.items()) != list(plan.axis_sizes.items()):
             raise ValueError(
@@ -79,9 +100,19 @@ def budget(plan: Plan, gradients: Any, optimizer: Plan | Iterable[Any] | None) -
             )
         held.optimizer[...] += optimizer.bytes_per_device().total
         return held
-    for dtype in optimizer:
-        held.optimizer[...] += _like_params(plan, of_state, bits_of(dtype))
+    for position, dtype in enumerate(optimizer):
+        bits = _bits(f"optimizer[{position}]", dtype)
+        held.optimizer[...] += _like_params(plan, of_state, bits)
     return held
+
+
+def _bits(name: str, dtype: Any) -> int:
+    """Of one element; classes such as np.float32 and jnp.bfloat16 stand for dtypes as well."""
+    try:
+        is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
+        return bits_of(np.dtype(dtype) if is_class else dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
 def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.NDArray[np.int64]:
@@ -95,15 +126,19 @@ def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.N
 
 
 def rows_of_optimizer(paths: list[str]) -> list[int]:
-    """The rows of the leaves under `opt_state`."""
+    """The rows of the leaves that an optimizer's state has, by the names of `DeviceBytes`."""
+    return _rows(paths, _OF_OPTIMIZER)
+
+
+def _optimizer_counts(plan: Plan) -> npt.NDArray[np.intp]:
+    """Per kind, its leaves that are no parameters."""
+    return np.bincount(plan.kind_of[_rows(plan.paths, _OF_STATE)], minlength=len(plan.kinds))
+
+
+def _rows(paths: list[str], names: re.Pattern[str]) -> list[int]:
     # `in` first: most trees have none, and it is ten times as fast.
     return [
         row
         for row, path in enumerate(paths)
-        if "opt_state" in path and _OPTIMIZER_STATE.search(path)
+        if ("opt" in path or "ema" in path or "param_states" in path) and names.search(path)
     ]
-
-
-def _optimizer_counts(plan: Plan) -> npt.NDArray[np.intp]:
-    """Per kind, its leaves under `opt_state`."""
-    return np.bincount(plan.kind_of[rows_of_optimizer(plan.paths)], minlength=len(plan.kinds))

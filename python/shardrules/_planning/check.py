@@ -17,7 +17,7 @@ from shardrules._planning.axis_checks import uncut, unused_axes
 from shardrules._planning.facts import Facts, finding, leaves_in, rules_listed
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import Kind, is_replicated, spec_shown
+from shardrules._planning.kinds import Kind, is_replicated, refusals, spec_shown
 from shardrules._planning.name_checks import half_heads, nnx_values
 from shardrules._words import bytes_shown, counted
 
@@ -80,6 +80,21 @@ def _misfit(facts: Facts) -> Iterator[Finding]:
             fix = "; ".join(kind.ways_out) or "change the rule, the mesh or the array"
         held = facts.held(folded)
         yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
+
+
+def _unplaceable(facts: Facts) -> Iterator[Finding]:
+    """What the corrections let through, and JAX refuses when it makes the sharding."""
+    plan = facts.plan
+    told: dict[tuple[int | None, str, str], list[Folded]] = defaultdict(list)
+    for one in facts.folded(lambda kind: kind.spec is not None and kind.shape is not None):
+        kind = plan.kinds[one.group]
+        for what, way_out in refusals(kind, plan.axis_sizes, plan.explicit_axes):
+            told[kind.rule, what, way_out].append(one)
+    for (rule, what, way_out), folded in told.items():
+        who = "a spec" if rule is None else facts.rule(rule)
+        held = facts.held(folded)
+        message = f"{who} cannot be placed: {what}"
+        yield finding("error", "misfit", message, way_out, folded=folded, rule=rule, bytes=held)
 
 
 def _catch_all(facts: Facts) -> Iterator[Finding]:
@@ -245,8 +260,8 @@ def _siblings(facts: Facts) -> Iterator[Finding]:
 
 
 _CHECKS: Final = (
-    _unmatched, _misfit, _catch_all, _replicated, uncut, _corrections, _dead_rules,
-    _shadowed_rules, _siblings, half_heads, nnx_values, unused_axes,
+    _unmatched, _misfit, _unplaceable, _catch_all, _replicated, uncut, _corrections,
+    _dead_rules, _shadowed_rules, _siblings, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 
 KINDS: Final = {

@@ -10,6 +10,7 @@ import re
 from types import EllipsisType
 from typing import Final
 
+from shardrules._arguments import check_type, integer
 from shardrules._planning.derive import Companion
 from shardrules._specs import Dim
 
@@ -74,7 +75,7 @@ def stacked(
         For `plan(..., companions=...)`.
 
     Raises:
-        ValueError: axis is negative.
+        ValueError: axis is negative, or above 63.
 
     Example:
         >>> import jax
@@ -86,6 +87,8 @@ def stacked(
         >>> tuple(plan.specs()["layers"]["wq"])
         (None, 'fsdp', 'tp')
     """
+    _check_places(at, layer)
+    check_type("mesh_axis", mesh_axis, str | None, "a mesh axis or None")
     base = (layer or f"{at}/*").replace("*", "0")
     return _moved(re.escape(at), base, (*range(_checked_axis(axis)), mesh_axis, ...))
 
@@ -102,7 +105,7 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
         For `plan(..., companions=...)`.
 
     Raises:
-        ValueError: axis is negative.
+        ValueError: axis is negative, or above 63.
 
     Example:
         >>> import jax
@@ -114,6 +117,7 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
         >>> tuple(plan.specs()["layers"][0]["wq"])
         ('fsdp', 'tp')
     """
+    _check_places(at, layer)
     pattern = re.escape(layer or f"{at}/*").replace(r"\*", "[0-9]+")
     return _moved(pattern, at, (*range(_checked_axis(axis)), axis + 1, ...))
 
@@ -123,7 +127,11 @@ def _moved(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Com
     return Companion(rf"(^|[./]){pattern}([./]|$)", rf"\g<1>{escaped}\g<2>", dims)
 
 
+def _check_places(at: object, layer: object) -> None:
+    check_type("at", at, str, "a path")
+    check_type("layer", layer, str | None, "a path, or None")
+
+
 def _checked_axis(axis: int) -> int:
-    if axis < 0:
-        raise ValueError(f"axis is {axis}; dimensions are counted from 0 on")
-    return axis
+    # No array has more dimensions: numpy's have 64.
+    return integer("axis", axis, 0, 63)

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from shardrules._arguments import check_type, integer, listed
 from shardrules._matching.rules import Rules
 from shardrules._planning.kinds import Kind, Placer
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey
@@ -64,25 +65,28 @@ class Companion:
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
+        check_type("base", self.base, str, "a string")
         re.sub(self.pattern, self.base, "")
-        object.__setattr__(self, "dims", tuple(self.dims))
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
+        blocks = listed("blocks", self.blocks, "integers")
         for position, dim in enumerate(self.dims):
             if not _is_dim(dim) and not (dim is ... and position == len(self.dims) - 1):
                 raise ValueError(
                     f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
                     "at its end there may be an ellipsis"
                 )
-        for block in self.blocks:
-            if not isinstance(block, int) or block < 1:
-                raise ValueError(f"blocks are positive integers, not {shown(block)}")
+        checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
+        object.__setattr__(self, "blocks", tuple(checked))
 
     def base_of(self, path: str) -> str:
         """The base's path, of the path of a leaf."""
+        check_type("path", path, str, "a string")
         return re.sub(self.pattern, self.base, path, count=1)
 
     def is_for(self, rank: int) -> bool:
         """Whether leaves of this rank can be such."""
+        rank = integer("rank", rank)
         named, is_open = _named(self.dims)
         # There must be a place for each dimension that the base does not have.
         return all(isinstance(dim, int) for dim in named[rank:]) if is_open else len(named) == rank
@@ -111,7 +115,8 @@ def _dims_of(dims: tuple[Dim | EllipsisType, ...], rank: int, entries: int) -> t
 def _is_dim(dim: object) -> bool:
     if isinstance(dim, tuple):
         return all(isinstance(axis, str) for axis in dim)
-    return dim is None or isinstance(dim, str) or (isinstance(dim, int) and dim >= 0)
+    is_number = isinstance(dim, int) and not isinstance(dim, bool)
+    return dim is None or isinstance(dim, str) or (is_number and dim >= 0)
 
 
 class Leaves(NamedTuple):

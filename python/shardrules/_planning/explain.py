@@ -73,15 +73,10 @@ class Explanation(NamedTuple):
         return [*lines, others] if missed else lines
 
 
-def explanation(plan: Plan, path: str) -> Explanation:
-    """Of the leaf of this path.
-
-    Raises:
-        KeyError: As `Plan.kind`.
-    """
-    kind = plan.kind(path)
+def explanation(plan: Plan, row: int) -> Explanation:
+    """Of the leaf of this row."""
+    kind, source = plan.kinds[plan.kind_of[row]], plan.sources[row]
     rules = plan.rules
-    source = plan.source(path)
     matching = set(rules.all_matches(source))
 
     def outcome(rule: int) -> str:
@@ -94,4 +89,4 @@ def explanation(plan: Plan, path: str) -> Explanation:
         return f"matches, but comes after rule {kind.rule}"
 
     tried = tuple(Tried(rule, rules[rule][0], outcome(rule)) for rule in range(len(rules)))
-    return Explanation(path, source, kind, tried, mesh_shown(plan.axis_sizes))
+    return Explanation(plan.paths[row], source, kind, tried, mesh_shown(plan.axis_sizes))

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from shardrules._arguments import check_choice, check_file
 from shardrules._words import and_more, bytes_shown, counted
 
 __all__ = ["LEVELS", "Finding", "Findings", "at_stake"]
@@ -64,6 +65,7 @@ class Findings(tuple[Finding, ...]):
 
     def at_least(self, level: str) -> Findings:
         """Those of this level and worse."""
+        check_choice("level", level, LEVELS)
         return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))
 
     def __str__(self) -> str:
@@ -86,6 +88,7 @@ class Findings(tuple[Finding, ...]):
         Args:
             file: The rules' file, for the annotations to stand at.
         """
+        check_file("file", file)
         return "\n".join(_github_command(one, file) for one in self)
 
 

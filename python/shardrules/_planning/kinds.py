@@ -5,7 +5,7 @@ Costs one correction per kind. Must not know about paths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ __all__ = [
     "is_replicated",
     "kind_on_mesh",
     "plain_entries",
+    "refusals",
     "spec_shown",
     "whole_bytes",
 ]
@@ -221,6 +222,38 @@ def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
         and not is_unconstrained(entry)
         for size, axes, entry in zip(kind.shape, named, entries, strict=True)
     )
+
+
+def refusals(
+    kind: Kind, axis_sizes: Mapping[str, int], explicit: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Why JAX makes no sharding of a kind's spec: (what is wrong, the way out).
+
+    Args:
+        kind: The kind.
+        axis_sizes: Of the mesh.
+        explicit: Its axes of type Explicit.
+    """
+    spec = kind.spec if kind.spec is not None else Entries()
+    named = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
+    for axis in dict.fromkeys(axis for axis in named if axis not in axis_sizes):
+        yield (
+            f"the mesh has no axis {axis!r}",
+            "rename it in the rule, add it to the mesh, or drop it with "
+            "Correction(absent='drop_axis')",
+        )
+    for name in ("unreduced", "reduced"):
+        for axis in sorted(frozenset(getattr(spec, name, None) or ()) - explicit):
+            lacks = "is no axis of the mesh" if axis not in axis_sizes else "is not Explicit"
+            yield (
+                f"{axis!r} is {name} and {lacks}",
+                f"give the mesh that axis with AxisType.Explicit, or leave {name} out",
+            )
+    if kind.shape is not None and len(spec) > len(kind.shape):
+        yield (
+            f"the spec has {len(spec)} entries, the array {len(kind.shape)} dimensions",
+            "shorten the spec, or truncate it with Correction(rank='truncate')",
+        )
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:

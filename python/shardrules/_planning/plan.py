@@ -7,14 +7,24 @@ of axis sizes. Must not know how findings, files or reports are worded.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardrules._arguments import check_tree, check_type, each, listed
+from shardrules._arguments import (
+    check_file,
+    check_real,
+    check_tree,
+    check_type,
+    each,
+    integer,
+    listed,
+    texts,
+)
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._files.write import write_text
@@ -37,7 +47,7 @@ from shardrules._sharding.device_bytes import check_countable
 from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, specs_on_mesh
 from shardrules._specs import as_partition_spec
-from shardrules._words import mesh_shown
+from shardrules._words import brief, mesh_shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -47,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Plan", "plan"]
 
 
+_MOMENTS: Final = "dtypes, one for each moment such as Adam's two; or plan.for_optimizer(state)"
 # What leaves get on a mesh.
 Place = Callable[["MeshLike"], Leaves]
 
@@ -112,8 +123,7 @@ def _placed(
     min_size: int,
     mesh: MeshLike,
 ) -> Leaves:
-    sizes, rules = _sizes(mesh), base.rules
-    manual = frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Manual")
+    sizes, rules, manual = _sizes(mesh), base.rules, _axes_of_type(mesh, "Manual")
     specs, spec_of = specs_on_mesh(rules, sizes, correction, manual=manual, made=False)
     unmatched_is_error = rules.dialect.unmatched != "replicate"
     placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
@@ -121,6 +131,10 @@ def _placed(
     if not companions:
         return leaves
     return with_companions(leaves, rules, placer, companions, min_size)
+
+
+def _axes_of_type(mesh: MeshLike, kind: str) -> frozenset[str]:
+    return frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, kind)
 
 
 def _sizes(mesh: MeshLike) -> dict[str, int]:
@@ -159,6 +173,8 @@ class Plan:
         self.rules = found.rules
         self.axis_sizes = axis_sizes
         """Devices along each mesh axis, in the mesh's order."""
+        self.explicit_axes = _axes_of_type(mesh, "Explicit")
+        """Those of type Explicit; the axes of a dict are of type Auto."""
 
     @cached_property
     def rule(self) -> npt.NDArray[np.int32]:
@@ -255,8 +271,15 @@ class Plan:
             >>> [(finding.level, finding.kind) for finding in plan.check()]
             [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
         """
-        declared = Declared(tuple(replicated), tuple(optional_axes), tuple(data_axes))
-        return check(self, large=large, declared=declared, head_dim=head_dim, levels=levels)
+        check_real("large", large)
+        check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
+        patterns = listed("replicated", replicated, "patterns")
+        each("replicated", patterns, str | re.Pattern, "a pattern")
+        declared = Declared(
+            patterns, texts("optional_axes", optional_axes), texts("data_axes", data_axes)
+        )
+        size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+        return check(self, large=large, declared=declared, head_dim=size, levels=levels)
 
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
@@ -361,12 +384,18 @@ class Plan:
             >>> [(row.mesh, row.bytes) for row in plan.sweep()]
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
+        if hbm is not None:
+            check_real("hbm", hbm)
+        check_type("fixed", fixed, Mapping | None, "a dict of axis sizes")
+        moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
         if meshes is None:
             sizes = checked_sizes(fixed) if fixed else {}
-            left = (name for name in self.axis_sizes if name not in sizes)
-            names = tuple(left if axes is None else axes)
-            meshes = factorizations(self.devices if devices is None else devices, names, sizes)
-        moments = None if optimizer is None else tuple(optimizer)
+            left = tuple(name for name in self.axis_sizes if name not in sizes)
+            names = left if axes is None else texts("axes", axes)
+            count = self.devices if devices is None else integer("devices", devices, 1)
+            meshes = factorizations(count, names, sizes)
+        else:
+            check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
         return sweep(self, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
 
     def bytes_per_device(
@@ -374,7 +403,7 @@ class Plan:
     ) -> DeviceBytes:
         """Bytes on each device, uneven shards included.
 
-        Leaves under `opt_state` are the optimizer's; all others are parameters.
+        `DeviceBytes` says which leaves count as parameters, and which as the optimizer's.
 
         Args:
             gradients: A dtype to count gradients of that type, sharded like the parameters; True
@@ -384,6 +413,7 @@ class Plan:
 
         Raises:
             ValueError: The optimizer's plan is for another mesh; or a dtype is unknown.
+            TypeError: The optimizer is neither a plan nor dtypes, such as its name.
 
         Example:
             >>> import jax, shardrules as sr
@@ -393,7 +423,9 @@ class Plan:
             >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
             array([[448, 448]])
         """
-        return budget(self, gradients, optimizer)
+        if optimizer is None or isinstance(optimizer, Plan):
+            return budget(self, gradients, optimizer)
+        return budget(self, gradients, listed("optimizer", optimizer, _MOMENTS))
 
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
@@ -424,6 +456,7 @@ class Plan:
             >>> sr.Plan.from_lock(plan.lock()).fingerprint() == plan.fingerprint()
             True
         """
+        check_file("path", path)
         text = lock(self)
         if path is not None:
             write_text(path, text)
@@ -441,6 +474,7 @@ class Plan:
         Raises:
             FileError: It is no lock; a ValueError.
         """
+        check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         found, kinds, sizes = read_lock(*text_of(lock))
         return cls(partial(_locked, Leaves(found, kinds, found.paths), sizes), sizes, sizes)
 
@@ -455,6 +489,7 @@ class Plan:
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
+        check_type("other", other, Plan, "a Plan")
         return diff(self, other)
 
     def for_optimizer(self, state: Any, *, zero1: str | None = None) -> Plan:
@@ -472,7 +507,7 @@ class Plan:
             zero1: A mesh axis to cut what follows a parameter by as well, as in ZeRO-1, unless it
                 does so already: along the dimension that divides and of which each device holds
                 most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
-                under `opt_state`, those alone are cut.
+                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut.
 
         Raises:
             ValueError: The mesh has no axis `zero1`; or as `plan`.
@@ -493,10 +528,13 @@ class Plan:
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets what it gets: each rule tried, and each correction.
 
+        Args:
+            path: Of a leaf; or a folded one, as the table has it, for the first of its leaves.
+
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
-        return explanation(self, path)
+        return explanation(self, self._row(path))
 
     def to_html(
         self,
@@ -532,6 +570,12 @@ class Plan:
         """
         from shardrules._planning.report.page import report_html
 
+        check_file("path", path)
+        check_type("findings", findings, Findings | None, "the Findings of Plan.check")
+        check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
+        check_type("title", title, str, "a string")
+        if hbm is not None:
+            check_real("hbm", hbm)
         shown = self.check() if findings is None else findings
         page = report_html(self, shown, sweep, title, hbm)
         if path is not None:
@@ -544,7 +588,7 @@ class Plan:
         return table_html(self)
 
     def kind(self, path: str) -> Kind:
-        """The kind of the leaf of this path.
+        """The kind of the leaf of this path, which may be folded.
 
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
@@ -560,24 +604,34 @@ class Plan:
         return self.sources[self._row(path)]
 
     def _row(self, path: str) -> int:
-        rows = self._found.rows
-        if path not in rows:
-            raise KeyError(_no_such_path(path, [one.pattern for one in self.folded]))
-        return rows[path]
+        check_type("path", path, str, "a string")
+        row = self._found.rows.get(path)
+        if row is not None:
+            return row
+        first_of = {one.pattern: int(one.rows[0]) for one in self.folded}
+        if path not in first_of:
+            raise KeyError(_no_such_path(path, list(first_of)))
+        return first_of[path]
 
     def _all_specs(self) -> list[Any]:
         if any(kind.problem is not None for kind in self.kinds):
-            errors = [one for one in self.check() if one.kind in ("unmatched", "misfit")]
-            raise ValueError("\n".join(map(str, errors)))
+            raise ValueError(self._misfits())
         return [kind.spec for kind in self.kinds]
+
+    def _misfits(self) -> str:
+        errors = (one for one in self.check() if one.kind in ("unmatched", "misfit"))
+        return "\n".join(map(str, errors))
 
     def _shardings_of_kinds(self) -> list[Any]:
         from jax.sharding import NamedSharding
 
         on_mesh = as_mesh(self._mesh)
         made: dict[Any, NamedSharding] = {}
-        for spec in self._all_specs():
-            made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))
+        try:
+            for spec in self._all_specs():
+                made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))
+        except ValueError as error:
+            raise ValueError(self._misfits()) from error
         return [made[spec] for spec in self._all_specs()]
 
     def _mapped(self, of_kind: list[Any]) -> Any:
@@ -594,12 +648,13 @@ def _locked(leaves: Leaves, axis_sizes: dict[str, int], mesh: MeshLike) -> Leave
 
 
 def _followed(params: Plan, state: Any, zero1: str | None, mesh: MeshLike) -> Leaves:
-    there = params if _sizes(mesh) == params.axis_sizes else params.on_mesh(mesh)
+    same = list(_sizes(mesh).items()) == list(params.axis_sizes.items())
+    there = params if same else params.on_mesh(mesh)
     return optimizer_leaves(there, state, zero1)
 
 
 def _no_such_path(path: str, patterns: list[str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(path, patterns, n=3, cutoff=0.5)
-    return f"no leaf has the path {path!r}" + (f"; near it: {', '.join(near)}" if near else "")
+    near = difflib.get_close_matches(path[:1000], patterns, n=3, cutoff=0.5)
+    return f"no leaf has the path {brief(path)}" + (f"; near it: {', '.join(near)}" if near else "")

@@ -50,12 +50,13 @@ class SpecOnMesh:
         axis_sizes: Devices along each mesh axis.
         correction: The policies.
         units: As in `RuleSpec`.
+        follows: Whether its arrays have their shapes from others, as scales have.
 
     Raises:
         ValueError: The spec has more than 64 axes.
     """
 
-    __slots__ = ("_axes", "_axis_sizes", "_correction", "_units", "corrector", "spec")
+    __slots__ = ("_axes", "_axis_sizes", "_correction", "_follows", "_units", "corrector", "spec")
 
     def __init__(
         self,
@@ -63,7 +64,10 @@ class SpecOnMesh:
         axis_sizes: Mapping[str, int],
         correction: Correction,
         units: tuple[int | None, ...] = (),
+        *,
+        follows: bool = False,
     ) -> None:
+        self._follows = follows
         self.spec: Any = spec
         self._axis_sizes = axis_sizes
         self._correction = correction
@@ -114,6 +118,7 @@ class SpecOnMesh:
             self._axis_sizes,
             self._correction,
             tuple(unit(position, dim) for position, dim in enumerate(dims)),
+            follows=True,
         )
 
     def losses(self, rank: int, kept: int) -> Iterator[Loss]:
@@ -173,7 +178,7 @@ class SpecOnMesh:
             return entry if self._correction.unconstrained == "keep" else None
         if self._correction.size_one == "remove":
             axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
-        return entry if axes == entry_axes(entry) else entry_of(axes)
+        return entry if axes and axes == entry_axes(entry) else entry_of(axes)
 
     def told(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
         """As `described`; of a loss that was accepted, also what else it took."""
@@ -185,8 +190,12 @@ class SpecOnMesh:
         if loss.kind == "absent":
             return self._told_of_absent(loss)
         if len(loss.axes) == 1 or self._correction.indivisible != "drop":
-            return what, "use fewer axes or pad the array"
+            return what, self._fewer()
         return what, way_out
+
+    def _fewer(self) -> str:
+        # The size of a scale is not free.
+        return "use fewer axes" + ("" if self._follows else " or pad the array")
 
     def _told_of_absent(self, loss: Loss) -> tuple[str, str]:
         what = f"the mesh has no {self._absent_shown(loss)}"
@@ -237,8 +246,7 @@ class SpecOnMesh:
         multiples = f" in multiples of {unit}" if unit > 1 else ""
         return (
             f"dim {loss.dim} of size {shape[loss.dim]} is not divisible by {parts}{multiples}",
-            "use fewer axes or pad the array, or let Correction(indivisible='prefix') keep those "
-            "that divide",
+            f"{self._fewer()}, or let Correction(indivisible='prefix') keep those that divide",
         )
 
 

@@ -1,0 +1,328 @@
+"""Every parameter of every public function, with values that it cannot be: what the error says."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests import api
+
+TREE = {"w": np.ones((8, 8), np.float32)}
+RULES = [("w", ("tp",))]
+SIZES = {"tp": 1}
+MESH = Mesh(np.array(jax.devices()[:1]), ("tp",))
+LOGICAL = [("embed", "tp")]
+PLAN = sr.plan(TREE, RULES, SIZES)
+# Something whose text is far too long for a message.
+HUGE = {f"layer{i}": {"kernel": np.ones(2)} for i in range(20_000)}
+
+
+class Thing:
+    """Of no type that anything takes."""
+
+
+THING = Thing()
+
+# By the parameter's name, what it cannot be; by the callable's and the parameter's where they differ.
+NOT_TEXT = (3, b"x", THING, HUGE, 0, ["w"])
+NOT_TRUTH = ("no", None, 2, THING, HUGE, np.ones(2), [])
+NOT_SIZE = ("8", 1.5, -1, 2**64, 10**5000, THING, HUGE, False, [])
+NOT_NUMBER = ("8", THING, HUGE, [], np.ones(2))
+NOT_TREE = ("ckpt", b"x", Path("ckpt"), print, Thing, THING, np, iter([]), {"f": print}, math)
+NOT_RULES = (
+    "w",
+    3,
+    0,
+    {},
+    THING,
+    HUGE,
+    P("tp"),
+    [3],
+    ["ab"],
+    [("w",)],
+    [(3, "tp")],
+    [("w", 3.5j, 1)],
+)
+NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2**63}, {3: 2},
+            {"tp": 2**31}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
+NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
+NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
+NOT_LOGICAL = (3, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
+NOT_FILE = (0, 3, [], THING, HUGE)
+WRONG: dict[str, tuple[Any, ...]] = {
+    "tree": NOT_TREE,
+    "state": NOT_TREE,
+    "rules": NOT_RULES,
+    "rules_a": NOT_RULES,
+    "rules_b": NOT_RULES,
+    "specs_or_rules": ("tp", 3, THING, {"w": 3}, {"v": P()}, [("w",)], {"w": {"x": P()}}, ()),
+    "mesh": NOT_MESH,
+    "min_size": NOT_NUMBER,
+    "correction": NOT_CORRECTION,
+    "dialect": NOT_DIALECT,
+    "companions": (3, 0, "x", [3], [None], THING, HUGE, sr.LORA[0]),
+    "strict": NOT_TRUTH,
+    "path": NOT_TEXT,
+    "shape": (3, 0, "ab", (2.5,), (-1,), (2**63,), (None,), ("8",), THING, {8: 8}, (10**5000,)),
+    "memory_budget": NOT_SIZE,
+    "large": NOT_NUMBER,
+    "replicated": (3, 0, "bias", [3], THING, HUGE, [b"x", None]),
+    "levels": (3, 0, [], "error", THING, {"dead": "fatal"}, {"silly": "error"}, {"dead": THING}),
+    "gradients": ("adam", 0, 3, THING, HUGE, []),
+    "optimizer": ("adam", 0, 3, THING, HUGE, ["adam"], [None], [[]]),
+    "meshes": (3, 0, THING, [3], [{}], [{"tp": 0}], [None], SIZES),
+    "devices": NOT_SIZE,
+    "axes": ("tp", 3, 0, [3], [None], [], ["tp", "tp"], THING, HUGE),
+    "fixed": (3, 0, [], "tp", THING, {"tp": 0}, {"tp": "2"}),
+    "hbm": NOT_NUMBER,
+    "other": ("plan", None, 3, 0, {}, THING, HUGE),
+    "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
+    "zero1": (3, 0, [], THING, HUGE, "no such axis"),
+    "findings": (3, 0, [], "none", THING, HUGE),
+    "sweep": (3, 0, [], THING, HUGE),
+    "title": (3, None, THING, HUGE),
+    "level": (3, None, 0, "fatal", THING, HUGE, []),
+    "file": NOT_FILE,
+    "absent": ("drp", None, 0, THING, HUGE, []),
+    "name": (3, None, THING, HUGE),
+    "separator": (1, None, b"/", THING, HUGE),
+    "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
+    "last_wins": NOT_TRUTH,
+    "keeps_unknown": NOT_TRUTH,
+    "units": (3, 0, "12", [0], [-1], [2**63], ["8"], [1.5], [True], THING, HUGE),
+    "pattern": (3, None, b"x", THING, HUGE, "("),
+    "base": (3, None, THING, HUGE, r"\9"),
+    "dims": (3, "tp", [-1], [1.5], [THING], [..., 0], [[]], THING, HUGE, [True]),
+    "blocks": (3, "12", [0], ["8"], [2**63], THING, HUGE),
+    "rank": ("8", None, 1.5, -1, THING, HUGE),
+    "at": NOT_TEXT,
+    "layer": (3, 0, b"x", THING, HUGE),
+    "axis": ("0", None, 1.5, -1, 64, THING, HUGE),
+    "mesh_axis": (3, 0, [], THING, HUGE),
+    "fallback": ("raise", None, 0, THING, HUGE),
+    "names": (3, "embed", THING, None, [THING, []]),
+    "logical_names": (3, "embed", THING),
+    "arrays": (3, {}, [THING]),
+    "libraries": (3, None, "keras", THING, []),
+    "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
+}  # fmt: skip
+CHOICES = ("indivisible", "rank", "size_one", "unconstrained", "pad", "keys", "precedence",
+           "scalars", "unmatched")  # fmt: skip
+OTHERWISE: dict[str, tuple[Any, ...]] = {
+    **{f"Correction.{name}": WRONG["absent"] for name in CHOICES[:4]},
+    "Correction.pad": NOT_TRUTH,
+    **{f"Dialect.{name}": WRONG["absent"] for name in ("keys", "precedence", "scalars", "min_size",
+                                                       "rank", "unmatched")},
+    "Dialect.correction": (*NOT_CORRECTION, None),
+    "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
+    "Plan.lock.path": NOT_FILE,
+    "Plan.to_html.path": NOT_FILE,
+    "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
+    "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
+    "Plan.source.path": (*NOT_TEXT, "no such leaf"),
+    "Plan.on_mesh.mesh": (*NOT_MESH, None),
+    "logical_axis_rules.rules": (*NOT_LOGICAL, iter(())),
+    "logical_to_mesh.rules": NOT_LOGICAL,
+    "logical_to_mesh_sharding.rules": NOT_LOGICAL,
+    "explain_logical.rules": NOT_LOGICAL,
+    "with_logical_constraint.rules": NOT_LOGICAL,
+    "logical_to_mesh.tree": (3, "embed", THING, [THING, 3]),
+    "logical_to_mesh_sharding.tree": (3, "embed", THING),
+    "logical_to_mesh.dialect": (*NOT_DIALECT, sr.EFORMER),
+    "logical_to_mesh_sharding.dialect": (*NOT_DIALECT, sr.EFORMER),
+    "explain_logical.dialect": (*NOT_DIALECT, sr.EFORMER),
+    # As eformer's, it gives P() to whatever has no shape.
+    "match_partition_rules.tree": (),
+    "Rules.match.tree": (),
+    "named_shardings.rules": tuple(x for x in NOT_RULES if not isinstance(x, P)),
+}  # fmt: skip
+# What an error may say instead of the parameter's name.
+CALLED = {
+    "specs_or_rules": "specs|rule",
+    "rules": "rule",
+    "rules_a": "rules_a|rule ",
+    "rules_b": "rules_b|rule ",
+    "levels": "level",
+    "replicated": "replicated|pattern",
+    "meshes": "mesh",
+    "fixed": "fixed|mesh",
+    "axes": "axes",
+    "path": "path",
+    "lock": "lock",
+    "shardings": "sharding",
+    "names": "names",
+    "logical_names": "names|spec",
+    "arrays": "array|tree",
+    "libraries": "librar",
+    "zero1": "zero1",
+    "tree": "tree|names",
+    "pattern": "pattern|position",
+    "base": "base|group",
+    "devices": "devices",
+    "gradients": "gradients",
+}
+
+# Each public callable with arguments that it takes: (function, arguments by name).
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "Companion": (sr.Companion, {"pattern": "a", "base": "b", "dims": (0,), "blocks": (1,)}),
+    "Companion.base_of": (sr.LORA[0].base_of, {"path": "lora_a"}),
+    "Companion.is_for": (sr.LORA[0].is_for, {"rank": 2}),
+    "Correction": (sr.Correction, {
+        "absent": "drop", "indivisible": "drop", "rank": "keep", "size_one": "keep",
+        "unconstrained": "drop", "pad": True}),
+    "Dialect": (sr.Dialect, {
+        "name": "x", "separator": "/", "correction": sr.Correction(), "keys": "text",
+        "match": ("search",), "precedence": "first", "scalars": "none", "min_size": "after",
+        "rank": "keep", "unmatched": "error"}),
+    "Findings.at_least": (PLAN.check().at_least, {"level": "error"}),
+    "Findings.to_github": (PLAN.check().to_github, {"file": None}),
+    "Findings.to_json": (PLAN.check().to_json, {}),
+    "LogicalDialect": (sr.LogicalDialect, {"name": "x", "last_wins": True, "keeps_unknown": False}),
+    "Plan.abstract": (PLAN.abstract, {}),
+    "Plan.bytes_per_device": (PLAN.bytes_per_device, {"gradients": None, "optimizer": None}),
+    "Plan.check": (PLAN.check, {"large": 1, "replicated": (), "levels": {}}),
+    "Plan.diff": (PLAN.diff, {"other": PLAN}),
+    "Plan.explain": (PLAN.explain, {"path": "w"}),
+    "Plan.fingerprint": (PLAN.fingerprint, {}),
+    "Plan.for_optimizer": (PLAN.for_optimizer, {"state": TREE, "zero1": "tp"}),
+    "Plan.from_lock": (sr.Plan.from_lock, {"lock": PLAN.lock()}),
+    "Plan.kind": (PLAN.kind, {"path": "w"}),
+    "Plan.lock": (PLAN.lock, {"path": None}),
+    "Plan.on_mesh": (PLAN.on_mesh, {"mesh": SIZES}),
+    "Plan.shardings": (PLAN.shardings, {}),
+    "Plan.source": (PLAN.source, {"path": "w"}),
+    "Plan.specs": (PLAN.specs, {}),
+    "Plan.sweep": (PLAN.sweep, {
+        "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
+        "gradients": None, "optimizer": None}),
+    "Plan.to_html": (PLAN.to_html, {
+        "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None}),
+    "RuleSpec": (sr.RuleSpec, {"spec": "tp", "correction": None, "units": ()}),
+    "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
+    "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
+    "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),
+    "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
+    "Rules.for_whole_paths": (sr.Rules(RULES).for_whole_paths, {}),
+    "Rules.joined": (sr.Rules(RULES).joined, {"path": "w"}),
+    "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
+    "Rules.numbers": (sr.Rules(RULES).numbers, {}),
+    "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0}),
+    "explain_logical": (sr.explain_logical, {
+        "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
+    "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
+    "gather": (sr.gather, {"tree": TREE}),
+    "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
+        "rules": LOGICAL}),
+    "logical_to_mesh": (sr.logical_to_mesh, {
+        "tree": ("embed",), "rules": LOGICAL, "dialect": sr.LINEN}),
+    "logical_to_mesh_sharding": (sr.logical_to_mesh_sharding, {
+        "tree": ("embed",), "mesh": SIZES, "rules": LOGICAL, "arrays": np.ones(8),
+        "correction": sr.Correction(), "dialect": sr.LINEN}),
+    "match_partition_rules": (sr.match_partition_rules, {
+        "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
+    "named_shardings": (sr.named_shardings, {
+        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None}),
+    "patch": (lambda libraries: sr.patch(libraries), {}),
+    "plan": (sr.plan, {
+        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
+        "companions": ()}),
+    "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
+    "shard": (sr.shard, {
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None}),
+    "spec_for": (sr.spec_for, {
+        "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
+        "correction": None}),
+    "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
+    "unpatch": (sr.unpatch, {}),
+    "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
+    "with_logical_constraint": (sr.with_logical_constraint, {
+        "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
+        "fallback": sr.RulesFallback.NO_CONSTRAINT}),
+    "with_sharding_constraint": (sr.with_sharding_constraint, {
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None}),
+}  # fmt: skip
+
+# Records that the package makes, for reading; what modules of the package alone call; values.
+MADE_BY_US = {"Change", "Counters", "Coverage", "Coverage.from_counts", "Decision", "DeviceBytes",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Plan",
+              "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried"}  # fmt: skip
+FOR_OURSELVES = {
+    f"Rules.{name}" for name in ("answers", "decide", "remembered", "resolve", "survey")
+}
+# Any hashable object may be a spec.
+TAKES_ANYTHING = {"RuleSpec.spec"}
+
+
+def public_callables() -> dict[str, list[str]]:
+    """Each callable of shardrules with its parameters, as tests/data/api.txt has them."""
+    found = {}
+    for line in api.api().splitlines():
+        match = re.fullmatch(
+            r"(?:class|def|classmethod) shardrules\.((?!compat)[^(]*)(\(.*)?", line
+        )
+        if match is not None:
+            thing: Any = sr
+            for part in match[1].split("."):
+                thing = getattr(thing, part)
+            try:
+                names = [name for name in inspect.signature(thing).parameters if name != "self"]
+            except ValueError:
+                names = []
+            found[match[1]] = names
+    return found
+
+
+PUBLIC = public_callables()
+CASES = [
+    (name, parameter, value)
+    for name, (_, arguments) in CALLS.items()
+    for parameter in (arguments or PUBLIC[name])
+    if f"{name}.{parameter}" not in TAKES_ANYTHING
+    for value in {**WRONG, **OTHERWISE}[
+        f"{name}.{parameter}" if f"{name}.{parameter}" in OTHERWISE else parameter
+    ]
+]
+
+
+def test_every_public_callable_and_parameter_is_here():
+    assert PUBLIC.keys() == CALLS.keys() | MADE_BY_US | FOR_OURSELVES
+    for name, (_, arguments) in CALLS.items():
+        assert name == "patch" or list(arguments) == PUBLIC[name], name
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_right_is_taken(name):
+    function, arguments = CALLS[name]
+    if name == "Plan.to_html":
+        pytest.importorskip("plotly")
+    if name != "patch":
+        function(**arguments)
+
+
+def named(case: tuple[str, str, Any]) -> str:
+    return f"{case[0]}-{case[1]}-{type(case[2]).__name__}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_wrong_value_is_told_by_the_name_of_its_parameter(case):
+    name, parameter, value = case
+    function, arguments = CALLS[name]
+    with pytest.raises((TypeError, ValueError, KeyError, re.error)) as caught:
+        function(**{**arguments, parameter: value})
+    message = str(caught.value)
+    assert re.search(CALLED.get(parameter, parameter), message), message
+    assert len(message) < 1000
+    for foreign in ("incompatible", "pybind11", "_core", "has no attribute", "std::"):
+        assert foreign not in message
+    assert type(caught.value) is not AttributeError
