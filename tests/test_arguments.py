@@ -16,6 +16,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._arguments import check_tree
+from shardrules._words import shown
+from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
 from tests import api
 
 TREE = {"w": np.ones((8, 8), np.float32)}
@@ -58,7 +61,7 @@ NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2*
             {"tp": 2**31}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
 NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
 NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
-NOT_LOGICAL = (3, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
+NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
     "tree": NOT_TREE,
@@ -111,10 +114,15 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "axis": ("0", None, 1.5, -1, 64, THING, HUGE),
     "mesh_axis": (3, 0, [], THING, HUGE),
     "fallback": ("raise", None, 0, THING, HUGE),
-    "names": (3, "embed", THING, None, [THING, []]),
+    "names": (3, "embed", THING, None),
     "logical_names": (3, "embed", THING),
     "arrays": (3, {}, [THING]),
     "libraries": (3, None, "keras", THING, []),
+    "tp_plan": (3, None, [], "colwise", THING, {3: "colwise"}),
+    "parameter_name": NOT_TEXT,
+    "is_weight": NOT_TRUTH,
+    "prefix": (3, None, THING, HUGE),
+    "scanned": (3, 0, "Layer", [3], THING, HUGE),
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "size_one", "unconstrained", "pad", "keys", "precedence",
@@ -142,6 +150,11 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "logical_to_mesh.dialect": (*NOT_DIALECT, sr.EFORMER),
     "logical_to_mesh_sharding.dialect": (*NOT_DIALECT, sr.EFORMER),
     "explain_logical.dialect": (*NOT_DIALECT, sr.EFORMER),
+    "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
+    "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
+    # Their own rules are windows.
+    "compat.windows.set_partitions.rules": ("w", 3, {}, THING, [("w", "tp")], [((), "tp")]),
+    "compat.spectrax.match_partition_rules.tree": (),
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
     "Rules.match.tree": (),
@@ -253,25 +266,57 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None}),
 }  # fmt: skip
 
+CALLS |= {
+    f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (
+        module.match_partition_rules,
+        {"rules": RULES, "params": TREE},
+    )
+    for module in (easylm, jaxseq)
+}
+CALLS |= {
+    "compat.easylm.TreePathShardingRule": (
+        lambda rules, strict: easylm.TreePathShardingRule(*rules, strict=strict),
+        {"rules": RULES, "strict": True},
+    ),
+    "compat.spectrax.match_partition_rules": (
+        spectrax.match_partition_rules,
+        {"rules": RULES, "tree": TREE, "min_size": 0, "strict": True},
+    ),
+    "compat.tp_plan.match_tp_plan": (
+        tp_plan.match_tp_plan,
+        {"tp_plan": {"w": "colwise"}, "tree": TREE, "prefix": "", "axis": "tp"},
+    ),
+    "compat.tp_plan.parameter_tp_plan": (
+        tp_plan.parameter_tp_plan,
+        {"parameter_name": "w", "tp_plan": {"w": "colwise"}, "is_weight": True},
+    ),
+    "compat.windows.set_partitions": (
+        windows.set_partitions,
+        {"in_dict": TREE, "rules": [(("w",), "tp")], "scanned": ()},
+    ),
+}
+
 # Records that the package makes, for reading; what modules of the package alone call; values.
-MADE_BY_US = {"Change", "Counters", "Coverage", "Coverage.from_counts", "Decision", "DeviceBytes",
+MADE_BY_US = {"Change", "Counters", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Coverage.from_counts", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Plan",
               "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried"}  # fmt: skip
 FOR_OURSELVES = {
     f"Rules.{name}" for name in ("answers", "decide", "remembered", "resolve", "survey")
 }
-# Any hashable object may be a spec.
-TAKES_ANYTHING = {"RuleSpec.spec"}
+# Modules whose arguments are what other libraries make of them.
+THEIRS = ("compat.eformer", "compat.flax", "compat.keras")
+# Any hashable object may be a spec; leaves may be anything where a library's are.
+TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
+                  "compat.jaxseq.match_partition_rules.params",
+                  "compat.windows.set_partitions.in_dict"}  # fmt: skip
 
 
 def public_callables() -> dict[str, list[str]]:
     """Each callable of shardrules with its parameters, as tests/data/api.txt has them."""
     found = {}
     for line in api.api().splitlines():
-        match = re.fullmatch(
-            r"(?:class|def|classmethod) shardrules\.((?!compat)[^(]*)(\(.*)?", line
-        )
-        if match is not None:
+        match = re.fullmatch(r"(?:class|def|classmethod) shardrules\.([^(]*)(\(.*)?", line)
+        if match is not None and not match[1].startswith(THEIRS):
             thing: Any = sr
             for part in match[1].split("."):
                 thing = getattr(thing, part)
@@ -326,3 +371,100 @@ def test_a_wrong_value_is_told_by_the_name_of_its_parameter(case):
     for foreign in ("incompatible", "pybind11", "_core", "has no attribute", "std::"):
         assert foreign not in message
     assert type(caught.value) is not AttributeError
+
+
+TAKING_TREES: dict[str, Callable[[Any], Any]] = {
+    "plan": lambda tree: sr.plan(tree, RULES, SIZES),
+    "for_optimizer": PLAN.for_optimizer,
+    "named_shardings": lambda tree: sr.named_shardings(tree, RULES, SIZES),
+    "shard": lambda tree: sr.shard(tree, RULES, MESH),
+    "with_sharding_constraint": lambda tree: sr.with_sharding_constraint(tree, RULES, MESH),
+    "gather": sr.gather,
+    "compare": lambda tree: sr.compare(tree, RULES, RULES),
+    "coverage": sr.Rules(RULES).coverage,
+    "fingerprint": lambda tree: sr.fingerprint(tree, {}),
+}
+
+
+def message(function, *arguments):
+    with pytest.raises(TypeError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("taking", TAKING_TREES)
+def test_a_path_is_no_tree_of_arrays(taking):
+    for path in ("ckpt", Path("ckpt"), b"ckpt"):
+        told = message(TAKING_TREES[taking], path)
+        assert "ckpt" in told
+        assert "no tree of arrays; give a pytree of arrays" in told
+
+
+def test_an_optimizer_is_no_state():
+    optax = pytest.importorskip("optax")
+    for optimizer in (optax.adam(1e-3), optax.chain(optax.clip(1.0), optax.sgd(0.1))):
+        for function in (PLAN.for_optimizer, TAKING_TREES["plan"], sr.gather):
+            assert "give the optimizer's state, jax.eval_shape(optimizer.init, params)" in message(
+                function, optimizer
+            )
+        state = jax.eval_shape(optimizer.init, TREE)
+        assert len(PLAN.for_optimizer(state)) == len(jax.tree.leaves(state))
+
+
+def test_a_model_is_told_what_to_give_instead():
+    linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+
+    def is_leaf(node):
+        return jax.tree_util.all_leaves([node])
+
+    model = linen.Dense(3)
+    told = message(TAKING_TREES["plan"], model)
+    assert "give its parameters, jax.eval_shape(model.init, key, inputs)['params']" in told
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    if is_leaf(layer):  # flax before 0.12
+        assert "give its state, nnx.state(model)" in message(TAKING_TREES["plan"], layer)
+    else:
+        assert sr.plan(layer, [(".*", ())], SIZES).paths == ["bias/value", "kernel/value"]
+
+
+@pytest.mark.parametrize("taking", ["plan", "for_optimizer", "named_shardings", "coverage"])
+@pytest.mark.parametrize(
+    "tree", [{}, [], (), None, 3, np.ones(()), {"a": None}, {"step": 3}], ids=str
+)
+def test_what_may_be_a_tree_is_taken(taking, tree):
+    TAKING_TREES[taking](tree) if taking != "named_shardings" else sr.named_shardings(
+        tree, [(".*", ())], SIZES
+    )
+
+
+def test_functions_and_texts_inside_real_trees_are_taken():
+    tree = {"f": print, "name": "x", "w": np.ones((8, 8))}
+    assert len(sr.plan(tree, [("w", "tp"), (".*", ())], SIZES)) == 3
+
+
+def test_drop_ins_take_whatever_eformer_takes():
+    assert sr.match_partition_rules(RULES, "ckpt") == P()
+    assert sr.match_partition_rules(RULES, [print, None]) == [P(), None]
+
+
+def test_looking_at_a_tree_costs_nothing_for_each_leaf():
+    looked_at = []
+
+    class Leaf:
+        def __getattribute__(self, name):
+            looked_at.append(name)
+            return super().__getattribute__(name)
+
+    check_tree("tree", [Leaf() for _ in range(1000)])
+    assert len(looked_at) < 10
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+def test_a_value_without_a_text_can_be_named():
+    assert "Unprintable" in shown(Unprintable())
+    assert len(shown(10**10_000)) < 100
+    assert len(shown({0: "x" * 10**6})) < 120

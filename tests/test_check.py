@@ -771,3 +771,66 @@ def test_empty_trees_and_rules(dialect):
         found = sr.plan(tree, sr.Rules([], dialect), MESH).check()
         assert str(found).endswith(found.summary)
     assert len(fold([], None)) == 0
+
+
+def refused_by_jax(spec, mesh, rank):
+    try:
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        jax.ShapeDtypeStruct((8,) * rank, "float32", sharding=sharding)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("auto"),
+        P("nope"),
+        P(("explicit", "nope")),
+        P("auto", None, "explicit"),
+        P("auto", None, None),
+        *(
+            P("auto", **{kind: {axis}})
+            for kind in ("unreduced", "reduced")
+            for axis in ("explicit", "nope")
+            if hasattr(P(), kind)
+        ),
+        *(P(None, **{kind: {"auto"}}) for kind in ("unreduced", "reduced") if hasattr(P(), kind)),
+    ],
+    ids=str,
+)
+def test_what_jax_refuses_to_place_is_a_misfit(spec):
+    types = getattr(jax.sharding, "AxisType", None)
+    if types is None:
+        pytest.skip("this JAX has no types of axes")
+    mesh = jax.sharding.AbstractMesh(
+        (2, 2), ("auto", "explicit"), axis_types=(types.Auto, types.Explicit)
+    )
+    kept = sr.Correction(absent="keep", rank="keep", pad=False)
+    plan = sr.plan({"w": array(8, 8)}, [("w", spec)], mesh, correction=kept)
+    found = [one for one in plan.check() if one.kind == "misfit"]
+    assert bool(found) == refused_by_jax(spec, mesh, 2)
+    assert all(one.level == "error" and one.rule == 0 and one.paths == ("w",) for one in found)
+    assert all("cannot be placed" in one.message and one.fix for one in found)
+
+
+def test_the_axes_of_a_dict_are_not_explicit():
+    if not hasattr(P(), "unreduced"):
+        pytest.skip("this JAX has no unreduced axes")
+    plan = sr.plan({"w": array(8, 8)}, [("w", P("fsdp", unreduced={"tp"}))], MESH)
+    (one,) = (one for one in plan.check() if one.kind == "misfit")
+    assert "'tp' is unreduced and is not Explicit" in one.message
+    with pytest.raises(ValueError, match="rule 0 'w' .* cannot be placed"):
+        plan.shardings()
+
+
+def test_a_scale_is_not_to_be_padded():
+    scale = sr.Companion("_scale$", "", dims=(0,))
+    tree = {"w": array(6, 8), "w_scale": array(6)}
+    plan = sr.plan(tree, [("w$", P("tp"))], MESH, companions=[scale])
+    notes = {path: plan.kind(path).notes for path in tree}
+    assert notes == {
+        "w": (("dim 0 of size 6 is not divisible by tp=4", "use fewer axes or pad the array"),),
+        "w_scale": (("dim 0 of size 6 is not divisible by tp=4", "use fewer axes"),),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -723,3 +724,128 @@ def test_real_dtypes_are_those_of_the_manifest():
         "bfloat16",
         "float32",
     }
+
+
+EMPTY = [((),), ((), "tp"), (("tp",), ()), ((), ()), (None, ()), ("fsdp", (), "tp")]
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("entries", EMPTY, ids=str)
+def test_an_empty_entry_is_none(entries, pad):
+    """A plan is named_shardings, and a rule is one however its spec is written."""
+    tree, mesh = {"w": array(8, 8, 8), "b": array(8)}, {"fsdp": 2, "tp": 2}
+    correction = sr.Correction(pad=pad)
+    written = [entries, P(*entries), P(*(e or None for e in entries))]
+    plans = [sr.plan(tree, [("", spec)], mesh, correction=correction) for spec in written]
+    for spec, plan in zip(written, plans, strict=True):
+        check_equal_to_named_shardings(plan, tree, [("", spec)], mesh, correction=correction)
+    assert len({plan.fingerprint() for plan in plans}) == 1
+    assert len({str(plan) for plan in plans}) == 1
+
+
+def layers():
+    return {"layers": [{"w": array(8, 8)} for _ in range(4)], "{head}": array(8)}
+
+
+@pytest.mark.parametrize("method", ["explain", "kind", "source"])
+def test_a_path_from_the_table(method):
+    plan = sr.plan(layers(), [("w", "tp"), ("", ())], {"tp": 2})
+    folded = [one.pattern for one in plan.folded]
+    assert folded == ["layers/{0..3}/w", "{{head}}"]
+    found = [getattr(plan, method)(path) for path in folded]
+    wanted = [getattr(plan, method)(path) for path in ("layers/0/w", "{head}")]
+    assert found == wanted
+    with pytest.raises(KeyError, match=r"near it: layers/\{0\.\.3\}/w"):
+        getattr(plan, method)("layers/{0..2}/w")
+
+
+def test_the_name_of_an_optimizer_is_no_dtype():
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], {"tp": 2})
+    with pytest.raises(TypeError, match=r"optimizer is 'adam'.*dtypes.*plan\.for_optimizer"):
+        plan.bytes_per_device(optimizer="adam")
+    with pytest.raises(TypeError, match="optimizer is 'adam'"):
+        plan.sweep(optimizer="adam")
+    with pytest.raises(ValueError, match=r"optimizer\[1\] is 'adam'.*unknown dtype 'adam'"):
+        plan.bytes_per_device(optimizer=("float32", "adam"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jax.numpy.bfloat16, np.dtype(np.int16), np.int16])
+def test_dtypes_of_the_budget(dtype):
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], {"tp": 2})
+    held = plan.bytes_per_device(gradients=dtype, optimizer=[dtype])
+    assert (held.params.max(), held.gradients.max(), held.optimizer.max()) == (16, 8, 8)
+
+
+def test_zero1_leaves_averages_alone():
+    """They count as the optimizer's bytes, but are no optimizer's state."""
+    plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], {"dp": 2, "tp": 2})
+    state = {"opt_state": {"w": array(8, 8)}, "ema_params": {"w": array(8, 8)}}
+    specs = plan.for_optimizer(state, zero1="dp").specs()
+    assert "dp" in str(specs["opt_state"]["w"])
+    assert "dp" not in str(specs["ema_params"]["w"])
+    assert plan.for_optimizer(state).bytes_per_device().params.max() == 0
+
+
+def test_a_plan_is_pickled():
+    tree = {"w": array(8, 8), "w_scale": array(8)}
+    scale = sr.Companion("_scale$", "", dims=(0,))
+    plan = sr.plan(tree, [("w$", sr.RuleSpec("tp", units=(2,)))], {"tp": 2}, companions=[scale])
+    state = plan.for_optimizer({"mu": tree}, zero1="tp")
+    for one in (plan, state, sr.Plan.from_lock(plan.lock())):
+        back = pickle.loads(pickle.dumps(one))
+        assert back.fingerprint() == one.fingerprint()
+        assert str(back.check()) == str(one.check())
+    back = pickle.loads(pickle.dumps(plan))
+    assert back.on_mesh({"tp": 4}).fingerprint() == plan.on_mesh({"tp": 4}).fingerprint()
+
+
+def test_a_plan_on_devices_is_not_pickled():
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], Mesh(np.array(jax.devices()[:2]), ("tp",)))
+    with pytest.raises(TypeError, match=r"plan\.on_mesh\(plan\.axis_sizes\)"):
+        pickle.dumps(plan)
+    sizes = plan.on_mesh(plan.axis_sizes)
+    assert pickle.loads(pickle.dumps(sizes)).fingerprint() == plan.fingerprint()
+
+
+def test_a_plan_goes_to_a_mesh_of_devices():
+    tree, rules = {"w": array(8)}, [("w", "tp")]
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
+    plan = sr.plan(tree, rules, {"tp": 2})
+    for there in (mesh, AbstractMesh(mesh.axis_sizes, mesh.axis_names)):
+        on_mesh = plan.on_mesh(there)
+        check_equal_to_named_shardings(on_mesh, tree, rules, there)
+        assert on_mesh.axis_sizes == {"tp": 4}
+    state = plan.for_optimizer({"mu": tree}).on_mesh(mesh)
+    assert state.shardings()["mu"]["w"] == NamedSharding(mesh, P("tp"))
+
+
+def test_the_optimizers_plan_has_the_axes_in_the_meshs_order():
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], {"dp": 2, "tp": 4})
+    state = plan.for_optimizer({"mu": {"w": array(8)}}).on_mesh({"tp": 4, "dp": 2})
+    assert state.bytes_per_device().total.shape == (4, 2)
+
+
+def test_min_size_of_none_is_the_environments(monkeypatch):
+    tree, rules = {"w": array(8), "v": array(64)}, [("", "tp")]
+    for text in ("16", None):
+        monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
+        if text is not None:
+            monkeypatch.setenv("MIN_SHARDING_SIZE", text)
+        plan = sr.plan(tree, rules, {"tp": 2}, min_size=None)
+        check_equal_to_named_shardings(plan, tree, rules, {"tp": 2}, min_size=None)
+        assert (plan.specs()["v"] == P()) == (text is None)
+        same = [("w", "tp"), ("v", ())]
+        assert len(sr.compare(tree, rules, same, min_size=None)) == (text is not None)
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "abc")
+    for function in (sr.plan, sr.named_shardings):
+        with pytest.raises(ValueError, match="MIN_SHARDING_SIZE is 'abc'.*number of elements"):
+            function(tree, rules, {"tp": 2}, min_size=None)
+
+
+def test_numpy_integers_are_sizes():
+    tree = {"w": array(8)}
+    plan = sr.plan(tree, [("w", sr.RuleSpec("tp", units=(np.int64(2),)))], {"tp": np.int32(2)})
+    assert plan.axis_sizes == {"tp": 2}
+    assert type(plan.axis_sizes["tp"]) is int
+    assert plan.specs()["w"] == P("tp")
+    assert len(plan.sweep(devices=np.int64(4), hbm=np.float64(1e9))) == 1

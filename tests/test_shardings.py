@@ -205,3 +205,60 @@ def test_fingerprints_tell_trees_and_shardings_apart(mesh):
     assert of(abstract) == of(tree) == of(tree, on={"dp": 1, "fsdp": 4, "tp": 2})
     with pytest.raises(ValueError, match="2 leaves, but shardings has 1"):
         sr.fingerprint(tree, {"w": NamedSharding(mesh, P())})
+
+
+def test_a_spec_for_all_leaves():
+    tree = {"a": jax.ShapeDtypeStruct((8, 3), "float32"), "b": [jax.ShapeDtypeStruct((8,), "int8")]}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    found = sr.named_shardings(tree, P("fsdp"), mesh)
+    expected = sr.named_shardings(tree, [(".*", P("fsdp"))], mesh)
+    assert found == expected
+    assert sr.named_shardings(tree, found, mesh) == expected
+
+
+def test_a_tree_of_specs():
+    tree = {"a": {"w": jax.ShapeDtypeStruct((8, 3), "float32")}, "b": [np.ones((4, 4)), np.ones(3)]}
+    specs = {"a": P("fsdp"), "b": [P(None, "fsdp"), None]}  # a prefix; and a leaf left alone
+    found = sr.named_shardings(tree, specs, {"fsdp": 2})
+    assert found["a"]["w"].spec == P("fsdp", None)
+    assert [one and one.spec for one in found["b"]] == [P(None, "fsdp"), None]
+    placed = jax.tree.map(
+        lambda x: x.sharding.spec if isinstance(x, jax.Array) else None,
+        sr.shard({"b": tree["b"]}, {"b": specs["b"]}, Mesh(np.array(jax.devices()[:2]), ("fsdp",))),
+    )
+    assert placed == {"b": [P(None, "fsdp"), None]}
+
+
+def test_specs_have_no_min_size():
+    with pytest.raises(ValueError, match="min_size is 5; specs, unlike rules, have none"):
+        sr.named_shardings({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2}, min_size=5)
+
+
+@pytest.mark.parametrize(
+    ("specs", "place"),
+    [
+        (
+            {"a": P(), "c": P()},
+            r"at the root the specs alone have .*\['c'\].*the tree alone .*\['b'\]",
+        ),
+        ({"a": {"x": P()}, "b": P()}, r"at \['a'\] the specs alone have .*'x'.*alone .*'w'"),
+        ({"a": P(), "b": (P(), P())}, r"at \['b'\] the specs have a tuple, and the tree a list"),
+        (
+            {"a": {"w": [P()]}, "b": P()},
+            r"at \['a'\]\['w'\] the specs go on, where the tree has Shape",
+        ),
+        ([P(), P()], r"at the root the specs alone have .*\[0\]"),
+    ],
+)
+def test_a_tree_of_specs_of_another_structure(specs, place):
+    leaf = jax.ShapeDtypeStruct((8,), "float32")
+    tree = {"a": {"w": leaf}, "b": [leaf, leaf]}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    for function in (sr.named_shardings, sr.with_sharding_constraint, sr.shard):
+        with pytest.raises(ValueError, match=f"tree of specs does not fit the tree: {place}"):
+            function(tree, specs, mesh)
+
+
+def test_a_spec_is_no_list_of_rules():
+    with pytest.raises(TypeError, match=r"pairs, not a spec; write \[\('\.\*', P"):
+        sr.plan({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2})

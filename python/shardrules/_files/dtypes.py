@@ -9,6 +9,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Final
 
+from shardrules._words import brief
+
 __all__ = ["BITS", "SAFETENSORS", "bits_of", "numpy_name"]
 
 _NAMES_BY_BITS: Final = {
@@ -66,9 +68,10 @@ def numpy_name(name: str) -> str:
     found = SAFETENSORS.get(name, name)
     if found in BITS:
         return found
-    near = get_close_matches(name, SAFETENSORS, n=3) + get_close_matches(name, BITS, n=3)
+    word = name[:100]
+    near = get_close_matches(word, SAFETENSORS, n=3) + get_close_matches(word, BITS, n=3)
     known = near or ["float32", "bfloat16", "F32", "BF16"]
-    raise ValueError(f"unknown dtype {name!r}; known ones are {', '.join(known)}")
+    raise ValueError(f"unknown dtype {brief(name)}; known ones are {', '.join(known)}")
 
 
 def bits_of(dtype: object) -> int:
@@ -89,4 +92,4 @@ def bits_of(dtype: object) -> int:
     item_bytes = getattr(dtype, "itemsize", None)
     if isinstance(item_bytes, int):
         return 8 * item_bytes
-    raise ValueError(f"unknown dtype {dtype!r}; it has neither a known name nor an itemsize")
+    raise ValueError(f"unknown dtype {brief(dtype)}; it has neither a known name nor an itemsize")

@@ -6,10 +6,11 @@ A thread-local value. Must not know what the rules mean.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from shardrules._arguments import check_type
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins
 from shardrules._words import shown
@@ -87,6 +88,7 @@ def _check(rules: Any) -> None:
         raise TypeError(
             f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"
         )
+    check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
     last_wins(rules or ())
 
 

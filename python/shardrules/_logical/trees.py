@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_choice, check_tree, check_type, shape_of
@@ -183,6 +184,7 @@ def with_logical_constraint(
         (2,)
     """
     check_tree("tree", tree)
+    check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
     choices = tuple(one.value for one in RulesFallback)
     check_choice("fallback", getattr(fallback, "value", fallback), choices)
     chosen = get_logical_axis_rules() if rules is None else rules

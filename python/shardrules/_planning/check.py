@@ -43,8 +43,8 @@ def check(
     """See `Plan.check`."""
     chosen = dict(levels or {})
     for kind, level in chosen.items():
-        check_choice("a kind of finding", kind, tuple(KINDS))
-        check_choice(f"the level of {kind!r}", level, (*LEVELS, "off"))
+        check_choice("levels: a kind of finding", kind, tuple(KINDS))
+        check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
     facts = Facts(plan, large, declared, head_dim)
     found = (each for one in _CHECKS for each in one(facts))
     levelled = (one._replace(level=chosen.get(one.kind, one.level)) for one in found)

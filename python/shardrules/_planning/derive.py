@@ -115,8 +115,9 @@ def _dims_of(dims: tuple[Dim | EllipsisType, ...], rank: int, entries: int) -> t
 def _is_dim(dim: object) -> bool:
     if isinstance(dim, tuple):
         return all(isinstance(axis, str) for axis in dim)
-    is_number = isinstance(dim, int) and not isinstance(dim, bool)
-    return dim is None or isinstance(dim, str) or (is_number and dim >= 0)
+    if isinstance(dim, int):
+        return not isinstance(dim, bool) and dim >= 0
+    return dim is None or isinstance(dim, str)
 
 
 class Leaves(NamedTuple):

@@ -154,7 +154,8 @@ def text_of(lock_or_path: str | Path) -> tuple[str, str]:
         return Path(lock_or_path).read_text(encoding="utf-8"), str(lock_or_path)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name that a file can have
         name = lock_or_path if isinstance(lock_or_path, Path) else shown(lock_or_path)
-        raise FileError(f"{name}: neither a lock nor a file with one: {error}") from error
+        why = getattr(error, "strerror", None) or error  # an OSError's text has the whole name
+        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
 
 
 def _one_a_line(key: str, entries: list[Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
+from shardrules._arguments import boolean
 from shardrules._matching.dialects import EASYLM
 from shardrules._matching.rules import Pattern, Rules
 
@@ -67,6 +68,7 @@ class TreePathShardingRule:
     """
 
     def __init__(self, *rules: tuple[Pattern, Any], strict: bool = True) -> None:
+        strict = boolean("strict", strict)
         self.rules = rules
         self.strict = strict
         self._compiled = Rules(rules, EASYLM if strict else _NOT_STRICT)

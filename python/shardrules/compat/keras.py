@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+from shardrules._arguments import check_type
 from shardrules._matching.dialects import KERAS
 from shardrules._matching.reports import ambiguous_message
 from shardrules._matching.rules import Rules
@@ -65,6 +66,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self.rules.match(tree)
 
     def __getitem__(self, key: str) -> Any:
+        check_type("key", key, str, "a path")
         if key in self._layouts:
             return self._layouts[key]
         matching = self.rules.all_matches(key)
@@ -73,6 +75,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._layouts[str(self.rules[matching[0]][0])] if matching else None
 
     def __setitem__(self, key: str, layout: Any) -> None:
+        check_type("key", key, str, "a path or a regex")
         if key in self._layouts:
             raise ValueError(
                 f"{key!r} is in the LayoutMap already, with {shown(self._layouts[key])}; delete it "

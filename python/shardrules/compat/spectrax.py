@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
+from shardrules._arguments import boolean
 from shardrules._matching.dialects import SPECTRAX
 from shardrules._matching.rules import Pattern, Rules
 
@@ -51,5 +52,5 @@ def match_partition_rules(
         >>> specs == {"kernel": P("fsdp", "tp"), "bias": P()}
         True
     """
-    compiled = Rules(rules, SPECTRAX if strict else _NOT_STRICT)
-    return compiled.match(tree, min_size=min_size or 0)
+    compiled = Rules(rules, SPECTRAX if boolean("strict", strict) else _NOT_STRICT)
+    return compiled.match(tree, min_size=0 if min_size is None else min_size)

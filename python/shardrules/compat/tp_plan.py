@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from shardrules._arguments import boolean, check_tree, check_type, each
 from shardrules._matching.dialects import TP_PLAN
 from shardrules._matching.rules import Rules
 from shardrules._specs import partition_spec
@@ -28,6 +29,11 @@ bias; and the least rank of a parameter that it cuts at all. Other styles replic
 
 class _Style(NamedTuple):
     name: str
+
+
+def _check_plan(tp_plan: Any) -> None:
+    check_type("tp_plan", tp_plan, Mapping, "a dict of styles by names")
+    each("the names of tp_plan", tuple(tp_plan), str, "a string")
 
 
 def parameter_tp_plan(
@@ -49,6 +55,9 @@ def parameter_tp_plan(
         >>> parameter_tp_plan("layers.3.mlp.up_proj.weight", plan)
         'colwise'
     """
+    check_type("parameter_name", parameter_name, str, "a string")
+    _check_plan(tp_plan)
+    is_weight = boolean("is_weight", is_weight)
     dialect = TP_PLAN if is_weight else replace(TP_PLAN, match=("exact", "glob"))
     rule = Rules(tp_plan.items(), dialect).first_match(parameter_name)
     return None if rule is None else list(tp_plan.values())[rule]
@@ -81,6 +90,10 @@ def match_tp_plan(tp_plan: Mapping[str, str], tree: Any, prefix: str = "", axis:
     """
     import jax
 
+    _check_plan(tp_plan)
+    check_type("prefix", prefix, str, "a string")
+    check_type("axis", axis, str, "a mesh axis")
+    check_tree("tree", tree)
     at = f"{prefix}." if prefix else ""
     rules = Rules([(f"{at}{name}", _Style(style)) for name, style in tp_plan.items()], TP_PLAN)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from shardrules._arguments import texts
 from shardrules._matching.dialects import WINDOW
 from shardrules._matching.rules import Rules
 from shardrules._specs import entries_of, partition_spec
@@ -51,10 +52,10 @@ def set_partitions(
     """
     import jax
 
+    layers = set(texts("scanned", scanned))
     specs = Rules(rules, WINDOW).match(in_dict)
-    if not scanned:
+    if not layers:
         return specs
-    layers = set(scanned)
 
     def stacked(path: tuple[Any, ...], spec: Any) -> Any:
         keys = {getattr(key, "key", None) for key in path}
