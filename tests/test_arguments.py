@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -457,6 +458,14 @@ def test_looking_at_a_tree_costs_nothing_for_each_leaf():
 
     check_tree("tree", [Leaf() for _ in range(1000)])
     assert len(looked_at) < 10
+
+
+@pytest.mark.parametrize("size", ["b", 2**63, 10**5000, -1, 2.5, None], ids=type)
+def test_a_dimension_that_is_none_is_named_with_its_path(size):
+    leaf = SimpleNamespace(shape=(size, 8), dtype=np.dtype("float32"))
+    with pytest.raises((TypeError, ValueError), match="^w: .*(dimension|more bytes)") as caught:
+        sr.plan({"w": leaf}, RULES, SIZES)
+    assert len(str(caught.value)) < 300
 
 
 class Unprintable:

@@ -34,7 +34,7 @@ __all__ = [
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
-_PLAIN: Final = (str, bytes, bytearray, os.PathLike, ModuleType, type, Iterator)
+_PLAIN: Final = (str, bytes, bytearray, os.PathLike, ModuleType, Iterator)
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; files are read with the "
     "command line, or by what has written them"
@@ -180,8 +180,10 @@ def check_tree(name: str, tree: object) -> None:
         children = dict.values(tree) if isinstance(tree, dict) else tree
         if not children or not all(map(_is_function, children)):
             return
-    elif not isinstance(tree, _PLAIN) and (
-        hasattr(tree, "shape") or isinstance(tree, Number) or not _is_leaf(tree)
+    elif not isinstance(tree, type) and (
+        hasattr(tree, "shape")
+        or isinstance(tree, Number)
+        or not (isinstance(tree, _PLAIN) or _is_leaf(tree))
     ):
         return
     classes = (f"{base.__module__}.{base.__qualname__}" for base in type(tree).__mro__)

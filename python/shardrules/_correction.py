@@ -33,7 +33,7 @@ class Correction:
     Args:
         absent: For an entry that names an axis the mesh does not have: "drop" all axes of the
             entry, "drop_axis" only that axis, keep the "prefix" before it, "keep" it (JAX will
-            refuse it), or "error".
+            refuse it, and `Plan.check` says so), or "error".
         indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
             the axes that do not fit beside those before them, keep the longest "prefix" that fits,
             "keep" them (uneven shards), or "error".

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardrules._files.dtypes import bits_of
 from shardrules._planning.fold import Folded, fold
+from shardrules._words import brief, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -112,11 +113,13 @@ def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
         return Alike(rule, None, None, 0)
     for size in shape:
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
-            raise TypeError(f"a dimension of the shape {shape} is {size!r}, not an integer")
+            raise TypeError(
+                f"a dimension of the shape {brief(shape)} is {shown(size)}, not an integer"
+            )
         if size < 0:
-            raise ValueError(f"a dimension of the shape {shape} is negative")
+            raise ValueError(f"a dimension of the shape {brief(shape)} is negative")
     bits = bits_of(dtype)
     # A dimension of 0 would hide others that are too large to calculate with.
     if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
-        raise ValueError(f"an array of shape {shape} has more bytes than can be counted")
+        raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
     return Alike(rule, tuple(map(int, shape)), dtype, bits)
