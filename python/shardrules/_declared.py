@@ -23,4 +23,8 @@ class Declared(NamedTuple):
 
     def also(self, other: Declared) -> Declared:
         """What both declare."""
-        return Declared(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Declared(
+            self.replicated + other.replicated,
+            self.optional_axes + other.optional_axes,
+            self.data_axes + other.data_axes,
+        )
