@@ -174,10 +174,12 @@ class Rules:
 
         That it is the only one, where the dialect allows one alone, is for `match` to check.
         """
+        check_type("path", path, str, "a string")
         return self._rule_set.first_match(self.joined(path))
 
     def all_matches(self, path: str) -> list[int]:
         """The indices of all rules that match the path, ascending."""
+        check_type("path", path, str, "a string")
         return self._rule_set.all_matches(self.joined(path))
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
@@ -343,9 +345,15 @@ class Rules:
 
     def joined(self, path: str) -> str:
         """A path as people write it, as the patterns meet it."""
-        check_type("path", path, str, "a string")
+        return self.all_joined([path])[0]
+
+    def all_joined(self, paths: Iterable[str]) -> list[str]:
+        """The same of many paths."""
         dialect = self._dialect
-        return path.replace(dialect.separator, dialect.joined_by) if dialect.separator else path
+        separator, joined_by = dialect.separator, dialect.joined_by
+        if not separator or separator == joined_by:
+            return list(paths)
+        return [path.replace(separator, joined_by) for path in paths]
 
     def for_whole_paths(self) -> Rules:
         """These rules, for trees whose only keys are `joined` paths."""

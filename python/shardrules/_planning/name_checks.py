@@ -157,8 +157,7 @@ def nnx_values(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     dialect = plan.rules.dialect
     end = f"{dialect.separator or '.'}value"
-    rows = [row for row, path in enumerate(plan.sources) if path.endswith(end)]
-    if not rows:
+    if not any(one.pattern.endswith(end) for one in plan.folded):
         return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if dialect.separator else "['~']"

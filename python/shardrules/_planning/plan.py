@@ -212,7 +212,8 @@ class Plan:
         """How each rule does on the leaves that need one."""
         needed = [kind.rule is not None or kind.problem is not None for kind in self.kinds]
         rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
-        leaves = dict.fromkeys((self.rules.joined(self.sources[row]) for row in rows), 0)
+        sources = map(self.sources.__getitem__, rows.tolist())
+        leaves = dict.fromkeys(self.rules.all_joined(sources), 0)
         return self.rules.for_whole_paths().coverage(leaves, strict=False)
 
     def check(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardrules._arguments import shape_of
+from shardrules._arguments import check_type, shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
 from shardrules._matching.rules import Pattern, Rules, as_rules
@@ -81,6 +81,7 @@ def spec_for(
         ('fsdp', None)
     """
     check_correction(correction)
+    check_type("path", path, str, "a string")
     compiled = as_rules("rules", rules).for_whole_paths()
     key = compiled.joined(path)
     tree = {key: SimpleNamespace(shape=shape_of("shape", shape))}
