@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
@@ -261,6 +262,58 @@ def test_zero1_of_an_axis_of_one_or_none():
         plan.for_optimizer(state, zero1="data")
 
 
+@pytest.fixture(scope="module")
+def keras():
+    before = os.environ.setdefault("KERAS_BACKEND", "jax")
+    module = pytest.importorskip("keras")
+    if before != "jax" or module.backend.backend() != "jax":
+        pytest.skip("Keras runs on another backend here")
+    return module
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "Nadam", "Lion", "RMSprop", "Muon", "Adafactor", "Ftrl"])
+def test_keras_optimizers_find_their_parameters(keras, name, nested):
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((16,)), layers.Dense(32, name="up")], name="net_1")
+    entry = keras.Input((16,))
+    mixed = layers.MultiHeadAttention(2, 4, name="attn")(*[inner(entry)[:, None]] * 2)
+    model = keras.Model(entry, layers.LayerNormalization(name="norm")(mixed))
+    optimizer = getattr(keras.optimizers, name)(use_ema=True)
+    model.compile(optimizer)
+    optimizer.build(model.trainable_variables)
+    state = {variable.path: variable.value for variable in optimizer.variables}
+    parameters = {variable.path: variable.value for variable in model.trainable_variables}
+    if nested and name == "Adafactor":
+        pytest.skip("Keras gives its factors equal paths, of which it makes no tree itself")
+    if nested:
+        trees = model.get_state_tree()
+        state, parameters = trees["optimizer_variables"], trees["trainable_variables"]
+    rules = [("kernel", P("fsdp", "tp")), (".*", P("tp"))]
+    plan = sr.plan(parameters, rules, SIZES)
+    derived = plan.for_optimizer(state)
+    followed = 0
+    for variable in model.trainable_variables:
+        flat = variable.path.replace("/", "_")
+        for path in derived.paths:
+            if re.fullmatch(rf".*/{flat}_[a-z_]+", path):
+                assert derived.source(path) == variable.path, path
+                assert derived.kind(path).spec == plan.kind(variable.path).spec, path
+                followed += 1
+    assert followed >= 2 * len(model.trainable_variables)
+    assert tuple(derived.kind(f"{optimizer.name}/iteration").spec) == ()
+
+
+def test_a_flat_name_of_several_parameters_is_that_of_none():
+    same = {"a_b": {"c": abstract(8, 8)}, "a": {"b_c": abstract(8, 8)}}
+    plan = sr.plan(same, [("", P("fsdp", "tp"))], SIZES)
+    assert plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds[0].spec == P("fsdp", "tp")
+    plan = sr.plan(same, [("a_b", P("fsdp", "tp")), ("", P("tp"))], SIZES)
+    (kind,) = plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds
+    assert tuple(kind.spec) == ()
+    assert kind.origin == "no parameter is found by its path: replicated"
+
+
 def test_the_longest_path_of_whole_components():
     rules = [("ab/w", P("tp")), ("^b/w", P("fsdp")), ("^w", P("dp"))]
     tree = {"b": {"w": abstract(8)}, "w": abstract(8)}
@@ -450,6 +503,8 @@ NAMES = [
     ("q/lora_b", (16, 64), "q/kernel", (None, "out")),
     ("q/lora/lora_a/value", (64, 16), "q/kernel/value", ("in", None)),
     ("q/lora_A/kernel", (64, 16), "q/kernel", ("in", None)),
+    ("q/kernel_lora_a/value", (64, 16), "q/kernel/value", ("in", None)),
+    ("q/w_proj_lora_b", (16, 2, 64), "q/w_proj", (None, "in", "out")),
     ("q.lora_A.weight", (16, 64), "q.weight", (None, "in")),
     ("q.lora_A.default.weight", (16, 64), "q.weight", (None, "in")),
     ("q/lora_B/default/weight", (64, 16), "q/weight", ("out", None)),
@@ -466,6 +521,8 @@ NAMES = [
     ("q.g_idx", (64,), "q.weight", ("in",)),
     ("m/down_proj_blocks", (4, 64, 4, 16), "m/down_proj", ("expert", "out", "in", None)),
     ("m/down_proj_scales", (4, 64, 4), "m/down_proj", ("expert", "out", "in")),
+    ("q/kernel/array/qvalue/value", (64, 64), "q/kernel/value", ("in", "out")),
+    ("q/kernel/array/scale", (1, 64), "q/kernel", (None, "out")),
     ("q/kernel_scale", (64,), "q/kernel", ("out",)),
     ("q/kernel_scale", (1, 64), "q/kernel", (None, "out")),
 ]
@@ -494,6 +551,45 @@ def test_flax_lora_has_these_shapes():
     specs = {path.split("/")[-2]: plan.kind(path).spec for path in plan.paths}
     assert specs["lora_a"] == P("fsdp", None)
     assert specs["lora_b"] == P(None, "tp")
+
+
+# What qwix 0.1.8 makes of these weights: nnx.Linear, LinearGeneral in both directions, a square
+# one, a convolution, and einsums BD,NDH->BNH, BNH,NHD->BD and (of experts) ECD,EDF->ECF.
+QWIX = [
+    # (weight, a, b, spec of a, spec of b), the weight's dimensions cut by x, y and z
+    ((32, 64), (32, 4), (4, 64), ("x", None), (None, "y")),
+    ((64, 8, 16), (64, 4), (4, 128), ("x", None), (None, "y")),
+    ((8, 16, 32), (128, 4), (4, 32), ("x", None), (None, "z")),
+    ((64, 64), (64, 4), (4, 64), ("x", None), (None, "y")),
+    ((6, 32, 48), (6, 32, 4), (4, 48), ("x", "y", None), (None, "z")),
+    ((2, 32, 8), (32, 4), (4, 2, 8), ("y", None), (None, "x", "z")),
+    ((2, 8, 32), (2, 8, 4), (4, 32), ("x", "y", None), (None, "z")),
+    ((6, 32, 48), (6, 32, 4), (6, 4, 48), ("x", "y", None), ("x", None, "z")),
+]
+
+
+@pytest.mark.parametrize(("weight", "a", "b", "of_a", "of_b"), QWIX)
+def test_the_rank_of_qwixs_lora_is_not_cut(weight, a, b, of_a, of_b):
+    tree = {"w": abstract(*weight), "w_lora_a": abstract(*a), "w_lora_b": abstract(*b)}
+    rules = [("w", P("x", "y", "z"))]
+    specs = sr.plan(tree, rules, {"x": 2, "y": 2, "z": 2}, companions=sr.LORA).specs()
+    assert (specs["w_lora_a"], specs["w_lora_b"]) == (P(*of_a), P(*of_b))
+
+
+def test_sizes_without_relation_are_not_cut():
+    tree = {"w": abstract(32, 64), "w_lora_a": abstract(40, 4), "w_lora_b": abstract(4, 40)}
+    specs = sr.plan(tree, [("w", P("fsdp", "tp"))], SIZES, companions=sr.LORA).specs()
+    assert specs["w_lora_a"] == specs["w_lora_b"] == P()
+
+
+def test_qwix_has_these_shapes():
+    qwix, nnx = pytest.importorskip("qwix"), pytest.importorskip("flax.nnx")
+    layer = nnx.Einsum("BD,NDH->BNH", (2, 32, 8), rngs=nnx.Rngs(0))
+    lora = qwix.LoraProvider(module_path=".*", rank=4, alpha=1.0)
+    model = qwix.apply_lora_to_model(layer, lora, jnp.ones((2, 32)), rngs=nnx.Rngs(1))
+    plan = sr.plan(nnx.state(model), [("kernel", P("tp", "fsdp"))], SIZES, companions=sr.LORA)
+    assert plan.kind("kernel_lora_a/value").spec == P("fsdp", None)
+    assert plan.kind("kernel_lora_b/value").spec == P(None, "tp", None)
 
 
 def test_deepseek_scales_are_cut_like_their_weights():

@@ -7,6 +7,7 @@ nothing. Must not know how a companion is applied.
 from __future__ import annotations
 
 import re
+from math import prod
 from types import EllipsisType
 from typing import Final
 
@@ -16,12 +17,53 @@ from shardrules._specs import Dim
 
 __all__ = ["LORA", "QUANTIZED", "stacked", "unstacked"]
 
+_Shape = tuple[int, ...]
+
+
+def _spans(sizes: _Shape, base: _Shape) -> list[tuple[int, int]] | None:
+    """Per size the leftmost dimensions of the base that it is, from and to, several if merged."""
+    spans: list[tuple[int, int]] = []
+    start, end = 0, len(base)
+    for size in sizes:
+        every = ((i, j) for i in range(start, end) for j in range(i + 1, end + 1))
+        span = next((one for one in every if prod(base[slice(*one)]) == size), None)
+        if span is None:
+            return None
+        spans.append(span)
+        start = span[1]
+    return spans
+
+
+def _dims_of_a(shape: _Shape, base: _Shape | None) -> tuple[Dim, ...]:
+    """[..., in, rank]: of equal dimensions of the base, the first."""
+    if not base:
+        return (*range(len(shape) - 1), None)
+    spans = _spans(shape[:-1], base)
+    return (*(first for first, _ in spans), None) if spans else (None,) * len(shape)
+
+
+def _dims_of_b(shape: _Shape, base: _Shape | None) -> tuple[Dim, ...]:
+    """[rank, ..., out], or [batch, rank, out]: of equal dimensions of the base, the last."""
+    if not base:
+        return (None, *range(1, len(shape)))
+    for rank_at in range(len(shape) - 1):
+        sizes = (*shape[:rank_at], *shape[rank_at + 1 :])
+        if mirrored := _spans(sizes[::-1], base[::-1]):
+            dims = [len(base) - end for _, end in reversed(mirrored)]
+            return (*dims[:rank_at], None, *dims[rank_at:])
+    return (None,) * len(shape)
+
+
 # [./]: checkpoint names are dotted, the paths of trees made of them slashed.
 LORA: Final = (
     # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a
     # kernel [in, out].
     Companion(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
     Companion(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
+    # qwix: [..., in, r] and [r, ..., out], or [batch, r, out], beside a weight of any name, the
+    # dimensions of which an einsum may have in any order.
+    Companion(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
+    Companion(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
     # peft's Linear: [r, in] and [out, r] beside a weight [out, in]; "default" is an adapter's name.
     Companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
     Companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
@@ -32,8 +74,10 @@ LORA: Final = (
     Companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
 )
 r"""Companions: the factors of LoRA follow the kernel or weight that they adapt; their dimension r,
-the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`) and Hugging Face's peft
-(`lora_A`, `lora_B`, `lora_magnitude_vector`, `lora_embedding_A`, `lora_embedding_B`)."""
+the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`), qwix (`..._lora_a`,
+`..._lora_b`) and Hugging Face's peft (`lora_A`, `lora_B`, `lora_magnitude_vector`,
+`lora_embedding_A`, `lora_embedding_B`). Those of qwix find their dimensions by their sizes where
+the weight is in the tree; else a weight [in, out] is assumed."""
 
 _GROUPED: Final = r"(^|[./])(?:qweight|qzeros|scales)$"
 
@@ -50,6 +94,8 @@ QUANTIZED: Final = (
     # [experts, in, out].
     Companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
     Companion(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
+    # qwix: the values of a quantized weight, and scales of as many dimensions, some of them 1.
+    Companion(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
     # A flax kernel [in, out] with a scale for each output: [out] or [1, out].
     Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
     Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
@@ -57,7 +103,8 @@ QUANTIZED: Final = (
 r"""Companions: what quantization puts beside a weight, or in its place, follows the weight.
 DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ and AWQ;
 `weight_packed`, `weight_scale` and `weight_zero_point` of compressed-tensors; `..._proj_blocks` and
-`..._proj_scales` of gpt-oss; and a `kernel_scale` for each output."""
+`..._proj_scales` of gpt-oss; `array/qvalue`, `array/scale` and `array/zero_point` of qwix; and a
+`kernel_scale` for each output."""
 
 
 def stacked(

@@ -7,10 +7,10 @@ optimizers, nor which libraries name leaves in which ways.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from types import EllipsisType
+from types import EllipsisType, MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ from shardrules._words import shown
 __all__ = ["Companion", "Leaves", "grouped", "placed_leaves", "with_companions"]
 
 _Key = TypeVar("_Key", bound=Hashable)
+_Shape = tuple[int, ...]
+_Dims = tuple[Dim | EllipsisType, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Companion:
         dims: Per dimension of the leaf: the base's dimension that it is; None if it is none, and
             not cut; or the mesh axis, or axes, that cut it. The record is for leaves of this rank
             only. A final `...` stands for all further dimensions, those of the base in order.
+            Or a function that tells the dims of a leaf of any rank from its shape and its base's,
+            which is None where the base is not in the tree.
         blocks: Per dimension of the leaf, how many of the base's elements one of its own stands
             for; 1 unless told. Only units need it.
 
@@ -61,21 +65,17 @@ class Companion:
 
     pattern: str | re.Pattern[str]
     base: str
-    dims: tuple[Dim | EllipsisType, ...] = (...,)
+    dims: _Dims | Callable[[_Shape, _Shape | None], tuple[Dim, ...]] = (...,)
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
         check_type("base", self.base, str, "a string")
         re.sub(self.pattern, self.base, "")
-        object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
+        if not callable(self.dims):
+            object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
+            _check_dims(self.dims)
         blocks = listed("blocks", self.blocks, "integers")
-        for position, dim in enumerate(self.dims):
-            if not _is_dim(dim) and not (dim is ... and position == len(self.dims) - 1):
-                raise ValueError(
-                    f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
-                    "at its end there may be an ellipsis"
-                )
         checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
         object.__setattr__(self, "blocks", tuple(checked))
 
@@ -87,18 +87,29 @@ class Companion:
     def is_for(self, rank: int) -> bool:
         """Whether leaves of this rank can be such."""
         rank = integer("rank", rank)
+        if callable(self.dims):
+            return True
         named, is_open = _named(self.dims)
         # There must be a place for each dimension that the base does not have.
         return all(isinstance(dim, int) for dim in named[rank:]) if is_open else len(named) == rank
 
 
-def _named(dims: tuple[Dim | EllipsisType, ...]) -> tuple[tuple[Dim, ...], bool]:
+def _check_dims(dims: _Dims) -> None:
+    for position, dim in enumerate(dims):
+        if not _is_dim(dim) and not (dim is ... and position == len(dims) - 1):
+            raise ValueError(
+                f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
+                "at its end there may be an ellipsis"
+            )
+
+
+def _named(dims: _Dims) -> tuple[tuple[Dim, ...], bool]:
     """The dims before the ellipsis, and whether there is one."""
     named = tuple(dim for dim in dims if dim is not ...)
     return named, len(named) < len(dims)
 
 
-def _dims_of(dims: tuple[Dim | EllipsisType, ...], rank: int, entries: int) -> tuple[Dim, ...]:
+def _dims_of(dims: _Dims, rank: int, entries: int) -> tuple[Dim, ...]:
     """The dims of a leaf of this rank, whose base's spec has so many entries.
 
     Where all of the base's dimensions are taken, entries beyond the rank are too many for the base
@@ -128,6 +139,11 @@ class Leaves(NamedTuple):
     """Of each of `found.kinds`."""
     sources: list[str]
     """Per row, the path that the rules meet."""
+    companions: tuple[Companion, ...] = ()
+    """Those that were given."""
+    found_by: Mapping[int, Companion] = MappingProxyType({})
+    """Of each row that one finds, which; the row's source is its own path if no rule meets the
+    base's."""
 
 
 def placed_leaves(found: Survey, placer: Placer) -> Leaves:
@@ -139,7 +155,7 @@ class _Followed(NamedTuple):
     """How leaves follow their bases."""
 
     rule: int
-    dims: tuple[Dim | EllipsisType, ...]
+    dims: _Dims
     blocks: tuple[int, ...]
 
 
@@ -147,7 +163,7 @@ def with_companions(
     leaves: Leaves,
     rules: Rules,
     placer: Placer,
-    companions: Sequence[Companion],
+    companions: tuple[Companion, ...],
     min_size: int,
 ) -> Leaves:
     """The leaves again, those that companions find by the rules of their bases."""
@@ -159,7 +175,8 @@ def with_companions(
     sources = list(found.paths)
     for row, companion in companion_of.items():
         if (rule := rule_of[base_of[row]]) != UNMATCHED:
-            followed[row] = _Followed(rule, companion.dims, companion.blocks)
+            dims = _resolved(companion, found, row, base_of[row])
+            followed[row] = _Followed(rule, dims, companion.blocks)
             sources[row] = base_of[row]
     keys, kind_of = grouped(
         (kind, followed.get(row)) for row, kind in enumerate(found.kind_of.tolist())
@@ -171,10 +188,29 @@ def with_companions(
 
     kinds = [placed(*key) for key in keys]
     alikes = [found.kinds[kind] for kind, _ in keys]
-    return Leaves(replace(found, kind_of=kind_of, kinds=alikes), kinds, sources)
+    found = replace(found, kind_of=kind_of, kinds=alikes)
+    return Leaves(found, kinds, sources, companions, companion_of)
 
 
-def _companions_of(found: Survey, companions: Sequence[Companion]) -> dict[int, Companion]:
+def _resolved(companion: Companion, found: Survey, row: int, base: str) -> _Dims:
+    """The dims of the leaf of this row."""
+    if not callable(companion.dims):
+        return companion.dims
+    shape, of_base = (
+        None if at is None else found.kinds[int(found.kind_of[at])].shape
+        for at in (row, found.rows.get(base))
+    )
+    dims = tuple(companion.dims(shape or (), of_base))
+    _check_dims(dims)
+    if len(dims) != len(shape or ()):
+        raise ValueError(
+            f"{found.paths[row]}: the dims of the companion {companion.pattern!r} are {dims} for "
+            f"the shape {shape}; there must be one for each of its dimensions"
+        )
+    return dims
+
+
+def _companions_of(found: Survey, companions: tuple[Companion, ...]) -> dict[int, Companion]:
     """Per row that one finds, the first that does."""
     ranks = [
         -1 if alike.shape is None or alike.rule == NO_RULE_NEEDED else len(alike.shape)

@@ -1,14 +1,14 @@
 """The leaves of an optimizer's state: each finds its parameter by path, and its spec by shape.
 
 Costs a walk over the state and a few look-ups per leaf; specs are made per kind. Must not know of
-any optimizer but what Adafactor calls its factors.
+any optimizer but what Adafactor calls its factors, and how Keras names what goes with a parameter.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -96,17 +96,43 @@ def _parameters(plan: Plan, paths: list[str]) -> tuple[list[int], list[int | Non
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
     row_of = {path: row for row, path in enumerate(plan.paths)}
+    flat_names = functools.cache(lambda: _rows_of_flat_names(plan))
     rows, factors = [], []
     for path in paths:
         start = 0
         while (row := row_of.get(path[start:], _NONE)) == _NONE:
             passed = boundary.search(path, start)
             if passed is None:
+                row = _row_of_flat_name(path[start:], flat_names)
                 break
             start = passed.end()
         rows.append(row)
         factors.append(None if row == _NONE else _factor(path[:start]))
     return rows, factors
+
+
+def _rows_of_flat_names(plan: Plan) -> dict[str, int]:
+    """The rows by paths as Keras's optimizers write them: `net_dense_kernel` of net/dense/kernel.
+
+    A name that stands for several parameters is that of none, unless they are of one kind.
+    """
+    separator = plan.rules.dialect.separator or "/"
+    rows: dict[str, int] = {}
+    for row, path in enumerate(plan.paths):
+        other = rows.setdefault(path.replace(separator, "_"), row)
+        if other not in (_NONE, row) and plan.kind_of[other] != plan.kind_of[row]:
+            rows[path.replace(separator, "_")] = _NONE
+    return rows
+
+
+def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
+    """The row of `net_dense_kernel_momentum`: the longest of these names that it begins with."""
+    end = name.rfind("_")
+    while end > 0:
+        if (row := rows().get(name[:end])) is not None:
+            return row
+        end = name.rfind("_", 0, end)
+    return _NONE
 
 
 @functools.lru_cache(maxsize=1024)

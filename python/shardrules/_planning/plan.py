@@ -159,17 +159,22 @@ class Plan:
 
     def __init__(self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike) -> None:
         check_countable(axis_sizes)
-        found, kinds, sources = place(mesh)
-        self._found = found
+        leaves = place(mesh)
+        self._found = found = leaves.found
         self._place = place
         self._mesh = mesh
         self.paths = found.paths
         """Column: the leaves' paths."""
-        self.sources = sources
+        self.sources = leaves.sources
         """Column: the paths that the rules meet: those of the leaves, or of what they follow."""
+        self.companions = leaves.companions
+        """The companions that were given."""
+        self.found_by = leaves.found_by
+        """Of each row that a companion finds, which; a row whose source is its own path does not
+        follow: no rule meets its base's path."""
         self.kind_of = found.kind_of
         """Column, int32: index of the leaf's kind in `kinds`."""
-        self.kinds = kinds
+        self.kinds = leaves.kinds
         self.rules = found.rules
         self.axis_sizes = axis_sizes
         """Devices along each mesh axis, in the mesh's order."""
@@ -497,10 +502,11 @@ class Plan:
         """The plan of an optimizer's state: each leaf is cut as its parameter is.
 
         A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
-        the longest. A moment of the parameter's shape gets its spec; one that lacks a dimension,
-        as Adafactor's `v_row` and `v_col` (`optax.scale_by_factored_rms`), lacks its entry; a
-        history with a dimension in front gets it behind None; of dimensions that are 1, none is
-        cut. All else is replicated; `Kind.origin` says which of these it was.
+        the longest. In a state of Keras, `dense_kernel_momentum` belongs to `dense/kernel`. A
+        moment of the parameter's shape gets its spec; one that lacks a dimension, as Adafactor's
+        `v_row` and `v_col` (`optax.scale_by_factored_rms`), lacks its entry; a history with a
+        dimension in front gets it behind None; of dimensions that are 1, none is cut. All else is
+        replicated; `Kind.origin` says which of these it was.
 
         Args:
             state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
