@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,135 @@ def test_what_is_in_place_is_not_copied(mesh):
     again = sr.shard(placed, RULES, mesh)
     pointer = [x["w"].addressable_shards[0].data.unsafe_buffer_pointer() for x in (placed, again)]
     assert pointer[0] == pointer[1]
+
+
+def test_donation_after_shard_is_that_after_device_put(mesh):
+    sharding = NamedSharding(mesh, P("fsdp", "tp"))
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for function in (sr.shard, jax.device_put):
+        x = jax.device_put(np.ones((8, 8), "float32"), sharding)
+        y = function(x, sharding)
+        assert y is x
+        donated(y)
+        assert x.is_deleted()
+    # What is moved is copied.
+    x = jax.device_put(np.ones((8, 8), "float32"), sharding)
+    y = sr.shard(x, NamedSharding(mesh, P("tp", "fsdp")))
+    donated(y)
+    assert not x.is_deleted()
+    np.testing.assert_array_equal(x, np.ones((8, 8)))
+
+
+@pytest.mark.parametrize("wanted", [P(), P("fsdp")])
+def test_an_array_of_one_device_and_its_shards_are_donated_apart(mesh, wanted):
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.arange(64.0).reshape(8, 8)
+    y = sr.shard(x, wanted, mesh)
+    donated(y)
+    np.testing.assert_array_equal(x, np.arange(64.0).reshape(8, 8))
+    y = sr.shard(x, wanted, mesh)
+    donated(x)
+    np.testing.assert_array_equal(y, np.arange(64.0).reshape(8, 8))
+
+
+TRACED = {
+    "jit": lambda function: jax.jit(function),
+    "vmap": lambda function: jax.vmap(function),
+    "grad": lambda function: jax.grad(lambda x: function(x).sum()),
+    "eval_shape": lambda function: functools.partial(jax.eval_shape, function),
+}
+
+
+@pytest.mark.parametrize("traced", TRACED)
+def test_inside_jit_the_message_names_with_sharding_constraint(mesh, traced):
+    call = TRACED[traced]
+    with pytest.raises(TypeError, match="use with_sharding_constraint, which takes the same"):
+        call(lambda x: sr.shard({"w": x}, RULES, mesh)["w"])(jnp.ones((8, 8)))
+    with pytest.raises(TypeError, match="gather fetches arrays from devices, and inside jit"):
+        call(lambda x: sr.gather({"w": x})["w"])(jnp.ones((8, 8)))
+
+
+class TestEquinox:
+    def model(self):
+        eqx = pytest.importorskip("equinox")
+
+        class Model(eqx.Module):
+            mlp: eqx.nn.MLP
+            dropout: eqx.nn.Dropout
+            norm: eqx.nn.BatchNorm
+            scale: float = 2.0
+            activation: object = jax.nn.relu
+            is_causal: bool = True
+            missing: None = None
+
+        key = jax.random.key(0)
+        return Model(
+            eqx.nn.MLP(8, 8, 16, 2, key=key),
+            eqx.nn.Dropout(0.5, inference=False),
+            eqx.nn.BatchNorm(8, "batch", mode="ema"),
+        )
+
+    def test_a_model_with_functions_and_flags(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        model = self.model()
+        rules = sr.Rules([("weight", P("fsdp", "tp")), (".*", P())])
+        placed = sr.shard(model, rules, mesh)
+        assert jax.tree.structure(placed) == jax.tree.structure(model)
+        assert placed.mlp.layers[0].weight.sharding == NamedSharding(mesh, P("fsdp", "tp"))
+        assert placed.dropout.inference is False
+        assert placed.is_causal is True
+        assert placed.activation is jax.nn.relu
+        assert placed.norm.axis_name == "batch"
+        assert isinstance(placed.scale, jax.Array)
+        expected, _ = eqx.partition(model, eqx.is_array)
+        arrays, _ = eqx.partition(placed, eqx.is_array)
+        for got, sent in zip(*map(jax.tree.leaves, (arrays.mlp, expected.mlp)), strict=True):
+            np.testing.assert_array_equal(got, sent)
+        x = jnp.ones(8)
+        run = eqx.filter_jit(lambda model, x, key: model.dropout(model.mlp(x), key=key))
+        key = jax.random.key(1)
+        np.testing.assert_allclose(run(placed, x, key), run(model, x, key), rtol=1e-5)
+
+    def test_as_filter_shard_with_one_spec(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        model = self.model().mlp
+        sharding = NamedSharding(mesh, P())
+        for got, theirs in zip(
+            *map(jax.tree.leaves, (sr.shard(model, sharding), eqx.filter_shard(model, sharding))),
+            strict=True,
+        ):
+            assert got is theirs or got.sharding == theirs.sharding
+
+    def test_a_mistake_names_the_fix(self, mesh):
+        eqx = pytest.importorskip("equinox")
+
+        class Model(eqx.Module):
+            params: dict
+
+        with pytest.raises(
+            TypeError, match=r"leaf .params\['w'\] is 'x' .*eqx.partition\(model, eqx.is_array"
+        ):
+            sr.shard(Model({"w": "x", "b": jnp.ones(8)}), RULES, mesh)
+
+    def test_an_abstract_model_is_a_mistake(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        with pytest.raises(TypeError, match="layers.0..weight is ShapeDtypeStruct"):
+            sr.shard(eqx.filter_eval_shape(lambda: self.model().mlp), RULES, mesh)
+
+
+def test_flags_and_functions_stay_wherever_they_are(mesh):
+    given = {"w": np.ones((8, 8)), "use_bias": True, "act": jax.nn.gelu, "dtype": jnp.float32}
+    placed = sr.shard(given, RULES, mesh)
+    assert placed["use_bias"] is True
+    assert placed["act"] is jax.nn.gelu
+    assert placed["dtype"] is jnp.float32
+    assert isinstance(sr.shard(np.True_, P(), mesh), jax.Array)
+
+
+def test_a_tree_of_functions_alone_is_a_mistake(mesh):
+    optax = pytest.importorskip("optax")
+    with pytest.raises(TypeError, match="the leaf .init is <function"):
+        sr.shard(optax.sgd(1e-3), RULES, mesh)
 
 
 def test_nothing_is_compiled(mesh):

@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
+from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import axes_of_type, current_view
 from shardrules._sharding.placement import put
 from shardrules._sharding.requests import requested_shardings
@@ -35,7 +36,12 @@ def with_sharding_constraint(
     As `jax.lax.with_sharding_constraint`, and with the correction of
     `eformer.escale.with_sharding_constraint`. Inside jit, axes of type Auto become a constraint,
     Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out. Outside
-    of jit the arrays, numpy ones included, are put there in one batched call.
+    of jit the arrays, numpy ones included, are put there in one batched call, and what comes back
+    are copies, as with JAX's: to donate one leaves the array that was given as it is.
+
+    Rules and specs leave an array in the kind of memory that it is in; a NamedSharding has one.
+    Inside jit, one of its devices' default kind leaves the array where it is, as in JAX, and one of
+    "pinned_host" moves it there.
 
     Args:
         tree: Any pytree. Leaves without a shape, such as Python numbers, are left alone.
@@ -49,7 +55,8 @@ def with_sharding_constraint(
         A tree of the same structure.
 
     Raises:
-        ValueError: As `named_shardings`; before anything is done to an array.
+        ValueError: As `named_shardings`, before anything is done to an array; or inside jit a kind
+            of memory that JAX does not have there.
         TypeError: Something else is given for a spec.
 
     Example:
@@ -81,10 +88,11 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
         if sharding is None or not hasattr(leaf, "shape"):
             continue
         if any(map(is_unconstrained, entries_of(sharding.spec))) or not _has_devices(sharding):
-            placed[index] = jax.lax.with_sharding_constraint(leaf, sharding)
+            array = jax.lax.with_sharding_constraint(leaf, sharding)
+            placed[index] = moved_inside_jit(array, sharding)
         else:
             at_once[index] = sharding
-    arrays = put([leaves[i] for i in at_once], list(at_once.values()))
+    arrays = put([leaves[i] for i in at_once], list(at_once.values()), may_alias=False)
     for index, array in zip(at_once, arrays, strict=True):
         placed[index] = array
     return placed
@@ -100,7 +108,9 @@ def _constrain_traced(leaves: list[Any], shardings: list[NamedSharding | None]) 
     return [
         leaf
         if sharding is None or not hasattr(leaf, "shape")
-        else _constrained(leaf, *_by_axis_type(sharding, current_view(sharding.mesh)))
+        else moved_inside_jit(
+            _constrained(leaf, *_by_axis_type(sharding, current_view(sharding.mesh))), sharding
+        )
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
 

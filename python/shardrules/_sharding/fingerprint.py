@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_tree, check_type
+from shardrules._sharding.memory import memory_apart
 from shardrules._specs import entries_of
 from shardrules._words import mesh_shown
 
@@ -24,7 +25,7 @@ _FAILED: Final = bytes(2 * _BYTES)
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
-    """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
+    """64 hex digits that change with any path, shape, dtype, spec, mesh axis size or memory kind.
 
     The same in every process and every run; devices do not count.
 
@@ -138,4 +139,6 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
         for name in ("unreduced", "reduced")
         if getattr(sharding.spec, name, None)
     ]
+    if memory := memory_apart(sharding):
+        extra.append(f"memory={memory}")
     return " ".join([repr(entries_of(sharding.spec)), *extra, mesh_shown(sharding.mesh.shape)])

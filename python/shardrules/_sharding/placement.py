@@ -31,24 +31,29 @@ def shard(
     *,
     correction: Correction | None = None,
 ) -> Any:
-    """The tree with its leaves as jax.Arrays, placed as the rules say.
+    """The tree with its arrays and numbers as jax.Arrays, placed as the rules say.
 
     In several processes, each calls this with the same tree, or at least with its own shards' part
     of each array right; no device ever holds more than its shards. On a mesh that spans processes,
     they compare what they are about to do first.
 
     Args:
-        tree: A pytree of jax.Arrays, numpy arrays and Python numbers.
+        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions and bools in it,
+            and whatever else an attribute of an equinox module is, are left as they are.
         specs_or_rules: As in `with_sharding_constraint`; None leaves a leaf where it is.
         mesh: A Mesh, for rules and PartitionSpecs; the context's unless given.
         correction: Instead of the dialect's; eformer's for specs.
 
     Returns:
-        A tree of the same structure. An array that is in place already is not copied.
+        A tree of the same structure. As with `jax.device_put`, an array that is in place already
+        is not copied but returned, so to donate one deletes the other; a numpy array may share its
+        memory with what comes back. Rules and specs leave an array in the kind of memory that it
+        is in; a NamedSharding has one.
 
     Raises:
         ValueError: As `named_shardings`; before anything is placed.
-        TypeError: A leaf is no array and no number, or the mesh is an abstract one.
+        TypeError: A leaf is no array and no number, the mesh is an abstract one, or this is inside
+            jit.
         RuntimeError: The processes do not agree on the shardings, or another one has failed.
 
     Example:
@@ -60,7 +65,7 @@ def shard(
     """
     try:
         leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
-        _check_placeable(tree, leaves, wanted)
+        wanted = _of_placeable(tree, leaves, wanted)
     except Exception:
         # The others would wait for this process's fingerprint.
         if spans_processes(mesh):
@@ -85,6 +90,9 @@ def gather(tree: Any) -> Any:
     Args:
         tree: Any pytree. Leaves that are no jax.Array, and random keys, are left alone.
 
+    Raises:
+        TypeError: This is inside jit.
+
     Example:
         >>> import jax
         >>> gather([jax.numpy.ones(2), 3])
@@ -98,6 +106,11 @@ def gather(tree: Any) -> Any:
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, jax.Array):
             continue
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                "gather fetches arrays from devices, and inside jit and the like there are none: "
+                "call it outside"
+            )
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             at_once.append(index)
         else:
@@ -109,12 +122,18 @@ def gather(tree: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def put(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = True) -> list[Any]:
     """What jax.device_put does, in one batch, without what it does for each leaf.
 
     In several processes each does its own devices' part of the host's arrays; JAX's own would
     compare the data between all processes. An array on other devices, as a fresh one on a single
     device, goes through the host; JAX would compile a program to cut it.
+
+    Args:
+        leaves: Arrays and numbers.
+        shardings: Of each leaf.
+        may_alias: Whether what comes back may be, or share its memory with, a jax.Array that was
+            given.
     """
     import jax
 
@@ -131,7 +150,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
         else on_host.get(i, leaf)
         for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
     ]
-    return jax.device_put(ready, shardings)  # type: ignore[no-any-return]
+    return jax.device_put(ready, shardings, may_alias=None if may_alias else False)  # type: ignore[no-any-return]
 
 
 def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
@@ -147,31 +166,70 @@ def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
     )
 
 
-def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
+def _of_placeable(
+    tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
+) -> list[NamedSharding | None]:
+    """The shardings, None for leaves that stay as they are."""
     import jax
     from jax.sharding import Mesh
 
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+    chosen = list(shardings)
+    others = [index for index, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
+    for index, path in _paths(tree, others):
+        if chosen[index] is None:
+            continue
+        if not _stays(leaves[index], path) or len(others) == len(leaves):
+            raise TypeError(
+                f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
+                f"{shown(leaves[index])}; only arrays and numbers can be placed: take it out of "
+                "the tree, or give None for it instead of a spec (of an equinox module, place the "
+                "arrays that eqx.partition(model, eqx.is_array) gives)"
+            )
+        chosen[index] = None
+    for leaf, sharding in zip(leaves, chosen, strict=True):
         if sharding is None:
             continue
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                "shard places arrays on devices, and inside jit and the like there are none yet: "
+                "use with_sharding_constraint, which takes the same arguments"
+            )
         if not isinstance(sharding.mesh, Mesh):
             raise TypeError(
                 "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
                 f"{shown(sharding.mesh)}"
             )
-        if not _can_be_placed(leaf):
-            path = jax.tree_util.tree_flatten_with_path(tree)[0][index][0]
-            raise TypeError(
-                f"the leaf {jax.tree_util.keystr(path)} is {shown(leaf)}; only arrays and "
-                "numbers can be placed"
-            )
+    return chosen
+
+
+def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
+    """(index, keys) of these leaves."""
+    from jax import tree_util
+
+    if not indices:
+        return []
+    paths = tree_util.tree_flatten_with_path(tree)[0]
+    return [(index, paths[index][0]) for index in indices]
+
+
+def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
+    """Whether it is a part of a model that is no data: a flag, a function, another attribute."""
+    from jax.tree_util import GetAttrKey
+
+    if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
+        return False
+    # A flag that has become an array cannot be asked inside jit any more. A text as an attribute is
+    # an option of its module; among the parameters in a dict it is a mistake.
+    return isinstance(leaf, bool) or callable(leaf) or isinstance((path or (None,))[-1], GetAttrKey)
 
 
 def _can_be_placed(leaf: Any) -> bool:
     import jax
     import numpy as np
 
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return isinstance(
+        leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)
+    ) and not isinstance(leaf, bool)
 
 
 def _is_spread(leaf: Any) -> bool:

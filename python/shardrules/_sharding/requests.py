@@ -13,6 +13,7 @@ from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules, as_rules, checked_min_size
+from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
@@ -78,7 +79,9 @@ def named_shardings(
         return shardings_by_rules(tree, compiled, on_mesh, min_size=smallest, correction=correction)
     if min_size != 0:
         raise ValueError(f"min_size is {brief(min_size)}; specs, unlike rules, have none: leave it")
-    _, treedef, shardings = _shardings_by_specs("rules", tree, rules, mesh, correction)
+    _, treedef, shardings = _shardings_by_specs(
+        "rules", tree, rules, mesh, correction, keep_memory=False
+    )
     return treedef.unflatten(shardings)
 
 
@@ -86,6 +89,8 @@ def requested_shardings(
     tree: Any, specs_or_rules: Any, mesh: MeshLike | None, correction: Correction | None
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf or None where nothing is asked for).
+
+    Rules and specs say nothing about memory: with them an array stays in the kind that it is in.
 
     Args:
         tree: Any pytree.
@@ -103,7 +108,9 @@ def requested_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     if not _are_rules(specs_or_rules):
-        return _shardings_by_specs("specs_or_rules", tree, specs_or_rules, mesh, correction)
+        return _shardings_by_specs(
+            "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True
+        )
     leaves, treedef = tree_util.tree_flatten(tree)
     shardings = shardings_by_rules(
         tree,
@@ -111,11 +118,18 @@ def requested_shardings(
         resolve_mesh(mesh),
         correction=correction,
     )
-    return leaves, treedef, tree_util.tree_leaves(shardings)
+    of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
+    return leaves, treedef, list(of_leaves)
 
 
 def _shardings_by_specs(
-    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
+    name: str,
+    tree: Any,
+    specs: Any,
+    mesh: MeshLike | None,
+    correction: Correction | None,
+    *,
+    keep_memory: bool,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """See `requested_shardings`; `name` is the parameter that the specs were given for."""
     from jax import tree_util
@@ -142,6 +156,8 @@ def _shardings_by_specs(
             )
         try:
             sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
+            if keep_memory and wanted is spec:
+                sharding = in_its_memory(leaf, sharding)
         except ValueError as error:
             errors.append(f"the leaf {_path(tree, index)}: {error}")
             continue
