@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import shardrules as sr
+from shardrules._words import bytes_shown
 from tests import corpus
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly")
@@ -72,6 +73,12 @@ FINDINGS = sr.Findings(
 SWEEP = sr.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
 
 
+def sweep_of(plan):
+    """A sweep whose first row is of the plan's mesh, and counts its bytes."""
+    first = SWEEP[0]._replace(mesh=plan.axis_sizes, bytes=plan.bytes_per_device().max)
+    return sr.Sweep([first, *SWEEP[1:]])
+
+
 def rules():
     return corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
 
@@ -107,10 +114,9 @@ def hostile():
     mesh = {"</script><script>window.hacked=1</script>": 2, "tp": 4}
     plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
     shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
-    row = SWEEP[0]._replace(mesh=mesh)
     return plan, {
         "findings": sr.Findings([shown]),
-        "sweep": sr.Sweep([row]),
+        "sweep": sr.Sweep(sweep_of(plan)[:1]),
         "title": evil,
         "hbm": 10**11,
     }
@@ -147,7 +153,9 @@ class Page(HTMLParser):
 
 
 def test_content(deepseek):
-    data = Page(deepseek.to_html(findings=FINDINGS, sweep=SWEEP, title="DeepSeek-V3")).data
+    data = Page(
+        deepseek.to_html(findings=FINDINGS, sweep=sweep_of(deepseek), title="DeepSeek-V3")
+    ).data
     assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
     assert (data["leaves"], data["bytes"]) == (45_395, deepseek.bytes.sum())
     assert data["fullest"] == deepseek.bytes_per_device().max
@@ -164,6 +172,50 @@ def test_content(deepseek):
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
         for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
     }
+
+
+ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
+
+
+def test_the_page_counts_what_the_command_line_counts(tmp_path):
+    pytest.importorskip("typer", reason="typer is not installed")
+    from typer.testing import CliRunner
+
+    from shardrules import demo
+    from shardrules._cli.app import app
+
+    html = tmp_path / "plan.html"
+    model = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
+    flags = ["--gradients", "bfloat16", "--optimizer", "adam", "--hbm", "12GB"]
+    result = CliRunner().invoke(app, ["plan", *model, *flags, "--html", str(html)])
+    assert result.exit_code == 0, result.output
+    data = Page(html.read_text(encoding="utf-8")).data
+    as_json = CliRunner().invoke(app, ["plan", *model, *flags, "--format", "json"])
+    told = json.loads(as_json.stdout)["device_bytes"]
+    assert told.pop("total") == data["fullest"]
+    assert told == data["budget"]
+    assert min(told.values()) > 0
+    (current,) = (row for row in data["sweep"] if row["current"])
+    assert (current["bytes"], current["fits"]) == (data["fullest"], False)
+    assert "DOES NOT FIT into 12GB" in result.stdout
+    assert data["fullest"] > data["hbm"] == 12 * 10**9
+
+
+def test_a_sweep_that_counts_something_else_is_refused(deepseek):
+    data = Page(deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(**ADAM), **ADAM)).data
+    assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
+    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
+        deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
+
+
+def test_browser_says_whether_it_fits(opened, deepseek):
+    page = opened(deepseek, sweep=deepseek.sweep(hbm=16 * 10**9, **ADAM), **ADAM)
+    held = deepseek.bytes_per_device(**ADAM)
+    header = page.inner_text("header")
+    assert "no, into 16.0 GB" in header
+    assert bytes_shown(held.max) in header
+    assert f"optimizer {bytes_shown(int(held.optimizer.max()))}" in header
+    assert "yes, into 16.0 GB" in opened(deepseek).inner_text("header")
 
 
 def test_leaves_without_a_rule():
@@ -213,7 +265,7 @@ def test_size_and_time(train_state):
 
     _ = train_state.folded
     start = perf_counter()
-    page = train_state.to_html(findings=FINDINGS, sweep=SWEEP)
+    page = train_state.to_html(findings=FINDINGS, sweep=sweep_of(train_state))
     seconds = perf_counter() - start
     assert len(train_state.paths) == 146_185
     assert len(page) - len(get_plotlyjs()) < 1_500_000
@@ -277,7 +329,8 @@ def opened(browser, tmp_path):
 
     def call(plan, **shown):
         file = tmp_path / "plan.html"
-        plan.to_html(file, **{"findings": FINDINGS, "sweep": SWEEP, "hbm": 16 * 10**9, **shown})
+        shown = {"findings": FINDINGS, "sweep": sweep_of(plan), "hbm": 16 * 10**9, **shown}
+        plan.to_html(file, **shown)
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))

@@ -33,7 +33,11 @@ EXPERTS: Final = [
     (r"mlp/experts/\d+/(gate_proj|up_proj)/kernel", (("fsdp", "sp"), "tp")),
     (r"mlp/experts/\d+/down_proj/kernel", ("tp", ("fsdp", "sp"))),
 ]
-_ADAM: Final = ("float32", "float32")
+# Beside the parameters, for training with Adam.
+_COUNTED: Final[dict[str, Any]] = {
+    "gradients": "bfloat16",
+    "optimizer": ("float32", "float32"),
+}
 _HBM: Final = 96 * 10**9
 _RUNS: Final = 5
 
@@ -78,19 +82,18 @@ def _title(console: Any, text: str) -> None:
 
 
 def _print_bytes(console: Any, fixed: Plan) -> None:
-    held = fixed.bytes_per_device(gradients="bfloat16", optimizer=_ADAM)
+    held = fixed.bytes_per_device(**_COUNTED)
     console.print(f"training with Adam: {held}")
     console.print(f"the best of all meshes of {fixed.devices} devices of {bytes_shown(_HBM)}:")
-    found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, gradients="bfloat16", optimizer=_ADAM)
+    found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
     console.print(str(type(found)(found[:5])), soft_wrap=True)
 
 
 def _report(fixed: Plan) -> str:
     path = Path(tempfile.gettempdir()) / "shardrules-demo.html"
     try:
-        fixed.to_html(
-            path, sweep=fixed.sweep(fixed={"sp": 1}, hbm=_HBM), title="DeepSeek-V3", hbm=_HBM
-        )
+        found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
+        fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=_HBM, **_COUNTED)
     except ImportError as error:
         return str(error)
     return f"{path}: one file that works offline; open it in a browser"

@@ -104,13 +104,15 @@ def plan_command(
     memory = None if hbm is None else byte_count(hbm)
     planned = _load(source, rules, mesh, dialect, min_size)
     plan = planned.plan
-    held = plan.bytes_per_device(
-        gradients=_gradients(gradients), optimizer=_moments(optimizer, optimizer_dtype)
-    )
+    counted = {
+        "gradients": _gradients(gradients),
+        "optimizer": _moments(optimizer, optimizer_dtype),
+    }
+    held = plan.bytes_per_device(**counted)
     if lock is not None:
         plan.lock(lock)
     if html is not None:
-        _write_report(planned, html, memory)
+        _write_report(planned, html, memory, counted)
         print(f"{html}: one file that works offline", file=sys.stderr)
     if format_ == "json":
         print(plan_json(plan, held))
@@ -277,14 +279,17 @@ def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int
         return load_plan(source, rules, mesh, dialect, min_size)
 
 
-def _write_report(planned: Planned, html: Path, memory: int | None) -> None:
+def _write_report(
+    planned: Planned, html: Path, memory: int | None, counted: dict[str, Any]
+) -> None:
+    """The report, with all that is counted beside the parameters in each of its numbers."""
     plan = planned.plan
     findings = plan.check(**planned.rules.declared._asdict())
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
-        found = plan.sweep(fixed=ones, hbm=memory) if plan.devices > 1 else None
+        found = plan.sweep(fixed=ones, hbm=memory, **counted) if plan.devices > 1 else None
     chart = found and Sweep(found[:_MOST_BARS])
-    plan.to_html(html, findings=findings, sweep=chart, title=planned.model, hbm=memory)
+    plan.to_html(html, findings=findings, sweep=chart, title=planned.model, hbm=memory, **counted)
 
 
 def _gradients(text: str | None) -> Any:

@@ -551,20 +551,26 @@ class Plan:
         sweep: Sweep | None = None,
         title: str = "Sharding plan",
         hbm: int | None = None,
+        gradients: Any = None,
+        optimizer: Plan | Iterable[Any] | None = None,
     ) -> str:
         """The plan as one HTML page that works offline; needs `shardrules[report]`.
 
         Args:
             path: The file to write, if any; it is replaced at once.
             findings: To show instead of those of `check`.
-            sweep: Rows of a mesh sweep, for a chart of the bytes by mesh.
+            sweep: Rows of a mesh sweep, for a chart of the bytes by mesh; with the same gradients
+                and optimizer.
             title: Such as the model's name.
-            hbm: Bytes of memory of a device, for a line in that chart.
+            hbm: Bytes of memory of a device: the page says whether the plan fits.
+            gradients: As in `bytes_per_device`.
+            optimizer: As in `bytes_per_device`.
 
         Returns:
             The page.
 
         Raises:
+            ValueError: The sweep counts other bytes for the plan's mesh; or as `bytes_per_device`.
             ModuleNotFoundError: plotly is not installed; the message says how to get it.
             OSError: The file cannot be written.
 
@@ -584,7 +590,8 @@ class Plan:
         if hbm is not None:
             check_real("hbm", hbm)
         shown = self.check() if findings is None else findings
-        page = report_html(self, shown, sweep, title, hbm)
+        held = self.bytes_per_device(gradients=gradients, optimizer=optimizer)
+        page = report_html(self, shown, sweep, title, hbm=hbm, held=held)
         if path is not None:
             write_text(path, page)
         return page

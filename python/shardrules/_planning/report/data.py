@@ -14,6 +14,7 @@ from shardrules._planning.kinds import Kind, is_replicated, spec_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
+    from shardrules._planning.budget import DeviceBytes
     from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep, SweepRow
@@ -26,9 +27,12 @@ def report_data(
     findings: Findings,
     sweep: Sweep | None,
     title: str,
+    *,
     hbm: int | None,
+    held: DeviceBytes,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
+    _check_same_budget(plan, sweep, held)
     specs: dict[tuple[str, bool], int] = {}
     return {
         "title": title,
@@ -36,7 +40,8 @@ def report_data(
         "devices": plan.devices,
         "leaves": len(plan.paths),
         "bytes": int(plan.bytes.sum()),
-        "fullest": plan.bytes_per_device().max,
+        "fullest": held.max,
+        "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
         "fingerprint": plan.fingerprint(),
         "hbm": hbm,
         "separators": _separators(plan),
@@ -47,6 +52,15 @@ def report_data(
         "rows": [[row.parts, row.group, len(row.rows)] for row in plan.folded],
         "sweep": None if sweep is None else [_sweep_row(row, plan) for row in sweep],
     }
+
+
+def _check_same_budget(plan: Plan, sweep: Sweep | None, held: DeviceBytes) -> None:
+    for row in sweep or ():
+        if list(row.mesh.items()) == list(plan.axis_sizes.items()) and row.bytes != held.max:
+            raise ValueError(
+                f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh, "
+                f"the report {held.max:,}: give both the same gradients= and optimizer="
+            )
 
 
 def _pattern_shown(pattern: Pattern) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._planning.report.data import report_data
 
 if TYPE_CHECKING:
+    from shardrules._planning.budget import DeviceBytes
     from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
     from shardrules._planning.sweep import Sweep
@@ -38,9 +39,11 @@ _IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 def report_html(
     plan: Plan,
     findings: Findings,
-    sweep: Sweep | None = None,
-    title: str = "Sharding plan",
-    hbm: int | None = None,
+    sweep: Sweep | None,
+    title: str,
+    *,
+    hbm: int | None,
+    held: DeviceBytes,
 ) -> str:
     """A plan as one HTML page that works offline: no part of it may fetch anything.
 
@@ -49,9 +52,11 @@ def report_html(
         findings: As from `Plan.check`.
         sweep: Rows of a mesh sweep, for a chart; without them there is none.
         title: Such as the model's name.
-        hbm: Bytes of memory of a device, for a line in that chart.
+        hbm: Bytes of memory of a device, for the verdict and a line in that chart.
+        held: The bytes on each device.
 
     Raises:
+        ValueError: The sweep has other bytes for the plan's mesh.
         ModuleNotFoundError: plotly is not installed; the message says how to get it.
     """
     scripts = [*map(_text, _SCRIPTS), _plotly_js(), _text(_CHARTS)]
@@ -59,7 +64,7 @@ def report_html(
         policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
         title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         styles=_text("page.css"),
-        data=_json(report_data(plan, findings, sweep, title, hbm)),
+        data=_json(report_data(plan, findings, sweep, title, hbm=hbm, held=held)),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

@@ -9,6 +9,14 @@
     ["Whole model", bytesShown(report.bytes)],
     ["Fullest device", bytesShown(report.fullest)],
   ];
+  const parts = Object.entries(report.budget).filter(([, bytes]) => bytes > 0);
+  if (parts.length > 1) {
+    facts.push(["Of it", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
+  }
+  if (report.hbm !== null) {
+    const verdict = report.fullest <= report.hbm ? "yes" : "no";
+    facts.push(["Fits", `${verdict}, into ${bytesShown(report.hbm)}`]);
+  }
   if (report.fingerprint !== null) facts.push(["Fingerprint", String(report.fingerprint)]);
   document.getElementById("header").append(
     element("h1", {}, report.title),
