@@ -611,6 +611,66 @@ class TestUnusedAxes:
         assert findings(tree, SHARDED, mesh, data_axes=["dp"]) == ()
 
 
+class TestCompanion:
+    def found(self, tree, rules, companions, **options):
+        return of_kind(
+            sr.plan(tree, rules, MESH, companions=companions).check(**options), "companion"
+        )
+
+    def test_a_leaf_whose_base_no_rule_meets_falls_to_its_own_rule(self):
+        tree = {"layers": {"wo": array(32, 64, 64), "wq": array(32, 64, 64)}}
+        rules = [("layers/wo", ("fsdp", "tp")), (r"layers/\d+/wq", ("fsdp", "tp"))]
+        plan = sr.plan(tree, rules, MESH, companions=[sr.stacked("layers")])
+        assert plan.kind("layers/wo").spec[0] == "fsdp"
+        one = only(plan.check(), "companion")
+        assert (one.level, one.paths, one.leaves) == ("warning", ("layers/wo",), 1)
+        assert one.bytes == plan.kind("layers/wo").largest_bytes
+        assert (
+            "should follow a rule for 'layers/0/wo' and the like, but none meets that"
+            in one.message
+        )
+        assert "what decides is rule 0, as if there were no companion" in one.message
+        assert "add a rule that matches 'layers/0/wo'" in one.fix
+        told = str(plan.explain("layers/wo"))
+        assert (
+            "companion      '(^|[./])layers([./]|$)' finds it; but no rule meets its base" in told
+        )
+        assert "layers/0/wo, so its own counts" in told
+        told = str(plan.explain("layers/wq"))
+        assert "companion      '(^|[./])layers([./]|$)' finds it\n" in told
+        assert "follows        layers/0/wq" in told
+
+    def test_that_no_rule_is_left_is_told_as_well(self):
+        (one,) = self.found({"layers": {"wo": array(8, 8)}}, SHARDED[:0], [sr.stacked("layers")])
+        assert "what decides is no rule" in one.message
+
+    def test_all_layers_follow(self):
+        tree = {"layers": {"wq": array(32, 64, 64)}, "norm": array(64)}
+        rules = [(r"layers/\d+/wq", ("fsdp", "tp")), ("norm", ())]
+        assert self.found(tree, rules, [sr.stacked("layers")]) == []
+
+    def test_one_that_finds_nothing(self):
+        tree = {"layers": {"wq": array(32, 64, 64)}}
+        for mistyped in (sr.stacked("layer"), sr.Companion("wq$", "w", dims=(0, 1))):
+            (one,) = self.found(tree, [("", "fsdp")], [sr.stacked("layers"), mistyped])
+            assert (one.level, one.paths, one.leaves) == ("warning", (), 0)
+            assert one.message == f"the companion {mistyped.pattern!r} finds no leaf"
+        assert self.found(tree, [("", "fsdp")], [mistyped], levels={"companion": "off"}) == []
+
+    def test_tables_are_asked_as_a_whole(self):
+        tree = {"q": {"kernel": array(64, 64), "lora_a": array(64, 4)}}
+        assert self.found(tree, [("kernel", "tp")], sr.LORA) == []
+        (one,) = self.found(tree, [("kernel", "tp")], [*sr.LORA, *sr.QUANTIZED])
+        assert one.message == "QUANTIZED finds no leaf"
+
+    def test_companions_of_another_mesh_and_of_none(self):
+        assert self.found({"w": LARGE}, SHARDED, []) == []
+        tree = {"layers": {"wo": array(32, 64, 64)}}
+        plan = sr.plan(tree, [("layers/wo", "tp")], MESH, companions=[sr.stacked("layers")])
+        assert len(of_kind(plan.on_mesh({"tp": 2}).check(), "companion")) == 1
+        assert of_kind(sr.Plan.from_lock(plan.lock()).check(), "companion") == []
+
+
 EVERYTHING = {
     "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE,
              "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "nnx": {"value": array(8)}},
@@ -628,7 +688,7 @@ def everything(**options):
 
 def test_levels():
     found = everything()
-    assert {one.kind for one in found} == KINDS.keys() - {"catch-all"}
+    assert {one.kind for one in found} == KINDS.keys() - {"catch-all", "companion"}
     for kind in {one.kind for one in found}:
         for level in ("error", "warning", "info"):
             assert {one.level for one in of_kind(everything(levels={kind: level}), kind)} == {level}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_choice
 from shardrules._planning.axis_checks import uncut, unused_axes
+from shardrules._planning.companion_checks import following
 from shardrules._planning.facts import Facts, finding, leaves_in, rules_listed
 from shardrules._planning.findings import LEVELS, Finding, Findings, at_stake
 from shardrules._planning.fold import Folded
@@ -261,7 +262,7 @@ def _siblings(facts: Facts) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _unmatched, _misfit, _unplaceable, _catch_all, _replicated, uncut, _corrections,
-    _dead_rules, _shadowed_rules, _siblings, half_heads, nnx_values, unused_axes,
+    _dead_rules, _shadowed_rules, _siblings, following, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 
 KINDS: Final = {
@@ -277,6 +278,7 @@ KINDS: Final = {
     "siblings": "leaves that differ only in numbers, but not in specs alike",
     "half-head": "projections of attention that are cut inside a head",
     "nnx-value": "rules that match every leaf through the value in which paths of flax nnx end",
+    "companion": "leaves that companions find but no rule for their bases, companions of nothing",
     "unused-axis": "mesh axes that cut no leaf",
 }
 

@@ -12,6 +12,7 @@ from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
+    from shardrules._planning.derive import Companion
     from shardrules._planning.plan import Plan
 
 __all__ = ["Explanation", "Tried", "explanation"]
@@ -38,12 +39,14 @@ class Explanation(NamedTuple):
     tried: tuple[Tried, ...]
     """Every rule, in order."""
     mesh: str
+    companion: Companion | None = None
+    """What has found the leaf."""
 
     def __str__(self) -> str:
         kind = self.kind
         lines = [
             f"{self.path}  shape {kind.shape}  {kind.dtype_shown}  {bytes_shown(kind.bytes)}",
-            *([] if self.source == self.path else [f"  follows        {self.source}"]),
+            *self._companion_lines(),
             *self._rule_lines(),
         ]
         if kind.wanted is not None:
@@ -61,6 +64,16 @@ class Explanation(NamedTuple):
             lines.append(f"  PROBLEM        {kind.problem}")
             lines += [f"  way out        {way_out}" for way_out in kind.ways_out]
         return "\n".join(lines)
+
+    def _companion_lines(self) -> list[str]:
+        follows = [] if self.source == self.path else [f"  follows        {self.source}"]
+        if self.companion is None:
+            return follows
+        found = f"  companion      {self.companion.pattern!r} finds it"
+        base = self.companion.base_of(self.path)
+        if follows or base == self.path:
+            return [found, *follows]
+        return [f"{found}; but no rule meets its base {base}, so its own counts"]
 
     def _rule_lines(self) -> list[str]:
         met = [one for one in self.tried if one.outcome != "does not match"]
@@ -89,4 +102,6 @@ def explanation(plan: Plan, row: int) -> Explanation:
         return f"matches, but comes after rule {kind.rule}"
 
     tried = tuple(Tried(rule, rules[rule][0], outcome(rule)) for rule in range(len(rules)))
-    return Explanation(plan.paths[row], source, kind, tried, mesh_shown(plan.axis_sizes))
+    companion = plan.found_by.get(row)
+    mesh = mesh_shown(plan.axis_sizes)
+    return Explanation(plan.paths[row], source, kind, tried, mesh, companion)

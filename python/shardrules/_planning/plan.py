@@ -249,6 +249,9 @@ class Plan:
         | dead | warning | rules that match no leaf |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
         | siblings | warning | leaves that differ only in numbers, with different specs |
+        | companion | warning | leaves that a companion finds, but no rule for their base, so that
+          their own rule counts; and companions that find nothing: of `LORA` and `QUANTIZED`, if
+          none of their records does |
         | unused-axis | warning, info | mesh axes that cut no leaf and are not declared to be for
           data; info if little could be saved by them |
 

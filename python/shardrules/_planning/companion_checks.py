@@ -1,0 +1,67 @@
+"""Checks of companions: whether they find leaves, and whether rules meet the bases of these.
+
+Costs per leaf that a companion finds. Must not know how a finding is shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardrules._planning.companions import LORA, QUANTIZED
+from shardrules._planning.facts import Facts, finding, rules_listed
+from shardrules._planning.fold import fold
+from shardrules._words import counted
+
+if TYPE_CHECKING:
+    from shardrules._planning.derive import Companion
+    from shardrules._planning.findings import Finding
+
+__all__ = ["following"]
+
+
+def following(facts: Facts) -> Iterator[Finding]:
+    """Leaves that companions find but no rule for their bases; companions that find nothing."""
+    plan = facts.plan
+    left: dict[Companion, list[int]] = defaultdict(list)
+    for row, companion in plan.found_by.items():
+        if plan.sources[row] == plan.paths[row] != companion.base_of(plan.paths[row]):
+            left[companion].append(row)
+    for companion, found in left.items():
+        rows = np.array(sorted(found))
+        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
+        rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
+        base = companion.base_of(plan.paths[rows[0]])
+        yield finding(
+            "warning",
+            "companion",
+            f"{counted(len(rows), 'leaf')} found by the companion {companion.pattern!r} "
+            f"should follow a rule for {base!r} and the like, but none meets that path: "
+            f"what decides is {rules_listed(rules) or 'no rule'}, as if there were no companion",
+            f"add a rule that matches {base!r}, or correct the companion's base; or leave the "
+            "companion out",
+            folded=folded,
+            bytes=facts.held(folded),
+        )
+    successful = set(plan.found_by.values())
+    for name, companions in _sets_of(plan.companions).items():
+        if successful.isdisjoint(companions):
+            yield finding(
+                "warning",
+                "companion",
+                f"{name} finds no leaf",
+                "correct its pattern or dims to what the tree's leaves are, or leave it out",
+            )
+
+
+def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
+    """What was given together; of the package's own tables most records find nothing, by design."""
+    tables = {"LORA": LORA, "QUANTIZED": QUANTIZED}
+    sets: dict[str, list[Companion]] = defaultdict(list)
+    for companion in companions:
+        name = next((name for name, table in tables.items() if companion in table), None)
+        sets[name or f"the companion {companion.pattern!r}"].append(companion)
+    return sets
