@@ -220,3 +220,46 @@ def test_donating_what_came_back_leaves_the_array_alone(mesh, before, spec):
         y = function(x, NamedSharding(mesh, spec))
         donated(x)
         np.testing.assert_array_equal(y, np.arange(64.0).reshape(8, 8))
+
+
+class TestSymbolicDimensions:
+    """jax.export: an axis is kept where its size is known to divide, whatever the symbols are."""
+
+    def exported(self, symbols, mesh, wanted, **options):
+        export = pytest.importorskip("jax.export")
+        shape = export.symbolic_shape(symbols, constraints=options.pop("constraints", ()))
+        step = jax.jit(lambda x: constrain({"w": 2 * x}, wanted, mesh, **options)["w"])
+        return export.export(step)(jax.ShapeDtypeStruct(shape, "float32"))
+
+    def result(self, exported, mesh, *shape):
+        x = jax.device_put(np.ones(shape, "float32"), NamedSharding(mesh, P()))
+        after = jax.jit(exported.call)(x)
+        np.testing.assert_array_equal(after, 2 * np.ones(shape))
+        return after
+
+    @pytest.mark.parametrize("wanted", [P("fsdp", "tp"), [("w", P("fsdp", "tp"))]])
+    @pytest.mark.parametrize(
+        ("symbols", "shape", "entries"),
+        [
+            ("b, 4*c", (8, 8), (None, "tp")),
+            ("4*b, c", (8, 8), ("fsdp",)),
+            ("8*b, 6*c", (8, 12), ("fsdp", "tp")),
+            ("b, c", (8, 8), ()),
+            ("b, 8", (8, 8), (None, "tp")),
+            ("4*b + 8, 7", (16, 7), ("fsdp",)),
+        ],
+    )
+    def test_what_is_known_to_divide_is_cut(self, mesh, symbols, shape, entries, wanted):
+        exported = self.exported(symbols, mesh, wanted)
+        assert is_sharded(self.result(exported, mesh, *shape), mesh, *entries)
+
+    def test_a_constraint_on_a_symbol_says_that_it_divides(self, mesh):
+        exported = self.exported("b, 7", mesh, P("fsdp"), constraints=["mod(b, 4) == 0"])
+        assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
+
+    def test_the_correction_decides_about_the_others(self, mesh):
+        keep, error = (sr.Correction(indivisible=policy) for policy in ("keep", "error"))
+        exported = self.exported("b, 7", mesh, P("fsdp"), correction=keep)
+        assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
+        with pytest.raises(ValueError, match="dim 0 of size b is not divisible by fsdp=4"):
+            self.exported("b, 7", mesh, P("fsdp"), correction=error)
