@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.contexts import needs_set_mesh
 
 RULES = [("w", P("fsdp", "tp"))]
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
@@ -89,6 +90,25 @@ class TestInsideJit:
         after = step(placed(mesh, "device"))
         assert after.sharding == there
         np.testing.assert_array_equal(after, 2 * np.arange(64).reshape(8, 8))
+
+    @needs_set_mesh
+    @pytest.mark.parametrize("types", ["Explicit Explicit", "Explicit Auto", "Manual Auto"])
+    def test_on_axes_of_all_types(self, types):
+        first, second = (getattr(jax.sharding.AxisType, name, None) for name in types.split())
+        manual = first is jax.sharding.AxisType.Manual
+        kinds = (second if manual else first, second)
+        devices = np.array(jax.devices()[:8]).reshape(4, 2)
+        mesh = Mesh(devices, ("a", "b"), axis_types=kinds)
+        there = of_kind(mesh, "pinned_host", "a", "b")
+
+        def step(x):
+            return sr.with_sharding_constraint(2 * x, there)
+
+        with jax.set_mesh(mesh):
+            if manual:
+                step = jax.shard_map(step, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+            after = jax.jit(step)(placed(mesh, "device", "a"))
+        assert after.sharding == there
 
     def test_the_default_kind_leaves_an_array_where_it_is_as_in_jax(self, mesh):
         here = of_kind(mesh, None, "fsdp", "tp")

@@ -179,8 +179,10 @@ def test_flags_and_functions_stay_wherever_they_are(mesh):
 
 def test_a_tree_of_functions_alone_is_a_mistake(mesh):
     optax = pytest.importorskip("optax")
-    with pytest.raises(TypeError, match="the leaf .init is <function"):
+    with pytest.raises(TypeError, match="is no tree of arrays; give the optimizer's state"):
         sr.shard(optax.sgd(1e-3), RULES, mesh)
+    with pytest.raises(TypeError, match=r"the leaf \['is_causal'\] is True"):
+        sr.shard({"is_causal": True}, RULES, mesh)
 
 
 def test_nothing_is_compiled(mesh):
