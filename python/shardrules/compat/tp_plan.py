@@ -1,13 +1,14 @@
-"""The `tp_plan` of a transformers model as sharding rules for its checkpoint's names.
+"""The parallel plans of a transformers model as sharding rules for its checkpoint's names.
 
 The dialect `shardrules.TP_PLAN`, and a table from transformers' styles to the dimension that each
-cuts. Neither transformers nor torch is needed.
+cuts. One match and one look-up for each leaf. Neither transformers nor torch is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_tree, check_type, each
@@ -17,23 +18,53 @@ from shardrules._specs import partition_spec
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]
 
-SHARDED_DIMENSIONS: Final[Mapping[str, tuple[int, int]]] = {
-    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"), (-2, 1)),
-    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"), (-1, 2)),
-    "embedding_rowwise": (0, 2),
-    "embedding_colwise": (1, 2),
+_COLWISE: Final = (
+    "colwise",
+    "colwise_rep",
+    "colwise_gather_output",
+    "packed_colwise",
+    "local_colwise",
+)
+_ROWWISE: Final = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
+_WHOLE: Final = (
+    # About activations, gradients or the routing of tokens: the parameters stay whole.
+    "all_reduce",
+    "ep_dispatch_experts",
+    "ep_router",
+    "gather",
+    "local",
+    "local_params",
+    "megamoe_experts",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "sequence_parallel",
+)
+
+SHARDED_DIMENSIONS: Final[Mapping[str, tuple[int, int] | None]] = {
+    **dict.fromkeys(_COLWISE, (-2, 1)),
+    **dict.fromkeys(_ROWWISE, (-1, 1)),
+    **dict.fromkeys(("packed_rowwise", "local_packed_rowwise"), (-1, 2)),
+    "embedding_rowwise": (0, 1),
+    "embedding_colwise": (1, 1),
+    "grouped_gemm": (0, 1),
+    **dict.fromkeys(_WHOLE),
 }
-"""Per style the dimension that it cuts, or the first one of a parameter that has fewer, such as a
-bias; and the least rank of a parameter that it cuts at all. Other styles replicate."""
+"""Every style of transformers 4.50 to 5.23: the dimension that it cuts, or the first one of a
+parameter that has fewer, such as a bias; and the least rank of a parameter that it cuts at all.
+None for a style that cuts nothing. What is called `bias` stays whole in the rowwise styles."""
 
 
 class _Style(NamedTuple):
     name: str
+    axis: str | tuple[str, ...]
 
 
-def _check_plan(tp_plan: Any) -> None:
-    check_type("tp_plan", tp_plan, Mapping, "a dict of styles by names")
-    each("the names of tp_plan", tuple(tp_plan), str, "a string")
+def _check_plan(plan: Any, called: str = "tp_plan") -> None:
+    check_type(called, plan, Mapping, "a dict of styles by names")
+    each(f"the names of {called}", tuple(plan), str, "a string")
 
 
 def parameter_tp_plan(
@@ -41,9 +72,10 @@ def parameter_tp_plan(
 ) -> str | None:
     """The style that a plan has for a parameter, or None.
 
-    Semantics of `_get_parameter_tp_plan` of transformers 5: the name itself is looked up, then its
-    module's, then both with `*` for the numbers of layers. Compiles the plan each time; for many
-    names make `Rules(tp_plan.items(), TP_PLAN)` once and ask its `first_match`.
+    Semantics of `_get_parameter_plan` of transformers 5: the parameter's name is looked up with `*`
+    for the numbers of layers, then its module's; names that a plan has without `*` come first. It
+    compiles the plan each time; for many names make `Rules(tp_plan.items(), TP_PLAN)` once and ask
+    its `first_match`.
 
     Args:
         parameter_name: A name such as "model.layers.3.mlp.up_proj.weight".
@@ -63,21 +95,35 @@ def parameter_tp_plan(
     return None if rule is None else list(tp_plan.values())[rule]
 
 
-def match_tp_plan(tp_plan: Mapping[str, str], tree: Any, prefix: str = "", axis: str = "tp") -> Any:
-    """The tree with each leaf replaced by the PartitionSpec that the plan means.
+def match_tp_plan(
+    tp_plan: Mapping[str, str],
+    tree: Any,
+    prefix: str = "",
+    axis: str | tuple[str, ...] = "tp",
+    *,
+    ep_plan: Mapping[str, str] | None = None,
+    ep_axis: str | tuple[str, ...] = "ep",
+) -> Any:
+    """The tree with each leaf replaced by the PartitionSpec that the plans mean.
+
+    Semantics of `shard_param` of transformers 5.23's styles; as there, a module that the plan for
+    experts names has nothing of the other one.
 
     Args:
         tp_plan: As in `parameter_tp_plan`; `config.base_model_tp_plan`, for example.
         tree: A pytree whose paths, joined by dots, are names of a torch model, with arrays in
-            torch's layout: [out, in].
-        prefix: Where in the model the plan's names start: "model" for the base model of a
+            torch's layout: [out, in], and [experts, out, in] for experts in one array.
+        prefix: Where in the model the plans' names start: "model" for the base model of a
             `...ForCausalLM`, as transformers adds it.
-        axis: The mesh axis.
+        axis: The mesh axis that `tp_plan` cuts by, or a tuple of them.
+        ep_plan: A plan for experts, such as `config.base_model_ep_plan`.
+        ep_axis: The mesh axis that `ep_plan` cuts by, or a tuple of them.
 
     Returns:
-        A tree of the same structure. What the plan does not name is replicated.
+        A tree of the same structure. What the plans do not name is replicated.
 
     Raises:
+        ValueError: A style that transformers does not have.
         TypeError: A name is no string.
 
     Example:
@@ -87,23 +133,55 @@ def match_tp_plan(tp_plan: Mapping[str, str], tree: Any, prefix: str = "", axis:
         >>> specs = match_tp_plan({"layers.*.q_proj": "colwise"}, tree, prefix="model")
         >>> specs == {"model.layers.0.q_proj.weight": P("tp", None), "model.norm": P()}
         True
+        >>> experts = {"layers.0.experts.up_proj": np.ones((8, 4, 2))}
+        >>> specs = match_tp_plan({}, experts, ep_plan={"layers.*.experts.up_proj": "grouped_gemm"})
+        >>> specs == {"layers.0.experts.up_proj": P("ep", None, None)}
+        True
     """
-    import jax
+    from jax import tree_util
 
     _check_plan(tp_plan)
+    _check_plan(ep_plan or {}, "ep_plan")
     check_type("prefix", prefix, str, "a string")
-    check_type("axis", axis, str, "a mesh axis")
+    check_type("axis", axis, (str, tuple), "a mesh axis or a tuple of them")
+    check_type("ep_axis", ep_axis, (str, tuple), "a mesh axis or a tuple of them")
     check_tree("tree", tree)
+    experts = ep_plan or {}
+    styles = {
+        name: _checked_style(name, style, axis)
+        for name, style in tp_plan.items()
+        if not any(name == module or name.startswith(f"{module}.") for module in experts)
+    }
+    styles |= {name: _checked_style(name, style, ep_axis) for name, style in experts.items()}
     at = f"{prefix}." if prefix else ""
-    rules = Rules([(f"{at}{name}", _Style(style)) for name, style in tp_plan.items()], TP_PLAN)
+    rules = Rules([(f"{at}{name}", style) for name, style in styles.items()], TP_PLAN)
 
-    def spec(style: Any, leaf: Any) -> Any:
-        rank = len(getattr(leaf, "shape", ()))
-        dimension, least_rank = SHARDED_DIMENSIONS.get(getattr(style, "name", ""), (0, rank + 1))
-        if rank < least_rank:
-            return partition_spec()
-        cut = max(dimension, -rank) % rank
-        return partition_spec(*(axis if d == cut else None for d in range(rank)))
+    def spec(path: Any, style: Any, leaf: Any) -> Any:
+        if not isinstance(style, _Style):
+            return style
+        name = tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
+        return _spec(style, name, len(getattr(leaf, "shape", ())))
 
-    styles = rules.match(tree)
-    return jax.tree_util.tree_map(spec, styles, tree, is_leaf=lambda node: isinstance(node, _Style))
+    return tree_util.tree_map_with_path(
+        spec, rules.match(tree), tree, is_leaf=lambda node: isinstance(node, _Style)
+    )
+
+
+def _checked_style(name: str, style: str, axis: str | tuple[str, ...]) -> _Style:
+    if style not in SHARDED_DIMENSIONS:
+        near = get_close_matches(str(style), SHARDED_DIMENSIONS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"the plan has the style {style!r} for {name!r}, which transformers does not have; "
+            f"{hint}The styles are {', '.join(sorted(SHARDED_DIMENSIONS))}"
+        )
+    return _Style(style, axis)
+
+
+def _spec(style: _Style, parameter: str, rank: int) -> Any:
+    cut = SHARDED_DIMENSIONS[style.name]
+    if cut is None or rank < cut[1] or (parameter == "bias" and style.name in _ROWWISE):
+        return partition_spec()
+    # The first dimension of a parameter that has fewer.
+    dimension = cut[0] % rank if -rank <= cut[0] < rank else 0
+    return partition_spec(*(style.axis if d == dimension else None for d in range(rank)))
