@@ -60,7 +60,9 @@ def test_every_style_of_transformers_is_known(style):
 def test_styles_of_older_versions_are_known():
     older = ["local_colwise", "local_rowwise", "local_packed_rowwise", "local", "gather"]
     older += ["ep_router", "megamoe_experts", "colwise_rep", "rowwise_rep"]
-    specs = [tp_plan.match_tp_plan({"block": style}, {"block.weight": array(4, 4)}) for style in older]
+    specs = [
+        tp_plan.match_tp_plan({"block": style}, {"block.weight": array(4, 4)}) for style in older
+    ]
     cuts = [cut_by(spec["block.weight"], "tp") for spec in specs]
     assert cuts == [0, 1, 1, None, None, None, None, 0, 1]
 
