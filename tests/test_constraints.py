@@ -125,6 +125,53 @@ class TestUnderSetMesh:
             assert result.sharding.is_equivalent_to(expected.sharding, 1)
             np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8.0))
 
+    @pytest.mark.parametrize("given", ["context", "mesh", "sharding", "rules", "rules and mesh"])
+    def test_a_dimension_whose_axis_is_manual_keeps_the_other_axes_cut(self, typed_mesh, given):
+        strict = sr.Correction(indivisible="error", unconstrained="drop")
+        spec = P("a", "c")
+        call = {
+            "context": lambda x: constrain(x, spec, correction=strict),
+            "mesh": lambda x: constrain(x, spec, typed_mesh, correction=strict),
+            "sharding": lambda x: constrain(x, NamedSharding(typed_mesh, spec), correction=strict),
+            "rules": lambda x: constrain([x], [("0", spec)], correction=strict)[0],
+            "rules and mesh": lambda x: constrain([x], [("0", spec)], typed_mesh)[0],
+        }[given]
+
+        def body(x):  # local: [4, 8]; its rows are cut by "b" already
+            return 2 * call(constrain(x, P("b", None)))
+
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(64.0).reshape(8, 8), P("a"))
+            result = jax.jit(
+                jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+            )(x)
+        # JAX has no sharding that leaves a dimension alone where all other axes are Explicit.
+        rows = ("a", "b") if "Auto" in str(typed_mesh.axis_types) else "a"
+        assert is_sharded(result, typed_mesh, rows, "c")
+        np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(64.0).reshape(8, 8))
+
+    def test_a_mesh_given_in_shard_map_is_that_of_the_local_shapes(self, typed_mesh):
+        strict = sr.Correction(indivisible="error")  # 2 local rows can be cut by "b" alone
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(4.0), P("a"))
+            mapped = jax.shard_map(
+                lambda x: 2 * constrain(x, P(("a", "b")), typed_mesh, correction=strict),
+                in_specs=P("a"),
+                out_specs=P("a"),
+                axis_names={"a"},
+            )
+            np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(x)), 2 * np.arange(4.0))
+
+    def test_unconstrained_beside_explicit_axes(self):
+        auto, explicit = meshes()["auto"][0], meshes()["explicit"][0]
+        mesh = Mesh(
+            np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(explicit, auto)
+        )
+        with jax.set_mesh(mesh):
+            x = jax.sharding.reshard(jnp.zeros((8, 8)), P("a", None))
+            result = jax.jit(lambda x: constrain(x, P(P.UNCONSTRAINED, "b")))(x)
+        assert is_sharded(result, mesh, "a", "b")
+
     def test_all_axes_manual(self, typed_mesh):
         with jax.set_mesh(typed_mesh):
             x = constrain(jnp.arange(8.0), P("a"))

@@ -173,19 +173,18 @@ def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
     return with_entries(spec, taken)
 
 
-def without_axes(spec: _Spec, axes: frozenset[str]) -> _Spec:
-    """The spec with these mesh axes left out."""
+def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spec:
+    """The spec with these mesh axes left out; `emptied` is the entry that has lost them all."""
     if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
         return spec
-    return with_entries(
-        spec,
-        (
-            entry
-            if is_unconstrained(entry)
-            else entry_of(tuple(axis for axis in entry_axes(entry) if axis not in axes))
-            for entry in entries_of(spec)
-        ),
-    )
+
+    def left(entry: Any) -> Any:
+        if axes.isdisjoint(entry_axes(entry)):
+            return entry
+        kept = tuple(axis for axis in entry_axes(entry) if axis not in axes)
+        return entry_of(kept) if kept else emptied
+
+    return with_entries(spec, map(left, entries_of(spec)))
 
 
 def is_unconstrained(entry: object) -> bool:

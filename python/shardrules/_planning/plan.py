@@ -45,7 +45,7 @@ from shardrules._planning.sweep import Sweep, factorizations, sweep
 from shardrules._planning.table import table
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
-from shardrules._sharding.shardings import RulesLike, specs_on_mesh
+from shardrules._sharding.shardings import ManualAxes, RulesLike, manual_axes, specs_on_mesh
 from shardrules._specs import as_partition_spec
 from shardrules._words import brief, mesh_shown
 
@@ -123,7 +123,8 @@ def _placed(
     min_size: int,
     mesh: MeshLike,
 ) -> Leaves:
-    sizes, rules, manual = _sizes(mesh), base.rules, _axes_of_type(mesh, "Manual")
+    sizes, rules = _sizes(mesh), base.rules
+    manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
     specs, spec_of = specs_on_mesh(rules, sizes, correction, manual=manual, made=False)
     unmatched_is_error = rules.dialect.unmatched != "replicate"
     placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
@@ -131,10 +132,6 @@ def _placed(
     if not companions:
         return leaves
     return with_companions(leaves, rules, placer, companions, min_size)
-
-
-def _axes_of_type(mesh: MeshLike, kind: str) -> frozenset[str]:
-    return frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, kind)
 
 
 def _sizes(mesh: MeshLike) -> dict[str, int]:
@@ -178,7 +175,9 @@ class Plan:
         self.rules = found.rules
         self.axis_sizes = axis_sizes
         """Devices along each mesh axis, in the mesh's order."""
-        self.explicit_axes = _axes_of_type(mesh, "Explicit")
+        self.explicit_axes = (
+            frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Explicit")
+        )
         """Those of type Explicit; the axes of a dict are of type Auto."""
 
     @cached_property

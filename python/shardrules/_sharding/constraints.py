@@ -14,7 +14,15 @@ from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import axes_of_type, current_view
 from shardrules._sharding.placement import put
 from shardrules._sharding.requests import requested_shardings
-from shardrules._specs import entries_of, is_unconstrained, without_axes
+from shardrules._sharding.shardings import manual_axes
+from shardrules._specs import (
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    with_entries,
+    without_axes,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -35,9 +43,10 @@ def with_sharding_constraint(
 
     As `jax.lax.with_sharding_constraint`, and with the correction of
     `eformer.escale.with_sharding_constraint`. Inside jit, axes of type Auto become a constraint,
-    Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out. Outside
-    of jit the arrays, numpy ones included, are put there in one batched call, and what comes back
-    are copies, as with JAX's: to donate one leaves the array that was given as it is.
+    Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out: a
+    dimension that only they cut is unconstrained. Outside of jit the arrays, numpy ones included,
+    are put there in one batched call, and what comes back are copies, as with JAX's: to donate one
+    leaves the array that was given as it is.
 
     Rules and specs leave an array in the kind of memory that it is in; a NamedSharding has one.
     Inside jit, one of its devices' default kind leaves the array where it is, as in JAX, and one of
@@ -119,10 +128,28 @@ def _constrained(array: Any, explicit: NamedSharding | None, auto: NamedSharding
     import jax
 
     if explicit is not None:
-        array = jax.sharding.reshard(array, explicit)
+        array = jax.sharding.reshard(array, _with_own_entries(explicit, array))
     if auto is not None:
         array = jax.lax.with_sharding_constraint(array, auto)
     return array
+
+
+def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
+    """The array's own entries for what is UNCONSTRAINED, which `reshard` does not know."""
+    import jax
+
+    wanted = entries_of(sharding.spec)
+    if not any(map(is_unconstrained, wanted)):
+        return sharding
+    taken = {axis for entry in wanted for axis in entry_axes(entry)}
+    own = entries_of(jax.typeof(array).sharding.spec)
+    filled = (
+        entry_of(tuple(axis for axis in entry_axes(mine) if axis not in taken))
+        if is_unconstrained(entry)
+        else entry
+        for entry, mine in zip(wanted, own, strict=False)
+    )
+    return jax.sharding.NamedSharding(sharding.mesh, with_entries(sharding.spec, filled))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,12 +159,10 @@ def _by_axis_type(
     """(for reshard, for with_sharding_constraint), in terms of `view`; None: nothing to do."""
     from jax.sharding import NamedSharding
 
-    types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit", "Manual")}
+    types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}
+    local = without_axes(sharding.spec, *manual_axes(view))
 
-    def only(kind: str) -> NamedSharding | None:
-        if not types[kind]:
-            return None
-        others = frozenset(view.axis_names) - types[kind]
-        return NamedSharding(view, without_axes(sharding.spec, others))
+    def only(kind: str, other: str) -> NamedSharding | None:
+        return NamedSharding(view, without_axes(local, types[other])) if types[kind] else None
 
-    return only("Explicit"), only("Auto")
+    return only("Explicit", "Auto"), only("Auto", "Explicit")

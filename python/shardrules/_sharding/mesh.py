@@ -26,6 +26,7 @@ __all__ = [
     "checked_sizes",
     "context_mesh",
     "current_view",
+    "local_view",
     "resolve_mesh",
     "spans_processes",
 ]
@@ -112,6 +113,12 @@ def current_view(mesh: AnyMesh) -> AnyMesh:
     if abstract is None or abstract.shape_tuple != mesh.shape_tuple:
         return mesh
     return abstract if _has_other_axes(abstract, mesh) else mesh
+
+
+def local_view(mesh: AnyMesh) -> AnyMesh:
+    """The mesh itself; inside a shard_map over axes of it, the one on which those are Manual."""
+    view = current_view(mesh)
+    return view if axes_of_type(view, "Manual") else mesh
 
 
 def spans_processes(mesh: MeshLike | None) -> bool:

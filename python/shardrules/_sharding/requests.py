@@ -14,7 +14,7 @@ from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules, as_rules, checked_min_size
 from shardrules._sharding.memory import in_its_memory
-from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.mesh import local_view, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
 from shardrules._words import and_more, brief, shown
@@ -42,7 +42,8 @@ def named_shardings(
     As `eformer.escale.get_corrected_named_sharding` of what `match_partition_rules` gives, leaf by
     leaf, but in one call; and leaves that get the same sharding get the same object.
 
-    Inside shard_map the axes that are manual there are left out, and shapes are the local ones.
+    Inside shard_map shapes are the local ones, and the axes that are manual there are left out: a
+    dimension that only they cut is UNCONSTRAINED, where axes of type Auto are left.
 
     Args:
         tree: Any pytree; of its leaves only `.shape` is read. A leaf without one is replicated.
@@ -115,7 +116,7 @@ def requested_shardings(
     shardings = shardings_by_rules(
         tree,
         as_rules("specs_or_rules", specs_or_rules),
-        resolve_mesh(mesh),
+        local_view(resolve_mesh(mesh)),
         correction=correction,
     )
     of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
@@ -145,10 +146,10 @@ def _shardings_by_specs(
             shardings_of_leaves.append(None)
             continue
         if is_partition_spec(spec):
-            resolved = resolved or resolve_mesh(mesh)
+            resolved = resolved or local_view(resolve_mesh(mesh))
             wanted, on_mesh = spec, resolved
         elif _is_named_sharding(spec):
-            wanted, on_mesh = spec.spec, spec.mesh
+            wanted, on_mesh = spec.spec, local_view(spec.mesh)
         else:
             raise TypeError(
                 f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "

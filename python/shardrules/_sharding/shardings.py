@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import check_type, shape_of
 from shardrules._core import ShardingTable
@@ -20,8 +21,11 @@ from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
+    entries_of,
     is_partition_spec,
+    is_unconstrained,
     partition_spec,
+    with_entries,
     without_axes,
 )
 from shardrules._words import and_more, counted, mesh_shown, shown
@@ -32,9 +36,11 @@ if TYPE_CHECKING:
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 __all__ = [
+    "ManualAxes",
     "RulesLike",
     "corrected_sharding",
     "correction_losses",
+    "manual_axes",
     "shardings_by_rules",
     "spec_for",
     "specs_on_mesh",
@@ -126,8 +132,39 @@ def correction_losses(
 
 @functools.lru_cache(maxsize=1024)
 def _spec_on_mesh(spec: PartitionSpec, mesh: AnyMesh, correction: Correction) -> SpecOnMesh:
-    manual = axes_of_type(mesh, "Manual")
-    return SpecOnMesh(without_axes(spec, manual), dict(mesh.shape), correction)
+    local, policy = _inside_shard_map(spec, correction, manual_axes(mesh))
+    return SpecOnMesh(local, dict(mesh.shape), policy)
+
+
+class ManualAxes(NamedTuple):
+    """The mesh axes over which a shard_map runs, whose shapes are local ones."""
+
+    axes: frozenset[str] = frozenset()
+    emptied: Any = None
+    """The entry of a dimension that only they cut. Not None where axes of type Auto are left: that
+    would replicate it over those. JAX knows no other entry for axes of type Explicit."""
+
+
+_NO_MANUAL_AXES: Final = ManualAxes()
+
+
+def manual_axes(mesh: AnyMesh) -> ManualAxes:
+    """Those of the mesh, as the code that is being traced sees it."""
+    from jax.sharding import PartitionSpec
+
+    has_auto = axes_of_type(mesh, "Auto")
+    emptied = PartitionSpec.UNCONSTRAINED if has_auto else None
+    return ManualAxes(axes_of_type(mesh, "Manual"), emptied)
+
+
+def _inside_shard_map(
+    spec: Any, correction: Correction, manual: ManualAxes
+) -> tuple[Any, Correction]:
+    """The spec and the correction for local arrays."""
+    if manual.axes and correction.unconstrained == "drop":  # what the user has written
+        written = (None if is_unconstrained(entry) else entry for entry in entries_of(spec))
+        spec, correction = with_entries(spec, written), replace(correction, unconstrained="keep")
+    return without_axes(spec, manual.axes, manual.emptied), correction
 
 
 class _OnMesh(NamedTuple):
@@ -150,7 +187,7 @@ def specs_on_mesh(
     axis_sizes: Mapping[str, int],
     correction: Correction,
     *,
-    manual: frozenset[str] = frozenset(),
+    manual: ManualAxes = _NO_MANUAL_AXES,
     made: bool = True,
 ) -> tuple[list[SpecOnMesh], list[int]]:
     """The distinct specs of the rules bound to a mesh, and per rule the index of its own.
@@ -159,7 +196,7 @@ def specs_on_mesh(
         rules: The rules.
         axis_sizes: Of the mesh.
         correction: For rules that have none of their own.
-        manual: Axes to leave out.
+        manual: Axes to leave out, as the shapes are local ones.
         made: Whether the specs are to be PartitionSpecs; Entries are left as they are otherwise.
 
     Raises:
@@ -175,24 +212,18 @@ def specs_on_mesh(
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
-    specs = [
-        SpecOnMesh(
-            without_axes(as_partition_spec(wanted.spec) if made else wanted.spec, manual),
-            axis_sizes,
-            wanted.correction or correction,
-            wanted.units,
-        )
-        for wanted in index_of
-    ]
+    specs = []
+    for wanted in index_of:
+        spec = as_partition_spec(wanted.spec) if made else wanted.spec
+        local, policy = _inside_shard_map(spec, wanted.correction or correction, manual)
+        specs.append(SpecOnMesh(local, axis_sizes, policy, wanted.units))
     return specs, spec_of
 
 
 def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
     from jax.sharding import NamedSharding
 
-    specs, spec_of = specs_on_mesh(
-        rules, dict(mesh.shape), correction, manual=axes_of_type(mesh, "Manual")
-    )
+    specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
     shardings: dict[PartitionSpec, NamedSharding] = {}
 
     # Must not refer to the table, which holds it.

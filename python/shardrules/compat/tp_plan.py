@@ -143,8 +143,8 @@ def match_tp_plan(
     _check_plan(tp_plan)
     _check_plan(ep_plan or {}, "ep_plan")
     check_type("prefix", prefix, str, "a string")
-    check_type("axis", axis, (str, tuple), "a mesh axis or a tuple of them")
-    check_type("ep_axis", ep_axis, (str, tuple), "a mesh axis or a tuple of them")
+    check_type("axis", axis, str | tuple, "a mesh axis or a tuple of them")
+    check_type("ep_axis", ep_axis, str | tuple, "a mesh axis or a tuple of them")
     check_tree("tree", tree)
     experts = ep_plan or {}
     styles = {
