@@ -343,6 +343,45 @@ class TestWithShapes:
                 correction=sr.Correction(absent="error"),
             )  # fmt: skip
 
+    @pytest.mark.parametrize(
+        ("indivisible", "expected"),
+        [
+            ("drop", (None, "fsdp")),  # rule 0 loses to rule 1, which says None
+            ("prefix", ("tp", "fsdp")),  # and "fsdp" is free
+            ("drop_axis", ("tp", "fsdp")),
+            ("keep", (("tp", "fsdp"), None)),
+        ],
+    )
+    def test_logical_rules_honour_every_policy(self, indivisible, expected):
+        rules = [("heads", ("tp", "fsdp")), ("heads", None), ("embed", "fsdp")]
+        sharding = sr.logical_to_mesh_sharding(
+            ("heads", "embed"), self.MESH, rules,
+            arrays=np.zeros((6, 8)), correction=sr.Correction(indivisible=indivisible),
+        )  # fmt: skip
+        assert tuple(sharding.spec) == expected
+
+    @pytest.mark.parametrize("indivisible", ["prefix", "drop_axis"])
+    def test_a_rule_that_keeps_nothing_loses_to_the_next(self, indivisible):
+        sharding = sr.logical_to_mesh_sharding(
+            ("heads",), self.MESH, [("heads", "fsdp"), ("heads", "tp")],
+            arrays=np.zeros(6), correction=sr.Correction(indivisible=indivisible),
+        )  # fmt: skip
+        assert tuple(sharding.spec) == ("tp",)
+
+    @pytest.mark.parametrize("dialect", [sr.LINEN, sr.FLAX_CORE])
+    def test_indivisible_is_an_error_where_the_correction_says_so(self, dialect):
+        with pytest.raises(ValueError, match="1 leaf cannot be sharded") as caught:
+            sr.logical_to_mesh_sharding(
+                {"wq": ("heads", "embed"), "b": ("embed",)}, self.MESH,
+                [("heads", "fsdp"), ("embed", "tp")], dialect=dialect,
+                arrays={"wq": np.zeros((6, 8)), "b": np.zeros(8)},
+                correction=sr.Correction(indivisible="error"),
+            )  # fmt: skip
+        message = str(caught.value)
+        assert "['wq']  names ('heads', 'embed')  shape (6, 8)" in message
+        assert "dim 0 of size 6 is not divisible by fsdp=4" in message
+        assert "dim 0 'heads' -> 'fsdp'  (rule 0)" in message
+
     def test_names_without_shapes(self):
         with pytest.raises(TypeError, match="a correction needs shapes"):
             sr.logical_to_mesh_sharding(
@@ -420,7 +459,7 @@ def test_without_flax():
         "import sys; sys.modules['flax'] = None\n"
         "import jax, shardrules as sr\n"
         "from shardrules.compat import flax_linen_spmd as spmd\n"
-        "box = spmd.LogicallyPartitioned(jax.numpy.ones((4, 4)), ('embed', None))\n"
+        "box = ours.LogicallyPartitioned(jax.numpy.ones((4, 4)), ('embed', None))\n"
         "with spmd.logical_axis_rules([('embed', 'tp')]):\n"
         "    assert tuple(sr.logical_to_mesh({'w': box})['w']) == ('tp', None)\n"
         "    assert tuple(spmd.logical_to_mesh_axes(('embed',))) == ('tp',)\n"
@@ -428,3 +467,75 @@ def test_without_flax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class TestMistakes:
+    MESH = MappingProxyType({"fsdp": 4, "tp": 2})
+
+    @pytest.mark.parametrize(
+        "to_mesh", [sr.logical_to_mesh_sharding, ours.logical_to_mesh_sharding]
+    )
+    def test_a_wrong_mesh_axis_names_the_path_and_the_rule(self, mesh, to_mesh):
+        tree = {"a": P("heads"), "b": [P("heads", "embed")], "c": P("embed")}
+        with pytest.raises(ValueError, match="2 leaves cannot be sharded") as caught:
+            to_mesh(tree, mesh, [("heads", "tp"), ("embed", "fspd")])
+        message = str(caught.value)
+        assert "['b'][0]  names ('heads', 'embed')" in message
+        assert "['c']  names ('embed',)" in message
+        assert "dim 1: rule 1 ('embed', 'fspd'): the mesh has no axis 'fspd'" in message
+        assert "did you mean 'fsdp'?" in message
+
+    def test_a_wrong_mesh_axis_with_a_correction_names_the_rule(self):
+        with pytest.raises(ValueError, match="rule 0 \\('embed', 'fspd'\\).*did you mean 'fsdp'"):
+            sr.logical_to_mesh_sharding(
+                {"w": ("embed",)}, self.MESH, [("embed", "fspd")],
+                arrays={"w": np.zeros(8)}, correction=sr.Correction(absent="error"),
+            )  # fmt: skip
+
+    def test_a_name_without_a_rule_that_stays(self):
+        with pytest.raises(ValueError, match="no rule for 'hedas'.*did you mean 'heads'"):
+            sr.logical_to_mesh_sharding(
+                {"w": ("hedas",)}, self.MESH, [("heads", "tp")], dialect=sr.FLAX_CORE
+            )
+
+    def test_a_constraint_to_a_wrong_mesh_axis_names_the_rule(self, mesh):
+        with pytest.raises(ValueError, match="rule 0 .*'fspd'; did you mean 'fsdp'"):
+            sr.with_logical_constraint(np.zeros(8), ("embed",), [("embed", "fspd")], mesh)
+
+    def test_an_unboxed_tree_has_no_names(self):
+        arrays = {"w": jax.ShapeDtypeStruct((8, 8), "int8"), "b": np.zeros(8)}
+        for call in (
+            lambda: sr.logical_to_mesh(arrays, [("embed", "tp")]),
+            lambda: sr.logical_to_mesh_sharding(arrays, self.MESH, [("embed", "tp")]),
+            lambda: sr.logical_to_mesh_sharding(
+                arrays, self.MESH, [("embed", "tp")], arrays=arrays, correction=sr.Correction()
+            ),
+        ):
+            with pytest.raises(TypeError, match="nothing in the tree has logical axis names") as e:
+                call()
+            assert "arrays=..." in str(e.value)
+            assert "boxes" in str(e.value)
+        assert sr.logical_to_mesh({}, [("embed", "tp")]) == {}
+
+    RULES = (("batch", "fsdp"), ("embed", "fsdp"), ("mlp", "tp"))
+
+    def test_a_plan_of_boxes_takes_no_names_for_patterns(self):
+        for box in (meta.Partitioned, ours.LogicallyPartitioned):
+            tree = {"embed": {"kernel": box(np.zeros((8, 8)), ("embed", "mlp"))}, "b": np.zeros(8)}
+            with pytest.raises(TypeError, match="rules are for the logical axis names") as caught:
+                sr.plan(tree, self.RULES, self.MESH)
+            assert "shardrules.logical_to_mesh_sharding" in str(caught.value)
+            assert "unbox" in str(caught.value)
+
+    def test_a_plan_of_variables_takes_no_names_for_patterns(self):
+        nnx = pytest.importorskip("flax.nnx")
+        state = {"w": nnx.Param(np.zeros((8, 8)), sharding=("embed", "mlp"), eager_sharding=False)}
+        with pytest.raises(TypeError, match="rules are for the logical axis names"):
+            sr.plan(state, self.RULES, self.MESH)
+
+    @pytest.mark.parametrize(
+        "rules", [[("kernel", "tp"), ("embed", None)], [*RULES, (".*", None)], [("kernel", "tp")]]
+    )
+    def test_a_plan_of_boxes_takes_patterns(self, rules):
+        tree = {"kernel": meta.Partitioned(np.zeros((8, 8)), ("embed", "mlp"))}
+        assert len(sr.plan(tree, rules, self.MESH).paths) == 1

@@ -2,7 +2,9 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
 
+#include "misfit.hpp"
 #include "register.hpp"
 #include "sharding/logical.hpp"
 
@@ -29,14 +31,15 @@ const char* name_of(Loss loss) {
 }
 
 std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
-                                            std::vector<std::int64_t> axis_sizes,
-                                            bool last_wins) {
+                                            const std::vector<std::int64_t>& axis_sizes,
+                                            bool last_wins, const std::string& indivisible) {
     std::vector<sharding::LogicalRule> taken;
     taken.reserve(rules.size());
     for (const auto& [name, axes] : rules) taken.push_back({name, axes});
     const auto precedence =
         last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
-    return std::make_unique<LogicalRules>(std::move(taken), std::move(axis_sizes), precedence);
+    return std::make_unique<LogicalRules>(std::move(taken), axis_sizes, precedence,
+                                          misfit(indivisible));
 }
 
 py::tuple resolve(const LogicalRules& rules, const std::vector<Dim>& dims) {
@@ -85,7 +88,7 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
 void register_logical(py::module_& module) {
     py::class_<LogicalRules>(module, "LogicalRules")
         .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"), py::kw_only(),
-             py::arg("last_wins"))
+             py::arg("last_wins"), py::arg("indivisible"))
         .def("resolve", &resolve, py::arg("dims"));
     module.def("resolve_all", &resolve_all, py::arg("names"), py::arg("shapes"), py::arg("memo"),
                py::arg("make"));

@@ -3,6 +3,7 @@
 
 #include "collectable.hpp"
 #include "errors.hpp"
+#include "misfit.hpp"
 #include "pytree/sharding_table.hpp"
 #include "register.hpp"
 
@@ -13,15 +14,6 @@ namespace {
 
 using pytree::ShardingTable;
 using sharding::Corrector;
-using sharding::Misfit;
-
-Misfit misfit(const std::string& name) {
-    if (name == "drop") return Misfit::kDrop;
-    if (name == "drop_axis") return Misfit::kDropAxis;
-    if (name == "prefix") return Misfit::kPrefix;
-    if (name == "keep") return Misfit::kKeep;
-    throw std::invalid_argument("no such policy: " + name);
-}
 
 using SpecDims = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
 

@@ -5,13 +5,18 @@
 
 namespace shardrules::sharding {
 
-LogicalRules::LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes,
-                           Precedence precedence)
-    : rules_(std::move(rules)), axis_sizes_(std::move(axis_sizes)), precedence_(precedence) {
+LogicalRules::LogicalRules(std::vector<LogicalRule> rules,
+                           const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
+                           Misfit indivisible)
+    : rules_(std::move(rules)), axis_count_(axis_sizes.size()), precedence_(precedence) {
     for (std::uint32_t index = 0; index < rules_.size(); ++index) {
         const LogicalRule& rule = rules_[index];
-        for (const AxisId axis : rule.axes)
-            if (axis >= axis_sizes_.size()) throw std::invalid_argument("an axis without a size");
+        SpecDim dim;
+        for (const AxisId axis : rule.axes) {
+            if (axis >= axis_count_) throw std::invalid_argument("an axis without a size");
+            dim.axis_sizes.push_back(axis_sizes[axis]);
+        }
+        correctors_.emplace_back(std::span(&dim, 1), Policy{Misfit::kKeep, indivisible});
         if (rule.name >= by_name_.size()) by_name_.resize(rule.name + std::size_t{1});
         by_name_[rule.name].push_back(index);
     }
@@ -26,14 +31,14 @@ std::vector<std::uint32_t> LogicalRules::rules_on(std::span<const NamedDim> dims
     return found;
 }
 
-bool LogicalRules::divides(const LogicalRule& rule, const NamedDim& dim) const {
-    if (!dim.size) return true;
-    std::int64_t rest = *dim.size;
-    for (const AxisId axis : rule.axes) {
-        if (rest % axis_sizes_[axis] != 0) return false;
-        rest /= axis_sizes_[axis];
-    }
-    return true;
+std::vector<AxisId> LogicalRules::fitting(std::uint32_t rule, const NamedDim& dim) const {
+    const std::vector<AxisId>& axes = rules_[rule].axes;
+    if (!dim.size) return axes;
+    const Kept kept = correctors_[rule].kept(1, [&](std::size_t) { return *dim.size; });
+    std::vector<AxisId> left;
+    for (std::size_t i = 0; i < axes.size(); ++i)
+        if ((kept >> i & 1) != 0) left.push_back(axes[i]);
+    return left;
 }
 
 Resolution LogicalRules::resolve(std::span<const NamedDim> dims) const {
@@ -56,7 +61,7 @@ Resolution LogicalRules::last(std::span<const NamedDim> dims) const {
 
 Resolution LogicalRules::by_priority(std::span<const NamedDim> dims) const {
     Resolution result{std::vector<std::uint32_t>(dims.size(), kNone), {}};
-    std::vector<std::uint32_t> user(axis_sizes_.size(), kNone);  // per axis the dimension that has it
+    std::vector<std::uint32_t> user(axis_count_, kNone);  // per axis the dimension that has it
     const auto use = [&](const std::vector<AxisId>& axes, std::uint32_t dim) {
         for (const AxisId axis : axes) user.at(axis) = dim;
     };
@@ -69,16 +74,21 @@ Resolution LogicalRules::by_priority(std::span<const NamedDim> dims) const {
         const auto dim = static_cast<std::uint32_t>(named - dims.begin());
         const auto taken = std::find_if(rule.axes.begin(), rule.axes.end(),
                                         [&](AxisId axis) { return user[axis] != kNone; });
-        if (result.rules[dim] != kNone)
+        if (result.rules[dim] != kNone) {
             result.lost.push_back({index, dim, Loss::kDimTaken, result.rules[dim]});
-        else if (taken != rule.axes.end())
-            result.lost.push_back({index, dim, Loss::kAxisTaken, user[*taken]});
-        else if (!divides(rule, *named))
-            result.lost.push_back({index, dim, Loss::kIndivisible, kNone});
-        else {
-            result.rules[dim] = index;
-            use(rule.axes, dim);
+            continue;
         }
+        if (taken != rule.axes.end()) {
+            result.lost.push_back({index, dim, Loss::kAxisTaken, user[*taken]});
+            continue;
+        }
+        const std::vector<AxisId> left = fitting(index, *named);
+        if (left.empty() && !rule.axes.empty()) {
+            result.lost.push_back({index, dim, Loss::kIndivisible, kNone});
+            continue;
+        }
+        result.rules[dim] = index;
+        use(left, dim);
     }
     return result;
 }

@@ -1,6 +1,7 @@
 // Logical axis names to mesh axes. By priority, as flax.linen does it: the rules are tried in their
 // order; a rule gives its mesh axes to the dimension of its name if that has none yet and all of them
-// are free in this array. Or the last rule for a name wins, as in flax.core's dict. Costs one look at
+// are free in this array; of axes that do not divide the dimension, those that the policy leaves, and a
+// rule that it leaves none loses. Or the last rule for a name wins, as in flax.core's dict. Costs one look at
 // each rule whose name the array has. Immutable once made, knows names and axes as numbers only.
 #pragma once
 
@@ -9,6 +10,8 @@
 #include <optional>
 #include <span>
 #include <vector>
+
+#include "correction.hpp"
 
 namespace shardrules::sharding {
 
@@ -34,7 +37,7 @@ struct NamedDim {
 enum class Loss : std::uint8_t {
     kDimTaken,     // the dimension had its axes from rule `to`
     kAxisTaken,    // an axis was used by dimension `to`
-    kIndivisible,  // the axes do not divide the dimension
+    kIndivisible,  // the axes do not divide the dimension, and the policy leaves none of them
 };
 
 struct LostRule {
@@ -51,9 +54,10 @@ struct Resolution {
 
 class LogicalRules {
   public:
-    // axis_sizes[id]: devices along the axis; not looked at for dimensions without a size.
-    LogicalRules(std::vector<LogicalRule> rules, std::vector<std::int64_t> axis_sizes,
-                 Precedence precedence);
+    // axis_sizes[id]: devices along the axis; neither they nor the policy for axes that do not divide
+    // are looked at for dimensions without a size.
+    LogicalRules(std::vector<LogicalRule> rules, const std::vector<std::int64_t>& axis_sizes,
+                 Precedence precedence, Misfit indivisible);
 
     // By priority, the names of an array must differ from each other, and a rule may lose; as a dict,
     // neither sizes nor other dimensions matter.
@@ -62,11 +66,12 @@ class LogicalRules {
   private:
     Resolution by_priority(std::span<const NamedDim> dims) const;
     Resolution last(std::span<const NamedDim> dims) const;
-    bool divides(const LogicalRule& rule, const NamedDim& dim) const;
+    std::vector<AxisId> fitting(std::uint32_t rule, const NamedDim& dim) const;
     std::vector<std::uint32_t> rules_on(std::span<const NamedDim> dims) const;
 
     std::vector<LogicalRule> rules_;
-    std::vector<std::int64_t> axis_sizes_;
+    std::vector<Corrector> correctors_;  // per rule
+    std::size_t axis_count_;
     std::vector<std::vector<std::uint32_t>> by_name_;  // the rules on each name, ascending
     Precedence precedence_;
 };

@@ -106,21 +106,25 @@ void sizes_that_overflow() {
 // Rules by priority, restated: walk all of them, whatever name they are on.
 std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
                                     const std::vector<std::int64_t>& sizes,
-                                    const std::vector<NamedDim>& dims) {
+                                    const std::vector<NamedDim>& dims, Misfit indivisible) {
     std::vector<std::uint32_t> winners(dims.size(), kNone);
     std::vector<bool> used(sizes.size());
     for (std::uint32_t index = 0; index < rules.size(); ++index)
         for (std::size_t dim = 0; dim < dims.size(); ++dim) {
             if (dims[dim].name != rules[index].name || winners[dim] != kNone) continue;
-            std::int64_t parts = 1;
+            std::vector<std::int64_t> axes;
             bool free = true;
             for (const AxisId axis : rules[index].axes) {
                 free = free && !used[axis];
-                parts *= sizes[axis];
+                axes.push_back(sizes[axis]);
             }
-            if (!free || (dims[dim].size && *dims[dim].size % parts != 0)) continue;
+            const Kept kept =
+                dims[dim].size ? restated(axes, 1, {Misfit::kKeep, indivisible}, *dims[dim].size)
+                               : ~Kept{0};
+            if (!free || (!axes.empty() && kept == 0)) continue;
             winners[dim] = index;
-            for (const AxisId axis : rules[index].axes) used[axis] = true;
+            for (std::size_t i = 0; i < axes.size(); ++i)
+                if ((kept >> i) & 1) used[rules[index].axes[i]] = true;
         }
     return winners;
 }
@@ -144,9 +148,13 @@ void logical_rules_by_priority() {
             if (random(2) == 0) dims.push_back({name, {}, std::nullopt});
         for (NamedDim& dim : dims)
             if (random(2) == 0) dim.size = random(25);
-        const LogicalRules compiled(rules, sizes, Precedence::kPriority);
+        constexpr Misfit kPolicies[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix,
+                                        Misfit::kKeep};
+        const Misfit indivisible = kPolicies[run % 4];
+        const LogicalRules compiled(rules, sizes, Precedence::kPriority, indivisible);
         const Resolution result = compiled.resolve(dims);
-        expect(result.rules == restated(rules, sizes, dims), "rules by priority");
+        expect(result.rules == restated(rules, sizes, dims, indivisible),
+               "rules by priority");
         std::size_t on_dims = 0;
         for (const LogicalRule& rule : rules)
             for (const NamedDim& dim : dims) on_dims += rule.name == dim.name;
@@ -154,10 +162,10 @@ void logical_rules_by_priority() {
         for (const std::uint32_t rule : result.rules) won += rule != kNone;
         expect(won + result.lost.size() == on_dims, "each rule on a name wins or loses");
     }
-    const LogicalRules one({{0, {0}}}, {2}, Precedence::kPriority);
+    const LogicalRules one({{0, {0}}}, {2}, Precedence::kPriority, Misfit::kDrop);
     expect(one.resolve(std::vector<NamedDim>{{0, {}, {}}, {kNone, {0}, {}}}).rules[0] == kNone,
            "an axis that another dimension has already");
-    const LogicalRules last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast);
+    const LogicalRules last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
     const Resolution result = last.resolve(
         std::vector<NamedDim>{{0, {}, {}}, {1, {}, 3}, {2, {}, {}}, {0, {}, {}}});
     expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");

@@ -45,6 +45,8 @@ class LogicalRules:
         rules: (name, mesh axes).
         axis_sizes: Per mesh axis, its devices; looked at only for dimensions that have a size.
         last_wins: Whether the last rule for a name wins, instead of the first that is free.
+        indivisible: For axes that do not divide a dimension: "drop", "drop_axis", "prefix" or
+            "keep". A rule of which nothing is left loses.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LogicalRules:
         axis_sizes: Sequence[int],
         *,
         last_wins: bool,
+        indivisible: str,
     ) -> None: ...
     def resolve(
         self, dims: Sequence[tuple[int | None, Sequence[int], int | None]]

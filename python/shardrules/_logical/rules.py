@@ -28,6 +28,7 @@ __all__ = [
     "CompiledLogicalRules",
     "LogicalDialect",
     "Outcome",
+    "axes_in",
     "compiled_rules",
     "resolve_core",
 ]
@@ -71,6 +72,8 @@ class CompiledLogicalRules:
         dialect: How they are resolved.
         axis_sizes: Devices along each mesh axis, for arrays whose shape is known: a rule whose axes
             do not divide the dimension loses, too. An axis that is not there counts as one device.
+        indivisible: As in `Correction`: what such a rule may keep of its axes; it loses if that is
+            nothing. With "keep" and "error" it keeps them all.
 
     Raises:
         ValueError: A rule is not a pair, or the rules are no tuple or list.
@@ -78,7 +81,13 @@ class CompiledLogicalRules:
 
     __slots__ = ("_axis_ids", "_core", "_name_ids", "dialect", "rules")
 
-    def __init__(self, rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        rules: Any,
+        dialect: LogicalDialect,
+        axis_sizes: Mapping[str, int],
+        indivisible: str = "drop",
+    ) -> None:
         if not isinstance(rules, (tuple, list)):
             raise ValueError(  # noqa: TRY004 flax's type
                 f"Unknown axis rule specification type: {shown(rules)}; give a tuple or list of "
@@ -97,7 +106,14 @@ class CompiledLogicalRules:
             numbered,
             [axis_sizes.get(axis, 1) for axis in self._axis_ids],
             last_wins=dialect.last_wins,
+            # What is kept is for the correction to call an error.
+            indivisible="keep" if indivisible == "error" else indivisible,
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The names that have rules."""
+        return [name for name in self._name_ids if isinstance(name, str)]
 
     def spec(self, names: Any) -> PartitionSpec:
         """The PartitionSpec of an array with these names, whatever its shape; remembered.
@@ -149,12 +165,12 @@ class CompiledLogicalRules:
         return None
 
     def _axis_numbers(self, value: Any) -> list[int]:
-        return [self._axis_ids.setdefault(a, len(self._axis_ids)) for a in _axes_in(value)]
+        return [self._axis_ids.setdefault(a, len(self._axis_ids)) for a in axes_in(value)]
 
     def _known_axes(self, entry: Any) -> list[int]:
         if isinstance(entry, str):
             return []
-        return [self._axis_ids[axis] for axis in _axes_in(entry) if axis in self._axis_ids]
+        return [self._axis_ids[axis] for axis in axes_in(entry) if axis in self._axis_ids]
 
 
 class Outcome(NamedTuple):
@@ -208,24 +224,25 @@ class Outcome(NamedTuple):
 
 
 def compiled_rules(
-    rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int]
+    rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int], indivisible: str = "drop"
 ) -> CompiledLogicalRules:
     """The rules, compiled once for each mesh's axis sizes."""
     axes = tuple(axis_sizes.items())
     # Most rules have no lists in them.
     for as_key in (_as_tuple, _hashable):
         try:
-            return _compiled(as_key(rules), dialect, axes)
+            return _compiled(as_key(rules), dialect, axes, indivisible)
         except TypeError:  # something in it cannot be hashed
             pass
-    return CompiledLogicalRules(rules, dialect, axis_sizes)  # this says which rule it is, if any
+    # This says which rule it is, if any.
+    return CompiledLogicalRules(rules, dialect, axis_sizes, indivisible)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    rules: Any, dialect: LogicalDialect, axis_sizes: tuple[tuple[str, int], ...]
+    rules: Any, dialect: LogicalDialect, axis_sizes: tuple[tuple[str, int], ...], indivisible: str
 ) -> CompiledLogicalRules:
-    return CompiledLogicalRules(rules, dialect, dict(axis_sizes))
+    return CompiledLogicalRules(rules, dialect, dict(axis_sizes), indivisible)
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
@@ -260,11 +277,11 @@ def _remembered_spec(rules: CompiledLogicalRules, names: Any) -> PartitionSpec:
     return rules.resolve(names).spec(names)
 
 
-def _axes_in(value: Any) -> list[str]:
+def axes_in(value: Any) -> list[str]:
     if value is None or is_unconstrained(value):
         return []
     if isinstance(value, (tuple, list)):
-        return [axis for inner in value for axis in _axes_in(inner)]
+        return [axis for inner in value for axis in axes_in(inner)]
     return [value]
 
 

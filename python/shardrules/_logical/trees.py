@@ -9,18 +9,15 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_choice, check_tree, check_type, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._logical.context import get_logical_axis_rules
-from shardrules._logical.flax import (
-    box_types,
-    says_its_sharding,
-    variable_sharding,
-    variable_types,
-)
+from shardrules._logical.leaves import Kinds, is_name
+from shardrules._logical.problems import Attempts, unknown_axes
 from shardrules._logical.rules import (
     LINEN,
     UNASSIGNED,
@@ -32,8 +29,8 @@ from shardrules._logical.rules import (
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding
-from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec
-from shardrules._words import shown
+from shardrules._specs import is_partition_spec, partition_spec
+from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -108,9 +105,11 @@ def logical_to_mesh_sharding(
     """The tree with the logical axis names of each leaf replaced by a NamedSharding.
 
     Semantics of flax.linen.logical_to_mesh_sharding, 0.12. With a `correction`, shapes are looked
-    at in the same pass: a rule whose mesh axes do not divide the dimension loses it to the next
-    rule for that name, and what is then still wrong (an axis that the mesh does not have, a spec
-    longer than the rank) is corrected.
+    at in the same pass. Of mesh axes that do not divide the dimension a rule keeps what
+    `indivisible` leaves: nothing with "drop", the axes that fit with "prefix" and "drop_axis", all
+    with "keep" and "error". A rule that keeps nothing loses the dimension to the next one for the
+    name. What is then still wrong (axes that do not divide with "error", an axis that the mesh does
+    not have, a spec longer than the rank) is corrected, or an error.
 
     Args:
         tree: As in `logical_to_mesh`.
@@ -123,7 +122,8 @@ def logical_to_mesh_sharding(
 
     Raises:
         ValueError: As `logical_to_mesh`; no mesh; an axis that the mesh does not have; or what the
-            correction calls an error.
+            correction calls an error. All leaves are looked at first; the message lists the first
+            20, each with its rules.
         TypeError: As `logical_to_mesh`; or a leaf without a shape, with a correction.
 
     Example:
@@ -138,19 +138,19 @@ def logical_to_mesh_sharding(
     """
     check_correction(correction)
     on_mesh = resolve_mesh(mesh)
-    resolver = compiled(rules, on_mesh, dialect)
     if correction is None:
-        return _resolved(
-            tree,
-            None,
-            lambda names, _: named_sharding(resolver.spec(names), on_mesh),
+        resolver = compiled(rules, on_mesh, dialect)
+        make = Attempts(
+            lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
         )
+        return _resolved(tree, None, make)
+    resolver = compiled(rules, on_mesh, dialect, correction.indivisible)
 
     def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:
         spec = resolver.resolve(names, shape).spec(names)
         return corrected_sharding(spec, shape, on_mesh, correction)
 
-    return _resolved(tree, _shapes(tree, arrays), corrected)
+    return _resolved(tree, _shapes(tree, arrays), Attempts(corrected, resolver, on_mesh))
 
 
 def with_logical_constraint(
@@ -192,9 +192,17 @@ def with_logical_constraint(
     if not chosen or logical_names is None or on_mesh is None:
         return tree
     resolver = compiled(chosen, None)
-    specs = _map_names(
-        lambda names: constraint_spec(resolver.resolve(names), fallback), logical_names
-    )
+
+    def spec(names: Any) -> PartitionSpec | None:
+        outcome = resolver.resolve(names)
+        if unknown := unknown_axes(outcome, on_mesh.axis_names):
+            raise ValueError(
+                f"an array with the names {names} cannot be constrained as the logical rules say, "
+                f"on the mesh {mesh_shown(on_mesh.shape)}:\n    " + "\n    ".join(unknown)
+            )
+        return constraint_spec(outcome, fallback)
+
+    specs = _map_names(spec, logical_names)
     return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
 
 
@@ -228,23 +236,31 @@ def explain_logical(
 
 
 def compiled(
-    rules: LogicalRulesLike | None, mesh: AnyMesh | None, dialect: LogicalDialect = LINEN
+    rules: LogicalRulesLike | None,
+    mesh: AnyMesh | None,
+    dialect: LogicalDialect = LINEN,
+    indivisible: str = "drop",
 ) -> CompiledLogicalRules:
     """The rules, or those in force, compiled for the axis sizes of the mesh."""
     check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as FLAX_CORE")
     chosen = get_logical_axis_rules() if rules is None else rules
-    return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape))
+    return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape), indivisible)
 
 
 def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     from jax import tree_util
 
-    kinds = _Kinds()
+    kinds = Kinds()
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=kinds.has_names)
     if kinds.are_specs(leaves):
-        answers = resolve_all(leaves, shapes, {}, make)
+        names = leaves
     else:
-        answers = resolve_all(list(map(kinds.names_of, leaves)), shapes, {}, make)
+        kinds.check_some_have_names(leaves)
+        names = list(map(kinds.names_of, leaves))
+    answers = resolve_all(names, shapes, {}, make)
+    if isinstance(make, Attempts):
+        make.check(lambda: zip(_paths(tree, kinds), names, shapes or repeat(None), strict=False))
+    if names is not leaves:
         answers = [
             # As in flax.nnx.get_partition_spec, a Variable holds what stands for its array.
             leaf.replace(answer) if kinds.of(leaf) == "variable" else answer
@@ -253,10 +269,17 @@ def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     return tree_util.tree_unflatten(treedef, answers)
 
 
+def _paths(tree: Any, kinds: Kinds) -> list[str]:
+    from jax import tree_util
+
+    found = tree_util.tree_flatten_with_path(tree, is_leaf=kinds.has_names)[0]
+    return [tree_util.keystr(path) for path, _ in found]
+
+
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
     from jax import tree_util
 
-    kinds = _Kinds()
+    kinds = Kinds()
     leaves = tree_util.tree_leaves(tree, is_leaf=kinds.has_names)
     arrays_of_leaves: list[Any] = []
     if arrays is None:
@@ -272,59 +295,6 @@ def _shapes(tree: Any, arrays: Any) -> list[Any]:
                 f"{shown(array)}; give arrays=..., a tree of arrays like that of the names"
             )
     return [tuple(array.shape) for array in arrays_of_leaves]
-
-
-class _Kinds:
-    """What the nodes of one tree are: each type is looked at once."""
-
-    __slots__ = ("_boxes", "_known", "_variables")
-
-    def __init__(self) -> None:
-        self._boxes = box_types()
-        self._variables = variable_types()
-        self._known: dict[type, str] = {tuple: "tuple"}
-
-    def of(self, node: Any) -> str:
-        """One of "spec", "tuple", "box", "variable" or "other"."""
-        kind = self._known.get(type(node))
-        if kind is None:
-            if is_partition_spec(node):
-                kind = "spec"
-            elif isinstance(node, self._variables):
-                kind = "variable"
-            else:
-                kind = "box" if isinstance(node, self._boxes) else "other"
-            self._known[type(node)] = kind
-        return kind
-
-    def are_specs(self, leaves: list[Any]) -> bool:
-        """Whether all of them are PartitionSpecs, which are their own names."""
-        return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
-
-    def has_names(self, node: Any) -> bool:
-        kind = self.of(node)
-        if kind == "spec":
-            return True
-        if kind == "tuple":  # an empty one is a node of the tree as a rule
-            return len(node) > 0 and all(map(_is_name, node))
-        if kind == "variable":
-            return says_its_sharding(node)
-        return kind == "box" and hasattr(node, "names")
-
-    def names_of(self, leaf: Any) -> Any:
-        kind = self.of(leaf)
-        if kind == "variable":
-            return variable_sharding(leaf)
-        if kind == "box":
-            return leaf.names
-        # An array in a tree of boxes; flax replicates those without one.
-        return () if kind == "other" and hasattr(leaf, "shape") else leaf
-
-    def array_in(self, leaf: Any) -> Any:
-        kind = self.of(leaf)
-        if kind == "variable":
-            return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
-        return leaf.value if kind == "box" else leaf
 
 
 @functools.lru_cache(maxsize=4096)
@@ -366,9 +336,5 @@ def is_logical_spec(node: Any) -> bool:
     return (
         node is None
         or is_partition_spec(node)
-        or (isinstance(node, tuple) and all(map(_is_name, node)))
+        or (isinstance(node, tuple) and all(map(is_name, node)))
     )
-
-
-def _is_name(entry: Any) -> bool:
-    return entry is None or isinstance(entry, str) or is_unconstrained(entry)

@@ -28,6 +28,7 @@ from shardrules._arguments import (
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._files.write import write_text
+from shardrules._logical.leaves import check_rules_are_for_paths
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.rules import as_rules, checked_min_size
 from shardrules._planning.budget import DeviceBytes, budget
@@ -88,7 +89,7 @@ def plan(
     Raises:
         ValueError: No mesh; a dimension is negative, or a dtype unknown.
         TypeError: A rule's spec cannot be made a PartitionSpec, a shape is none, or the tree is no
-            tree of arrays.
+            tree of arrays; or the rules are for the logical axis names of the tree's boxes.
 
     Example:
         >>> import jax
@@ -108,6 +109,7 @@ def plan(
     )
     compiled = as_rules("rules", rules)
     smallest = checked_min_size(min_size)
+    check_rules_are_for_paths(compiled, tree)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
     sizes = _sizes(chosen)

@@ -20,6 +20,7 @@ from shardrules._logical.context import (
     logical_axis_rules,
     set_logical_axis_rules,
 )
+from shardrules._logical.problems import Attempts
 from shardrules._logical.trees import (
     RulesFallback,
     compiled,
@@ -95,6 +96,10 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
 
     Semantics of flax.linen.logical_to_mesh_sharding, 0.12; equal shardings are one object.
 
+    Raises:
+        ValueError: As `logical_to_mesh_axes`; or an axis that the mesh does not have. The message
+            lists all such leaves, each with its rules.
+
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
         >>> tree = {"w": PartitionSpec("embed")}
@@ -102,7 +107,10 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
         ('tp',)
     """
     priority = compiled(rules, None)
-    return _map_specs(tree, lambda names, _: named_sharding(priority.spec(names), mesh))
+    make = Attempts(lambda names, _: named_sharding(priority.spec(names), mesh), priority, mesh)
+    shardings = _map_specs(tree, make)
+    make.check(lambda: _leaves_by_path(tree))
+    return shardings
 
 
 def with_logical_constraint(
@@ -211,6 +219,11 @@ def with_logical_partitioning(
         return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
 
     return wrapper
+
+
+def _leaves_by_path(tree: Any) -> list[tuple[str, Any, None]]:
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_partition_spec)[0]
+    return [(jax.tree_util.keystr(path), names, None) for path, names in found]
 
 
 def _map_specs(tree: Any, make: Any) -> Any:
