@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardrules.compat import flax_core_meta as our_meta
 from shardrules.compat import flax_core_spmd as our_spmd
+from shardrules.compat import flax_linen_spmd as our_linen
 from tests.contexts import legacy, needs_set_mesh
 
 flax_meta = pytest.importorskip("flax.core.meta", reason="flax is not installed")
@@ -372,6 +373,87 @@ def test_nnx_metadata():
     assert metadata == before
 
 
+BOXES = [
+    (our_meta.AxisMetadata, flax_meta.AxisMetadata),
+    (our_meta.Partitioned, flax_meta.Partitioned),
+    (our_linen.LogicallyPartitioned, nn.LogicallyPartitioned),
+]
+
+
+def test_isinstance_both_ways():
+    made = [kind(1, ("a",)) for pair in BOXES[1:] for kind in pair]
+    for ours, theirs in BOXES:
+        assert issubclass(ours, theirs)
+        assert issubclass(theirs, ours)
+        assert [isinstance(box, ours) for box in made] == [isinstance(box, theirs) for box in made]
+        assert not isinstance(1, ours)
+
+    class OfOurs(our_meta.Partitioned):
+        pass
+
+    class OfTheirs(flax_meta.Partitioned):
+        pass
+
+    for kind in (OfOurs, OfTheirs):
+        assert isinstance(kind(1, ()), flax_meta.Partitioned)
+        assert isinstance(kind(1, ()), our_meta.Partitioned)
+        assert not isinstance(made[0], kind)
+        assert not isinstance(kind(1, ()), our_linen.LogicallyPartitioned)
+        assert not isinstance(kind(1, ()), nn.LogicallyPartitioned)
+
+
+@pytest.mark.parametrize("kinds", BOXES[1:])
+def test_nnx_metadata_with_both_names_and_out_sharding(kinds):
+    """`out_sharding` wins, as in flax; and so does `sharding_rules`."""
+    metadata = {"value": 1, "names": ("old",), "out_sharding": ("new",), "mesh": None}
+    metadata |= {"rules": "old", "sharding_rules": "new"}
+    ours, theirs = (kind.from_nnx_metadata(dict(metadata)) for kind in kinds)
+    assert dataclasses.asdict(ours) == dataclasses.asdict(theirs)
+    assert ours.names == ("new",)
+
+
+def test_an_overridden_get_partition_name():
+    def box(module):
+        class Named(module.Partitioned):
+            def _get_partition_name(self, params):
+                return params.get("mine", "own")
+
+        return Named(1, ("a",))
+
+    for module in (our_meta, flax_meta):
+        stacked = module.add_axis(box(module), 0, {"mine": "x"})
+        assert stacked.names == ("x", "a")
+        assert module.add_axis(box(module), 1, {}).names == ("a", "own")
+        assert module.remove_axis(stacked, 0, {"mine": "x"}).names == ("a",)
+
+
+def test_equality_of_logically_partitioned():
+    array = np.ones(3)
+    arguments = [(1, ("a",)), (1, ("b",)), (2, ("a",)), (1, ("a",), None, "r"), (array, ("a",))]
+    kinds = (our_linen.LogicallyPartitioned, nn.LogicallyPartitioned)
+    ours, theirs = ([kind(*given) for given in arguments] for kind in kinds)
+    for i, j in [(0, 0), (0, 1), (0, 2), (0, 3), (4, 4)]:
+        assert (ours[i] == ours[j]) == (theirs[i] == theirs[j])
+    assert ours[0] == kinds[0](1, ("b",))
+    assert kinds[0](array, ()) == kinds[0](array, ())  # the same array
+    assert (ours[0] == theirs[0]) == (theirs[0] == ours[0]) == False  # noqa: E712
+    assert ours[0] != our_meta.Partitioned(1, ("a",))
+    assert hash(ours[0]) == hash(kinds[0](1, ("a",)))
+
+
+def test_options_of_a_class_of_boxes():
+    def box(module):
+        class Keywords(module.Partitioned, kw_only=True):
+            extra: int = 0
+
+        return Keywords
+
+    for module in (our_meta, flax_meta):
+        assert box(module)(1, ("a",), extra=2).extra == 2
+        with pytest.raises(TypeError):
+            box(module)(1, ("a",), None, 2)
+
+
 # --- in flax ---
 
 
@@ -650,6 +732,7 @@ with spmd.logical_axis_rules([("b", "tp")]):
 assert spmd.get_logical_axis_rules() == flax.core.spmd.get_logical_axis_rules() == ()
 assert meta.unbox([early, flax.core.meta.Partitioned(2, ())]) == [1, 2]
 assert flax.core.meta.unbox([early]) == [1]
+assert isinstance(early, flax.core.meta.Partitioned)
 """)
     assert done.returncode == 0, done.stderr
 

@@ -459,7 +459,7 @@ def test_without_flax():
         "import sys; sys.modules['flax'] = None\n"
         "import jax, shardrules as sr\n"
         "from shardrules.compat import flax_linen_spmd as spmd\n"
-        "box = ours.LogicallyPartitioned(jax.numpy.ones((4, 4)), ('embed', None))\n"
+        "box = spmd.LogicallyPartitioned(jax.numpy.ones((4, 4)), ('embed', None))\n"
         "with spmd.logical_axis_rules([('embed', 'tp')]):\n"
         "    assert tuple(sr.logical_to_mesh({'w': box})['w']) == ('tp', None)\n"
         "    assert tuple(spmd.logical_to_mesh_axes(('embed',))) == ('tp',)\n"
@@ -471,6 +471,13 @@ def test_without_flax():
 
 class TestMistakes:
     MESH = MappingProxyType({"fsdp": 4, "tp": 2})
+
+    def test_a_name_alone_is_no_tuple_of_its_letters(self):
+        rules = [("batch", "fsdp"), ("b", "tp")]
+        assert theirs.logical_to_mesh_axes("batch", rules) != P("fsdp")
+        with pytest.raises(TypeError, match="the logical axis names are 'batch' \\(a str\\)"):
+            ours.logical_to_mesh_axes("batch", rules)
+        assert ours.logical_to_mesh_axes(("batch",), rules) == P("fsdp")
 
     @pytest.mark.parametrize(
         "to_mesh", [sr.logical_to_mesh_sharding, ours.logical_to_mesh_sharding]

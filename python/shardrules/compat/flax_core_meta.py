@@ -77,17 +77,38 @@ class PartitioningUnspecifiedError(Exception):
         )
 
 
+_apart: dict[Any, bool] = {}
+"""Our classes of boxes whose namesakes in flax are not known yet."""
+_joined: dict[Any, Any] = {}
+"""Those that are known, with their namesakes."""
+
+
 class AxisMetadata(ABC, Generic[A]):
     """A box: a value with what is known of each of its axes.
 
     Subclasses should be pytree nodes whose leaves are those of the value. Where flax is loaded,
-    they count as subclasses of flax's own class. Semantics of flax.core.meta.AxisMetadata, 0.12.
+    its own class and this one are the same to `isinstance`. Semantics of
+    flax.core.meta.AxisMetadata, 0.12.
     """
+
+    _in_flax = ("flax.core.meta", "AxisMetadata")
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """As usual; and from the first box on, flax takes ours."""
-        _box_type()
+        _join_flax()
         return super().__new__(cls)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "_in_flax" in vars(cls):
+            _apart[cls] = True
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        """Boxes of flax's class count as boxes of ours."""
+        _join_flax()
+        theirs = _joined.get(cls)
+        return True if theirs is not None and theirs in other.__mro__ else NotImplemented
 
     @abstractmethod
     def unbox(self) -> A:
@@ -111,16 +132,20 @@ class AxisMetadata(ABC, Generic[A]):
         """The box of a value that has one axis less; arguments as in `add_axis`."""
 
 
+_apart[AxisMetadata] = True
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class _PytreeDataclass:
     """Makes subclasses frozen dataclasses and pytree nodes.
 
-    A field whose metadata says pytree_node=False is static.
+    A field whose metadata says pytree_node=False is static. Arguments of a class, as in
+    `class Box(Partitioned, kw_only=True)`, are those of `dataclasses.dataclass`.
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__()
-        dataclasses.dataclass(frozen=True)(cls)
+        dataclasses.dataclass(**{"frozen": True, **options})(cls)
         names: dict[bool, list[str]] = {True: [], False: []}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             names[field.metadata.get("pytree_node", True)].append(field.name)
@@ -148,6 +173,8 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         >>> jax.tree_util.tree_map(jax.numpy.shape, box)
         Partitioned(value=(4, 8), names=('embed', 'mlp'), mesh=None)
     """
+
+    _in_flax = ("flax.core.meta", "Partitioned")
 
     value: Any
     names: LogicalNames = dataclasses.field(metadata={"pytree_node": False})
@@ -179,7 +206,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         Raises:
             PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
         """
-        name = self._axis_name(params)
+        name = self._get_partition_name(params)
         names: list[Any] = list(logical_names(self.names))
         names += [None] * (index - len(names))
         names.insert(index, name)
@@ -193,7 +220,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
             IndexError: There is no such place.
             AssertionError: Another name is there.
         """
-        expected = self._axis_name(params)
+        expected = self._get_partition_name(params)
         names = list(logical_names(self.names))
         if not -len(names) <= index < len(names):
             raise IndexError(f"no axis {index} to remove: the names are {self.names}")
@@ -223,10 +250,10 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Self:
         """The box that `to_nnx_metadata` has described; other keys are left out."""
         fields = {field.name for field in dataclasses.fields(cls)}
-        known = {"names": metadata["out_sharding"], **metadata}
+        known = {**metadata, "names": metadata["out_sharding"]}
         return cls(**{key: value for key, value in known.items() if key in fields})
 
-    def _axis_name(self, params: dict[Any, Any]) -> Any:
+    def _get_partition_name(self, params: dict[Any, Any]) -> Any:
         if PARTITION_NAME not in params:
             raise PartitioningUnspecifiedError(self)
         return params[PARTITION_NAME]
@@ -498,11 +525,15 @@ def _map_sharded(
 
 def _box_type() -> Any:
     """The class that all boxes are instances of: flax's, where flax is loaded."""
-    theirs = loaded("flax.core.meta", "AxisMetadata")
-    return AxisMetadata if theirs is None else _joined(theirs)
+    _join_flax()
+    return _joined.get(AxisMetadata, AxisMetadata)
 
 
-@functools.cache
-def _joined(theirs: Any) -> Any:
-    theirs.register(AxisMetadata)
-    return theirs
+def _join_flax() -> None:
+    """Has `isinstance` take our boxes for flax's, and flax's for ours, once flax is loaded."""
+    for ours in tuple(_apart):
+        theirs = loaded(*ours._in_flax)
+        if theirs is not None and _apart.pop(ours, False):
+            # Not the other way round as well: that is a cycle, and for __subclasshook__ to say.
+            theirs.register(ours)
+            _joined[ours] = theirs

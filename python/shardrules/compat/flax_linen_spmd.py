@@ -156,7 +156,7 @@ def with_logical_constraint(
     return jax.tree_util.tree_map(constrained, logical_axis_resources, x, is_leaf=is_logical_spec)
 
 
-class LogicallyPartitioned(Partitioned[Any]):
+class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has __hash__
     """A `Partitioned` whose names are logical. Semantics of flax.linen.LogicallyPartitioned, 0.12.
 
     Args:
@@ -170,7 +170,17 @@ class LogicallyPartitioned(Partitioned[Any]):
         True
     """
 
+    _in_flax = ("flax.linen.spmd", "LogicallyPartitioned")
+
     rules: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the values are equal: as in flax, whatever the names and rules."""
+        if self is other:
+            return True
+        if isinstance(other, LogicallyPartitioned) and type(other) is type(self):
+            return (self.value,) == (other.value,)
+        return NotImplemented
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """The value, constrained by its logical names if there is a mesh."""
@@ -189,7 +199,7 @@ class LogicallyPartitioned(Partitioned[Any]):
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
         """The box that `to_nnx_metadata` has described; other keys are left out."""
-        return super().from_nnx_metadata({"rules": metadata["sharding_rules"], **metadata})
+        return super().from_nnx_metadata({**metadata, "rules": metadata["sharding_rules"]})
 
 
 def with_logical_partitioning(
