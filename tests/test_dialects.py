@@ -352,6 +352,18 @@ class TestAgainstKeras:
             del layouts["b.*"]
             assert layouts["bc"] is None
 
+    def test_the_advice_for_a_layout_map_of_keras(self, keras):
+        rules = keras.distribution.LayoutMap(None)
+        rules[".*kernel"] = keras.distribution.TensorLayout((None, "tp"))
+        tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
+        with pytest.raises(TypeError, match=r"LayoutMap\(rules.device_mesh\) .*\.update\(rules\)"):
+            sr.named_shardings(tree, rules, {"tp": 2})
+        layouts = LayoutMap(rules.device_mesh)
+        layouts.update(rules)
+        shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
+        assert shardings["a"]["kernel"].spec == P(None, "tp")
+        assert shardings["a"]["bias"].spec == P()  # no rule matches it, which Keras replicates
+
     def test_tensor_layouts(self, keras):
         layouts = LayoutMap()
         layout = layouts[".*kernel"] = keras.TensorLayout((None, "model"))
@@ -549,6 +561,18 @@ class TestBadInput:
         layouts["a"] = (None, "model")
         with pytest.raises(ValueError, match=r"'b': the mesh has no axes \['data'\]"):
             layouts["b"] = ("data",)
+
+
+def test_the_advice_for_a_layout_map_keeps_the_dialect():
+    layouts = LayoutMap()
+    layouts[".*kernel"] = (None, "tp")
+    tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
+    with pytest.raises(TypeError, match=r"not LayoutMap; pass its \.rules$"):
+        sr.named_shardings(tree, layouts, {"tp": 2})
+    shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
+    assert shardings["a"]["bias"].spec == P()
+    with pytest.raises(TypeError, match=r"not dict; pass list\(rules\.items\(\)\)$"):
+        sr.named_shardings(tree, {".*": None}, {"tp": 2})
 
 
 def test_pickled_and_compared():

@@ -474,11 +474,23 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"[('.*', {rules})] for all leaves"
         )
     if isinstance(rules, (str, bytes, Mapping)) or not isinstance(rules, Iterable):
-        hint = "; pass list(rules.items())" if isinstance(rules, Mapping) else ""
+        hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else ""
         raise TypeError(
             f"{name} must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
         )
     return list(rules)
+
+
+def _pairs_of(rules: Mapping[Any, Any]) -> str:
+    """What to pass instead of a mapping, with the dialect that it has."""
+    if isinstance(getattr(rules, "rules", None), Rules):  # compat.keras
+        return "its .rules"
+    if type(rules).__module__.partition(".")[0] == "keras":
+        return (
+            "the .rules of a shardrules.compat.keras.LayoutMap(rules.device_mesh) after its "
+            ".update(rules)"
+        )
+    return "list(rules.items())"
 
 
 def _checked_pair(index: int, rule: Any, way: Way) -> tuple[Pattern, Any]:

@@ -54,7 +54,8 @@ PARTITION_NAME = "partition_name"
 class PartitioningUnspecifiedError(Exception):
     """A transformation adds or removes an axis without a name for it; see `Partitioned.add_axis`.
 
-    As flax.errors.PartitioningUnspecifiedError, 0.12.
+    As flax.errors.PartitioningUnspecifiedError, 0.12; where flax is loaded, what is raised is one
+    of those, too.
 
     Args:
         target: What the axis is added to.
@@ -67,7 +68,7 @@ class PartitioningUnspecifiedError(Exception):
     """
 
     def __init__(self, target: object) -> None:
-        super().__init__(target)
+        Exception.__init__(self, target)
 
     def __str__(self) -> str:
         return (
@@ -81,6 +82,18 @@ _apart: dict[Any, bool] = {}
 """Our classes of boxes whose namesakes in flax are not known yet."""
 _joined: dict[Any, Any] = {}
 """Those that are known, with their namesakes."""
+
+
+def _unspecified() -> type[PartitioningUnspecifiedError]:
+    theirs = loaded("flax.errors", "PartitioningUnspecifiedError")
+    return PartitioningUnspecifiedError if theirs is None else _of_both(theirs)
+
+
+@functools.cache
+def _of_both(theirs: Any) -> type[PartitioningUnspecifiedError]:
+    """`except` looks at base classes, and at nothing that could be registered."""
+    ours = PartitioningUnspecifiedError
+    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__})
 
 
 class AxisMetadata(ABC, Generic[A]):
@@ -255,7 +268,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
 
     def _get_partition_name(self, params: dict[Any, Any]) -> Any:
         if PARTITION_NAME not in params:
-            raise PartitioningUnspecifiedError(self)
+            raise _unspecified()(self)
         return params[PARTITION_NAME]
 
 
