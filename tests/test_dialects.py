@@ -353,8 +353,8 @@ class TestAgainstKeras:
             assert layouts["bc"] is None
 
     def test_the_advice_for_a_layout_map_of_keras(self, keras):
-        rules = keras.distribution.LayoutMap(None)
-        rules[".*kernel"] = keras.distribution.TensorLayout((None, "tp"))
+        rules = keras.LayoutMap(None)
+        rules[".*kernel"] = keras.TensorLayout((None, "tp"))
         tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
         with pytest.raises(TypeError, match=r"LayoutMap\(rules.device_mesh\) .*\.update\(rules\)"):
             sr.named_shardings(tree, rules, {"tp": 2})

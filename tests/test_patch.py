@@ -517,10 +517,19 @@ def test_an_easydel_style_model_is_faster_without_a_changed_line(mesh):
     assert min(times_faster) > 1.5
 
 
+MOCKING = {
+    "partitioning_test.py": {
+        "test_with_sharding_constraint",
+        "test_with_sharding_constraint_fallback",
+    }
+}
+"""Tests that replace a private function of flax, which ours do not call."""
+
+
 @FLAX
 @pytest.mark.parametrize("file", VENDORED)
 def test_flaxs_own_tests(file):
-    """flax's public tests of these modules have the same outcomes under the patch."""
+    """flax's public tests have the same outcomes under the patch, and with the names of compat."""
     command = [sys.executable, "-m", "tests.vendored_runner", f"flax/{file}"]
     # The tests ask for devices themselves.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -528,9 +537,14 @@ def test_flaxs_own_tests(file):
         subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
         )
-        for flags in ([], ["--patched"])
+        for flags in ([], ["--patched"], ["--compat"])
     ]
-    without, under = (json.loads(run.communicate(timeout=600)[0]) for run in runs)
+    without, under, compat = (json.loads(run.communicate(timeout=600)[0]) for run in runs)
     assert (len(without["replaced"]), len(under["replaced"])) == (0, 3)
     assert under["outcomes"] == without["outcomes"]
     assert "passed" in under["outcomes"].values()
+    different = {
+        name for name, how in without["outcomes"].items() if compat["outcomes"][name] != how
+    }
+    assert {name.rpartition("::")[2] for name in different} == MOCKING.get(file, set())
+    assert compat["replaced"]
