@@ -441,6 +441,12 @@ def test_equality_of_logically_partitioned():
     assert hash(ours[0]) == hash(kinds[0](1, ("a",)))
 
 
+def test_flaxs_error_for_a_missing_name_is_raised_by_our_boxes():
+    with pytest.raises(flax_errors.PartitioningUnspecifiedError) as raised:
+        our_meta.add_axis(our_meta.Partitioned(1, ("a",)), 0, {})
+    assert isinstance(raised.value, our_meta.PartitioningUnspecifiedError)
+
+
 def test_options_of_a_class_of_boxes():
     def box(module):
         class Keywords(module.Partitioned, kw_only=True):

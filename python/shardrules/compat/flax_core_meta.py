@@ -77,6 +77,9 @@ class PartitioningUnspecifiedError(Exception):
             "None instead of 'layers' for an axis that is not sharded"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartitioningUnspecifiedError, self.args
+
 
 _apart: dict[Any, bool] = {}
 """Our classes of boxes whose namesakes in flax are not known yet."""
