@@ -227,7 +227,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "gradients": None, "optimizer": None}),
     "Plan.to_html": (PLAN.to_html, {
-        "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None}),
+        "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None, "gradients": None,
+        "optimizer": None}),
     "RuleSpec": (sr.RuleSpec, {"spec": "tp", "correction": None, "units": ()}),
     "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
