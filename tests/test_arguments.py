@@ -227,8 +227,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "gradients": None, "optimizer": None}),
     "Plan.to_html": (PLAN.to_html, {
-        "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None, "gradients": None,
-        "optimizer": None}),
+        "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
+        "gradients": None, "optimizer": None}),
     "RuleSpec": (sr.RuleSpec, {"spec": "tp", "correction": None, "units": ()}),
     "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
@@ -309,7 +309,8 @@ MADE_BY_US = {"Change", "Counters", "compat.easylm.TreePathShardingRule.apply", 
               "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Plan",
               "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried"}  # fmt: skip
 FOR_OURSELVES = {
-    f"Rules.{name}" for name in ("answers", "decide", "remembered", "resolve", "survey")
+    f"Rules.{name}"
+    for name in ("all_joined", "answers", "decide", "remembered", "resolve", "survey")
 }
 # Modules whose arguments are what other libraries make of them.
 THEIRS = ("compat.eformer", "compat.flax", "compat.keras")

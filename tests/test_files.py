@@ -579,7 +579,7 @@ BAD_RULES = {
     "dialect": ("rules.json", {"rules": [], "dialect": "linen"}, "dialect 'linen' is unknown; it is"),
     "correction": ("rules.json", {"rules": [], "correction": 3}, "correction: it is 3"),
     "field": ("rules.json", {"rules": [], "correction": {"x": 1}}, "correction: key 'x' is unknown"),
-    "choice": ("rules.json", {"rules": [], "correction": {"pad": "no"}}, "correction: pad is 'no' "),
+    "choice": ("rules.json", {"rules": [], "correction": {"pad": "no"}}, "correction: pad is 'no'; it"),
     "rule": ("rules.json", [["a", []], 3], r'rule 1: it is 3 \(a int\); write \["pattern"'),
     "triple": ("rules.json", [["a", [], 1]], "rule 0: it is"),
     "rule key": ("rules.json", [{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),

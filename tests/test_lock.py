@@ -447,7 +447,7 @@ def test_many_leaves_together():
         (setting("mesh", {}), "a mesh without axes"),
         (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
         (setting("mesh", {f"a{i}": 1 for i in range(200)}), "dimension"),
-        (setting("mesh", "tp", float("nan")), "not an integer"),
+        (setting("mesh", "tp", float("nan")), "must be an integer"),
         (setting("mesh", [["tp", 2]]), "stands where a dict belongs"),
         (setting("rules", {}), "stands where a list belongs"),
         (setting("rules", 0, "pattern", "("), "rules: rule 0: missing \\)"),

@@ -34,7 +34,7 @@ __all__ = [
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
-_PLAIN: Final = (str, bytes, bytearray, os.PathLike, ModuleType, Iterator)
+_PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; files are read with the "
     "command line, or by what has written them"
@@ -180,7 +180,7 @@ def check_tree(name: str, tree: object) -> None:
         children = dict.values(tree) if isinstance(tree, dict) else tree
         if not children or not all(map(_is_function, children)):
             return
-    elif not isinstance(tree, type) and (
+    elif not isinstance(tree, type | ModuleType) and (
         hasattr(tree, "shape")
         or isinstance(tree, Number)
         or not (isinstance(tree, _PLAIN) or _is_leaf(tree))

@@ -345,6 +345,7 @@ class Rules:
 
     def joined(self, path: str) -> str:
         """A path as people write it, as the patterns meet it."""
+        check_type("path", path, str, "a string")
         return self.all_joined([path])[0]
 
     def all_joined(self, paths: Iterable[str]) -> list[str]:

@@ -235,8 +235,7 @@ def refusals(
         explicit: Its axes of type Explicit.
     """
     spec = kind.spec if kind.spec is not None else Entries()
-    named = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
-    for axis in dict.fromkeys(axis for axis in named if axis not in axis_sizes):
+    for axis in sorted(axes_named(spec) - axis_sizes.keys()):
         yield (
             f"the mesh has no axis {axis!r}",
             "rename it in the rule, add it to the mesh, or drop it with "

@@ -661,7 +661,7 @@ class Plan:
 
 def _locked(leaves: Leaves, axis_sizes: dict[str, int], mesh: MeshLike) -> Leaves:
     if list(_sizes(mesh).items()) != list(axis_sizes.items()):
-        raise ValueError(f"mesh: a locked plan is for {mesh_shown(axis_sizes)} alone")
+        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
     return leaves
 
 
