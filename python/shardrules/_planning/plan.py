@@ -279,7 +279,7 @@ class Plan:
             >>> tree = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
             >>> plan = sr.plan(tree, [("kernel", "tp"), (".*", ())], {"tp": 8})
             >>> [(finding.level, finding.kind) for finding in plan.check()]
-            [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
+            [('error', 'catch-all'), ('warning', 'unused-axis'), ('warning', 'dead')]
         """
         check_real("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
