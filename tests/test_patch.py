@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._patching import patch as _patch
+from shardrules._patching.fingerprint import fingerprint
 from tests import corpus
 from tests.contexts import legacy, needs_set_mesh
 
@@ -47,16 +48,18 @@ BAD_RULES = [
 ]  # fmt: skip
 
 
-def version(library):
+def is_known(library):
     try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        sr.patch(library)
+    except (ModuleNotFoundError, RuntimeError):
+        return False
+    sr.unpatch()
+    return True
 
 
 def needs(library):
     return pytest.mark.skipif(
-        version(library) not in _patch._LIBRARIES[library].versions,
+        not is_known(library),
         reason=f"{library} is not installed, or in a version that patch does not know",
     )
 
@@ -250,27 +253,128 @@ class TestRefusals:
         with pytest.raises(ValueError, match="'keras'; it knows 'eformer', 'flax'"):
             sr.patch("keras")
 
+    @EFORMER
     @FLAX
-    def test_an_unknown_version(self, monkeypatch):
-        real = importlib.metadata.version
-        monkeypatch.setattr(
-            importlib.metadata, "version", lambda name: "0.99" if name == "eformer" else real(name)
-        )
+    def test_a_function_that_is_not_known_is_refused_whatever_the_version(self, monkeypatch):
+        from eformer.escale.partition import constraints
+
+        def get_incontext_mesh(raise_error=True):
+            return None
+
+        # What the replaced functions reach is another, so they are others themselves.
+        get_incontext_mesh.__module__ = constraints.__name__
+        monkeypatch.setattr(constraints, "get_incontext_mesh", get_incontext_mesh)
         before = globals_of_all_modules()
         with pytest.raises(RuntimeError) as caught:
             sr.patch("flax", "eformer")
-        for part in ("eformer 0.99", "0.0.101", "newer shardrules", "shardrules.compat.eformer"):
+        for part in (
+            "create_pattern_based_partition_spec of eformer", "0.0.95 to 0.1.0",
+            "newer shardrules", "shardrules.compat.eformer",
+        ):  # fmt: skip
             assert part in str(caught.value)
         assert globals_of_all_modules() == before
 
-    def test_not_installed(self, monkeypatch):
-        def missing(name):
-            raise importlib.metadata.PackageNotFoundError(name)
+    @EFORMER
+    @FLAX
+    @pytest.mark.parametrize("number", ["0.0.99.12", "0.1.0", "9.9", None])
+    def test_version_numbers_do_not_decide(self, monkeypatch, number):
+        """patch ran with no EasyDeL at all: it wanted eformer 0.0.101 and flax 0.12.8 or 0.12.12."""
 
-        monkeypatch.setattr(importlib.metadata, "version", missing)
-        with pytest.raises(ModuleNotFoundError, match="flax is not installed") as caught:
+        def version(name):
+            if number is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return number
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        with sr.patch("eformer", "flax") as patched:
+            assert len(patched.replaced) == 7
+
+    @FLAX
+    def test_a_function_that_someone_else_has_replaced(self, monkeypatch):
+        from flax.linen import spmd
+
+        @functools.wraps(spmd.logical_to_mesh)
+        def counting(*args):
+            return counting.__wrapped__(*args)
+
+        monkeypatch.setattr(spmd, "logical_to_mesh", counting)
+        with pytest.raises(RuntimeError, match="does not know this logical_to_mesh of flax"):
             sr.patch("flax")
-        assert caught.value.name == "flax"
+
+    def test_functions_without_source_or_none_at_all(self, monkeypatch):
+        for name in ("len", "missing"):
+            library = _patch._Library("builtins", "builtins", "ours", "1.0", {name: ("0",)})
+            monkeypatch.setitem(_patch._LIBRARIES, "builtins", library)
+            with pytest.raises(RuntimeError, match=f"this {name} of builtins"):
+                sr.patch("builtins")
+        made = {"__name__": __name__}
+        exec("def nowhere(): pass", made)
+        assert not _patch._is_known(made["nowhere"], ("0",))
+
+    @pytest.mark.parametrize("module", ["no_such_library.spmd", "json.no_such_module"])
+    def test_not_installed(self, monkeypatch, module):
+        library = _patch._Library(module, "ours", "ours", "1.0", {})
+        monkeypatch.setitem(_patch._LIBRARIES, "a_library", library)
+        with pytest.raises(ModuleNotFoundError, match=r"no_such_\w+ is not installed") as caught:
+            sr.patch("a_library")
+        assert caught.value.name == (module if module.startswith("json") else "no_such_library")
+
+
+PLAIN = """
+LEAST = 3
+def helper(x):
+    return x + 1
+def function(x):
+    return f"{helper(x)} {x!r}" if x > LEAST else None
+"""
+REWRITTEN = """
+def unrelated(): pass
+LEAST = 3
+def helper(x: int) -> int:
+    'A docstring.'
+    return (x
+            + 1)  # a comment
+def function(x):
+    "Another."
+    return f'{helper(x)} {x!r}' if x > LEAST else None
+"""
+REACHES_A_CLASS = """
+class Marker:
+    def __bool__(self): return False
+marker = Marker()
+def function(x):
+    return marker
+"""
+
+
+class TestFingerprints:
+    @pytest.fixture
+    def of(self, tmp_path, monkeypatch):
+        """The fingerprint of `function` in a library of this text."""
+
+        def call(text):
+            number = len(list(tmp_path.iterdir()))
+            (tmp_path / f"text{number}.py").write_text(text)
+            library = types.ModuleType("library")
+            code = compile(text, tmp_path / f"text{number}.py", "exec")
+            monkeypatch.setitem(sys.modules, "library", library)
+            library.__file__ = str(tmp_path / f"text{number}.py")
+            exec(code, vars(library))
+            return fingerprint(library.function)
+
+        return call
+
+    def test_comments_layout_docstrings_and_annotations_do_not_count(self, of):
+        assert of(PLAIN) == of(REWRITTEN)
+
+    @pytest.mark.parametrize(
+        ("old", "new"), [("x > LEAST", "x >= LEAST"), ("x + 1", "x + 2"), ("(x):", "(x=1):")]
+    )
+    def test_what_it_does_counts_and_what_it_reaches(self, of, old, new):
+        assert of(PLAIN.replace(old, new)) != of(PLAIN)
+
+    def test_the_classes_of_its_objects_count(self, of):
+        assert of(REACHES_A_CLASS.replace("False", "True")) != of(REACHES_A_CLASS)
 
 
 def outcome(call, *args, **kwargs):

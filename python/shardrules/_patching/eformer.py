@@ -1,4 +1,4 @@
-"""What `patch` puts into eformer: ours, kept to what eformer 0.0.101 does, its faults included.
+"""What `patch` puts into eformer: ours, kept to what eformer itself does, its faults included.
 
 An input for which that cannot be promised is refused, which leaves it to eformer. Costs a look at
 each rule. Must not know how functions are replaced.
@@ -6,7 +6,10 @@ each rule. Must not know how functions are replaced.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -14,8 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._logical.flax import loaded
 from shardrules._matching.rules import logs_moves
-from shardrules._matching.rules import match_partition_rules as _match_partition_rules
-from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules.compat import eformer as ours
 
@@ -26,8 +27,6 @@ __all__ = [
     "make_shard_and_gather_fns",
     "match_partition_rules",
 ]
-
-create_pattern_based_partition_spec = ours.create_pattern_based_partition_spec
 
 
 class LeftToEformerError(Exception):
@@ -42,15 +41,16 @@ def match_partition_rules(
     if not isinstance(rules, (list, tuple)) or not all(map(_is_plain, rules)):
         raise LeftToEformerError
     least = _eformers("MIN_SHARDING_SIZE") if min_size is None else min_size
-    return _match_partition_rules(rules, tree, least, strict)
+    return ours.match_partition_rules(rules, tree, least, strict)
 
 
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """eformer's, on the mesh that eformer sees: that of `with mesh:`; without one left to it."""
-    _leave_if_logging()
-    mesh = _eformers("get_incontext_mesh")()
+    """eformer's, on the mesh that eformer sees: that of `with mesh:`."""
+    mesh = _eformers("get_incontext_mesh")(raise_mesh_error)
+    if mesh.empty or _eformers("LOG_SHARDING_MOVE"):
+        return _warning_the_caller(shape, partition_spec, raise_mesh_error)
     if len(partition_spec) == 0:
         return NamedSharding(mesh, PartitionSpec())
     return corrected_sharding(partition_spec, tuple(shape), mesh, ours._CORRECTION)
@@ -62,24 +62,67 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Any = None) -> tuple[A
     if jax.process_count() > 1:
         raise LeftToEformerError
     on_mesh = _eformers("get_incontext_mesh")() if mesh is None else mesh
+    _, gather_fn = ours.make_shard_and_gather_fns(PartitionSpec(), on_mesh)
+    original = _original("make_shard_and_gather_fns")
 
-    def shard_fn(spec: Any) -> Callable[[Any], Any]:
+    def shard_fn(spec: Any) -> Callable[..., Any]:
         sharding = NamedSharding(on_mesh, spec)
         # Unlike our own, numpy arrays, and arrays with PartitionSpec(), stay where they are.
-        return lambda tensor: ours.with_sharding_constraint(tensor, sharding)
+        return _or_eformers(
+            lambda tensor: ours.with_sharding_constraint(tensor, sharding),
+            lambda: original(spec, on_mesh)[0],
+        )
+
+    def gathering(spec: Any) -> Callable[..., Any]:
+        return _or_eformers(gather_fn, lambda: original(spec, on_mesh)[1])
 
     return (
         jax.tree_util.tree_map(shard_fn, partition_specs),
-        jax.tree_util.tree_map(lambda _: _gather, partition_specs),
+        jax.tree_util.tree_map(gathering, partition_specs),
     )
 
 
-def _gather(tensor: Any) -> Any:
-    return gather(jax.numpy.asarray(tensor))
+def create_pattern_based_partition_spec(
+    pattern: str, mesh: Any = None, default_spec: Any = None
+) -> Callable[..., Any]:
+    """eformer's; a regex that no name reaches may be invalid there, and is left to it."""
+    on_mesh = _eformers("get_incontext_mesh")() if mesh is None else mesh
+    original = _original("create_pattern_based_partition_spec")
+    return _or_eformers(
+        ours.create_pattern_based_partition_spec(pattern, on_mesh, default_spec),
+        lambda: original(pattern, on_mesh, default_spec),
+    )
 
 
 def _eformers(name: str) -> Any:
     return loaded("eformer.escale.partition.constraints", name)
+
+
+def _original(name: str) -> Any:
+    return inspect.unwrap(_eformers(name))
+
+
+def _or_eformers(
+    function: Callable[..., Any], make_eformers: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A function that ours has made; what it refuses is for the one that eformer would make."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with suppress(Exception):
+            return function(*args, **kwargs)
+        return make_eformers()(*args, **kwargs)
+
+    return answer
+
+
+def _warning_the_caller(*args: Any) -> NamedSharding:
+    """What eformer gives, with its warnings at the caller's line, not at ours in between."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharding: NamedSharding = _original("get_corrected_named_sharding")(*args)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=4)
+    return sharding
 
 
 def _leave_if_logging() -> None:

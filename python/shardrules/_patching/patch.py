@@ -11,9 +11,12 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Final
+from types import FunctionType, ModuleType
+from typing import Any, Final, TypeGuard
+
+from shardrules._patching.fingerprint import fingerprint
 
 from shardrules._arguments import each
 
@@ -26,35 +29,41 @@ _Function = Callable[..., Any]
 class _Library:
     """Functions of a module, and the module where ours have the same names."""
 
-    versions: tuple[str, ...]
-    """Those that tests have compared with ours."""
     module: str
     ours: str
     instead: str
-    """Where ours can be imported from, whatever the version."""
-    functions: tuple[str, ...]
+    """Where ours can be imported from, whatever the library does."""
+    versions: str
+    """Where the functions are as tests have compared them with ours."""
+    functions: Mapping[str, tuple[str, ...]]
+    """By name, the fingerprints of those."""
 
 
 # Only functions that are equal and faster: docs/patch.md says why the others are not here.
 _LIBRARIES: Final[dict[str, _Library]] = {
     "eformer": _Library(
-        versions=("0.0.101",),
         module="eformer.escale.partition.constraints",
         ours="shardrules._patching.eformer",
         instead="shardrules.compat.eformer",
-        functions=(
-            "create_pattern_based_partition_spec",
-            "get_corrected_named_sharding",
-            "make_shard_and_gather_fns",
-            "match_partition_rules",
-        ),
+        versions="0.0.95 to 0.1.0",
+        functions={
+            "create_pattern_based_partition_spec": ("57d9529d7c7c04ed",),
+            "get_corrected_named_sharding": ("5f2deeb9c5a9f3c5",),
+            # Up to 0.0.99.1 its constraints swallowed other exceptions than now.
+            "make_shard_and_gather_fns": ("66607a899a950d48", "86fbaf671dcbe98a"),
+            "match_partition_rules": ("e52b2595e538dc16",),
+        },
     ),
     "flax": _Library(
-        versions=("0.12.8", "0.12.12"),
         module="flax.linen.spmd",
         ours="shardrules.compat.flax_linen_spmd",
         instead="shardrules.compat.flax_linen_spmd",
-        functions=("logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding"),
+        versions="0.12.3 to 0.12.12",
+        functions={
+            "logical_to_mesh": ("e46715bb68e66a77",),
+            "logical_to_mesh_axes": ("c96fd851bc10019f",),
+            "logical_to_mesh_sharding": ("5ab3064120abdb5c",),
+        },
     ),
 }
 
@@ -103,8 +112,9 @@ def patch(*libraries: str) -> Patch:
     Raises:
         ValueError: A library that is not among these.
         ModuleNotFoundError: It is not installed.
-        RuntimeError: It is installed in a version that ours were not compared with. Like the
-            others, before anything is replaced.
+        RuntimeError: One of its functions is not as in the versions that ours were compared with;
+            what decides is the source, not the version's number. Like the others, before anything
+            is replaced.
 
     Example:
         Not run as a test, as eformer may not be there:
@@ -118,15 +128,8 @@ def patch(*libraries: str) -> Patch:
     """
     each("libraries", libraries, str, "a string")
     with _lock:
-        chosen = [_checked(name) for name in dict.fromkeys(libraries)]
-        replaced: dict[_Function, _Function] = {}
-        for library in chosen:
-            module = importlib.import_module(library.module)
-            ours = importlib.import_module(library.ours)
-            for name in library.functions:
-                original = getattr(module, name)
-                if original not in _replacements.values():
-                    replaced[original] = _replacement(original, getattr(ours, name))
+        originals = [found for name in dict.fromkeys(libraries) for found in _originals(name)]
+        replaced = {original: _replacement(original, ours) for original, ours in originals}
         _swap(replaced)
         return Patch(replaced)
 
@@ -143,27 +146,46 @@ def unpatch() -> None:
         _restore(_replacements.items())
 
 
-def _checked(name: str) -> _Library:
-    from importlib import metadata
-
+def _originals(name: str) -> list[tuple[_Function, _Function]]:
+    """The library's functions that are not replaced yet, each with ours."""
     library = _LIBRARIES.get(name)
     if library is None:
         known = ", ".join(map(repr, _LIBRARIES))
         raise ValueError(f"patch does not know the library {name!r}; it knows {known}")
+    module = _imported(library.module)
+    ours = importlib.import_module(library.ours)
+    originals = []
+    for function, known in library.functions.items():
+        original = getattr(module, function, None)
+        if original in _replacements.values():
+            continue
+        if not _is_known(original, known):
+            raise RuntimeError(
+                f"patch does not know this {function} of {name}: its source is not that of {name} "
+                f"{library.versions}, and it may do something else. Nothing is patched; install "
+                "one of these or a newer shardrules, or import the function from "
+                f"{library.instead}"
+            )
+        originals.append((original, getattr(ours, function)))
+    return originals
+
+
+def _imported(module: str) -> ModuleType:
     try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
         raise ModuleNotFoundError(
-            f"{name} is not installed, so there is nothing to patch in it", name=name
+            f"{error.name} is not installed, so there is nothing to patch in it", name=error.name
         ) from None
-    if version not in library.versions:
-        known = " and ".join(library.versions)
-        raise RuntimeError(
-            f"{name} {version} is installed, and patch knows {known} only: in other versions the "
-            "functions may do something else. Install one of these or a newer shardrules, or "
-            f"import the functions from {library.instead}"
-        )
-    return library
+
+
+def _is_known(function: object, known: tuple[str, ...]) -> TypeGuard[FunctionType]:
+    try:
+        return isinstance(function, FunctionType) and fingerprint(function) in known
+    except (OSError, TypeError):  # no source to read
+        return False
 
 
 def _replacement(original: _Function, ours: _Function) -> _Function:
@@ -173,10 +195,10 @@ def _replacement(original: _Function, ours: _Function) -> _Function:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with suppress(Exception):
             return ours(*args, **kwargs)
-        except Exception:  # the program is to meet what it met before, errors included
-            return original(*args, **kwargs)
+        # The program is to meet what it met before, errors included.
+        return original(*args, **kwargs)
 
     return _replacements.setdefault(original, replacement)
 

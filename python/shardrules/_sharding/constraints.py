@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
-__all__ = ["with_sharding_constraint"]
+__all__ = ["is_tracing", "with_sharding_constraint"]
 
 
 def with_sharding_constraint(
@@ -77,11 +77,12 @@ def with_sharding_constraint(
         ('dp',)
     """
     leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
-    apply = _constrain_traced if _is_tracing(leaves) else _put
+    apply = _constrain_traced if is_tracing(leaves) else _put
     return treedef.unflatten(apply(leaves, shardings))
 
 
-def _is_tracing(leaves: list[Any]) -> bool:
+def is_tracing(leaves: list[Any]) -> bool:
+    """Whether this is inside of jit or another transformation, or one of the leaves is."""
     from jax._src.core import trace_state_clean
     from jax.core import Tracer
 

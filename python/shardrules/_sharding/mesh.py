@@ -26,6 +26,7 @@ __all__ = [
     "checked_sizes",
     "context_mesh",
     "current_view",
+    "legacy_mesh",
     "local_view",
     "resolve_mesh",
     "spans_processes",
@@ -91,7 +92,7 @@ def context_mesh() -> AnyMesh | None:
 
     abstract = _unless_empty(jax_mesh.get_abstract_mesh())
     concrete = _unless_empty(jax_mesh.get_concrete_mesh())
-    legacy = _unless_empty(jax_mesh.thread_resources.env.physical_mesh)
+    legacy = legacy_mesh()
     current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
     if current is None:
         return legacy
@@ -103,6 +104,13 @@ def context_mesh() -> AnyMesh | None:
             + "; leave one of the two contexts, or pass mesh=..."
         )
     return current
+
+
+def legacy_mesh() -> Mesh | None:
+    """The mesh of `with mesh:` alone, or None: what code sees that knows no `jax.set_mesh`."""
+    from jax._src import mesh as jax_mesh
+
+    return _unless_empty(jax_mesh.thread_resources.env.physical_mesh)  # type: ignore[return-value]
 
 
 def current_view(mesh: AnyMesh) -> AnyMesh:

@@ -1,4 +1,4 @@
-"""`eformer.escale.partition.constraints` of eformer 0.0.101: its 17 public functions.
+"""`eformer.escale.partition.constraints` of eformer 0.0.95 to 0.1.0: its 17 public functions.
 
 The same signatures and results, under every mesh context of today's JAX. Where eformer's own are
 broken these work; docs/migration/eformer.md lists the differences. eformer itself is not needed.
@@ -6,6 +6,7 @@ broken these work; docs/migration/eformer.md lists the differences. eformer itse
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,16 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
+from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules, logs_moves, match_partition_rules
+from shardrules._matching.rules import Pattern, Rules, logs_moves
+from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes
-from shardrules._sharding.mesh import context_mesh
-from shardrules._sharding.placement import gather, shard
+from shardrules._sharding.mesh import context_mesh, legacy_mesh
+from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding, correction_losses
-from shardrules._specs import entries_of, entry_axes
+from shardrules._specs import entries_of, entry_axes, is_partition_spec
+from shardrules._words import shown
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import AnyMesh
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     AxisNames = str | list[str] | tuple[str, ...]
 
 __all__ = [
+    "LOG_SHARDING_MOVE",
+    "MIN_SHARDING_SIZE",
     "analyze_sharding_strategy",
     "create_pattern_based_partition_spec",
     "extract_sharding_structure",
@@ -49,9 +55,23 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
+MIN_SHARDING_SIZE: int
+LOG_SHARDING_MOVE: bool
+_SETTINGS: Final[dict[str, Callable[[], int | bool]]] = {
+    "MIN_SHARDING_SIZE": lambda: int(os.environ.get("MIN_SHARDING_SIZE", "16384")),
+    "LOG_SHARDING_MOVE": logs_moves,
+}
+
 # eformer turns UNCONSTRAINED into None.
 _CORRECTION: Final = replace(EFORMER.correction, unconstrained="drop")
 _NO_MESH: Final = "No mesh found under this context manager."
+
+
+def __getattr__(name: str) -> int | bool:
+    """The two settings, as the environment has them now; eformer reads it when it is imported."""
+    if name not in _SETTINGS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _SETTINGS[name]()
 
 
 def names_in_current_mesh(*names: str) -> bool:
@@ -63,6 +83,28 @@ def names_in_current_mesh(*names: str) -> bool:
         (True, False)
     """
     return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
+
+
+def match_partition_rules(
+    rules: Rules | Iterable[tuple[Pattern, Any]],
+    tree: Any,
+    min_size: int | None = 0,
+    strict: bool = True,
+) -> Any:
+    """`shardrules.match_partition_rules`, with dicts in the order of their sorted keys.
+
+    Raises:
+        ValueError: No rule matches some leaf; or a dict's keys cannot be sorted.
+        TypeError, re.error, RecursionError: As there.
+
+    Example:
+        >>> rules = [("w", PartitionSpec("tp")), (".*", PartitionSpec())]
+        >>> list(match_partition_rules(rules, {"w": np.ones(4), "b": np.ones(4)}))
+        ['b', 'w']
+    """
+    compiled = rules if isinstance(rules, Rules) else Rules(rules)
+    specs, treedef = jax.tree_util.tree_flatten(compiled._match(tree, min_size, strict))
+    return jax.tree_util.tree_unflatten(treedef, specs)
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
@@ -77,25 +119,30 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
 
     Returns:
         (shard functions, gather functions), trees like `partition_specs`. A shard function takes a
-        jax or numpy array or a number, and corrects the spec to its shape; a gather function
-        returns a numpy array.
+        jax or numpy array, a number, or a tree of them, and corrects the spec to its shape; what
+        JAX cannot hold is given back as it is. A gather function returns a numpy array. Inside jit
+        and other transformations, the one is a constraint to the spec, the other to replication.
 
     Raises:
         ValueError: A spec names an axis that the mesh does not have.
         AssertionError: No mesh.
     """
     on_mesh = get_incontext_mesh() if mesh is None else mesh
+    replicated = NamedSharding(on_mesh, PartitionSpec())
 
-    def shard_fn(spec: PartitionSpec) -> Callable[[Any], jax.Array]:
+    def shard_fn(spec: PartitionSpec) -> Callable[[Any], Any]:
         sharding = NamedSharding(on_mesh, spec)  # refuses axes that are not there
-        return lambda tensor: shard(tensor, sharding, correction=_CORRECTION)
+        return lambda tensor: _placed(tensor, sharding)
 
-    def gather_fn(_: PartitionSpec) -> Callable[[Any], Any]:
-        return lambda tensor: gather(jax.numpy.asarray(tensor))
+    def gather_fn(tensor: Any) -> Any:
+        array = jax.numpy.asarray(tensor)
+        if is_tracing([array]):
+            return _with_sharding_constraint(array, replicated)
+        return gather(array)
 
     return (
-        jax.tree_util.tree_map(shard_fn, partition_specs, is_leaf=_is_spec),
-        jax.tree_util.tree_map(gather_fn, partition_specs, is_leaf=_is_spec),
+        jax.tree_util.tree_map(shard_fn, partition_specs, is_leaf=is_partition_spec),
+        jax.tree_util.tree_map(lambda _: gather_fn, partition_specs, is_leaf=is_partition_spec),
     )
 
 
@@ -153,7 +200,7 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
 
 
 def get_corrected_named_sharding(
-    shape: tuple[int, ...], partition_spec: PartitionSpec, raise_mesh_error: bool = True
+    shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
     """The NamedSharding on the context's mesh of an array of this shape, corrected to fit.
 
@@ -161,7 +208,8 @@ def get_corrected_named_sharding(
 
     Args:
         shape: Of the array.
-        partition_spec: What is wanted.
+        partition_spec: A PartitionSpec; or what stands for one: None, an axis name, a list or tuple
+            of entries.
         raise_mesh_error: Whether having no mesh is an error; if not, the sharding is replicated, on
             an empty mesh, with a warning.
 
@@ -178,10 +226,11 @@ def get_corrected_named_sharding(
     if mesh.empty:
         warnings.warn("Active mesh is empty. Returning replicated NamedSharding.", stacklevel=2)
         return NamedSharding(mesh, PartitionSpec())
-    if len(partition_spec) == 0:
+    spec = _as_spec(partition_spec)
+    if len(spec) == 0:
         return NamedSharding(mesh, PartitionSpec())
-    _warn_of_losses(shape, partition_spec, mesh, stacklevel=3)
-    return corrected_sharding(partition_spec, tuple(shape), mesh, _CORRECTION)
+    _warn_of_losses(shape, spec, mesh, stacklevel=3)
+    return corrected_sharding(spec, tuple(shape), mesh, _CORRECTION)
 
 
 def analyze_sharding_strategy(
@@ -279,7 +328,9 @@ def create_pattern_based_partition_spec(
     rules = Rules(pairs)
 
     def get_partition_spec(name: str, array: Any) -> PartitionSpec:
-        found = rules.first_match(name)
+        if pairs and not isinstance(name, str):
+            raise TypeError(f"the name is {shown(name)}; it must be a string")
+        found = rules.first_match(name) if pairs else None
         return default if found is None else pairs[found][1]
 
     return get_partition_spec
@@ -305,21 +356,22 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:
-    """The mesh of `jax.set_mesh`, `jax.sharding.use_abstract_mesh` or `with mesh:`.
+    """The mesh of `with mesh:`, as in eformer; without one, that of `jax.set_mesh`.
+
+    Or of `jax.sharding.use_abstract_mesh`, if that is in force; its mesh has no devices.
 
     Args:
         raise_error: Whether having none is an error; if not, an empty Mesh is returned.
 
     Raises:
         AssertionError: No mesh.
-        ValueError: Two contexts that disagree.
 
     Example:
         >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
         ...     get_incontext_mesh().axis_names
         ('dp',)
     """
-    mesh = context_mesh()
+    mesh = _context_mesh()
     if mesh is None and raise_error:
         raise AssertionError(_NO_MESH)
     return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
@@ -398,7 +450,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
         >>> extract_shardings({"step": 3})
         {'step': None}
     """
-    on_mesh = context_mesh() if mesh is None else mesh
+    on_mesh = _context_mesh() if mesh is None else mesh
 
     def of_leaf(leaf: Any) -> NamedSharding | None:
         sharding = getattr(leaf, "sharding", None)
@@ -442,8 +494,40 @@ def get_partition_spec(tree: Any) -> Any:
     return jax.tree_util.tree_map(of_leaf, tree)
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, PartitionSpec)
+def _context_mesh() -> AnyMesh | None:
+    # Inside shard_map, too, code that was written for eformer wants a mesh with devices.
+    return legacy_mesh() or context_mesh()
+
+
+def _as_spec(given: Any) -> PartitionSpec:
+    if is_partition_spec(given):
+        return given
+    entries = () if given is None else (given,) if isinstance(given, str) else given
+    return PartitionSpec(*entries)
+
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
+    """The tree, with what JAX can hold put where the sharding says; inside jit, constrained."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    arrays = list(map(_array, leaves))
+    kept = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+    wanted = [None if array is None else sharding for array in arrays]
+    return treedef.unflatten(_with_sharding_constraint(kept, wanted, correction=_CORRECTION))
+
+
+def _array(leaf: Any) -> Any:
+    """The jax or numpy array that an array or number is; None for what JAX cannot hold."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    if not is_numpy and not isinstance(leaf, (int, float, complex)):
+        return None
+    array = np.asanyarray(leaf) if is_numpy else leaf
+    try:
+        shaped_abstractify(array)
+    except (TypeError, ValueError, OverflowError):  # text, the other byte order, a mask, 2**40
+        return None
+    return array if is_numpy else jax.numpy.asarray(array)  # a number's type is weak
 
 
 def _names(axis_names: Any) -> Iterable[str]:
