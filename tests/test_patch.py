@@ -11,9 +11,11 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
+import traceback
 import types
 import warnings
 from pathlib import Path
@@ -509,12 +511,108 @@ class TestEformerIsTheSame:
                     assert outcome(ours, name, None) == outcome(its, name, None)
         assert outcome(new, "a->b->c", mesh) == outcome(original, "a->b->c", mesh)
 
+    @pytest.mark.parametrize("which", [0, 1], ids=["shard", "gather"])
+    def test_shard_and_gather_functions_inside_transformations(self, mesh, which):
+        """The gather raised ConcretizationTypeError under the patch."""
+        x = jnp.arange(16.0).reshape(8, 2)
+        transformations = [
+            lambda f: jax.jit(f)(x),
+            lambda f: jax.vmap(f)(jnp.stack([x] * 3)),
+            lambda f: jax.grad(lambda x: (f(x) ** 2).sum())(x),
+            lambda f: jax.lax.scan(lambda c, y: (f(c), f(y)), x, jnp.stack([x] * 2)),
+            lambda f: jax.eval_shape(f, x),
+        ]
+        for transform in transformations:
+            got, expected = (
+                transform(make(P("fsdp", "tp"), mesh)[which])
+                for make in beside_the_original(self.module.make_shard_and_gather_fns)
+            )
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                assert type(a) is type(b)
+                if isinstance(a, jax.Array):
+                    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+                    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    def test_shard_and_gather_functions_on_anything(self, mesh):
+        things = [
+            jax.ShapeDtypeStruct((8,), "float32"), "text", len, None, 3, 2**40, np.arange(8.0),
+            np.arange(8, dtype=">f4"), np.ma.array([1, 2]), {"a": "x", "b": np.arange(8)},
+            {1: "x", "a": "y"}, (None, None), ({}, None),
+        ]  # fmt: skip
+        for which in (0, 1):
+            for thing in things:
+                got, expected = (
+                    re.sub("0x[0-9a-f]+", "", repr(outcome(make(P("tp"), mesh)[which], thing)))
+                    for make in beside_the_original(self.module.make_shard_and_gather_fns)
+                )
+                assert got == expected
+
+    def test_pattern_functions_with_a_name_that_is_no_string(self, mesh):
+        made = [
+            make("a->b", mesh)
+            for make in beside_the_original(self.module.create_pattern_based_partition_spec)
+        ]
+        for name in (3, None, b"a", ["a"]):
+            assert outcome(made[0], name, None) == outcome(made[1], name, None)
+
+    def test_specs_that_are_none(self, mesh):
+        with legacy(mesh):
+            for spec in (["fsdp", "tp"], ("tp",), "tp", [["fsdp", "tp"]], None, P(3), P(["tp"])):
+                self.compare("get_corrected_named_sharding", (8, 8), spec)
+
+    def test_shapes_beyond_64_bits(self, mesh):
+        with legacy(mesh):
+            for shape in ((2**70, 3), (2**70 + 1, 8), (2**63, 2**64)):
+                self.compare("get_corrected_named_sharding", shape, P("fsdp", "tp"))
+
+    def test_keys_of_the_result_are_sorted(self):
+        leaf = jax.ShapeDtypeStruct((8,), "int8")
+        tree = {"w": leaf, "b": {"z": leaf, "a": leaf}}
+        specs = self.compare("match_partition_rules", [(".*", P("x"))], tree)
+        assert list(specs) == list(self.module.match_partition_rules([(".*", P("x"))], tree))
+        unsortable = self.compare("match_partition_rules", [(".*", P("x"))], {1: leaf, "a": leaf})
+        assert unsortable[0] is ValueError
+
+    def test_an_empty_mesh_is_warned_about_at_the_callers_line(self, mesh, monkeypatch):
+        """The warning named the file of patch."""
+        get = self.module.get_corrected_named_sharding
+        with pytest.warns(UserWarning, match="Active mesh is empty") as record:
+            get((8,), P("tp"), raise_mesh_error=False)
+        assert [w.filename for w in record] == [__file__]
+        monkeypatch.setattr(self.module, "LOG_SHARDING_MOVE", True)
+        with legacy(mesh), pytest.warns(UserWarning, match="not divisible|not found") as record:
+            get((3, 8), P("fsdp", "absent"))
+        assert [w.filename for w in record] == [__file__] * 2
+
+    def test_errors_are_not_chained_to_ours(self, mesh):
+        """They were raised "during handling of the above exception", which was one of ours."""
+        make = self.module.make_shard_and_gather_fns
+        name_of = self.module.create_pattern_based_partition_spec("a->b", mesh)
+        calls = [
+            lambda: self.module.match_partition_rules([("x", P())], {"a": np.ones(2)}),
+            lambda: self.module.match_partition_rules([("(", P())], {"a": np.ones(2)}),
+            lambda: self.module.get_corrected_named_sharding((8,), P("tp")),
+            lambda: make({"a": P("absent")}, mesh),
+            lambda: make(P("tp"), mesh)[1]("text"),
+            lambda: name_of(3, None),
+        ]
+        for call in calls:
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                call()
+            error = caught.value
+            while error is not None:
+                files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+                assert str(Path(sr.__file__).parent) not in str(error)
+                assert "shardrules" not in files[-1]
+                error = error.__context__
+
     def test_it_is_ours_that_answers(self, mesh, monkeypatch):
         for name in ("named_tree_map", "PartitionSpec", "NamedSharding"):
             monkeypatch.setattr(self.module, name, None)
         tree = {"a": jax.ShapeDtypeStruct((8, 8), "int8")}
         assert self.module.match_partition_rules([("a", P("tp"))], tree) == {"a": P("tp")}
-        assert self.module.make_shard_and_gather_fns({"a": P("tp")}, mesh)
+        shard_fns, gather_fns = self.module.make_shard_and_gather_fns({"a": P("tp")}, mesh)
+        np.testing.assert_array_equal(gather_fns["a"](shard_fns["a"](jnp.arange(8))), np.arange(8))
         assert self.module.create_pattern_based_partition_spec("a->b", mesh)("a", None) == P("b")
         with legacy(mesh):
             found = self.module.get_corrected_named_sharding((8, 7), P("fsdp", "tp"))

@@ -25,7 +25,7 @@ from shardrules._sharding.device_bytes import device_bytes
 from shardrules._sharding.mesh import context_mesh, legacy_mesh
 from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding, correction_losses
-from shardrules._specs import entries_of, entry_axes, is_partition_spec
+from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
 from shardrules._words import shown
 
 if TYPE_CHECKING:
@@ -132,7 +132,11 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
 
     def shard_fn(spec: PartitionSpec) -> Callable[[Any], Any]:
         sharding = NamedSharding(on_mesh, spec)  # refuses axes that are not there
-        return lambda tensor: _placed(tensor, sharding)
+
+        def placed(arrays: list[Any]) -> Any:
+            return _with_sharding_constraint(arrays, sharding, correction=_CORRECTION)
+
+        return lambda tensor: _with_arrays(tensor, _array, placed)
 
     def gather_fn(tensor: Any) -> Any:
         array = jax.numpy.asarray(tensor)
@@ -189,14 +193,12 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
     if len(spec) == 0:
         return arr
 
-    def wanted(leaf: Any) -> PartitionSpec | None:
-        if not isinstance(leaf, jax.Array):
-            return None
-        _warn_of_losses(leaf.shape, spec, mesh, stacklevel=6)
-        return spec
+    def constrained(arrays: list[Any]) -> Any:
+        for array in arrays:
+            _warn_of_losses(array.shape, spec, mesh, stacklevel=5)
+        return _with_sharding_constraint(arrays, spec, mesh, correction=_CORRECTION)
 
-    specs = jax.tree_util.tree_map(wanted, arr)
-    return _with_sharding_constraint(arr, specs, mesh, correction=_CORRECTION)
+    return _with_arrays(arr, _jax_array, constrained)
 
 
 def get_corrected_named_sharding(
@@ -506,13 +508,19 @@ def _as_spec(given: Any) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _placed(tree: Any, sharding: NamedSharding) -> Any:
-    """The tree, with what JAX can hold put where the sharding says; inside jit, constrained."""
+def _with_arrays(
+    tree: Any, array_of: Callable[[Any], Any], change: Callable[[list[Any]], list[Any]]
+) -> Any:
+    """The tree with its arrays, where `array_of` gives one, changed in one call."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    arrays = list(map(_array, leaves))
-    kept = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-    wanted = [None if array is None else sharding for array in arrays]
-    return treedef.unflatten(_with_sharding_constraint(kept, wanted, correction=_CORRECTION))
+    arrays = {i: array for i, leaf in enumerate(leaves) if (array := array_of(leaf)) is not None}
+    for index, array in zip(arrays, change(list(arrays.values())), strict=True):
+        leaves[index] = array
+    return treedef.unflatten(leaves)
+
+
+def _jax_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else None
 
 
 def _array(leaf: Any) -> Any:
@@ -553,12 +561,18 @@ def _warn_of_losses(
     """With LOG_SHARDING_MOVE, one warning for each correction, as eformer."""
     if not logs_moves():
         return
-    for loss in correction_losses(spec, tuple(shape), mesh, _CORRECTION):
-        reason = (
-            f"{loss.kind}: {', '.join(loss.axes)}" if loss.kind != "rank" else "beyond the rank"
-        )
+    reasons = [
+        (loss.dim, f"{loss.kind}: {', '.join(loss.axes)}" if loss.axes else loss.kind)
+        for loss in correction_losses(spec, tuple(shape), mesh, _CORRECTION)
+    ]
+    reasons += [
+        (dim, "UNCONSTRAINED")
+        for dim, entry in enumerate(entries_of(spec)[: len(shape)])
+        if is_unconstrained(entry)
+    ]
+    for dim, reason in reasons:
         warnings.warn(
             f"{spec} for an array of shape {shape} on a mesh of {dict(mesh.shape)}: dimension "
-            f"{loss.dim} is corrected to None ({reason})",
+            f"{dim} is corrected to None ({reason})",
             stacklevel=stacklevel,
         )
