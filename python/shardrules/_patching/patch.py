@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Final, TypeGuard
 
-from shardrules._patching.fingerprint import fingerprint
-
 from shardrules._arguments import each
+from shardrules._patching.fingerprint import fingerprint
 
 __all__ = ["Patch", "patch", "unpatch"]
 
@@ -154,12 +153,12 @@ def _originals(name: str) -> list[tuple[_Function, _Function]]:
         raise ValueError(f"patch does not know the library {name!r}; it knows {known}")
     module = _imported(library.module)
     ours = importlib.import_module(library.ours)
-    originals = []
-    for function, known in library.functions.items():
+    originals: list[tuple[_Function, _Function]] = []
+    for function, fingerprints in library.functions.items():
         original = getattr(module, function, None)
         if original in _replacements.values():
             continue
-        if not _is_known(original, known):
+        if not _is_known(original, fingerprints):
             raise RuntimeError(
                 f"patch does not know this {function} of {name}: its source is not that of {name} "
                 f"{library.versions}, and it may do something else. Nothing is patched; install "

@@ -6,7 +6,6 @@ broken these work; docs/migration/eformer.md lists the differences. eformer itse
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Pattern, Rules, logs_moves
+from shardrules._matching.rules import Pattern, Rules, as_rules, checked_min_size, logs_moves
 from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes
@@ -58,7 +57,7 @@ __all__ = [
 MIN_SHARDING_SIZE: int
 LOG_SHARDING_MOVE: bool
 _SETTINGS: Final[dict[str, Callable[[], int | bool]]] = {
-    "MIN_SHARDING_SIZE": lambda: int(os.environ.get("MIN_SHARDING_SIZE", "16384")),
+    "MIN_SHARDING_SIZE": lambda: checked_min_size(None),
     "LOG_SHARDING_MOVE": logs_moves,
 }
 
@@ -102,8 +101,8 @@ def match_partition_rules(
         >>> list(match_partition_rules(rules, {"w": np.ones(4), "b": np.ones(4)}))
         ['b', 'w']
     """
-    compiled = rules if isinstance(rules, Rules) else Rules(rules)
-    specs, treedef = jax.tree_util.tree_flatten(compiled._match(tree, min_size, strict))
+    matched = as_rules("rules", rules)._match(tree, min_size, strict)
+    specs, treedef = jax.tree_util.tree_flatten(matched)
     return jax.tree_util.tree_unflatten(treedef, specs)
 
 
@@ -516,7 +515,7 @@ def _with_arrays(
     arrays = {i: array for i, leaf in enumerate(leaves) if (array := array_of(leaf)) is not None}
     for index, array in zip(arrays, change(list(arrays.values())), strict=True):
         leaves[index] = array
-    return treedef.unflatten(leaves)
+    return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
 def _jax_array(leaf: Any) -> Any:
