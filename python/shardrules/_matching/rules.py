@@ -174,12 +174,10 @@ class Rules:
 
         That it is the only one, where the dialect allows one alone, is for `match` to check.
         """
-        check_type("path", path, str, "a string")
         return self._rule_set.first_match(self.joined(path))
 
     def all_matches(self, path: str) -> list[int]:
         """The indices of all rules that match the path, ascending."""
-        check_type("path", path, str, "a string")
         return self._rule_set.all_matches(self.joined(path))
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:

@@ -248,7 +248,8 @@ def _placed(alike: Alike, how: _Followed, placer: Placer, min_size: int) -> Kind
 
 def _first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
-    joined = {path: rules.joined(path) for path in paths}
+    distinct = list(dict.fromkeys(paths))
+    joined = dict(zip(distinct, rules.all_joined(distinct), strict=True))
     outcome = rules.for_whole_paths().decide(
         dict.fromkeys(joined.values(), 0),
         rules.numbers(),

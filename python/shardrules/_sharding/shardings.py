@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._arguments import check_type, shape_of
+from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
 from shardrules._matching.rules import Pattern, Rules, as_rules
@@ -87,7 +87,6 @@ def spec_for(
         ('fsdp', None)
     """
     check_correction(correction)
-    check_type("path", path, str, "a string")
     compiled = as_rules("rules", rules).for_whole_paths()
     key = compiled.joined(path)
     tree = {key: SimpleNamespace(shape=shape_of("shape", shape))}
