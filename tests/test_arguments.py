@@ -124,6 +124,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "libraries": (3, None, "keras", THING, []),
     "tp_plan": (3, None, [], "colwise", THING, {3: "colwise"}),
     "parameter_name": NOT_TEXT,
+    "ep_plan": (3, 0, [], "colwise", THING, {3: "colwise"}),
+    "ep_axis": (3, None, THING, HUGE),
     "is_weight": NOT_TRUTH,
     "prefix": (3, None, THING, HUGE),
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
@@ -292,7 +294,14 @@ CALLS |= {
     ),
     "compat.tp_plan.match_tp_plan": (
         tp_plan.match_tp_plan,
-        {"tp_plan": {"w": "colwise"}, "tree": TREE, "prefix": "", "axis": "tp"},
+        {
+            "tp_plan": {"w": "colwise"},
+            "tree": TREE,
+            "prefix": "",
+            "axis": "tp",
+            "ep_plan": None,
+            "ep_axis": "ep",
+        },
     ),
     "compat.tp_plan.parameter_tp_plan": (
         tp_plan.parameter_tp_plan,

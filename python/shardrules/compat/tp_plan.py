@@ -141,12 +141,12 @@ def match_tp_plan(
     from jax import tree_util
 
     _check_plan(tp_plan)
-    _check_plan(ep_plan or {}, "ep_plan")
+    experts = {} if ep_plan is None else ep_plan
+    _check_plan(experts, "ep_plan")
     check_type("prefix", prefix, str, "a string")
     check_type("axis", axis, str | tuple, "a mesh axis or a tuple of them")
     check_type("ep_axis", ep_axis, str | tuple, "a mesh axis or a tuple of them")
     check_tree("tree", tree)
-    experts = ep_plan or {}
     styles = {
         name: _checked_style(name, style, axis)
         for name, style in tp_plan.items()
@@ -159,12 +159,18 @@ def match_tp_plan(
     def spec(path: Any, style: Any, leaf: Any) -> Any:
         if not isinstance(style, _Style):
             return style
-        name = tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
-        return _spec(style, name, len(getattr(leaf, "shape", ())))
+        return _spec(style, _last_name(path), len(getattr(leaf, "shape", ())))
 
     return tree_util.tree_map_with_path(
         spec, rules.match(tree), tree, is_leaf=lambda node: isinstance(node, _Style)
     )
+
+
+def _last_name(path: tuple[Any, ...]) -> str:
+    """The last component of a leaf's dotted name; a key may be the whole name."""
+    key = path[-1] if path else ""
+    texts = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
+    return str(next((text for text in texts if text is not None), key)).rpartition(".")[2]
 
 
 def _checked_style(name: str, style: str, axis: str | tuple[str, ...]) -> _Style:
