@@ -66,6 +66,59 @@ def test_plan_as_text_and_json(small):
     assert told["device_bytes"]["total"] == wq["device_bytes"] + 4 * 512 + 4 * 4096**2
 
 
+SLIP = {
+    "model": "heads",
+    "params": [
+        ["attn/k_proj/kernel", [4096, 768], "BF16"],
+        ["attn/q_proj/kernel", [4096, 4096], "BF16"],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "told", "code"),
+    [
+        (("-m", "fdsp=8,tp=4"), "did you mean 'fdsp'?", 1),
+        (("-m", "tp=4"), "error[unknown-axis]", 1),
+        (("-m", "tp=4", "--optional-axes", "sp,fsdp"), "0 errors, 0 warnings", 0),
+        (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "warning[unused-axis]", 1),
+        (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB", "--data-axes", "dp"), "0 errors, 0 warnings", 0),
+        (("-m", "fsdp=8,tp=4"), "0 errors, 0 warnings", 0),
+        (("-m", "fsdp=8,tp=4", "--head-dim", "128"), "1.5 heads", 1),
+        (("-m", "fsdp=8,tp=2", "--head-dim", "128"), "0 errors, 0 warnings", 0),
+    ],
+)  # fmt: skip
+def test_a_slip_is_told_and_a_declaration_heard(tmp_path, more, told, code):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text(json.dumps(SLIP))
+    rules.write_text(json.dumps([["proj", ["fsdp", "tp"]]]))
+    result = run("check", model, "-r", rules, "--fail-on", "warning", *more)
+    assert told in result.stdout
+    assert result.exit_code == code
+
+
+def test_a_file_declares_axes(tmp_path):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text(json.dumps(SLIP))
+    content = {"rules": [["proj", ["fsdp", "tp"]]]}
+    args = (
+        "check",
+        model,
+        "-r",
+        rules,
+        "-m",
+        "tp=4,dp=2",
+        "--large",
+        "1MB",
+        "--fail-on",
+        "warning",
+    )
+    rules.write_text(json.dumps(content))
+    assert run(*args).exit_code == 1
+    rules.write_text(json.dumps({**content, "optional_axes": ["fsdp"], "data_axes": ["dp"]}))
+    assert run(*args).exit_code == 0
+
+
 def test_gradients_and_optimizer_are_counted(small):
     model, rules = small
     args = ("plan", model, "-r", rules, "-m", "fsdp=2", "--format", "json")

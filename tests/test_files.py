@@ -598,6 +598,8 @@ BAD_RULES = {
     "no units": ("rules.json", [{"pattern": "a", "spec": [], "units": 3}], "rule 0: units is 3"),
     "own": ("rules.json", [{"pattern": "a", "spec": [], "correction": {"pad": 3}}], "rule 0: correction: pad"),
     "replicated": ("rules.json", {"rules": [], "replicated": "x"}, "replicated is 'x'"),
+    "optional axes": ("rules.json", {"rules": [], "optional_axes": "sp"}, "optional_axes is 'sp'"),
+    "data axes": ("rules.json", {"rules": [], "data_axes": [3]}, r"data_axes is \[3\]"),
     "regex": ("rules.json", {"rules": [], "replicated": ["a", "["]}, r"replicated\[1\]: the pattern"),
 }  # fmt: skip
 
