@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import re
 import sys
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules import _core
 from tests.contexts import measures_memory
 
 CATCH_ALL = [(".*", P())]
@@ -287,3 +289,68 @@ def test_the_collector_is_as_it_was():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+UNINITIALISED = [
+    _core.Answers, _core.SpecTable, _core.ShardingTable, _core.Corrector, _core.LogicalRules,
+    _core.Choices, _core.RuleSet,
+]  # fmt: skip
+
+
+def test_every_class_of_the_core_is_tried_below():
+    assert set(UNINITIALISED) == {v for v in vars(_core).values() if isinstance(v, type)}
+
+
+@pytest.mark.parametrize("cls", UNINITIALISED, ids=lambda cls: cls.__name__)
+def test_there_are_no_uninitialised_objects(cls):
+    """RuleSet.__new__(RuleSet).counters() crashed."""
+    for make in (cls.__new__, object.__new__, lambda cls: copyreg.__newobj__(cls)):
+        with pytest.raises(TypeError):
+            make(cls)
+    # Its __init__ could show others what is not made yet.
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type("Own", (cls,), {})
+
+
+def test_init_again_changes_no_object_of_the_core():
+    corrector = _core.Corrector([([3], 1)], absent="drop", indivisible="drop")
+    for dims in ([([2], 1)], [([-3], 1)]):
+        corrector.__init__(dims, absent="drop", indivisible="drop")
+    assert corrector.kept((9,)) == 1
+
+
+def test_what_the_core_refuses_is_not_printed():
+    """Of strict="no" the message had the whole tree."""
+    tree = {f"kernel {i}": np.zeros(2) for i in range(1000)}
+    rules = sr.Rules(CATCH_ALL)._rule_set
+    answers = sr.Rules(CATCH_ALL).numbers()
+    options = {"min_size": 0, "replicated": 0, "unmatched": 0, "ambiguous": 0}
+    calls = [
+        lambda: rules.match(tree, answers=answers, strict="no", record_events=False, **options),
+        lambda: rules.count_matches(tree, strict=[]),
+        lambda: rules.first_match(list(tree)),
+        lambda: rules.all_matches(list(tree)),
+        lambda: _core.Corrector([(list(tree), 1)], absent="drop", indivisible="drop"),
+        lambda: _core.Corrector([([2**63], 1)] * 1000, absent="drop", indivisible="drop"),
+        lambda: _core.Corrector([], absent="drop", indivisible="drop").kept(list(tree)),
+        lambda: _core.LogicalRules([], list(tree), last_wins=False, indivisible="drop"),
+        lambda: _core.LogicalRules([], [], last_wins=False, indivisible="drop").resolve(list(tree)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="the core does not take") as info:
+            call()
+        assert len(str(info.value)) < 200
+
+
+def test_what_only_the_core_is_given():
+    """Not to be reached by way of Python's side; no crash all the same."""
+    with pytest.raises(ValueError, match="a corrector is missing"):
+        _core.ShardingTable(correctors=[None], spec_of=[0], make=print)
+    names, shapes = ["a", "b"], [(1,), (2,)]
+
+    def make(*_):
+        names.clear()
+        shapes.clear()
+
+    with pytest.raises(IndexError):
+        _core.resolve_all(names, shapes, {}, make)

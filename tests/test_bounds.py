@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 import shardrules as sr
+from tests.contexts import measures_memory
 from tests.random_patterns import compiles, random_pattern, random_text
 
 STATE_BYTES = 2000  # more than any state of these patterns takes
@@ -91,3 +94,60 @@ def test_counters_start_at_nothing_and_only_grow():
 def test_a_memory_budget_that_is_none(memory_budget):
     with pytest.raises((TypeError, ValueError), match="memory_budget is .* number of bytes"):
         sr.Rules([], memory_budget=memory_budget)
+
+
+@pytest.mark.parametrize("memory_budget", [0, 4000, 100_000, 32 << 20])
+def test_what_the_budget_makes_the_walk_forget_is_found_again(memory_budget, rng):
+    """The way back up a tree: answers are those for each path alone, whatever is remembered."""
+    pattern = r"b[ab/]{0,60}a[ab/]{7}z|a[ab/]{300}z"
+    rules = sr.Rules([(pattern, None), (r"ab/.{0,40}z", "tp")], memory_budget=memory_budget)
+    alone = sr.Rules(list(rules))
+
+    def tree(depth):
+        if depth == 0:
+            return 0
+        keys = rng.sample(["a", "b", "ab", "ba", "bbbb", "z"], 3 if depth % 5 == 0 else 2)
+        return {key: tree(depth - 1) if key != "z" and i == 0 else 0 for i, key in enumerate(keys)}
+
+    for _ in range(20):
+        nested = {"a": tree(60), "b": tree(30)}
+        outcome = rules.decide(nested, rules.numbers(), None, -1, strict=False)
+        paths, found = paths_of(nested), paths_of(outcome.tree)
+        assert len(paths) > 60
+        expected = {path: alone.first_match(path) for path in paths}
+        assert found == {path: -1 if rule is None else rule for path, rule in expected.items()}
+
+
+def paths_of(tree, path=""):
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {
+        found: leaf
+        for key, child in tree.items()
+        for found, leaf in paths_of(child, f"{path}/{key}" if path else key).items()
+    }
+
+
+DEEP = """
+import resource, sys
+import shardrules as sr
+
+sys.setrecursionlimit(10_000)
+tree = 0
+for _ in range(800):
+    tree = {"ab": tree}
+rules = sr.Rules([("a.{0,8000}b.{0,8000}c", None)], memory_budget=int(sys.argv[1]))
+rules.first_match("ab" * 50)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rules.decide(tree, rules.numbers(), None, -1, strict=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@measures_memory
+@pytest.mark.parametrize("memory_budget", [0, 1 << 20])
+def test_the_way_down_a_deep_tree_is_in_the_memory_budget(memory_budget):
+    ran = subprocess.run(
+        [sys.executable, "-c", DEEP, str(memory_budget)], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) < 6000  # KiB

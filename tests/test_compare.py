@@ -113,3 +113,16 @@ def test_a_migration():
 def test_what_rules_may_not_be():
     with pytest.raises(TypeError, match="rule 0"):
         sr.compare(TREE, ["x"], [])
+
+
+def test_of_a_leaf_only_the_shape_is_read():
+    class Leaf:
+        shape = (8, 8)
+
+        @property
+        def dtype(self):
+            raise RuntimeError("compare read the dtype")
+
+    (difference,) = sr.compare({"a": [Leaf()]}, [("a", "tp")], [("a", "fsdp")])
+    assert difference.path == "a/0"
+    assert difference.shape == (8, 8)

@@ -591,3 +591,29 @@ def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):
     assert easylm.match_partition_rules([("a", ("x", "y"))], {"a": np.zeros(4)}) == {
         "a": P("x", "y")
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("layers.*.wq", "layers.*.wq"),
+        ("layers.*.experts.*.w", "layers.*.experts.3.w"),
+        ("*.*.w", "*.3.w"),
+        ("a.*.*.w", "a.*.3.w"),
+        ("a.*.*.w", "a.3.*.w"),
+        ("a.*.*.w", "a.3.4.w"),
+        ("a.*.3.w", "a.4.3.w"),
+        ("a.*.3.w", "a.*.3.w"),
+        ("a.3.w", "a.3.w"),
+        ("*.w", "3.w"),
+    ],
+)
+def test_a_tp_plan_component_that_is_literally_a_star(key, path):
+    tree = {path: array(8, 8)}
+    found = payload_rules([key], sr.TP_PLAN).match(tree)[path]
+    assert bool(found) == bool(references.tp_styles({key: "style"}, tree)[path])
+
+
+def test_a_window_meets_an_array_that_is_the_whole_tree_as_an_empty_component():
+    rules = sr.Rules([(("a",), "a"), (("",), "whole")], sr.WINDOW)
+    assert rules.match(array(8)) == rules.match({"": array(8)})[""] == P("whole")

@@ -849,3 +849,31 @@ def test_numpy_integers_are_sizes():
     assert type(plan.axis_sizes["tp"]) is int
     assert plan.specs()["w"] == P("tp")
     assert len(plan.sweep(devices=np.int64(4), hbm=np.float64(1e9))) == 1
+
+
+def test_totals_beyond_an_int64():
+    tree = {f"w{i}": leaf((2**59,), "int8") for i in range(40)}
+    plan = sr.plan(tree, [(".*", "tp")], {"dp": 1, "tp": 2})
+    whole = 40 * 2**59
+    assert plan.total_bytes == whole
+    assert plan.bytes_per_device().params.tolist() == [[whole // 2] * 2]
+    held = plan.bytes_per_device(gradients="float32", optimizer=("float32", "float64"))
+    assert held.max == (1 + 4 + 4 + 8) * whole // 2
+    assert held.total.tolist() == [[held.max] * 2]
+    assert str(held).startswith("196 EB on the fullest device: params 11.5 EB, gradients 46.1 EB")
+    state = plan.for_optimizer({"mu": tree, "nu": tree})
+    assert plan.bytes_per_device(optimizer=state).max == 3 * whole // 2
+    assert plan.sweep(gradients=True)[0].bytes == whole
+    assert "40 leaves, 23.1 EB on" in repr(plan)
+    assert sr.Plan.from_lock(plan.lock()).total_bytes == whole
+    assert "23.1 EB of 23.1 EB" in plan.check()[0].message
+
+
+def test_gradients_beyond_an_int64():
+    """One leaf alone is too large in the gradients' dtype, and unevenly cut."""
+    keep = sr.Correction(indivisible="keep")
+    plan = sr.plan({"w": leaf((2**60 + 1,), "int4")}, [("w", "tp")], {"tp": 3}, correction=keep)
+    held = plan.bytes_per_device(gradients="float64").gradients
+    assert sum(held.tolist()) == 8 * (2**60 + 1)
+    small = sr.plan({"w": leaf((8, 8))}, [("w", "tp")], {"tp": 2}).bytes_per_device(gradients=True)
+    assert {part.dtype.name for part in small} == {small.total.dtype.name} == {"int64"}

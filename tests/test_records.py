@@ -258,3 +258,19 @@ def test_which_library_types_are_known(eqx, nnx):
     assert record_of(module).layout == "attributes"
     assert record_of(nnx.Param(LEAF)).layout == "variable"
     assert record_of(nnx.Param(LEAF)) is record_of(nnx.Param(LEAF))
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class StaticInit:
+    kernel: Any
+
+    @staticmethod
+    def __init__(**given):
+        assert list(given) == ["kernel"]
+
+
+def test_a_dataclass_with_a_staticmethod_for_init():
+    tree = object.__new__(StaticInit)
+    tree.kernel = LEAF
+    assert vars(match(tree)) == vars(match_by_jax(tree)) == {}

@@ -114,3 +114,11 @@ def test_threads_share_rules():
     with ThreadPoolExecutor(8) as pool:
         for t, results in enumerate(pool.map(work, range(8))):
             assert results == [expected[t]] * 50
+
+
+def test_init_again_does_not_change_rules():
+    rules = sr.Rules(PAIRS)
+    with pytest.raises(AttributeError, match="immutable"):
+        rules.__init__([("other", None)])
+    assert rules == sr.Rules(PAIRS)
+    assert rules.first_match("wq/kernel") == 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import jax
+import jax.export
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -262,3 +264,60 @@ def test_a_tree_of_specs_of_another_structure(specs, place):
 def test_a_spec_is_no_list_of_rules():
     with pytest.raises(TypeError, match=r"pairs, not a spec; write \[\('\.\*', P"):
         sr.plan({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2})
+
+
+RULE = [("x", P("dp", "tp"))]
+SIZES = {"dp": 2, "tp": 4}
+
+
+def test_symbolic_dimensions():
+    """A dimension is cut where every value of its variables divides."""
+    batch, width = jax.export.symbolic_shape("b, 8*c")
+    tree = {"x": jax.ShapeDtypeStruct((batch, width), "float32")}
+    assert sr.match_partition_rules(RULE, tree) == {"x": P("dp", "tp")}
+    assert sr.named_shardings(tree, RULE, SIZES)["x"].spec == P(None, "tp")
+    assert sr.spec_for("x", (batch, width), RULE, {"dp": 1, "tp": 8}) == P("dp", "tp")
+    error = sr.Correction(indivisible="error")
+    with pytest.raises(ValueError, match="dim 0 of size b is not divisible by dp=2"):
+        sr.named_shardings(tree, RULE, SIZES, correction=error)
+    with pytest.raises(TypeError, match="x: the dimension b of the shape .* is symbolic"):
+        sr.plan(tree, RULE, SIZES)
+    rules = [("batch", "dp"), ("mlp", "tp")]
+    names = {"x": ("batch", "mlp")}
+    found = sr.logical_to_mesh_sharding(
+        names, SIZES, rules, arrays=tree, correction=sr.Correction()
+    )
+    assert found["x"].spec == P(None, "tp")
+
+
+@pytest.mark.parametrize("size", [2**63 - 1, 2**63, 2**63 + 2, 2**64, 2**64 + 4, 3 * 2**70])
+def test_dimensions_beyond_an_int64(size):
+    tree = {"x": SimpleNamespace(shape=(size, 4))}
+    assert sr.match_partition_rules(RULE, tree) == {"x": P("dp", "tp")}
+    spec = sr.named_shardings(tree, RULE, SIZES)["x"].spec
+    assert spec == P("dp" if size % 2 == 0 else None, "tp")
+    prefix = sr.Correction(indivisible="prefix")
+    both = [("x", P(("dp", "tp")))]
+    spec = sr.named_shardings(tree, both, SIZES, correction=prefix)["x"].spec
+    kept = ("dp", "tp") if size % 8 == 0 else "dp"
+    assert spec == (P(kept, None) if size % 2 == 0 else P())
+
+
+@pytest.mark.parametrize("dim", [-(2**70), "8", 8.0, None])
+def test_dimensions_that_are_no_size(dim):
+    with pytest.raises((TypeError, ValueError)) as info:
+        sr.named_shardings({"x": SimpleNamespace(shape=(dim, 4))}, RULE, SIZES)
+    assert info.value.__notes__ == ["shardrules: at 'x' in the tree"]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2**31}, {"dp": 2**20, "tp": 2**20}, {"tp": 2**63}])
+def test_meshes_of_more_devices_than_jax_takes(sizes):
+    with pytest.raises(ValueError, match=r"devices; JAX's shardings have at most 2,147,483,647"):
+        sr.named_shardings({"x": np.ones((8, 8))}, RULE, sizes)
+
+
+def test_units_that_the_core_does_not_take():
+    with pytest.raises(ValueError, match=r"units\[0\] is 9223372036854775808"):
+        sr.RuleSpec(("tp",), units=(2**63,))
+    rules = [("x", sr.RuleSpec(("tp",), units=(2**63 - 1,)))]
+    assert sr.named_shardings({"x": np.ones((8, 8))}, rules, SIZES)["x"].spec == P()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+
+import shardrules as sr
 
 # Millions of leaves, few of them different objects; each must take longer than it may go on.
 SETUP = """
@@ -31,6 +35,7 @@ def stopped(use):
         print("ended after", time.monotonic() - begin)
 
 rules = sr.Rules([(r"1/.*\\d7", "x"), (".*", None)])
+SLOW = sr.Rules([("a.{0,9000}b.{0,9000}c", None)])  # minutes for these
 leaf = Leaf()
 rules.match([leaf])  # imports JAX
 gc.disable()  # JAX's callback of the collector may swallow a Ctrl-C
@@ -42,6 +47,8 @@ WALKS = {
     "survey": "tree = [[leaf] * 10_000] * 300; stopped(lambda: sr.plan(tree, rules, {'tp': 2}))",
     "coverage": "tree = [[leaf] * 10_000] * 3_000; stopped(lambda: rules.coverage(tree))",
     "templates": "paths = ['layers/1/x' * 9] * 20_000_000; stopped(lambda: _core.templates(paths))",
+    "long key": "stopped(lambda: SLOW.match({'ab' * 40_000: leaf}))",
+    "long path": "stopped(lambda: SLOW.all_matches('ab' * 40_000))",
     "compile": "stopped(lambda: sr.Rules([(f'a{i}.*{i}[b-d]+', None) for i in range(100_000)]))",
 }
 AFTER = """
@@ -67,3 +74,17 @@ def test_ctrl_c(walk):
             process.kill()
     assert stopped.startswith("stopped")
     assert works == "works"
+
+
+def test_other_threads_run_while_a_key_takes_long():
+    slow = sr.Rules([("a.{0,4000}b.{0,4000}c", None)])
+    walk = threading.Thread(target=slow.first_match, args=("ab" * 2000,))
+    longest = 0.0
+    walk.start()
+    while walk.is_alive():
+        begin = time.monotonic()
+        time.sleep(0)
+        longest = max(longest, time.monotonic() - begin)
+    begin = time.monotonic()
+    slow.first_match("ab" * 2000)
+    assert longest < (time.monotonic() - begin) / 2

@@ -240,3 +240,22 @@ def test_tracers_and_arrays():
 
     step({"w": jax.numpy.ones((4, 2)), "b": 1.0})
     assert seen == [{"w": P("tp"), "b": P()}]
+
+
+def test_a_defaultdict_whose_keys_jax_cannot_sort_is_refused():
+    tree = {"outer": defaultdict(list, {1: array(2), "a": array(2)})}
+    with pytest.raises(TypeError, match="not supported between"):
+        tree_util.tree_map(lambda x: x, tree)
+    with pytest.raises(ValueError, match="cannot sort the keys") as info:
+        sr.match_partition_rules([(".*", P())], tree)
+    assert info.value.__notes__ == ["shardrules: at 'outer' in the tree"]
+
+
+def test_an_ordered_dict_with_items_of_its_own():
+    """It crashed; JAX does not look at them either."""
+    for own in ([1, 2], [()], None):
+        tree = OrderedDict(a=array(2), b=array(3))
+        tree.items = lambda own=own: own
+        assert sr.match_partition_rules([("a", P("tp")), ("b", P())], tree) == OrderedDict(
+            a=P("tp"), b=P()
+        )

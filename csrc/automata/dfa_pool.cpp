@@ -12,11 +12,12 @@ constexpr std::size_t kIdleKept = 4;
 }  // namespace
 
 DfaPool::DfaPool(std::shared_ptr<const Program> program, Oracle oracle, Search search,
-                 std::size_t memory_budget)
+                 std::size_t memory_budget, Poll poll)
     : program_(std::move(program)),
       oracle_(std::move(oracle)),
       search_(search),
-      memory_budget_(memory_budget) {
+      memory_budget_(memory_budget),
+      poll_(std::move(poll)) {
     idle_.reserve(kIdleKept);  // so that giving one back cannot fail
 }
 
@@ -36,7 +37,7 @@ DfaPool::Lease::Lease(DfaPool& owner)
     }
     if (!dfa_)
         dfa_ = std::make_unique<LazyDfa>(owner.program_, owner.oracle_, owner.search_,
-                                         owner.memory_budget_);
+                                         owner.memory_budget_, owner.poll_);
     else
         before_ = dfa_->stats();
     dfa_->begin();

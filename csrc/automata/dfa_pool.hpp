@@ -15,7 +15,7 @@ class DfaPool {
   public:
     // memory_budget: bytes of states, of each DFA.
     DfaPool(std::shared_ptr<const Program> program, Oracle oracle, Search search,
-            std::size_t memory_budget);
+            std::size_t memory_budget, Poll poll = {});
 
     class Lease {
       public:
@@ -41,6 +41,7 @@ class DfaPool {
     Oracle oracle_;
     Search search_;
     std::size_t memory_budget_;
+    Poll poll_;
     mutable std::mutex mutex_;  // guards what follows
     std::vector<std::unique_ptr<LazyDfa>> idle_;
     DfaStats total_;

@@ -14,6 +14,11 @@ constexpr std::uint64_t kStepsThatPayForAState = 10;
 // Allocator and hash-index share of one state, roughly.
 constexpr std::size_t kStateOverhead = 96;
 
+std::size_t bytes_held(const Frontier& frontier) {
+    return frontier.threads.capacity() * sizeof(Thread) +
+           frontier.matched.capacity() * sizeof(RuleId);
+}
+
 template <class Visit>
 void with_units(const Text& text, Visit visit) {
     const auto units = [&](const auto* p) { visit(p, p + text.length); };
@@ -28,12 +33,13 @@ void with_units(const Text& text, Visit visit) {
 }  // namespace
 
 LazyDfa::LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search search,
-                 std::size_t memory_budget)
+                 std::size_t memory_budget, Poll poll)
     : program_(std::move(program)),
       alphabet_(program_->tests(), std::move(oracle)),
       determinizer_(*program_, alphabet_, search),
       budget_(memory_budget),
-      index_(64, ByFrontier{this}, ByFrontier{this}) {
+      index_(64, ByFrontier{this}, ByFrontier{this}),
+      poll_(std::move(poll)) {
     widen_rows();
     Frontier start;
     determinizer_.start(start);
@@ -44,6 +50,7 @@ LazyDfa::LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search s
 void LazyDfa::begin() {
     path_.resize(1);
     only_simulate_ = !has_room_;
+    if (cursor_bytes_ > budget_) forget_all_but(0);
 }
 
 // A new position on top, where the one below it is. One that is left for the second time is worth
@@ -51,15 +58,46 @@ void LazyDfa::begin() {
 void LazyDfa::push() {
     const std::size_t top = path_.size() - 1;
     if (path_[top].state == kNoState && path_[top].entered_from && !only_simulate_) {
-        const StateId state = intern(simulated_[top]);
+        const StateId state = intern(simulated_[top].frontier);
         path_[top].state = state;
     }
     path_[top].entered_from = true;
     path_.push_back({path_[top].state});
     if (path_[top].state == kNoState) {
         if (simulated_.size() < path_.size()) simulated_.resize(path_.size());
-        simulated_[top + 1] = simulated_[top];
+        simulated_[top + 1].frontier = simulated_[top].frontier;
+        count(simulated_[top]);
+        if (cursor_bytes_ > budget_) forget_all_but(top + 1);
     }
+}
+
+// What is below the top stays as it is until the cursor comes back.
+void LazyDfa::count(Simulated& position) {
+    const std::size_t held = bytes_held(position.frontier);
+    cursor_bytes_ += held - position.counted;
+    position.counted = held;
+}
+
+void LazyDfa::forget_all_but(std::size_t top) {
+    for (std::size_t i = 0; i < simulated_.size(); ++i) {
+        if (i == top) continue;
+        if (i < top && path_[i].state == kNoState) path_[i].forgotten = true;
+        simulated_[i] = {};
+    }
+    cursor_bytes_ = top < simulated_.size() ? simulated_[top].counted : 0;
+}
+
+void LazyDfa::replay(Text text) {
+    const std::size_t top = path_.size() - 1;
+    path_[top].forgotten = false;
+    if (simulated_.size() <= top) simulated_.resize(top + 1);
+    simulated_[top].frontier = states_[path_[0].state].frontier;
+    with_units(text, [&](const auto* p, const auto* end) { simulate(p, end); });
+}
+
+void LazyDfa::poll() {
+    work_left_ = kWorkPerPoll;
+    if (poll_) poll_();
 }
 
 void LazyDfa::extend(Text text) {
@@ -124,7 +162,7 @@ void LazyDfa::run(const Unit* text, const Unit* end, std::vector<StateId>* trail
             build = build || worth_building(transition, states_[at]);
             if (!build) {
                 if (simulated_.size() < path_.size()) simulated_.resize(path_.size());
-                simulated_[path_.size() - 1] = states_[at].frontier;
+                simulated_[path_.size() - 1].frontier = states_[at].frontier;
                 path_.back().state = kNoState;
                 return simulate(text, end);
             }
@@ -146,19 +184,21 @@ bool LazyDfa::worth_building(StateId& transition, const State& from) const {
 
 template <class Unit>
 void LazyDfa::simulate(const Unit* text, const Unit* end) {
-    Frontier& at = simulated_[path_.size() - 1];
+    Frontier& at = simulated_[path_.size() - 1].frontier;
     for (; text != end && !determinizer_.decided(at); ++text) {
         const CharClass c = alphabet_.class_of(static_cast<char32_t>(*text));
         ++stats_.simulated_steps;
         if (determinizer_.quiet(at) && determinizer_.step_quietly(at, c)) continue;
         determinizer_.step(at, c, scratch_);
         std::swap(at, scratch_);
+        worked(1 + at.threads.size());
     }
     if (alphabet_.class_count() > (std::size_t{1} << shift_)) widen_rows();
 }
 
 LazyDfa::StateId LazyDfa::build_transition(StateId from, CharClass c) {
     determinizer_.step(states_[from].frontier, c, scratch_);
+    worked(1 + scratch_.threads.size());
     const std::uint64_t clears = stats_.cache_clears;
     const StateId to = intern(scratch_);
     // A clear has renumbered the states; then the transition is simply not remembered.
@@ -189,7 +229,8 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
     return id;
 }
 
-// Forgets every state but those that the cursor stands on.
+// Forgets every state but those that the cursor stands on, and those of them that are left the last
+// if they alone are too many.
 void LazyDfa::make_room() {
     only_simulate_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
     std::vector<Frontier> kept;
@@ -200,8 +241,13 @@ void LazyDfa::make_room() {
     states_.clear();
     table_.clear();
     bytes_ = 0;
-    for (std::size_t i = 0; i < path_.size(); ++i) {
+    for (std::size_t i = path_.size(); i-- > 0;) {
         if (path_[i].state == kNoState) continue;
+        if (bytes_ > budget_ && i > 0) {
+            path_[i].state = kNoState;
+            path_[i].forgotten = true;
+            continue;
+        }
         const auto found = index_.find(kept[i]);
         path_[i].state = found != index_.end() ? *found : add_state(kept[i]);
     }

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <unordered_set>
 #include <vector>
@@ -22,6 +23,9 @@ struct Text {
     int width;
 };
 
+// Called now and then while a search goes on, if it is long. May throw, which ends the search.
+using Poll = std::function<void()>;
+
 struct DfaStats {
     std::uint64_t states_built = 0;
     std::uint64_t cache_clears = 0;
@@ -33,8 +37,9 @@ class LazyDfa {
     using StateId = std::uint32_t;
     static constexpr StateId kNoState = 0xFFFFFFFF;
 
+    // memory_budget: bytes of states; and as many for what the cursor's positions hold beside them.
     LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search search,
-            std::size_t memory_budget);
+            std::size_t memory_budget, Poll poll = {});
 
     // The cursor: a stack of positions, each some text further than the one below. At the bottom,
     // which begin() makes, nothing has been read.
@@ -49,6 +54,10 @@ class LazyDfa {
     void enter_like_last(Text text);
     void extend(Text text);  // not at the bottom, from where later searches begin
     void leave() { path_.pop_back(); }
+    // Whether leaving has led to a position, one without a state, that the memory budget had no room
+    // for: before anything else is asked of it, replay() has to be told all the text down to here.
+    bool forgotten() const { return path_.back().forgotten; }
+    void replay(Text text);
     // kNoState if the position is not worth one so far.
     StateId position() const { return path_.back().state; }
     // States are renumbered when it changes.
@@ -56,20 +65,20 @@ class LazyDfa {
     // No further text can change what matches at this position.
     bool decided() const {
         const StateId at = position();
-        return at == kNoState ? determinizer_.decided(simulated_[path_.size() - 1])
+        return at == kNoState ? determinizer_.decided(simulated_[path_.size() - 1].frontier)
                               : states_[at].decided;
     }
     // Search::kFirst: the first rule that matches if the text ends here, or kNoRule.
     RuleId winner() const {
         const StateId at = position();
-        return at == kNoState ? determinizer_.at_end(simulated_[path_.size() - 1])
+        return at == kNoState ? determinizer_.at_end(simulated_[path_.size() - 1].frontier)
                               : states_[at].at_end;
     }
     // Search::kAll: all of them, ascending.
     void matches(std::vector<RuleId>& rules) const {
         const StateId at = position();
         determinizer_.all_at_end(
-            at == kNoState ? simulated_[path_.size() - 1] : states_[at].frontier, rules);
+            at == kNoState ? simulated_[path_.size() - 1].frontier : states_[at].frontier, rules);
     }
 
     const DfaStats& stats() const { return stats_; }
@@ -81,9 +90,16 @@ class LazyDfa {
     static constexpr StateId kCostOfQuietStep = 1, kCostOfStep = 8, kCostOfState = 16;
     static constexpr StateId kLastState = kUnknown - kCostOfState;
 
+    static constexpr std::size_t kWorkPerPoll = std::size_t{1} << 18;  // in threads: some 10 ms
+
     struct Position {
         StateId state;
         bool entered_from = false;  // by kNoState positions
+        bool forgotten = false;     // without state; its frontier is gone, too
+    };
+    struct Simulated {
+        Frontier frontier;
+        std::size_t counted = 0;  // its share of cursor_bytes_
     };
     struct State {
         Frontier frontier;
@@ -116,6 +132,15 @@ class LazyDfa {
     };
 
     void push();
+    void count(Simulated& position);
+    void forget_all_but(std::size_t top);
+    void worked(std::size_t threads) {
+        if (threads < work_left_)
+            work_left_ -= threads;
+        else
+            poll();
+    }
+    void poll();
     template <class Unit>
     void run(const Unit* text, const Unit* end, std::vector<StateId>* trail);
     template <class Unit>
@@ -139,7 +164,10 @@ class LazyDfa {
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;
     std::vector<Position> path_;
-    std::vector<Frontier> simulated_;  // of the positions in path_ without a state
+    std::vector<Simulated> simulated_;  // of the positions in path_ without a state
+    std::size_t cursor_bytes_ = 0;      // in simulated_, without the top
+    Poll poll_;
+    std::size_t work_left_ = kWorkPerPoll;  // until the next poll
     Trail trail_;
 
     bool has_room_ = false;  // the budget is for more than the start

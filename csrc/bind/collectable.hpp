@@ -4,13 +4,16 @@
 
 #include <pybind11/pybind11.h>
 
+#include "whole.hpp"
+
 namespace shardrules::bind {
 
-// The class needs int traverse(visitproc, void*) const and void clear(), after which its methods may
+// Includes whole(). The class needs int traverse(visitproc, void*) const and void clear(), after which its methods may
 // fail but not crash.
 template <class Held>
 pybind11::custom_type_setup collectable() {
     return pybind11::custom_type_setup([](PyHeapTypeObject* heap_type) {
+        make_whole(heap_type);
         PyTypeObject& made = heap_type->ht_type;
         made.tp_flags |= Py_TPFLAGS_HAVE_GC;
         made.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {

@@ -4,22 +4,27 @@
 #include <memory>
 #include <string>
 
+#include "errors.hpp"
+#include "given.hpp"
 #include "misfit.hpp"
+#include "pytree/dimension.hpp"
 #include "register.hpp"
 #include "sharding/logical.hpp"
+#include "whole.hpp"
 
 namespace py = pybind11;
 
 namespace shardrules::bind {
 namespace {
 
+using pytree::Ref;
 using sharding::AxisId;
 using sharding::LogicalRules;
 using sharding::Loss;
 using sharding::NameId;
 
 using Rule = std::pair<NameId, std::vector<AxisId>>;
-using Dim = std::tuple<std::optional<NameId>, std::vector<AxisId>, std::optional<std::int64_t>>;
+using Dim = std::tuple<std::optional<NameId>, std::vector<AxisId>, py::object>;
 
 const char* name_of(Loss loss) {
     switch (loss) {
@@ -31,23 +36,32 @@ const char* name_of(Loss loss) {
 }
 
 std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
-                                            const std::vector<std::int64_t>& axis_sizes,
+                                            const Given<std::vector<std::int64_t>>& axis_sizes,
                                             bool last_wins, const std::string& indivisible) {
     std::vector<sharding::LogicalRule> taken;
     taken.reserve(rules.size());
     for (const auto& [name, axes] : rules) taken.push_back({name, axes});
     const auto precedence =
         last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
-    return std::make_unique<LogicalRules>(std::move(taken), axis_sizes, precedence,
+    return std::make_unique<LogicalRules>(std::move(taken), axis_sizes.as("axis_sizes"), precedence,
                                           misfit(indivisible));
 }
 
-py::tuple resolve(const LogicalRules& rules, const std::vector<Dim>& dims) {
-    std::vector<sharding::NamedDim> taken;
-    taken.reserve(dims.size());
-    for (const auto& [name, axes, size] : dims)
-        taken.push_back({name.value_or(sharding::kNone), axes, size});
-    const sharding::Resolution result = rules.resolve(taken);
+// A dimension's size, which may be no number that C++ has; null without one.
+sharding::Divides divisors_of(const py::object& size) {
+    if (size.is_none()) return nullptr;
+    return [dimension = pytree::dimension_from(Ref::borrow(size.ptr()))](std::uint64_t divisor) {
+        return pytree::is_multiple(dimension, divisor);
+    };
+}
+
+py::tuple resolve(const LogicalRules& rules, const Given<std::vector<Dim>>& dims) {
+    const sharding::Resolution result = translated([&] {
+        std::vector<sharding::NamedDim> taken;
+        for (const auto& [name, axes, size] : dims.as("dims"))
+            taken.push_back({name.value_or(sharding::kNone), axes, divisors_of(size)});
+        return rules.resolve(taken);
+    });
     const auto or_none = [](std::uint32_t number) {
         return number == sharding::kNone ? py::object(py::none()) : py::object(py::int_(number));
     };
@@ -65,20 +79,21 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
     const py::list shape_list = has_shapes ? py::list(shapes) : py::list();
     if (has_shapes && shape_list.size() != names.size())
         throw std::invalid_argument("not one shape for each leaf");
-    py::list answers(names.size());
-    for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::size_t leaves = names.size();
+    py::list answers;
+    for (std::size_t i = 0; i < leaves; ++i) {  // making one may change the lists: an IndexError
         const py::object leaf = names[i];
         const py::object shape = has_shapes ? py::object(shape_list[i]) : py::object(py::none());
         const py::object key = has_shapes ? py::object(py::make_tuple(leaf, shape)) : leaf;
         PyObject* known = PyDict_GetItemWithError(memo.ptr(), key.ptr());
         if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
         if (known != nullptr) {
-            answers[i] = py::reinterpret_borrow<py::object>(known);
+            answers.append(py::reinterpret_borrow<py::object>(known));
             continue;
         }
-        py::object made = make(leaf, shape);
+        const py::object made = make(leaf, shape);
         memo[key] = made;
-        answers[i] = std::move(made);
+        answers.append(made);
     }
     return answers;
 }
@@ -86,7 +101,7 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
 }  // namespace
 
 void register_logical(py::module_& module) {
-    py::class_<LogicalRules>(module, "LogicalRules")
+    py::class_<LogicalRules>(module, "LogicalRules", whole())
         .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"), py::kw_only(),
              py::arg("last_wins"), py::arg("indivisible"))
         .def("resolve", &resolve, py::arg("dims"));

@@ -43,8 +43,8 @@ automata::AsciiSet ascii_set(py::handle members) {
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
 
-py::tuple to_python(const pytree::Record& record) {
-    return py::make_tuple(record.count, to_python(record.shown));
+py::tuple to_python(const pytree::Listing& listing) {
+    return py::make_tuple(listing.count, to_python(listing.shown));
 }
 
 pytree::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
@@ -93,6 +93,12 @@ automata::Program compile(const py::sequence& patterns, const py::sequence& clas
     return std::move(builder).build();
 }
 
+// Lets other threads and Ctrl-C through, where one key of a path takes long.
+void let_others() {
+    { const py::gil_scoped_release released; }
+    pytree::check(PyErr_CheckSignals());
+}
+
 automata::RuleId rules_in_a_pass(std::size_t patterns, std::size_t passes) {
     if (passes == 0 || patterns % passes != 0)
         throw std::invalid_argument("the patterns are not the same rules in each pass");
@@ -104,16 +110,19 @@ automata::RuleId rules_in_a_pass(std::size_t patterns, std::size_t passes) {
 RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& searched,
-                 std::size_t memory_budget, std::size_t passes, const pytree::Choices& choices)
+                 Given<std::size_t> memory_budget, std::size_t passes,
+                 const pytree::Choices& choices)
     : accepts_(Ref::borrow(accepts.ptr())),
       program_(std::make_shared<const automata::Program>(compile(
           patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
-      first_(program_, oracle(), automata::Search::kFirst, memory_budget),
-      all_(program_, oracle(), automata::Search::kAll, memory_budget),
+      first_(program_, oracle(), automata::Search::kFirst, memory_budget.as("memory_budget"),
+             let_others),
+      all_(program_, oracle(), automata::Search::kAll, memory_budget.as("memory_budget"), let_others),
       passes_(rules_in_a_pass(patterns.size(), passes)),
       choices_(choices) {
     for (const py::handle entry : searched) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
+        if (rule >= patterns.size()) throw std::invalid_argument("a search for no pattern");
         searched_.push_back({rule, Ref::borrow(search.ptr())});
     }
 }
@@ -142,7 +151,8 @@ void RuleSet::clear() {
     const auto dropped = std::exchange(searched_, {});  // its objects may come here when they go
 }
 
-py::object RuleSet::first_match(const py::str& path) {
+py::object RuleSet::first_match(Given<py::str> given) {
+    const py::str path = given.as("path");
     const automata::RuleId rule = translated([&] {
         const automata::DfaPool::Lease dfa(first_);
         dfa->enter(pytree::text_of(path.ptr()));
@@ -153,7 +163,8 @@ py::object RuleSet::first_match(const py::str& path) {
     return py::int_(passes_.rule_of(rule));
 }
 
-py::list RuleSet::all_matches(const py::str& path) {
+py::list RuleSet::all_matches(Given<py::str> given) {
+    const py::str path = given.as("path");
     std::vector<automata::RuleId> rules;
     translated([&] {
         const automata::DfaPool::Lease dfa(all_);
@@ -165,7 +176,7 @@ py::list RuleSet::all_matches(const py::str& path) {
     return py::cast(rules);
 }
 
-py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool strict,
+py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, Given<bool> strict,
                          const py::object& min_size, const py::object& replicated,
                          const py::object& unmatched, const py::object& ambiguous,
                          bool record_events) {
@@ -173,7 +184,7 @@ py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, bool 
     return translated([&] {
         const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
         pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
-                                   {strict, min_size.ptr(), replicated.ptr(), unmatched.ptr(),
+                                   {strict.as("strict"), min_size.ptr(), replicated.ptr(), unmatched.ptr(),
                                     ambiguous.ptr(), record_events});
         const Ref matched = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
@@ -207,8 +218,8 @@ void RuleSet::check_answers(const pytree::Answers& answers) const {
         throw std::invalid_argument("the answers are of another rule list");
 }
 
-py::tuple RuleSet::count_matches(const py::object& tree, bool strict) {
-    pytree::CountMatches counts(passes_, searched_, choices_, strict);
+py::tuple RuleSet::count_matches(const py::object& tree, Given<bool> strict) {
+    pytree::CountMatches counts(passes_, searched_, choices_, strict.as("strict"));
     translated([&] {
         const automata::DfaPool::Lease dfa(all_);
         pytree::map_tree(tree.ptr(), choices_, *dfa, counts);
@@ -227,14 +238,14 @@ py::tuple RuleSet::counters() const {
 }
 
 void register_rule_set(py::module_& module) {
-    py::class_<pytree::Choices>(module, "Choices")
+    py::class_<pytree::Choices>(module, "Choices", whole())
         .def(py::init(&choices_of), py::kw_only(), py::arg("separator"),
              py::arg("shown_separator"), py::arg("keystr"), py::arg("unique"),
              py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
              py::arg("min_size_first"));
     py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, std::size_t, std::size_t, const pytree::Choices&>(),
+                      const py::sequence&, Given<std::size_t>, std::size_t, const pytree::Choices&>(),
              py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
              py::arg("word_class"), py::arg("ascii_word_class"),
              py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "automata/dfa_pool.hpp"
+#include "given.hpp"
 #include "pytree/match_leaves.hpp"
 
 namespace shardrules::bind {
@@ -23,11 +24,12 @@ class RuleSet {
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,
-            std::size_t memory_budget, std::size_t passes, const pytree::Choices& choices);
+            Given<std::size_t> memory_budget, std::size_t passes, const pytree::Choices& choices);
 
-    pybind11::object first_match(const pybind11::str& path);
-    pybind11::list all_matches(const pybind11::str& path);
-    pybind11::tuple match(const pybind11::object& tree, pytree::Answers& answers, bool strict,
+    pybind11::object first_match(Given<pybind11::str> path);
+    pybind11::list all_matches(Given<pybind11::str> path);
+    pybind11::tuple match(const pybind11::object& tree, pytree::Answers& answers,
+                          Given<bool> strict,
                           const pybind11::object& min_size, const pybind11::object& replicated,
                           const pybind11::object& unmatched,
                           const pybind11::object& ambiguous, bool record_events);
@@ -35,7 +37,7 @@ class RuleSet {
                            const pybind11::object& min_size,
                            const pybind11::object& replicated, const pybind11::object& unmatched,
                            const pybind11::object& ambiguous);
-    pybind11::tuple count_matches(const pybind11::object& tree, bool strict);
+    pybind11::tuple count_matches(const pybind11::object& tree, Given<bool> strict);
     pybind11::tuple counters() const;
 
     // For the garbage collector.

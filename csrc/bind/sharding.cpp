@@ -3,6 +3,7 @@
 
 #include "collectable.hpp"
 #include "errors.hpp"
+#include "given.hpp"
 #include "misfit.hpp"
 #include "pytree/sharding_table.hpp"
 #include "register.hpp"
@@ -17,22 +18,23 @@ using sharding::Corrector;
 
 using SpecDims = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
 
-Corrector corrector(const SpecDims& dims, const std::string& absent,
+Corrector corrector(const Given<SpecDims>& dims, const std::string& absent,
                     const std::string& indivisible) {
     std::vector<sharding::SpecDim> taken;
-    for (const auto& [axis_sizes, unit] : dims) taken.push_back({axis_sizes, unit});
+    for (const auto& [axis_sizes, unit] : dims.as("dims")) taken.push_back({axis_sizes, unit});
     return Corrector(taken, {misfit(absent), misfit(indivisible)});
 }
 
 }  // namespace
 
 void register_sharding(py::module_& module) {
-    py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector")
+    py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector", whole())
         .def(py::init(&corrector), py::arg("dims"), py::kw_only(), py::arg("absent"),
              py::arg("indivisible"))
         .def(
             "kept",
-            [](const Corrector& self, const py::tuple& shape) {
+            [](const Corrector& self, const Given<py::tuple>& given) {
+                const py::tuple shape = given.as("shape");
                 return translated([&] {
                     return pytree::kept_axes(self, shape.ptr(),
                                              static_cast<Py_ssize_t>(shape.size()));

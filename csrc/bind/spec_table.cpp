@@ -11,7 +11,7 @@ namespace shardrules::bind {
 
 void register_spec_table(py::module_& module) {
     using pytree::SpecTable;
-    py::class_<pytree::Answers>(module, "Answers");
+    py::class_<pytree::Answers>(module, "Answers", whole());
     py::class_<SpecTable, pytree::Answers>(module, "SpecTable", collectable<SpecTable>())
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {

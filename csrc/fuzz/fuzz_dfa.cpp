@@ -58,7 +58,10 @@ class Cursors {
         for (const auto& dfa : alls_) call(*dfa);
     }
 
-    void check() const {
+    void check() {
+        each([&](LazyDfa& dfa) {
+            if (dfa.forgotten()) dfa.replay(view(path_));
+        });
         const std::vector<RuleId> expected = expected_matches(rules_, path_);
         for (const auto& dfa : firsts_)
             MUST(dfa->winner() == (expected.empty() ? kNoRule : expected.front()));

@@ -98,7 +98,7 @@ bool MatchLeaves::too_small(PyObject* shape) const {
     return is_less(size.get(), options_.min_size);
 }
 
-void MatchLeaves::tell(Record& record, Py_ssize_t most, const LeafPlace& place,
+void MatchLeaves::tell(Listing& record, Py_ssize_t most, const LeafPlace& place,
                        const Ref& what) const {
     if (record.count++ >= most) return;
     const Ref entry = Ref::checked(PyTuple_Pack(2, place.path.shown().get(), what.get()));

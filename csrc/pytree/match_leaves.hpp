@@ -24,7 +24,7 @@ struct MatchOptions {
 };
 
 // Leaves to tell of, in the order of the walk: how many, and the first of them.
-struct Record {
+struct Listing {
     Py_ssize_t count = 0;
     Ref shown = Ref::checked(PyList_New(0));  // (path, what is to tell)
 };
@@ -37,12 +37,12 @@ class MatchLeaves final : public LeafVisitor {
                 const Choices& choices, const MatchOptions& options);
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
-    const Record& unmatched() const { return unmatched_; }  // shape, or None
+    const Listing& unmatched() const { return unmatched_; }  // shape, or None
     // (rules, shape): several of them match where one alone may.
-    const Record& ambiguous() const { return ambiguous_; }
-    const Record& problems() const { return problems_; }  // (rule, shape): it cannot be applied
+    const Listing& ambiguous() const { return ambiguous_; }
+    const Listing& problems() const { return problems_; }  // (rule, shape): it cannot be applied
     // With record_events: the truncated spec, or None when the leaf was smaller than min_size.
-    const Record& events() const { return events_; }
+    const Listing& events() const { return events_; }
 
   private:
     static constexpr automata::RuleId kSeveral = automata::kNoRule - 1;
@@ -51,7 +51,7 @@ class MatchLeaves final : public LeafVisitor {
     bool too_small(PyObject* shape) const;
     automata::RuleId decide(const LeafPlace& place);
     Ref undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape);
-    void tell(Record& record, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
+    void tell(Listing& record, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
 
     Answers& answers_;
     const std::vector<SearchedRule>& searched_;
@@ -61,7 +61,7 @@ class MatchLeaves final : public LeafVisitor {
     bool has_min_size_;
     bool sizes_first_, size_last_;  // looked at before and after the match
     ShapeReader shapes_;
-    Record unmatched_, ambiguous_, problems_, events_;
+    Listing unmatched_, ambiguous_, problems_, events_;
     std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };
 

@@ -66,16 +66,14 @@ NodeType classify(PyObject* object, PyTypeObject* type) {
 }  // namespace
 
 NodeTypes::NodeTypes() {
-    const Ref collections = imported("collections");
-    const auto type_of = [&](const char* name) {  // immortal in practice: the module keeps it
-        return reinterpret_cast<PyTypeObject*>(attribute(collections.get(), name).get());
-    };
     for (const auto& [type, kind] :
          {std::pair{&PyList_Type, Kind::kList}, std::pair{&PyTuple_Type, Kind::kTuple},
           std::pair{Py_TYPE(Py_None), Kind::kNone},
-          std::pair{type_of("OrderedDict"), Kind::kOrderedDict},
-          std::pair{type_of("defaultdict"), Kind::kDefaultDict}})
+          std::pair{&PyODict_Type, Kind::kOrderedDict}})
         types_[type].kind = kind;
+    Ref default_dict = attribute(imported("_collections").get(), "defaultdict");
+    auto* type = reinterpret_cast<PyTypeObject*>(default_dict.get());
+    types_[type] = {.kind = Kind::kDefaultDict, .type = std::move(default_dict)};
 }
 
 const NodeType& NodeTypes::look_up(PyObject* object, PyTypeObject* type) {

@@ -17,8 +17,9 @@ PyObject* const* arguments(const Ref* values) {
 // The Python function that calling the type comes down to, after object.__new__; or empty.
 Ref init_alone(PyTypeObject* type) {
     if (!Py_IS_TYPE(type, &PyType_Type) || type->tp_new != PyBaseObject_Type.tp_new) return {};
-    Ref init = attribute(reinterpret_cast<PyObject*>(type), "__init__");
-    return PyFunction_Check(init.get()) ? init : Ref();
+    static PyObject* const name = interned("__init__");
+    PyObject* init = _PyType_Lookup(type, name);  // as it is: a staticmethod is no function yet
+    return init != nullptr && PyFunction_Check(init) ? Ref::borrow(init) : Ref();
 }
 
 // dict(sorted(d.items())) without comparing a value; empty if a key is no str.

@@ -70,14 +70,12 @@ KeyedChildren flatten_one_level(PyObject* node) {
                      Py_TYPE(node)->tp_name, flat.get());
         throw PythonError{};
     }
-    return {Ref::checked(PySequence_Fast(PyTuple_GET_ITEM(flat.get(), 0),
-                                         "a pytree node's children are not iterable")),
+    return {Ref::checked(PySequence_Tuple(PyTuple_GET_ITEM(flat.get(), 0))),
             Ref::borrow(PyTuple_GET_ITEM(flat.get(), 1))};
 }
 
 Ref key_and_child(PyObject* node, PyObject* pairs, Py_ssize_t i) {
-    const Ref item = Ref::borrow(PySequence_Fast_GET_ITEM(pairs, i));  // iterating may change pairs
-    const Ref pair = Ref::checked(PySequence_Tuple(item.get()));
+    const Ref pair = Ref::checked(PySequence_Tuple(PyTuple_GET_ITEM(pairs, i)));
     if (PyTuple_GET_SIZE(pair.get()) == 2) return pair;
     PyErr_Format(PyExc_TypeError, "%.200s: children with keys must be pairs",
                  Py_TYPE(node)->tp_name);
@@ -110,7 +108,7 @@ Ref key_entry_text(PyObject* entry) {
 bool flattened_as_namedtuple(PyObject* node, const KeyedChildren& flat) {
     // It shows in the auxiliary data (the type) and in the keys (attribute names).
     if (flat.auxiliary.get() != reinterpret_cast<PyObject*>(Py_TYPE(node))) return false;
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(flat.pairs.get());
+    const Py_ssize_t size = PyTuple_GET_SIZE(flat.pairs.get());
     if (size != PyTuple_GET_SIZE(node)) return false;
     const Ref& by_name = JaxTrees::get().key_entries[1].type;
     for (Py_ssize_t i = 0; i < size; ++i) {

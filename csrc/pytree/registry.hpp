@@ -8,7 +8,7 @@
 namespace shardrules::pytree {
 
 struct KeyedChildren {
-    Ref pairs;      // a list or tuple of (key entry, child)
+    Ref pairs;      // a tuple of (key entry, child), nobody's list that may change
     Ref auxiliary;  // what the type needs to rebuild the node
 };
 

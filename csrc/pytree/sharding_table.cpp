@@ -3,31 +3,22 @@
 #include <stdexcept>
 #include <utility>
 
+#include "dimension.hpp"
+
 namespace shardrules::pytree {
-namespace {
-
-std::int64_t size_at(PyObject* shape, std::size_t index) {
-    const auto position = static_cast<Py_ssize_t>(index);
-    const Ref item = PyTuple_CheckExact(shape) ? Ref::borrow(PyTuple_GET_ITEM(shape, position))
-                                               : Ref::checked(PySequence_GetItem(shape, position));
-    const long long size = PyLong_AsLongLong(item.get());
-    if (size >= 0) return size;
-    if (!PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "dimension %zd of the shape %R is negative", position, shape);
-    throw PythonError{};
-}
-
-}  // namespace
 
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
     return corrector.kept(static_cast<std::size_t>(rank),
-                          [&](std::size_t index) { return size_at(shape, index); });
+                          [&](std::size_t index) { return dimension_of(shape, index); });
 }
 
 ShardingTable::ShardingTable(std::vector<CorrectorPtr> correctors,
                              std::vector<std::uint32_t> spec_of, Ref make)
     : spec_of_(std::move(spec_of)), make_(std::move(make)) {
-    for (CorrectorPtr& corrector : correctors) specs_.emplace_back().corrector = std::move(corrector);
+    for (CorrectorPtr& corrector : correctors) {
+        if (!corrector) throw std::invalid_argument("a corrector is missing");
+        specs_.emplace_back().corrector = std::move(corrector);
+    }
     for (const std::uint32_t spec : spec_of_)
         if (spec >= specs_.size()) throw std::invalid_argument("a rule has no such spec");
 }

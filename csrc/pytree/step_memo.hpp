@@ -14,15 +14,19 @@ namespace shardrules::pytree {
 
 class StepMemo {
   public:
-    // dfa.enter() of the key's text.
-    void enter(automata::LazyDfa& dfa, const Key& key) {
+    // dfa.enter() of the text of the path's last key.
+    void enter(automata::LazyDfa& dfa, const TreePath& path) {
+        const Key& key = path.last();
         const automata::LazyDfa::StateId from = dfa.position();
+        if (from == automata::LazyDfa::kNoState) [[unlikely]] {
+            if (dfa.forgotten()) dfa.replay(text_of(path.text_before_last().get()));
+            return dfa.enter(KeyText(key).text());
+        }
         if (key.object == nullptr || !PyUnicode_CheckExact(key.object))
             return dfa.enter(KeyText(key).text());
         const automata::Text text = text_of(key.object);
         // A long name, as in a flat checkpoint, is hardly met twice, but begins like the last one.
         if (text.length > kLongest) return dfa.enter_like_last(text);
-        if (from == automata::LazyDfa::kNoState) return dfa.enter(text);
         if (dfa.decided()) return dfa.enter(from);
         Slot& slot = slots_[index(from, PyObject_Hash(key.object))];
         const std::uint64_t epoch = dfa.epoch();

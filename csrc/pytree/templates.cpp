@@ -60,8 +60,10 @@ Templates templates_of(PyObject* paths) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(paths); ++i) {
         signals.tick();
         Ref kept;
+        const Ref path = Ref::borrow(PyList_GetItem(paths, i));  // a signal may have changed the list
+        if (!path) throw PythonError{};
         text.clear();
-        take_numbers(utf8(PyList_GET_ITEM(paths, i), kept), text, out.numbers);
+        take_numbers(utf8(path.get(), kept), text, out.numbers);
         const auto [found, is_new] = known.try_emplace(text, static_cast<std::int32_t>(known.size()));
         out.of_path.push_back(found->second);
         if (!is_new) continue;

@@ -40,6 +40,11 @@ KeyText::KeyText(const Key& key) {
 
 Ref TreePath::text() const { return join(separator_, keys_, keys_.size()); }
 
+Ref TreePath::text_before_last() const {
+    const Ref parents = join(separator_, keys_, keys_.size() - 1);
+    return Ref::checked(PyUnicode_Concat(parents.get(), separator_));
+}
+
 Ref TreePath::shown() const { return join(shown_separator_, keys_, keys_.size()); }
 
 Ref TreePath::shown_briefly() const {

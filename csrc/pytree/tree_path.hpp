@@ -55,6 +55,9 @@ class TreePath {
     std::size_t depth() const { return keys_.size(); }
     // The keys' texts, joined by the separator: what rules meet.
     Ref text() const;
+    // The same up to the last key: what has been read where the walk is about to go down.
+    Ref text_before_last() const;
+    const Key& last() const { return keys_.back(); }
     // What people see.
     Ref shown() const;
     // The same, but short: for notes on errors in trees of any depth.

@@ -69,7 +69,7 @@ class Walk {
     Ref descend(const Key& key, PyObject* object) {
         signals_.tick();
         path_.push(key);
-        steps_.enter(dfa_, key);
+        steps_.enter(dfa_, path_);
         const NodeType& type = types_.of(object);
         Ref result;
         if (type.kind == Kind::kLeaf) {
@@ -109,14 +109,14 @@ class Walk {
     Ref dict(PyObject* object) {
         const bool few = PyDict_GET_SIZE(object) <= kFewKeys;
         Ref out = Ref::checked(few ? PyDict_New() : PyDict_Copy(object));
-        map_values(few ? object : out.get(), out.get(), true);
+        map_values(few ? object : out.get(), out.get());
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
         return out;
     }
 
     Ref default_dict(PyObject* object) {
         const Ref children = Ref::checked(PyDict_Copy(object));
-        map_values(children.get(), children.get(), false);
+        map_values(children.get(), children.get());
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(children.get()), object);
         const Ref factory = Ref::checked(PyObject_GetAttrString(object, "default_factory"));
         return Ref::checked(PyObject_CallFunctionObjArgs(
@@ -124,14 +124,14 @@ class Walk {
     }
 
     // Sets each key of `from` in `to`, which may be the same dict, to what stands for its value.
-    void map_values(PyObject* from, PyObject* to, bool sorted_by_jax) {
+    void map_values(PyObject* from, PyObject* to) {
         PyObject *borrowed_key = nullptr, *borrowed_value = nullptr;
         Py_ssize_t at = 0;
         bool only_str = true;
         for (Py_ssize_t left = PyDict_GET_SIZE(from); left > 0; --left) {
             if (!PyDict_Next(from, &at, &borrowed_key, &borrowed_value)) break;
             const Ref key = Ref::borrow(borrowed_key), value = Ref::borrow(borrowed_value);
-            if (sorted_by_jax && only_str && !PyUnicode_CheckExact(key.get())) {
+            if (only_str && !PyUnicode_CheckExact(key.get())) {
                 only_str = false;
                 check_sortable(from);
             }
@@ -153,9 +153,11 @@ class Walk {
     }
 
     Ref ordered_dict(PyObject* object) {
-        const Ref items = Ref::checked(PyObject_CallMethod(object, "items", nullptr));
+        // The type's own, which yields pairs; an attribute of the object may be anything.
+        PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+        const Ref items = Ref::checked(PyObject_CallMethod(type, "items", "O", object));
         const Ref pairs = Ref::checked(PySequence_List(items.get()));
-        Ref out = Ref::checked(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(Py_TYPE(object))));
+        Ref out = Ref::checked(PyObject_CallNoArgs(type));
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(pairs.get()); ++i) {
             PyObject* pair = PyList_GET_ITEM(pairs.get(), i);
             PyObject* key = PyTuple_GET_ITEM(pair, 0);
@@ -237,7 +239,7 @@ class Walk {
                          Py_TYPE(object)->tp_name);
             throw PythonError{};
         }
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flat.pairs.get()); ++i) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat.pairs.get()); ++i) {
             const Ref pair = key_and_child(object, flat.pairs.get(), i);
             PyObject* entry = PyTuple_GET_ITEM(pair.get(), 0);
             const Ref text = keystrs_ ? Ref::checked(PyObject_Str(entry)) : key_entry_text(entry);

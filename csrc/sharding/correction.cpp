@@ -8,7 +8,7 @@
 namespace shardrules::sharding {
 namespace {
 
-// Sticks at the largest number, which divides no size but zero, as the true product would.
+// Sticks at the largest number, which divides no size of 64 bits but zero, as the true product would.
 std::uint64_t product(std::uint64_t a, std::uint64_t b) {
     constexpr std::uint64_t kLargest = std::numeric_limits<std::uint64_t>::max();
     return a > kLargest / b ? kLargest : a * b;
@@ -56,7 +56,8 @@ std::vector<Corrector::Axis> Corrector::present(const std::vector<Axis>& axes, M
     return rest;
 }
 
-Kept Corrector::fewer(const Dim& dim, std::uint64_t size) const {
+Kept Corrector::fewer(const Dim& dim,
+                      const Divides& divides) const {
     if (indivisible_ == Misfit::kDrop) return 0;
     if (indivisible_ == Misfit::kKeep) return dim.fitting;
     Kept prefix = 0, greedy = 0;  // the longest prefix that fits; what fits, axis by axis
@@ -66,9 +67,9 @@ Kept Corrector::fewer(const Dim& dim, std::uint64_t size) const {
         const std::uint64_t axis_size = std::max<std::uint64_t>(axis.size, 1);
         parts = product(parts, axis_size);
         so_far |= axis.bit;
-        if (size % divisor_of(parts, dim.unit) == 0) prefix = so_far;
+        if (divides(divisor_of(parts, dim.unit))) prefix = so_far;
         const std::uint64_t with_it = product(greedy_parts, axis_size);
-        if (size % divisor_of(with_it, dim.unit) != 0) continue;
+        if (!divides(divisor_of(with_it, dim.unit))) continue;
         greedy_parts = with_it;
         greedy |= axis.bit;
     }

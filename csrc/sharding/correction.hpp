@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -36,20 +37,29 @@ struct SpecDim {
 using Kept = std::uint64_t;
 inline constexpr std::size_t kMaxAxes = 64;
 
+// Whether the divisor divides the size, which is not negative. Sizes of other types, which a plain
+// number is too small for, bring their own.
+inline bool is_multiple(std::int64_t size, std::uint64_t divisor) {
+    return static_cast<std::uint64_t>(size) % divisor == 0;
+}
+using Divides = std::function<bool(std::uint64_t)>;
+inline bool is_multiple(const Divides& divides, std::uint64_t divisor) { return divides(divisor); }
+
 class Corrector {
   public:
     // Throws std::invalid_argument for more than kMaxAxes axes, or a size or unit below its least.
     Corrector(std::span<const SpecDim> dims, const Policy& policy);
 
-    // The axes that an array of this rank keeps; size_of(d) is its dimension d, not negative. Axes
-    // of dimensions that it does not have are not kept.
+    // The axes that an array of this rank keeps; size_of(d) is its dimension d, which is_multiple()
+    // takes. Axes of dimensions that it does not have are not kept.
     template <class SizeOf>
     Kept kept(std::size_t rank, SizeOf size_of) const {
         Kept result = 0;
         for (const Dim& dim : dims_) {
             if (dim.index >= rank) break;
-            const auto size = static_cast<std::uint64_t>(size_of(dim.index));
-            result |= size % dim.divisor == 0 ? dim.fitting : fewer(dim, size);
+            const auto size = size_of(dim.index);
+            const auto divides = [&](std::uint64_t divisor) { return is_multiple(size, divisor); };
+            result |= divides(dim.divisor) ? dim.fitting : fewer(dim, divides);
         }
         return result;
     }
@@ -67,7 +77,7 @@ class Corrector {
         Kept fitting;          // all of them
     };
     static std::vector<Axis> present(const std::vector<Axis>& axes, Misfit absent);
-    Kept fewer(const Dim& dim, std::uint64_t size) const;
+    Kept fewer(const Dim& dim, const Divides& divides) const;
 
     std::vector<Dim> dims_;
     Misfit indivisible_;

@@ -33,8 +33,8 @@ std::vector<std::uint32_t> LogicalRules::rules_on(std::span<const NamedDim> dims
 
 std::vector<AxisId> LogicalRules::fitting(std::uint32_t rule, const NamedDim& dim) const {
     const std::vector<AxisId>& axes = rules_[rule].axes;
-    if (!dim.size) return axes;
-    const Kept kept = correctors_[rule].kept(1, [&](std::size_t) { return *dim.size; });
+    if (!dim.divides) return axes;
+    const Kept kept = correctors_[rule].kept(1, [&](std::size_t) { return dim.divides; });
     std::vector<AxisId> left;
     for (std::size_t i = 0; i < axes.size(); ++i)
         if ((kept >> i & 1) != 0) left.push_back(axes[i]);

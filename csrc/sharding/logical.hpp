@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -31,7 +30,7 @@ struct LogicalRule {
 struct NamedDim {
     NameId name = kNone;
     std::vector<AxisId> axes;
-    std::optional<std::int64_t> size;  // without one, every rule fits
+    Divides divides;  // asks its size; without it, every rule fits
 };
 
 enum class Loss : std::uint8_t {

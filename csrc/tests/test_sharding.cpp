@@ -106,7 +106,9 @@ void sizes_that_overflow() {
 // Rules by priority, restated: walk all of them, whatever name they are on.
 std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
                                     const std::vector<std::int64_t>& sizes,
-                                    const std::vector<NamedDim>& dims, Misfit indivisible) {
+                                    const std::vector<NamedDim>& dims,
+                                    const std::vector<std::int64_t>& dim_sizes,  // -1: none
+                                    Misfit indivisible) {
     std::vector<std::uint32_t> winners(dims.size(), kNone);
     std::vector<bool> used(sizes.size());
     for (std::uint32_t index = 0; index < rules.size(); ++index)
@@ -119,8 +121,9 @@ std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
                 axes.push_back(sizes[axis]);
             }
             const Kept kept =
-                dims[dim].size ? restated(axes, 1, {Misfit::kKeep, indivisible}, *dims[dim].size)
-                               : ~Kept{0};
+                dim_sizes[dim] >= 0
+                    ? restated(axes, 1, {Misfit::kKeep, indivisible}, dim_sizes[dim])
+                    : ~Kept{0};
             if (!free || (!axes.empty() && kept == 0)) continue;
             winners[dim] = index;
             for (std::size_t i = 0; i < axes.size(); ++i)
@@ -145,15 +148,19 @@ void logical_rules_by_priority() {
         }
         std::vector<NamedDim> dims;
         for (NameId name = 0; name < 5; ++name)
-            if (random(2) == 0) dims.push_back({name, {}, std::nullopt});
-        for (NamedDim& dim : dims)
-            if (random(2) == 0) dim.size = random(25);
+            if (random(2) == 0) dims.push_back({name, {}, {}});
+        std::vector<std::int64_t> dim_sizes(dims.size(), -1);
+        for (std::size_t dim = 0; dim < dims.size(); ++dim) {
+            if (random(2) != 0) continue;
+            const std::int64_t size = dim_sizes[dim] = random(25);
+            dims[dim].divides = [size](std::uint64_t divisor) { return is_multiple(size, divisor); };
+        }
         constexpr Misfit kPolicies[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix,
                                         Misfit::kKeep};
         const Misfit indivisible = kPolicies[run % 4];
         const LogicalRules compiled(rules, sizes, Precedence::kPriority, indivisible);
         const Resolution result = compiled.resolve(dims);
-        expect(result.rules == restated(rules, sizes, dims, indivisible),
+        expect(result.rules == restated(rules, sizes, dims, dim_sizes, indivisible),
                "rules by priority");
         std::size_t on_dims = 0;
         for (const LogicalRule& rule : rules)
@@ -167,7 +174,7 @@ void logical_rules_by_priority() {
            "an axis that another dimension has already");
     const LogicalRules last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
     const Resolution result = last.resolve(
-        std::vector<NamedDim>{{0, {}, {}}, {1, {}, 3}, {2, {}, {}}, {0, {}, {}}});
+        std::vector<NamedDim>{{0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
     expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");
 }
 

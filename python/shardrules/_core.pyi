@@ -1,11 +1,16 @@
-"""The C++ core: csrc/bind."""
+"""The C++ core: csrc/bind.
+
+What comes from a user is refused with a short TypeError if it has another type than it has here, or
+if an int is not one of 64 bits.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 class Answers:
     """What a leaf gets from the rule that has won it."""
 
+@final
 class SpecTable(Answers):
     """The spec object of each (rule, rank), made by `make` on first sight.
 
@@ -23,11 +28,13 @@ class SpecTable(Answers):
         make: Callable[[int, int], object],
     ) -> None: ...
 
+@final
 class Corrector:
     """Which axes of a spec an array of a given shape can have.
 
     Args:
-        dims: Per entry of the spec, (sizes of its axes, 0 for an absent one; unit of the cuts).
+        dims: Per entry of the spec, (sizes of its axes, 0 for an absent one; unit of the cuts), all
+            below 2**63.
         absent: "drop", "drop_axis", "prefix" or "keep".
         indivisible: The same.
     """
@@ -35,15 +42,20 @@ class Corrector:
     def __init__(
         self, dims: Sequence[tuple[Sequence[int], int]], *, absent: str, indivisible: str
     ) -> None: ...
-    def kept(self, shape: tuple[int, ...]) -> int:
-        """Bit i: the i-th axis of the spec is kept."""
+    def kept(self, shape: tuple[Any, ...]) -> int:
+        """Bit i: the i-th axis of the spec is kept.
 
+        Dimensions may be ints of any size, or symbolic, as jax.export has them.
+        """
+
+@final
 class LogicalRules:
     """Logical axis rules with names and mesh axes as numbers; see csrc/sharding/logical.hpp.
 
     Args:
         rules: (name, mesh axes).
-        axis_sizes: Per mesh axis, its devices; looked at only for dimensions that have a size.
+        axis_sizes: Per mesh axis its devices, below 2**63; looked at only for
+            dimensions that have a size.
         last_wins: Whether the last rule for a name wins, instead of the first that is free.
         indivisible: For axes that do not divide a dimension: "drop", "drop_axis", "prefix" or
             "keep". A rule of which nothing is left loses.
@@ -58,7 +70,7 @@ class LogicalRules:
         indivisible: str,
     ) -> None: ...
     def resolve(
-        self, dims: Sequence[tuple[int | None, Sequence[int], int | None]]
+        self, dims: Sequence[tuple[int | None, Sequence[int], Any]]
     ) -> tuple[list[int | None], list[tuple[int, int, str, int | None]]]:
         """Per dimension (name, mesh axes that it has already, size), the rule it gets.
 
@@ -82,6 +94,7 @@ def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
         numbers of all paths in a row, int64)
     """
 
+@final
 class ShardingTable(Answers):
     """What each (spec, rank, kept axes) gets, made by `make` on first sight.
 
@@ -99,6 +112,7 @@ class ShardingTable(Answers):
         make: Callable[[int, int, int], object],
     ) -> None: ...
 
+@final
 class Choices:
     """What the core needs to know of a dialect; `shardrules.Dialect` says what it means."""
 
@@ -114,6 +128,7 @@ class Choices:
         min_size_first: bool,
     ) -> None: ...
 
+@final
 class RuleSet:
     r"""A compiled rule list.
 
@@ -125,7 +140,7 @@ class RuleSet:
         ascii_word_class: The same for patterns with the ASCII flag.
         empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
         searched: (position in `patterns`, search) of those evaluated by calling search(path).
-        memory_budget: Bytes for the states of each DFA.
+        memory_budget: Bytes for the states of each DFA, and as many for its way down a tree.
         passes: How many times `patterns` has the rules; what matches in an earlier pass wins.
         choices: Those of the dialect.
     """

@@ -72,7 +72,7 @@ class RuleSpec:
         spec: As in `Rules`.
         correction: Instead of the dialect's.
         units: Per dimension, the number in whose multiples alone it may be cut, such as head_dim;
-            or None.
+            or None. Below 2**63.
 
     Raises:
         TypeError: correction or units are no such things.

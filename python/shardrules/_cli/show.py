@@ -120,7 +120,7 @@ def plan_json(plan: Plan, held: Any) -> str:
     content = {
         "mesh": plan.axis_sizes,
         "leaves": len(plan),
-        "bytes": int(plan.bytes.sum()),
+        "bytes": plan.total_bytes,
         "device_bytes": {"total": held.max, **parts},
         "fingerprint": plan.fingerprint(),
         "folded": leaves,

@@ -98,8 +98,9 @@ def compare(
     ]
     if not differing:
         return []
-    # Only the paths are wanted here, whatever the rules say.
-    rows, paths, *_ = both[0].survey(tree, min_size=0, replicated=0, unmatched=0, ambiguous=0)
+    # Only the paths are wanted here, whatever the rules say and the leaves are.
+    numbered = treedef.unflatten(range(len(leaves)))
+    rows, paths, *_ = both[0].survey(numbered, min_size=0, replicated=0, unmatched=0, ambiguous=0)
     row_of = treedef.flatten_up_to(rows)
     return [
         Difference(paths[row_of[index]], getattr(leaves[index], "shape", None), a, b)

@@ -71,8 +71,9 @@ class Rules:
             correction to a spec.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
-            runs at the same time; 32 MiB unless told. When they are spent it forgets and goes on,
-            slower; with 0 it remembers nothing. `counters` shows what happened.
+            runs at the same time, and as many on its way down a tree. Default: 32 MiB. When they
+            are spent it forgets and goes on, slower; with 0 it remembers nothing. `counters` shows
+            what happened.
 
     Raises:
         TypeError: A rule is not a pair, a pattern is no string, a spec cannot be one, dialect is
@@ -114,6 +115,8 @@ class Rules:
         *,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ) -> None:
+        if hasattr(self, "_rule_set"):
+            raise AttributeError("Rules are immutable; make new ones")
         check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
         ways = [WAYS[way] for way in dialect.match]

@@ -43,16 +43,23 @@ def _numbers_for_stars(plan_key: str) -> tuple[str]:
     """The names that transformers generalises to this key.
 
     It replaces each `.12` before a dot or the end by `.*`, from left to right, and the dot behind
-    is used up: of two adjacent numbers the second stays, and a first component always does.
+    is used up: of two adjacent numbers the second stays, and a first component always does. A star
+    that the name itself has stays, too.
     """
+    components = plan_key.split(".")
     parts = []
-    may_be_replaced = False
-    for component in plan_key.split("."):
+    for before, component in zip([None, *components], components, strict=False):
         is_star, is_number = component == "*", component.isdecimal()
-        if (is_star and not may_be_replaced) or (is_number and may_be_replaced):
+        if is_number and before not in (None, "*"):
             return (_NEVER,)
-        parts.append(r"\d+" if is_star else re.escape(component))
-        may_be_replaced = not is_star
+        if is_number and before == "*":
+            parts.append(rf"(?<=\d\.){component}")
+        elif not is_star:
+            parts.append(re.escape(component))
+        elif before is None:
+            parts.append(r"\*")
+        else:
+            parts.append(r"(?:(?<=\*\.)\d+|\*)" if before == "*" else r"(?:\d+|\*)")
     return (r"\.".join(parts),)
 
 

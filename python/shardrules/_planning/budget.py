@@ -6,6 +6,7 @@ Costs a few additions of arrays the size of the mesh per kind of leaf. Must not 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -39,10 +40,14 @@ _OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
 _OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
 
 
-class DeviceBytes(NamedTuple):
-    """Bytes on each device: int64, one dimension for each mesh axis, in the mesh's order.
+_LARGEST: Final = 2**63 - 1
 
-    What a leaf is counted as, its path decides.
+
+class DeviceBytes(NamedTuple):
+    """Bytes on each device: one dimension for each mesh axis, in the mesh's order.
+
+    They are int64; or Python's ints, as objects, where that is too small. What a leaf is counted
+    as, its path decides.
     """
 
     params: npt.NDArray[np.int64]
@@ -58,7 +63,7 @@ class DeviceBytes(NamedTuple):
     @property
     def total(self) -> npt.NDArray[np.int64]:
         """All of it."""
-        return self.params + self.gradients + self.optimizer
+        return _summed(((1, held) for held in self), self.params.shape)
 
     @property
     def max(self) -> int:
@@ -80,30 +85,32 @@ class DeviceBytes(NamedTuple):
 
 def budget(plan: Plan, gradients: Any, optimizer: Plan | tuple[Any, ...] | None) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    held = DeviceBytes(*(np.zeros(tuple(plan.axis_sizes.values()), np.int64) for _ in range(3)))
+    shape = tuple(plan.axis_sizes.values())
     of_state = _optimizer_counts(plan)
-    for kind, count, in_state in zip(plan.kinds, plan.counts, of_state, strict=True):
-        held.params[...] += int(count - in_state) * kind.device_bytes
-        held.optimizer[...] += int(in_state) * kind.device_bytes
+    held = [kind.device_bytes for kind in plan.kinds]
+    params = _summed(zip((plan.counts - of_state).tolist(), held, strict=True), shape)
+    state = [(1, _summed(zip(of_state.tolist(), held, strict=True), shape))]
     if gradients is True:
-        held.gradients[...] = held.params
+        of_gradients = params.copy()
     elif gradients is not None and gradients is not False:
-        held.gradients[...] = _like_params(plan, of_state, _bits("gradients", gradients))
+        of_gradients = _like_params(plan, of_state, _bits("gradients", gradients))
+    else:
+        of_gradients = np.zeros(shape, np.int64)
     if optimizer is None:
-        return held
-    if not isinstance(optimizer, tuple):
+        pass
+    elif not isinstance(optimizer, tuple):
         # Of another order of the axes, the arrays would have other dimensions.
         if list(optimizer.axis_sizes.items()) != list(plan.axis_sizes.items()):
             raise ValueError(
                 f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
                 f"{plan.axis_sizes}"
             )
-        held.optimizer[...] += optimizer.bytes_per_device().total
-        return held
-    for position, dtype in enumerate(optimizer):
-        bits = _bits(f"optimizer[{position}]", dtype)
-        held.optimizer[...] += _like_params(plan, of_state, bits)
-    return held
+        state.append((1, optimizer.bytes_per_device().total))
+    else:
+        for position, dtype in enumerate(optimizer):
+            bits = _bits(f"optimizer[{position}]", dtype)
+            state.append((1, _like_params(plan, of_state, bits)))
+    return DeviceBytes(params, of_gradients, _summed(state, shape))
 
 
 def _bits(name: str, dtype: Any) -> int:
@@ -117,12 +124,27 @@ def _bits(name: str, dtype: Any) -> int:
 
 def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.NDArray[np.int64]:
     """Bytes on each device of arrays like the parameters, of another dtype."""
-    held = np.zeros(tuple(plan.axis_sizes.values()), np.int64)
-    for kind, count in zip(plan.kinds, plan.counts - of_state, strict=True):
-        if kind.shape is not None:
-            spec = kind.spec if kind.spec is not None else Entries()
-            held += int(count) * device_bytes(kind.shape, bits, spec, plan.axis_sizes)
-    return held
+    counted = zip(plan.kinds, (plan.counts - of_state).tolist(), strict=True)
+    held = (
+        (count, device_bytes(kind.shape, bits, kind.spec or Entries(), plan.axis_sizes))
+        for kind, count in counted
+        if kind.shape is not None
+    )
+    return _summed(held, tuple(plan.axis_sizes.values()))
+
+
+def _summed(
+    counted: Iterable[tuple[int, npt.NDArray[Any]]], shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """The sum of count * bytes, exact: Python's ints from where int64 is too small."""
+    total: npt.NDArray[Any] = np.zeros(shape, np.int64)
+    most = 0
+    for count, held in counted:
+        most += count * int(held.max())
+        if most > _LARGEST:
+            total = total.astype(object)
+        total += count * held.astype(total.dtype)
+    return total
 
 
 def rows_of_optimizer(paths: list[str]) -> list[int]:

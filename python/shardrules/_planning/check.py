@@ -117,7 +117,7 @@ def _catch_all(facts: Facts) -> Iterator[Finding]:
             facts.level(silent, "error"),
             "catch-all",
             f"{counted(leaves, 'leaf')} of {len(plan.paths):,} ({bytes_shown(whole)} of "
-            f"{bytes_shown(int(plan.bytes.sum()))}) {match} no rule but the catch-all, "
+            f"{bytes_shown(plan.total_bytes)}) {match} no rule but the catch-all, "
             f"{facts.rule(rule)}: {at_stake(held)}",
             f"add rules for them, such as {facts.example(folded[0])}"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")

@@ -43,6 +43,8 @@ _MOST_TEXT: Final = 2**28
 _LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
 _RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
 _FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
+# JSON's reader takes the two for the one character that they would stand for.
+_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _UNCONSTRAINED: Final = {"unconstrained": True}
 _WAY_OUT: Final = "make the lock again with Plan.lock"
 
@@ -74,7 +76,7 @@ def lock(plan: Plan) -> str:
         "mesh": plan.axis_sizes,
         "dialect": dataclasses.asdict(plan.rules.dialect),
     }
-    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    parts = [f" {json.dumps(key)}: {_json(value)}" for key, value in head.items()]
     rules = [_rule_entry(index, rule) for index, rule in enumerate(plan.rules)]
     parts += [_one_a_line("rules", rules), _one_a_line("leaves", leaves)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -158,8 +160,17 @@ def text_of(lock_or_path: str | Path) -> tuple[str, str]:
         raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
 
 
+def _json(value: Any) -> str:
+    if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(
+            f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
+            "pattern or axis another name"
+        )
+    return json.dumps(value)
+
+
 def _one_a_line(key: str, entries: list[Any]) -> str:
-    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
+    lines = ",\n".join("  " + _json(entry) for entry in entries)
     return f" {json.dumps(key)}: [\n{lines}\n ]"
 
 

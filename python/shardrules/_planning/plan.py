@@ -193,6 +193,12 @@ class Plan:
         """Column, int64: bytes of the whole leaf."""
         return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaves together; their sum where int64 is too small for it, too."""
+        counted = zip(self.kinds, self.counts.tolist(), strict=True)
+        return sum(kind.bytes * count for kind, count in counted)
+
     @cached_property
     def device_bytes(self) -> npt.NDArray[np.int64]:
         """Column, int64: bytes of the leaf on the device that holds most of it."""

@@ -112,6 +112,11 @@ def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
     if shape is None:
         return Alike(rule, None, None, 0)
     for size in shape:
+        if getattr(size, "dimension_as_value", None) is not None:  # as JAX itself knows them
+            raise TypeError(
+                f"the dimension {size} of the shape {shape} is symbolic, so its bytes cannot be "
+                "counted; plan with a number in its place. named_shardings takes it as it is"
+            )
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
             raise TypeError(
                 f"a dimension of the shape {brief(shape)} is {shown(size)}, not an integer"

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 def heading(plan: Plan) -> str:
     """The plan in a line."""
     return (
-        f"{counted(len(plan), 'leaf')}, {bytes_shown(int(plan.bytes.sum()))} on "
+        f"{counted(len(plan), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
         f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
         f"{plan.bytes_per_device()}"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["check_countable", "device_bytes"]
 
 _MOST_DEVICES: Final = 2**24
+_MOST_BITS: Final = 2**63 - 1
 
 
 def check_countable(axis_sizes: Mapping[str, int]) -> None:
@@ -37,7 +38,7 @@ def check_countable(axis_sizes: Mapping[str, int]) -> None:
 
 def device_bytes(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[Any]:
     """What each device of the mesh holds of the array.
 
     A dimension that its axes do not divide is cut as XLA cuts it: into parts of the size rounded
@@ -50,7 +51,8 @@ def device_bytes(
         axis_sizes: Devices along each mesh axis, in the mesh's order.
 
     Returns:
-        Bytes, int64, an array with one dimension for each mesh axis.
+        Bytes, an array with one dimension for each mesh axis: int64, or Python's ints for an array
+        of 2**60 bytes and more.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -59,7 +61,8 @@ def device_bytes(
     """
     entries = entries_of(spec)
     names = list(axis_sizes)
-    held = np.full((1,) * len(names), bits, np.int64)
+    exact = np.int64 if prod(max(size, 1) for size in shape) * bits <= _MOST_BITS else object
+    held: npt.NDArray[Any] = np.full((1,) * len(names), bits, exact)
     for dim, size in enumerate(shape):
         named = entry_axes(entries[dim]) if dim < len(entries) else ()
         axes = [axis for axis in named if axis in axis_sizes]
@@ -68,7 +71,7 @@ def device_bytes(
         if size % parts == 0:
             held = held * part
             continue
-        position = np.zeros((1,) * len(names), np.int64)
+        position: npt.NDArray[Any] = np.zeros((1,) * len(names), exact)
         for axis in axes:
             along = [1] * len(names)
             along[names.index(axis)] = axis_sizes[axis]

@@ -39,7 +39,7 @@ def report_data(
         "mesh": plan.axis_sizes,
         "devices": plan.devices,
         "leaves": len(plan.paths),
-        "bytes": int(plan.bytes.sum()),
+        "bytes": plan.total_bytes,
         "fullest": held.max,
         "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
         "fingerprint": plan.fingerprint(),

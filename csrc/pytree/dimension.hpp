@@ -1,0 +1,31 @@
+// A dimension of a shape: a number of 64 bits, or, where that is not enough, Python's own object, which
+// answers for itself: a larger int, or a symbolic dimension of jax.export. Knows nothing of axes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ref.hpp"
+
+namespace shardrules::pytree {
+
+struct Dimension {
+    std::int64_t size = 0;
+    Ref object{};  // instead of the size
+};
+
+// Dimension `index` of a shape, a sequence. TypeError or ValueError if it is no size.
+Dimension dimension_of(PyObject* shape, std::size_t index);
+// Of an item of a shape; a negative size is the caller's to refuse. TypeError if it is no number.
+Dimension dimension_from(Ref item);
+
+bool is_multiple_in_python(PyObject* size, std::uint64_t divisor);
+
+// A symbolic dimension is one if that is so whatever its variables are.
+inline bool is_multiple(const Dimension& dimension, std::uint64_t divisor) {
+    if (dimension.object) [[unlikely]]
+        return is_multiple_in_python(dimension.object.get(), divisor);
+    return static_cast<std::uint64_t>(dimension.size) % divisor == 0;
+}
+
+}  // namespace shardrules::pytree
