@@ -596,11 +596,11 @@ def test_mutated_locks_are_file_errors_or_plans(mutations):
 def test_adjacent_lone_surrogates_are_refused(text):
     """JSON's reader makes one character of them: the lock would not come back."""
     assert json.loads(json.dumps(text)) != text
-    tree = {text: abstract(8)}
+    tree = {text: array(8)}
     with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
         sr.plan(tree, [(".*", ())], {"tp": 2}).lock()
     with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
-        sr.plan({"a": abstract(8)}, [(text, ()), (".*", ())], {"tp": 2}).lock()
+        sr.plan({"a": array(8)}, [(text, ()), (".*", ())], {"tp": 2}).lock()
     for held in ("\ude00\ud83d", "\ud83d", "\U0001f600"):
-        plan = sr.plan({held: abstract(8)}, [(".*", ())], {"tp": 2})
+        plan = sr.plan({held: array(8)}, [(".*", ())], {"tp": 2})
         assert sr.Plan.from_lock(plan.lock()).paths == [held]
