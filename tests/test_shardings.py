@@ -312,7 +312,7 @@ def test_dimensions_that_are_no_size(dim):
 
 @pytest.mark.parametrize("sizes", [{"tp": 2**31}, {"dp": 2**20, "tp": 2**20}, {"tp": 2**63}])
 def test_meshes_of_more_devices_than_jax_takes(sizes):
-    with pytest.raises(ValueError, match=r"devices; JAX's shardings have at most 2,147,483,647"):
+    with pytest.raises(ValueError, match=r"at most 2,147,483,647|from 1 to 2\*\*63 - 1"):
         sr.named_shardings({"x": np.ones((8, 8))}, RULE, sizes)
 
 

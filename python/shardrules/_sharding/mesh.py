@@ -32,8 +32,6 @@ __all__ = [
     "spans_processes",
 ]
 
-_MOST_DEVICES: Final = 2**31 - 1
-
 
 _MOST_DEVICES: Final = 2**31 - 1
 """JAX gives devices numbers of 32 bits."""
@@ -78,20 +76,10 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
             f"mesh is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of "
             "axis sizes such as {'dp': 8, 'tp': 4}"
         )
-    _check_devices(mesh.shape)
     if not mesh.shape or 0 in mesh.shape.values():
         raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
     _check_devices(mesh.shape)
     return mesh
-
-
-def _check_devices(sizes: Mapping[str, int]) -> None:
-    devices = prod(sizes.values())
-    if devices > _MOST_DEVICES:
-        raise ValueError(
-            f"the mesh {mesh_shown(sizes)} has {devices:,} devices; JAX's shardings have at most "
-            f"{_MOST_DEVICES:,}"
-        )
 
 
 def context_mesh() -> AnyMesh | None:
@@ -212,7 +200,6 @@ def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     import jax.sharding
 
     sizes = checked_sizes(sizes)
-    _check_devices(sizes)
     make: Any = jax.sharding.AbstractMesh
     if not hasattr(jax.sharding, "AxisType"):  # JAX before 0.6
         return make(tuple(sizes.items()))  # type: ignore[no-any-return]
