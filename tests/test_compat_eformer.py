@@ -8,6 +8,7 @@ import warnings
 from types import SimpleNamespace
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -445,6 +446,45 @@ def test_lists_as_specs(mesh):
             assert ours.get_corrected_named_sharding((8, 8), spec) == (
                 ours.get_corrected_named_sharding((8, 8), found)
             )
+
+
+SYMBOLIC = ["b, 8", "4*b, 8", "8*b + 8, 3", "b, 2*b", "2*c + 2, 4*c"]
+
+
+@pytest.mark.parametrize("text", SYMBOLIC)
+@pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(("fsdp", "tp"))], ids=str)
+def test_symbolic_dimensions(mesh, text, spec):
+    """`'_DimExpr' cannot be interpreted as an integer`."""
+    shape = jax.export.symbolic_shape(text)
+    with legacy(mesh):
+        expected, got = (m.get_corrected_named_sharding(shape, spec) for m in (theirs, ours))
+        assert got == expected
+        for module in (theirs, ours):
+
+            def there_and_back(x, module=module):
+                shard_fn, gather_fn = module.make_shard_and_gather_fns(spec, mesh)
+                return gather_fn(shard_fn(module.with_sharding_constraint(x, spec)))
+
+            abstract = jax.ShapeDtypeStruct(shape, "float32")
+            exported = jax.export.export(jax.jit(there_and_back))(abstract)
+            assert str(exported.out_avals[0].shape) == str(exported.in_avals[0].shape)
+
+
+@pytest.mark.parametrize("shape", [(2**70, 3), (2**70 + 1, 8), (2**63, 2**64)])
+def test_shapes_beyond_64_bits(mesh, shape):
+    """They raised OverflowError: int too big to convert."""
+    with legacy(mesh):
+        for spec in (P("fsdp", "tp"), P(("fsdp", "tp"))):
+            expected, got = (m.get_corrected_named_sharding(shape, spec) for m in (theirs, ours))
+            assert got == expected
+
+
+def test_donating_what_a_shard_function_gives_leaves_its_argument(mesh):
+    """An array that was in place came back as it was, not as a copy, as eformer's."""
+    for module in (theirs, ours):
+        x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("tp")))
+        module.make_shard_and_gather_fns(P("tp"), mesh)[0](x).delete()
+        assert not x.is_deleted()
 
 
 @pytest.mark.parametrize("name", [3, None, b"a", ["a"], object()])
