@@ -567,10 +567,14 @@ def leaf(shape, dtype="float32"):
     ("bad", "error", "message"),
     [
         (leaf((2, -1)), ValueError, r"a dimension of the shape \(2, -1\) is negative"),
-        (leaf((2, 1.5)), TypeError, r"a dimension of the shape \(2, 1.5\) is 1.5, not an integer"),
-        (leaf(("a",)), TypeError, "is 'a', not an integer"),
-        (leaf((None, 2)), TypeError, "is None, not an integer"),
-        (leaf((7, True)), TypeError, "is True, not an integer"),
+        (
+            leaf((2, 1.5)),
+            TypeError,
+            r"a dimension of the shape \(2, 1.5\) is 1.5 \(a float\), not an integer",
+        ),
+        (leaf(("a",)), TypeError, r"is 'a' \(a str\), not an integer"),
+        (leaf((None, 2)), TypeError, r"is None \(a NoneType\), not an integer"),
+        (leaf((7, True)), TypeError, r"is True \(a bool\), not an integer"),
         (leaf((2,), "float7"), ValueError, "float7"),
         (leaf((2**31, 2**31)), ValueError, "has more bytes than can be counted"),
         (leaf((0, 2**70)), ValueError, "has more bytes than can be counted"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from types import EllipsisType, MappingProxyType
+from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -141,7 +141,7 @@ class Leaves(NamedTuple):
     """Per row, the path that the rules meet."""
     companions: tuple[Companion, ...] = ()
     """Those that were given."""
-    found_by: Mapping[int, Companion] = MappingProxyType({})
+    found_by: Mapping[int, Companion] | None = None
     """Of each row that one finds, which; the row's source is its own path if no rule meets the
     base's."""
 

@@ -168,7 +168,7 @@ class Plan:
         """Column: the paths that the rules meet: those of the leaves, or of what they follow."""
         self.companions = leaves.companions
         """The companions that were given."""
-        self.found_by = leaves.found_by
+        self.found_by = leaves.found_by or {}
         """Of each row that a companion finds, which; a row whose source is its own path does not
         follow: no rule meets its base's path."""
         self.kind_of = found.kind_of
