@@ -186,7 +186,7 @@ def check_tree(name: str, tree: object) -> None:
         or not (isinstance(tree, _PLAIN) or _is_leaf(tree))
     ):
         return
-    classes = (f"{base.__module__}.{base.__qualname__}" for base in type(tree).__mro__)
+    classes = (f"{base.__module__}.{base.__qualname__}" for base in type.mro(type(tree)))
     instead = next((_INSTEAD[known] for known in classes if known in _INSTEAD), _ARRAYS)
     raise TypeError(f"{name} is {shown(tree)}, which is no tree of arrays; give {instead}")
 

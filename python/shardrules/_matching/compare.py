@@ -86,11 +86,11 @@ def compare(
 
     check_tree("tree", tree)
     both = [as_rules("rules_a", rules_a), as_rules("rules_b", rules_b)]
-    min_size = checked_min_size(min_size)
+    least = checked_min_size(min_size)
     leaves: list[Any]
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree)
-    decisions = (treedef.flatten_up_to(_decisions(rules, tree, min_size)) for rules in both)
+    decisions = (treedef.flatten_up_to(_decisions(rules, tree, least)) for rules in both)
     differing = [
         (index, a, b)
         for index, (a, b) in enumerate(zip(*decisions, strict=True))

@@ -27,9 +27,10 @@ def memory_apart(sharding: Sharding) -> str | None:
 
 def in_its_memory(leaf: Any, sharding: NamedSharding) -> NamedSharding:
     """The sharding in the kind of memory that the leaf is in: a spec says nothing about memory."""
-    import jax
+    from jax import Array
+    from jax.core import Tracer
 
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
         return sharding
     kind = memory_apart(leaf.sharding)
     return sharding if kind is None else sharding.with_memory_kind(kind)

@@ -99,6 +99,7 @@ def gather(tree: Any) -> Any:
         [array([1., 1.], dtype=float32), 3]
     """
     import jax
+    from jax.core import Tracer
 
     check_tree("tree", tree)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
@@ -106,7 +107,7 @@ def gather(tree: Any) -> Any:
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, jax.Array):
             continue
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise TypeError(
                 "gather fetches arrays from devices, and inside jit and the like there are none: "
                 "call it outside"
@@ -171,6 +172,7 @@ def _of_placeable(
 ) -> list[NamedSharding | None]:
     """The shardings, None for leaves that stay as they are."""
     import jax
+    from jax.core import Tracer
     from jax.sharding import Mesh
 
     chosen = list(shardings)
@@ -189,7 +191,7 @@ def _of_placeable(
     for leaf, sharding in zip(leaves, chosen, strict=True):
         if sharding is None:
             continue
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise TypeError(
                 "shard places arrays on devices, and inside jit and the like there are none yet: "
                 "use with_sharding_constraint, which takes the same arguments"
