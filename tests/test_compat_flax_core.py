@@ -402,6 +402,7 @@ def test_isinstance_both_ways():
         assert not isinstance(kind(1, ()), nn.LogicallyPartitioned)
 
 
+@newer_flax
 @pytest.mark.parametrize("kinds", BOXES[1:])
 def test_nnx_metadata_with_both_names_and_out_sharding(kinds):
     """`out_sharding` wins, as in flax; and so does `sharding_rules`."""
@@ -427,6 +428,7 @@ def test_an_overridden_get_partition_name():
         assert module.remove_axis(stacked, 0, {"mine": "x"}).names == ("a",)
 
 
+@newer_flax
 def test_equality_of_logically_partitioned():
     array = np.ones(3)
     arguments = [(1, ("a",)), (1, ("b",)), (2, ("a",)), (1, ("a",), None, "r"), (array, ("a",))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -114,10 +115,12 @@ class TestEquinox:
             missing: None = None
 
         key = jax.random.key(0)
+        has_modes = "mode" in inspect.signature(eqx.nn.BatchNorm).parameters
+        mode = {"mode": "ema"} if has_modes else {}
         return Model(
             eqx.nn.MLP(8, 8, 16, 2, key=key),
             eqx.nn.Dropout(0.5, inference=False),
-            eqx.nn.BatchNorm(8, "batch", mode="ema"),
+            eqx.nn.BatchNorm(8, "batch", **mode),
         )
 
     def test_a_model_with_functions_and_flags(self, mesh):

@@ -815,7 +815,7 @@ def test_a_plan_goes_to_a_mesh_of_devices():
     tree, rules = {"w": array(8)}, [("w", "tp")]
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     plan = sr.plan(tree, rules, {"tp": 2})
-    for there in (mesh, AbstractMesh(mesh.axis_sizes, mesh.axis_names)):
+    for there in (mesh, mesh.abstract_mesh):
         on_mesh = plan.on_mesh(there)
         check_equal_to_named_shardings(on_mesh, tree, rules, there)
         assert on_mesh.axis_sizes == {"tp": 4}

@@ -10,7 +10,7 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from itertools import groupby, product
-from time import perf_counter
+from time import perf_counter, process_time
 
 import jax
 import pytest
@@ -264,9 +264,9 @@ def test_size_and_time(train_state):
     from plotly.offline import get_plotlyjs
 
     _ = train_state.folded
-    start = perf_counter()
+    start = process_time()  # whatever else the machine does
     page = train_state.to_html(findings=FINDINGS, sweep=sweep_of(train_state))
-    seconds = perf_counter() - start
+    seconds = process_time() - start
     assert len(train_state.paths) == 146_185
     assert len(page) - len(get_plotlyjs()) < 1_500_000
     assert seconds < 3
