@@ -595,6 +595,7 @@ BAD_RULES = {
     "flagged": ("rules.json", [{"pattern": "(", "spec": [], "flags": "i"}], r"rule 0: the pattern '\('"),
     "window flags": ("rules.json", [{"pattern": ["a"], "spec": [], "flags": "i"}], "rule 0: flags need"),
     "units": ("rules.json", [{"pattern": "a", "spec": [], "units": [0]}], r"rule 0: units\[0\] is 0"),
+    "units that are texts": ("rules.json", [{"pattern": "a", "spec": [], "units": ["x"]}], r"rule 0: units\[0\] is 'x'"),
     "no units": ("rules.json", [{"pattern": "a", "spec": [], "units": 3}], "rule 0: units is 3"),
     "own": ("rules.json", [{"pattern": "a", "spec": [], "correction": {"pad": 3}}], "rule 0: correction: pad"),
     "replicated": ("rules.json", {"rules": [], "replicated": "x"}, "replicated is 'x'"),

@@ -147,7 +147,7 @@ def _correction(where: str, base: Correction, table: object) -> Correction:
     _check_keys(where, table, _CORRECTION_KEYS)
     try:
         return replace(base, **table)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
 
@@ -171,7 +171,7 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
     try:
         return pattern, RuleSpec(spec, own, units=tuple(units))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
 
