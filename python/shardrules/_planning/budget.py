@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._arguments import MOST
 from shardrules._files.dtypes import bits_of
 from shardrules._sharding.device_bytes import device_bytes
 from shardrules._specs import Entries
@@ -38,9 +39,6 @@ def _components(anywhere: str, at_top: str) -> re.Pattern[str]:
 
 _OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
 _OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
-
-
-_LARGEST: Final = 2**63 - 1
 
 
 class DeviceBytes(NamedTuple):
@@ -141,7 +139,7 @@ def _summed(
     most = 0
     for count, held in counted:
         most += count * int(held.max())
-        if most > _LARGEST:
+        if most > MOST:
             total = total.astype(object)
         total += count * held.astype(total.dtype)
     return total

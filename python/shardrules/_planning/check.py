@@ -248,7 +248,7 @@ def _siblings(facts: Facts) -> Iterator[Finding]:
     for folded in alike.values():
         specs = dict.fromkeys(_spec_or_none(plan.kinds[one.group]) for one in folded)
         if len(specs) > 1:
-            rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
+            rules = facts.rules_of(folded)
             yield finding(
                 "warning",
                 "siblings",

@@ -33,7 +33,7 @@ def following(facts: Facts) -> Iterator[Finding]:
     for companion, found in left.items():
         rows = np.array(sorted(found))
         folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
-        rules = sorted({r for one in folded if (r := plan.kinds[one.group].rule) is not None})
+        rules = facts.rules_of(folded)
         base = companion.base_of(plan.paths[rows[0]])
         yield finding(
             "warning",
