@@ -10,6 +10,10 @@ import argparse
 import functools
 import hashlib
 import json
+import logging
+import os
+import signal
+import threading
 from pathlib import Path
 
 import jax
@@ -19,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._sharding import agreement
 from tests import corpus
 
 RULES = "easydel__gpt2-GPT2Config-v0.2.0"
@@ -122,6 +127,14 @@ def make_mesh(axes=("fsdp", "sp", "tp"), devices=None):
     return Mesh(np.array(devices or jax.devices()).reshape(-1, 2, 2), axes)
 
 
+def enable_x64(on):
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(on)
+    from jax.experimental import enable_x64
+
+    return enable_x64(on)
+
+
 def in_context(mesh):
     return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
 
@@ -182,36 +195,179 @@ def laid_out_anew(model, wanted, mesh):
     assert digests(sr.gather(constrained)) == digests(wanted)
 
 
-def disagree():
-    """{case: the error}; process 1 is the odd one in each."""
-    odd = jax.process_index() == 1
-    tree = {"a": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
-    rules, mesh = [("a", P("fsdp")), ("b", P())], make_mesh()
-    cases = {
-        "rule": (tree, [("a", P("tp")), ("b", P())], mesh),
-        "axes": (tree, rules, make_mesh(("sp", "tp", "fsdp"))),
-        "devices": (tree, rules, make_mesh(devices=jax.devices()[::-1])),
-        "shape": ({**tree, "b": np.ones(16, "float32")}, rules, mesh),
-        "no rule": (tree, rules[:1], mesh),
-        "no array": ({**tree, "b": "text"}, rules, mesh),
+@jax.tree_util.register_pytree_node_class
+class Raises:
+    """A part of a tree that raises when it is looked at."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def tree_flatten(self):
+        raise self.error
+
+    @classmethod
+    def tree_unflatten(cls, _, __):
+        raise NotImplementedError
+
+
+MATRIX = np.arange(64, dtype="float32").reshape(8, 8)
+TREE = {"a": MATRIX, "b": np.arange(8, dtype="float32")}
+RULES_OF_TREE = [("a", P("fsdp")), ("b", P())]
+
+
+def failures(mesh):
+    """{case: what the odd process does, where all others place the tree}."""
+    shardings = {"a": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
+
+    def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
+        return lambda: sr.shard(tree, specs, on_mesh)
+
+    return {
+        "no rule": shard(specs=RULES_OF_TREE[:1]),
+        "no array": shard({**TREE, "b": "text"}),
+        "no array, with shardings": shard({**TREE, "b": "text"}, shardings, None),
+        "no mesh": shard(on_mesh=None),
+        "dict mesh": shard(on_mesh={"fsdp": 2, "sp": 2, "tp": 2}),
+        "str mesh": shard(on_mesh="mesh"),
+        "another tree of shardings": shard(specs={"a": shardings["a"]}, on_mesh=None),
+        "no tree": shard("checkpoint.npz"),
+        "constraint": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE[:1], mesh),
+        "gather": lambda: sr.gather(Raises(ValueError("no gathering\nhere"))),
+        "SystemExit": shard({**TREE, "b": Raises(SystemExit(3))}),
+        "KeyboardInterrupt": shard({**TREE, "b": Raises(KeyboardInterrupt())}),
     }
-    errors = {}
-    for case, arguments in cases.items():
-        try:
-            sr.shard(*(arguments if odd else (tree, rules, mesh)))
-        except (RuntimeError, TypeError, ValueError) as error:
-            errors[case] = f"{type(error).__name__}: {error}"
-    # A mesh of this process's devices is nobody else's business: the others would not answer.
-    if odd:
-        own = sr.shard(tree, rules, make_mesh(devices=jax.local_devices()))
-        assert digests(sr.gather(own)) == digests(tree)
-    assert digests(sr.gather(sr.shard(tree, rules, mesh))) == digests(tree)
-    return {"errors": errors}
+
+
+def differences(mesh, placed):
+    """{case: what the odd process does, where all others place the tree}."""
+    axes, order = mesh.axis_names, jax.devices()
+    spread = NamedSharding(mesh, P("fsdp"))
+
+    def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
+        return lambda: sr.shard(tree, specs, on_mesh)
+
+    def with_x64():
+        with enable_x64(True):
+            return sr.shard({**TREE, "b": TREE["b"].astype("float64")}, RULES_OF_TREE, mesh)
+
+    found = {
+        "rule": shard(specs=[("a", P("tp")), ("b", P())]),
+        "axes": shard(on_mesh=make_mesh(("sp", "tp", "fsdp"))),
+        "devices": shard(on_mesh=make_mesh(devices=order[::-1])),
+        "shape": shard({**TREE, "b": np.ones(16, "float32")}),
+        "dtype": shard({**TREE, "b": np.ones(8, "int32")}),
+        "x64": with_x64,
+        "weak type": shard({**TREE, "b": jnp.full(8, 2.0)}),
+        "global": shard({**TREE, "a": placed}),
+        "empty tree": shard({}),
+        "no specs": shard(specs=None),
+        "another function": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE, mesh),
+        "gathered": lambda: sr.gather(placed),
+    }
+    if spread.memory_kind is not None and hasattr(jax, "set_mesh"):
+        host = spread.with_memory_kind("pinned_host")
+        found["memory"] = shard(specs={"a": host, "b": NamedSharding(mesh, P())})
+    if hasattr(jax.sharding, "AxisType"):
+        types = (jax.sharding.AxisType.Explicit,) * len(axes)
+        found["axis types"] = shard(on_mesh=Mesh(mesh.devices, axes, axis_types=types))
+    return found
+
+
+def raised(call):
+    """What it raises, as text."""
+    try:
+        call()
+    except BaseException as error:  # KeyboardInterrupt, too
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def has_own_parts(placed):
+    """Whether this process's devices have their parts of MATRIX; without another program to run."""
+    return all(
+        np.array_equal(np.asarray(shard.data), MATRIX[shard.index])
+        for shard in placed.addressable_shards
+    )
+
+
+def disagree():
+    """[odd process, case, the error, whether the next call is right]; each process odd in turn."""
+    mesh, me = make_mesh(), jax.process_index()
+    agreement._CHUNK = 50  # bytes: rows come in many
+
+    def place():
+        return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]
+
+    placed, found = place(), []
+    for odd in (0, 1):
+        for case, call in {**failures(mesh), **differences(mesh, placed)}.items():
+            error = raised(call if me == odd else place)
+            found.append([odd, case, error, has_own_parts(place())])
+    # All alike: an error of each, or none.
+    for case, call in failures(mesh).items():
+        found.append([None, case, raised(call), has_own_parts(place())])
+    assert sr.shard({}, RULES_OF_TREE, mesh) == {}
+    keys = len(client().key_value_dir_get("shardrules"))
+    return {"found": found, "keys": keys, "devices": [device.id for device in jax.devices()]}
+
+
+def client():
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def wait():
+    """What those get who wait for a process that does something of its own, or is interrupted."""
+    mesh, me = make_mesh(), jax.process_index()
+    own = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    found, log = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("shardrules").addHandler(handler)
+    agreement._QUIET_SECONDS = 0.5
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+    def place():
+        return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]
+
+    def together(name):
+        client().wait_at_barrier(name, 60_000)
+
+    for odd in (0, 1):
+        # On its own, as often as it likes; the others need not know if they do not wait.
+        if me == odd:
+            alone = sr.shard(TREE, [("", P("fsdp"))], own)
+            assert has_own_parts(alone["a"])
+            assert np.array_equal(sr.gather(alone)["a"], MATRIX)
+            assert has_own_parts(sr.with_sharding_constraint(MATRIX, P("fsdp"), own))
+            assert raised(lambda: sr.shard(TREE, [], own)).startswith("ValueError")
+        assert has_own_parts(place())
+        os.environ["SHARDRULES_WAIT_SECONDS"] = "1.5"
+        if me == odd:
+            sr.shard(TREE, [("", P("fsdp"))], own)
+            together(f"given up {odd}")
+            late = raised(place)
+        else:
+            late = raised(place)
+            together(f"given up {odd}")
+        del os.environ["SHARDRULES_WAIT_SECONDS"]
+        found.append([odd, "late", late, has_own_parts(place())])
+        if me == odd:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            error = raised(place)
+            together(f"interrupted {odd}")
+        else:
+            together(f"interrupted {odd}")
+            error = raised(place)
+        found.append([odd, "interrupted", error, has_own_parts(place())])
+    # At its end process 1 tells the others, before JAX waits for them there.
+    return {"found": found, "left": None if me == 1 else raised(place), "log": log}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["agree", "disagree"])
+    parser.add_argument("task", choices=["agree", "disagree", "wait"])
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -223,7 +379,7 @@ def main() -> None:
             f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60
         )
     assert jax.process_count() == args.processes
-    found = {"agree": agree, "disagree": disagree}[args.task]()
+    found = {"agree": agree, "disagree": disagree, "wait": wait}[args.task]()
     args.out.write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._correction import Correction
 from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import axes_of_type, current_view
-from shardrules._sharding.placement import put
+from shardrules._sharding.placement import agreed_shardings, put
 from shardrules._sharding.requests import requested_shardings
 from shardrules._sharding.shardings import manual_axes
 from shardrules._specs import (
@@ -46,7 +46,7 @@ def with_sharding_constraint(
     Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out: a
     dimension that only they cut is unconstrained. Outside of jit the arrays, numpy ones included,
     are put there in one batched call, and what comes back are copies, as with JAX's: to donate one
-    leaves the array that was given as it is.
+    leaves the array that was given as it is. Several processes agree first, as in `shard`.
 
     Rules and specs leave an array in the kind of memory that it is in; a NamedSharding has one.
     Inside jit, one of its devices' default kind leaves the array where it is, as in JAX, and one of
@@ -67,6 +67,7 @@ def with_sharding_constraint(
         ValueError: As `named_shardings`, before anything is done to an array; or inside jit a kind
             of memory that JAX does not have there.
         TypeError: Something else is given for a spec.
+        RuntimeError: Outside of jit, as `shard`.
 
     Example:
         >>> import jax
@@ -76,7 +77,12 @@ def with_sharding_constraint(
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
-    leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
+    if is_tracing([]):
+        leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
+    else:
+        leaves, treedef, shardings = agreed_shardings(
+            "with_sharding_constraint", tree, specs_or_rules, mesh, correction=correction
+        )
     apply = _constrain_traced if is_tracing(leaves) else _put
     return treedef.unflatten(apply(leaves, shardings))
 

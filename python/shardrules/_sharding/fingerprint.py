@@ -1,12 +1,11 @@
 """A fingerprint of who gets which sharding, to compare between processes and over time.
 
-Two processes that decide differently would hang or mix up data later; comparing 32 bytes first
-tells. Must not know how a sharding was decided.
+Costs microseconds per leaf. Must not know how a sharding was decided.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree, check_type
 from shardrules._sharding.memory import memory_apart
@@ -16,12 +15,7 @@ from shardrules._words import mesh_shown
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-__all__ = ["check_same_in_all_processes", "fingerprint", "tell_of_failure"]
-
-# Of SHA-256; hashlib is imported when it is needed: its OpenSSL takes as long as the rest of us.
-_BYTES: Final = 32
-# In place of the two digests of a process that has none.
-_FAILED: Final = bytes(2 * _BYTES)
+__all__ = ["fingerprint", "spec_text"]
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
@@ -61,64 +55,8 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     )
 
 
-def check_same_in_all_processes(tree: Any, shardings: list[NamedSharding | None]) -> None:
-    """Compares the fingerprint and the order of devices between all processes.
-
-    Each must call this, or `tell_of_failure`.
-
-    Raises:
-        RuntimeError: They differ, and the message says which process has which; or a process has
-            failed.
-    """
-    import jax
-
-    mine = bytes.fromhex(fingerprint(tree, shardings)) + _device_order(shardings)
-    rows = _of_all_processes(mine)
-    this = f"this is process {jax.process_index()}"
-    failed = [str(i) for i, row in enumerate(rows) if row == _FAILED]
-    if failed:
-        raise RuntimeError(
-            f"process {', '.join(failed)} failed before anything was placed; see the error there; "
-            f"{this}"
-        )
-    plans, orders = ([row[:_BYTES] for row in rows], [row[_BYTES:] for row in rows])
-    for what, digests in (("the plan", plans), ("the order of the mesh's devices", orders)):
-        if len(set(digests)) > 1:
-            listed = "\n".join(f"    process {i}: {d.hex()[:16]}..." for i, d in enumerate(digests))
-            raise RuntimeError(
-                f"{what} differs between processes; {this}, and the fingerprints are\n{listed}\n"
-                "  Make sure that all of them have the same code, rules, mesh and model "
-                "configuration."
-            )
-
-
-def tell_of_failure() -> None:
-    """Makes `check_same_in_all_processes` raise in the other processes."""
-    _of_all_processes(_FAILED)
-
-
-def _of_all_processes(mine: bytes) -> list[bytes]:
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    row = np.frombuffer(mine, dtype=np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(row)).reshape(-1, row.size)
-    return [everyones.tobytes() for everyones in rows]
-
-
-def _device_order(shardings: list[NamedSharding | None]) -> bytes:
-    import hashlib
-
-    meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
-    ids = [
-        [device.id for device in mesh.devices.flat]  # pyright: ignore[reportOptionalMemberAccess]
-        for mesh in meshes
-    ]
-    return hashlib.sha256(repr(ids).encode()).digest()
-
-
 def _digest(rows: Any) -> str:
-    import hashlib
+    import hashlib  # its OpenSSL takes as long to load as the rest of us
 
     digest = hashlib.sha256()
     for path, leaf, sharding in rows:
@@ -132,8 +70,11 @@ def _digest(rows: Any) -> str:
 
 
 def _sharding_text(sharding: NamedSharding | None) -> str:
-    if sharding is None:
-        return "-"
+    return "-" if sharding is None else f"{spec_text(sharding)} {mesh_shown(sharding.mesh.shape)}"
+
+
+def spec_text(sharding: NamedSharding) -> str:
+    """The spec and the kind of memory, if it is not the default one."""
     extra = [
         f"{name}={sorted(getattr(sharding.spec, name))}"
         for name in ("unreduced", "reduced")
@@ -141,4 +82,4 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
     ]
     if memory := memory_apart(sharding):
         extra.append(f"memory={memory}")
-    return " ".join([repr(entries_of(sharding.spec)), *extra, mesh_shown(sharding.mesh.shape)])
+    return " ".join([repr(entries_of(sharding.spec)), *extra])

@@ -26,10 +26,10 @@ __all__ = [
     "checked_sizes",
     "context_mesh",
     "current_view",
+    "has_own_devices",
     "legacy_mesh",
     "local_view",
     "resolve_mesh",
-    "spans_processes",
 ]
 
 
@@ -129,15 +129,11 @@ def local_view(mesh: AnyMesh) -> AnyMesh:
     return view if axes_of_type(view, "Manual") else mesh
 
 
-def spans_processes(mesh: MeshLike | None) -> bool:
-    """Whether the mesh, or the context's, has devices of several processes."""
+def has_own_devices(mesh: AnyMesh) -> bool:
+    """Whether it has devices, and all of them are this process's."""
     from jax.sharding import Mesh
 
-    try:
-        found = resolve_mesh(mesh)
-    except (TypeError, ValueError):
-        return False
-    return isinstance(found, Mesh) and found.is_multi_process
+    return isinstance(mesh, Mesh) and not mesh.is_multi_process
 
 
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:

@@ -1,19 +1,20 @@
 """`shard` and `gather`: whole trees onto devices and back.
 
 In one process it is one batched call, and nothing is compiled per leaf. In several processes each
-device gets its own part of what the hosts hold, and the processes first agree on the plan. Must not
-know how a sharding was decided.
+device gets its own part of what the hosts hold, and the processes first agree on what they do. Must
+not know how a sharding was decided.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction
-from shardrules._sharding.fingerprint import check_same_in_all_processes, tell_of_failure
-from shardrules._sharding.mesh import spans_processes
-from shardrules._sharding.requests import requested_shardings
+from shardrules._sharding.agreement import JointCall
+from shardrules._sharding.listing import canonical_dtype, is_spread, rows_of
+from shardrules._sharding.requests import asks_for_own_devices, requested_shardings
 from shardrules._words import shown
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["gather", "put", "shard"]
+__all__ = ["agreed_shardings", "gather", "put", "shard"]
 
 
 def shard(
@@ -34,8 +35,8 @@ def shard(
     """The tree with its arrays and numbers as jax.Arrays, placed as the rules say.
 
     In several processes, each calls this with the same tree, or at least with its own shards' part
-    of each array right; no device ever holds more than its shards. On a mesh that spans processes,
-    they compare what they are about to do first.
+    of each array right; no device ever holds more than its shards. They agree on what they are
+    about to do first, unless all devices of the mesh are this process's.
 
     Args:
         tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions and bools in it,
@@ -54,7 +55,8 @@ def shard(
         ValueError: As `named_shardings`; before anything is placed.
         TypeError: A leaf is no array and no number, the mesh is an abstract one, or this is inside
             jit.
-        RuntimeError: The processes do not agree on the shardings, or another one has failed.
+        RuntimeError: In several processes: they are about to do different things, or one has
+            failed, or has not come in time.
 
     Example:
         >>> import jax, numpy as np
@@ -63,19 +65,12 @@ def shard(
         >>> tuple(placed["w"].sharding.spec)
         ('tp', None)
     """
-    try:
-        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
-        wanted = _of_placeable(tree, leaves, wanted)
-    except Exception:
-        # The others would wait for this process's fingerprint.
-        if spans_processes(mesh):
-            tell_of_failure()
-        raise
+    leaves, treedef, wanted = agreed_shardings(
+        "shard", tree, specs_or_rules, mesh, correction=correction, chosen=_of_placeable
+    )
     placed = list(leaves)
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
     shardings: list[Any] = [wanted[i] for i in chosen]
-    if not all(sharding.is_fully_addressable for sharding in shardings):
-        check_same_in_all_processes(tree, wanted)
     for index, array in zip(chosen, put([leaves[i] for i in chosen], shardings), strict=True):
         placed[index] = array
     return treedef.unflatten(placed)
@@ -85,13 +80,15 @@ def gather(tree: Any) -> Any:
     """The tree with its jax.Arrays as whole numpy arrays on this host.
 
     In several processes, each calls this with the same tree. Arrays that are spread over them are
-    replicated on the way, one after the other: each device needs room for the largest.
+    replicated on the way, one after the other: each device needs room for the largest. Without such
+    an array the call is this process's own, and may be made by one alone.
 
     Args:
         tree: Any pytree. Leaves that are no jax.Array, and random keys, are left alone.
 
     Raises:
         TypeError: This is inside jit.
+        RuntimeError: As `shard`, if there are arrays that are spread over processes.
 
     Example:
         >>> import jax
@@ -101,26 +98,63 @@ def gather(tree: Any) -> Any:
     import jax
     from jax.core import Tracer
 
-    check_tree("tree", tree)
-    leaves, treedef = jax.tree_util.tree_flatten(tree)
-    at_once = []
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, jax.Array):
-            continue
-        if isinstance(leaf, Tracer):
-            raise TypeError(
-                "gather fetches arrays from devices, and inside jit and the like there are none: "
-                "call it outside"
-            )
-        if leaf.is_fully_addressable or leaf.is_fully_replicated:
-            at_once.append(index)
-        else:
-            # All devices are done with one before the next takes room.
-            leaves[index] = jax.device_get(jax.block_until_ready(_replicated(leaf)))
+    with JointCall("gather") as call:
+        check_tree("tree", tree)
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        at_once, spread = [], {}
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, jax.Array):
+                continue
+            if isinstance(leaf, Tracer):
+                raise TypeError(
+                    "gather fetches arrays from devices, and inside jit and the like there are "
+                    "none: call it outside"
+                )
+            if leaf.is_fully_addressable or leaf.is_fully_replicated:
+                at_once.append(index)
+            else:
+                spread[index] = _replicated(leaf.sharding)
+        if not spread:
+            call.alone()
+        call.agree(lambda: rows_of(tree, spread))
+    for index, sharding in spread.items():
+        # All devices are done with one before the next takes room.
+        replicated = jax.block_until_ready(jax.device_put(leaves[index], sharding))
+        leaves[index] = jax.device_get(replicated)
     fetched = jax.device_get([leaves[i] for i in at_once])
     for index, array in zip(at_once, fetched, strict=True):
         leaves[index] = array
     return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def agreed_shardings(
+    name: str,
+    tree: Any,
+    specs_or_rules: Any,
+    mesh: MeshLike | None,
+    *,
+    correction: Correction | None,
+    chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+) -> tuple[list[Any], Any, list[NamedSharding | None]]:
+    """As `requested_shardings`, once all processes have the same.
+
+    Args:
+        name: The function that is called.
+        tree: Any pytree.
+        specs_or_rules: As in `requested_shardings`, and so are the next two.
+        mesh: For rules and PartitionSpecs.
+        correction: Instead of the dialect's.
+        chosen: What becomes of the tree, its leaves and the shardings requested: those that are
+            left.
+    """
+    with JointCall(name) as call:
+        if call.joint and asks_for_own_devices(specs_or_rules, mesh):
+            call.alone()
+        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
+        if chosen is not None:
+            wanted = chosen(tree, leaves, wanted)
+        call.agree(lambda: rows_of(tree, dict(enumerate(wanted))))
+    return leaves, treedef, wanted
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = True) -> list[Any]:
@@ -147,7 +181,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = 
     on_host = dict(zip(elsewhere, fetched, strict=True))
     ready = [
         _from_own_parts(leaf, sharding)
-        if not sharding.is_fully_addressable and not _is_spread(leaf)
+        if not sharding.is_fully_addressable and not is_spread(leaf)
         else on_host.get(i, leaf)
         for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
     ]
@@ -234,12 +268,6 @@ def _can_be_placed(leaf: Any) -> bool:
     ) and not isinstance(leaf, bool)
 
 
-def _is_spread(leaf: Any) -> bool:
-    import jax
-
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-
-
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
     """The global array of which this process's devices get their parts of the host's."""
     import jax
@@ -258,7 +286,7 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf, False  # random keys
     host = np.asarray(leaf)
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    host = host.astype(canonical_dtype(host), copy=False)
     return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
 
 
@@ -269,8 +297,7 @@ def _weak(array: Any) -> Any:
     return _convert_element_type(array, weak_type=True)
 
 
-def _replicated(array: Any) -> Any:
-    import jax
+def _replicated(sharding: Any) -> NamedSharding:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    return jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+    return NamedSharding(sharding.mesh, PartitionSpec())

@@ -14,7 +14,7 @@ from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules, as_rules, checked_min_size
 from shardrules._sharding.memory import in_its_memory
-from shardrules._sharding.mesh import local_view, resolve_mesh
+from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
 from shardrules._words import and_more, brief, shown
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
-__all__ = ["named_shardings", "requested_shardings"]
+__all__ = ["asks_for_own_devices", "named_shardings", "requested_shardings"]
 
 _SHOWN: Final = 20
 
@@ -121,6 +121,23 @@ def requested_shardings(
     )
     of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
     return leaves, treedef, list(of_leaves)
+
+
+def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
+    """Whether this process alone has the devices of each mesh that `requested_shardings` would use.
+
+    False as well where that cannot be told, as what is given is wrong.
+    """
+    from jax import tree_util
+
+    try:
+        specs = tree_util.tree_leaves(specs_or_rules, is_leaf=_is_spec)
+        meshes = {spec.mesh for spec in specs if _is_named_sharding(spec)}
+        if not meshes or not all(spec is None or _is_named_sharding(spec) for spec in specs):
+            meshes.add(resolve_mesh(mesh))
+    except Exception:
+        return False
+    return all(map(has_own_devices, meshes))
 
 
 def _shardings_by_specs(
