@@ -145,8 +145,9 @@ def test_processes_that_waited_forever(processes, tmp_path):
         left_out = ways - {case for other, case in seen if other == odd}
         assert left_out <= {"memory", "axis types"}
         assert not left_out or not hasattr(jax, "set_mesh")
-    # Of 60 calls, the last ones alone are still in the store.
-    assert all(process["keys"] < 3 * processes for process in found)
+    # Of 120 calls, the last two at most are still in the store.
+    for process in found:
+        assert len({key.split("/")[2] for key in process["keys"]}) <= 2
 
 
 def check_error(error, odd, case, index, devices):

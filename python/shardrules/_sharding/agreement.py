@@ -115,13 +115,13 @@ class _Job:
     def me(self) -> int:
         import jax
 
-        return jax.process_index()  # type: ignore[no-any-return]
+        return jax.process_index()
 
     @functools.cached_property
     def count(self) -> int:
         import jax
 
-        return jax.process_count()
+        return jax.process_count()  # type: ignore[no-any-return]
 
     def note(self, text: str) -> None:
         noted = f"{self.number} {text}"

@@ -7,6 +7,7 @@ processes talk.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -99,7 +100,7 @@ class _Words:
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         if to is not None and not isinstance(leaf, jax.Array):
             dtype = canonical_dtype(leaf)
-        text = f"{dtype}{list(getattr(leaf, 'shape', ()))}"
+        text = f"{_name(dtype)}{list(getattr(leaf, 'shape', ()))}"
         if to is not None and getattr(leaf, "weak_type", type(leaf) in (int, float, complex)):
             text += " weakly typed"
         if is_spread(leaf):
@@ -133,6 +134,9 @@ class _Words:
         which = [f"(mesh {number})"] if number else []
         spec, axes = spec_text(sharding), mesh_shown(mesh.shape)
         return " ".join([f"P{spec} on {axes}", *types, *which])
+
+
+_name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
 def _common(one: str, other: str) -> int:
