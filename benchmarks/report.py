@@ -23,6 +23,7 @@ from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
 from benchmarks.scaling import Row
+from shardrules._files.write import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHOD = """
@@ -59,7 +60,7 @@ def main() -> int:
         parts += [f"### {curve.title}", "", f"![{curve.title}](benchmarks/{name})", ""]
         parts += [*_curve_table(curve), ""]
         print(f"measured: {curve.title}", flush=True)
-    (DOCS / "benchmarks.md").write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+    write_text(DOCS / "benchmarks.md", "\n".join(parts).rstrip() + "\n")
     return 0
 
 

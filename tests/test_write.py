@@ -1,0 +1,282 @@
+"""`write_text`: others see the old file or the new one, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import shardrules as sr
+from shardrules._files import write
+from shardrules._files.write import write_text
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes, links and devices of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_beside(tmp_path):
+    yield
+    assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_the_text_is_written_as_it_is(tmp_path):
+    path = tmp_path / "x"
+    for text in ("é\r\nb\n", "", "shorter"):
+        write_text(path, text)
+        assert path.read_bytes() == text.encode()
+    write_text(str(path), "a name that is a str")
+    assert path.read_text() == "a name that is a str"
+
+
+def test_writers_with_one_process_number_do_not_mix(tmp_path):
+    """Threads, and containers on one disk, whose names beside the target were the same."""
+    path = tmp_path / "x"
+    texts = {letter * 300_000 for letter in "abcd"}
+    write_text(path, "a" * 300_000)
+    ends, seen = time.monotonic() + 1.5, []
+    errors: list[BaseException] = []
+
+    def repeat(call):
+        try:
+            while time.monotonic() < ends:
+                call()
+        except BaseException as error:
+            errors.append(error)
+
+    def read():
+        seen.append(path.read_text())
+        assert seen[-1] in texts, f"{len(seen[-1])} of {set(seen[-1])}"
+
+    calls = [lambda text=text: write_text(path, text) for text in texts] + [read] * 4
+    threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(set(seen)) > 1
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "target", tmp_path / "link"
+    link.symlink_to("there/target")
+    for text in ("new", "newer"):  # at first the link leads to nothing
+        write_text(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(OSError, match="loop") as info:
+        write_text(loop, "x")
+    assert info.value.errno == errno.ELOOP
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o755, 0o444])
+def test_the_mode_is_kept(tmp_path, mode):
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(mode)
+    write_text(path, "new")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_mode_of_a_new_file_is_the_umask_s(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "x", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o666 & ~umask
+
+
+def test_no_one_else_reads_it_before_it_has_the_old_mode(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_text("old")
+    path.chmod(0o600)
+    modes = []
+
+    def keep(file, before):
+        modes.append(stat.S_IMODE(os.fstat(file).st_mode))
+        return keep_rights(file, before)
+
+    keep_rights = write._keep_rights
+    monkeypatch.setattr(write, "_keep_rights", keep)
+    write_text(path, "new")
+    assert modes == [0o600]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_the_owner_is_kept(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    os.chown(path, 1234, 4321)
+    path.chmod(0o664)
+    write_text(path, "new")
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 4321)
+    with mock.patch.object(os, "fchown", side_effect=PermissionError):
+        write_text(path, "newer")
+    assert path.stat().st_gid != 4321
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604  # another group has no rights
+
+
+def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr(write.secrets, "token_hex", lambda count: "guessed")
+    (tmp_path / ".guessed.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "x", "forged")
+    assert victim.read_text() == "precious"
+    monkeypatch.undo()
+    write_text(tmp_path / "a", "")
+    names = set()
+    monkeypatch.setattr(
+        write.os, "replace", lambda part, target: names.add(Path(part).name) or part.rename(target)
+    )
+    for _ in range(10):
+        write_text(tmp_path / "a", "")
+    assert len(names) == 10
+
+
+def test_a_device_is_not_replaced():
+    """As root, `--lock /dev/null` has made a file of it; no file can be made beside a terminal."""
+    reads, writes = os.openpty()
+    name = os.ttyname(writes)
+    write_text(name, "through")
+    assert os.read(reads, 100) == b"through"
+    assert stat.S_ISCHR(os.stat(name).st_mode)
+    os.close(reads)
+    os.close(writes)
+
+
+def test_a_fifo_is_written(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
+    reader.start()
+    write_text(fifo, "through")
+    reader.join()
+    assert read == ["through"]
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+@pytest.mark.parametrize("mode", ["pipe", "wb", "ab"])
+def test_standard_output_is_written_in_turn(tmp_path, mode):
+    """By /dev/stdout `>> log` would have replaced the log."""
+    code = (
+        "from shardrules._files.write import write_text\n"
+        "print('before'); write_text('/dev/stdout', 'text\\n'); print('after')"
+    )
+    log = tmp_path / "log"
+    log.write_text("old\n")
+    if mode == "pipe":
+        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+    else:
+        with log.open(mode) as file:
+            subprocess.run([sys.executable, "-c", code], check=True, stdout=file)
+        out = log.read_bytes()
+    old = b"old\n" if mode == "ab" else b""
+    assert out == old + b"before\ntext\nafter\n"
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(143), KeyboardInterrupt(), MemoryError(), OSError(errno.EIO, "I/O error")]
+)
+@pytest.mark.parametrize("at", ["fsync", "replace", "open"])
+def test_what_interrupts_leaves_the_old_file_alone(tmp_path, error, at):
+    path = tmp_path / "x"
+    path.write_text("old")
+    with mock.patch.object(write.os, at, side_effect=error), pytest.raises(type(error)):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_text_that_cannot_be_encoded_leaves_the_old_file_alone(tmp_path):
+    (tmp_path / "x").write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "x", "\ud800")
+    assert (tmp_path / "x").read_text() == "old"
+
+
+SIGTERM = """
+import signal, sys
+from shardrules._files import write
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+fsync = write.os.fsync
+def waits(file):
+    print("writing", flush=True)
+    signal.pause()
+write.os.fsync = waits
+write.write_text(sys.argv[1], "new" * 100_000)
+"""
+
+
+def test_sigterm_leaves_no_part(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    command = [sys.executable, "-c", SIGTERM, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "writing\n"
+        assert len(os.listdir(tmp_path)) == 2
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 143
+    assert os.listdir(tmp_path) == ["x"]
+    assert path.read_text() == "old"
+
+
+def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
+    """/dev/full has the error; a limit on the size of files has it in the midst of the writing."""
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_text("/dev/full", "x")
+    path = tmp_path / "x"
+    path.write_text("old")
+    code = (
+        "import resource, signal, sys; from shardrules._files.write import write_text\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "write_text(sys.argv[1], 'x' * 1_000_000)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    assert f"OSError: [Errno {errno.EFBIG}] File too large: '{path}'" in done.stderr
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["none/x", "file/x", "."])
+def test_where_no_file_can_be(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="directory: ") as info:
+        write_text(tmp_path / name, "x")
+    assert info.value.filename == str(tmp_path / name)
+
+
+def test_a_long_name_leaves_room_for_none_beside(tmp_path):
+    path = tmp_path / ("x" * 255)
+    write_text(path, "as long as names may be")
+    assert path.read_text() == "as long as names may be"
+
+
+def test_locks_and_reports_are_written_so(tmp_path):
+    plan = sr.plan({"w": np.zeros((2, 2))}, [(".*", None)], {"tp": 2})
+    for name, make in (("x.lock", plan.lock), ("x.html", plan.to_html)):
+        (tmp_path / name).symlink_to(f"target-{name}")
+        text = make(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / f"target-{name}").read_text() == text
