@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 
@@ -42,3 +43,16 @@ def first_match():
 def mesh() -> Mesh:
     """Eight devices: dp=1, fsdp=4, tp=2."""
     return Mesh(np.array(jax.devices()[:8]).reshape(1, 4, 2), ("dp", "fsdp", "tp"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, content): a file of these bytes, this text, or else this as JSON; its path."""
+
+    def call(name, data):
+        if not isinstance(data, bytes):
+            data = (data if isinstance(data, str) else json.dumps(data)).encode()
+        (tmp_path / name).write_bytes(data)
+        return str(tmp_path / name)
+
+    return call

@@ -19,7 +19,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._files import content
 from shardrules._files.arrays import read_arrays
 from shardrules._files.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
 from shardrules._files.errors import FileError
@@ -28,6 +27,7 @@ from shardrules._files.meshes import parse_mesh
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, read_rules
 from tests import corpus
+from tests.files import message
 
 HERE = Path(__file__).parent
 ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["layers/0/bias", [8], "float32"], ["step", [], "I32"]]
@@ -36,32 +36,6 @@ LEAVES = {
     "layers/0/bias": ArraySpec((8,), "float32"),
     "step": ArraySpec((), "int32"),
 }
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write(name, content): a file of these bytes, this text, or else this as JSON; its path."""
-
-    def call(name, data):
-        if not isinstance(data, bytes):
-            data = (data if isinstance(data, str) else json.dumps(data)).encode()
-        (tmp_path / name).write_bytes(data)
-        return str(tmp_path / name)
-
-    return call
-
-
-def message(call, source):
-    """Of the FileError that the source must get; it starts with the source."""
-    with pytest.raises(FileError) as info:
-        call(str(source))
-    assert str(info.value).startswith(str(source))
-    return str(info.value)
-
-
-def header_file(header, data=b"", length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 # Dtypes
@@ -159,9 +133,11 @@ BAD_JSON = {
     "true": (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"array 'y' .* not \[4, True\]"),
     "float": (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"array 'y' .* not \[8.0\]"),
     "fraction": (rows(["y", [1.5], "F32"]), r"array 'y' needs a shape that is a list of integers"),
-    "nan": (b'{"params": [["y", [NaN], "F32"]]}', r"array 'y' .* not \[nan\]"),
+    "nan": (b'{"params": [["y", [NaN], "F32"]]}', "NaN is no number of JSON"),
+    "infinity": (b'{"params": [["y", [-Infinity], "F32"]]}', "-Infinity is no number of JSON"),
     "negative": (rows(["x", [4, -1], "F32"]), r"array 'x': the shape \[4, -1\] has a negative"),
     "overflow": (rows(["x", [2**62, 2], "F32"]), r"array 'x': .* more than 2\*\*63 - 1 elements"),
+    "overflow beside 0": (rows(["x", [0, 2**40, 2**40], "F32"]), r"more than 2\*\*63 - 1 elements"),
     "dtype": (
         rows(["x", [4], "F8_E4M4"]),
         "array 'x': unknown dtype 'F8_E4M4'; known ones are F8_",
@@ -176,11 +152,15 @@ def test_a_bad_manifest(write, case):
 
 
 def test_the_largest_array(write):
-    path = write("m.json", {"params": [["x", [2**62, 1], "F32"], ["y", [0, 2**70], "F32"]]})
-    assert read_arrays(path).leaves["x"].shape == (2**62, 1)
+    path = write("m.json", {"params": [["x", [2**62, 1], "F32"], ["y", [0, 2**63 - 1], "F32"]]})
+    shapes = [leaf.shape for leaf in read_arrays(path).leaves.values()]
+    assert shapes == [(2**62, 1), (0, 2**63 - 1)]
+    assert np.empty(shapes[1], "int8").shape == shapes[1]
+    with pytest.raises(ValueError, match="too big"):
+        np.empty((0, 2**40, 2**40), "int8")
 
 
-def test_bad_gzip(write, monkeypatch):
+def test_bad_gzip(write):
     packed = gzip.compress(json.dumps({"params": ROWS}).encode())
     assert "the gzip ends too early" in message(read_arrays, write("m.json.gz", packed[:-20]))
     damaged = packed[:-8] + bytes(8)
@@ -188,11 +168,6 @@ def test_bad_gzip(write, monkeypatch):
     garbled = packed[:12] + b"\xff" * 20 + packed[32:]
     assert "the gzip is damaged" in message(read_arrays, write("m.json.gz", garbled))
     assert "byte 0: this is no gzip" in message(read_arrays, write("m.json.gz", b"{}"))
-    monkeypatch.setattr(content, "MOST_BYTES", 10_000_000)
-    bomb = gzip.compress(bytes(20_000_000))
-    assert len(bomb) < 100_000
-    text = message(read_arrays, write("m.json.gz", bomb))
-    assert "the content is longer than 10,000,000 bytes" in text
 
 
 def test_no_file(tmp_path):
@@ -202,140 +177,6 @@ def test_no_file(tmp_path):
     assert "Is a directory" in message(read_rules, str(tmp_path))
     (tmp_path / "readme.txt").write_text("nothing")
     assert "the directory has no arrays that can be read" in message(read_arrays, str(tmp_path))
-
-
-# safetensors
-
-
-@pytest.fixture
-def save():
-    return pytest.importorskip("safetensors.numpy", reason="safetensors is not installed").save_file
-
-
-def arrays_of(*prefixes):
-    """For each prefix, an array of each dtype that safetensors can save."""
-    dtypes = [*(set(SAFETENSORS.values()) - {n for n in BITS if BITS[n] < 8})]
-    assert len(dtypes) == 19
-    return {
-        f"{prefix}.{name}": np.zeros((2, 3), getattr(ml_dtypes, name, None) or name)
-        for prefix in prefixes
-        for name in sorted(dtypes)
-    }
-
-
-def leaves_of(arrays):
-    return {name: ArraySpec(a.shape, a.dtype.name) for name, a in arrays.items()}
-
-
-def test_safetensors(save, tmp_path):
-    arrays = arrays_of("a", "b") | {"empty": np.zeros((0, 5)), "scalar": np.ones((), "float32")}
-    save(arrays, tmp_path / "model-1.safetensors", metadata={"format": "np"})
-    read = read_arrays(str(tmp_path / "model-1.safetensors"))
-    assert read == ("model-1", leaves_of(arrays), ".")
-    assert len({id(a) for a in read.leaves.values()}) == 21
-    save({}, tmp_path / "none.safetensors")
-    assert read_arrays(str(tmp_path / "none.safetensors")).leaves == {}
-
-
-def test_safetensors_of_packed_types(write):
-    header = {"x": {"dtype": "F4", "shape": [4, 3], "data_offsets": [0, 6]}}
-    path = write("f4.safetensors", header_file(header, bytes(6)))
-    pytest.importorskip("safetensors").deserialize(Path(path).read_bytes())
-    assert read_arrays(path).leaves == {"x": ArraySpec((4, 3), "float4_e2m1fn")}
-    header = {"x": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}
-    path = write("f4.safetensors", header_file(header, bytes(1)))
-    assert "1 bytes, but float4_e2m1fn[3] takes 1.5" in message(read_arrays, path)
-
-
-def test_an_index_and_a_directory(save, tmp_path):
-    parts = {f"model-{i}.safetensors": arrays_of(f"layers.{i}") for i in range(2)}
-    for name, arrays in parts.items():
-        save(arrays, tmp_path / name)
-    everything = leaves_of(parts["model-0.safetensors"]) | leaves_of(parts["model-1.safetensors"])
-    together = read_arrays(str(tmp_path))
-    assert together == (tmp_path.name, everything, ".")
-    assert len({id(a) for a in together.leaves.values()}) == 19
-
-    files = {name: file for file, arrays in parts.items() for name in arrays}
-    order = sorted(files, reverse=True)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": {n: files[n] for n in order}}))
-    read = read_arrays(str(index))
-    assert read == ("model", everything, ".")
-    assert list(read.leaves) == order
-    assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
-
-    index.write_text(json.dumps({"weight_map": {"z": "model-0.safetensors"}}))
-    assert "array 'z': file 'model-0.safetensors' should have it" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": "model-9.safetensors"}}))
-    assert "file 'model-9.safetensors' is missing beside" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": "../model-0.safetensors"}}))
-    assert "needs the name of a file beside it" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": {"z": 3}}))
-    assert "array 'z' needs a file's name, not 3" in message(read_arrays, index)
-    index.write_text(json.dumps({"weight_map": ["z"]}))
-    assert "key 'weight_map': it is ['z']" in message(read_arrays, index)
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
-    assert "has 2 indexes" in message(read_arrays, tmp_path)
-
-
-def test_an_array_in_two_files(save, tmp_path):
-    for name in ("one", "two"):
-        save({"w": np.zeros(3)}, tmp_path / f"{name}.safetensors")
-    assert "two.safetensors: array 'w': another .safetensors" in message(read_arrays, tmp_path)
-
-
-def entry(begin, end, shape=(2,), dtype="F32", **more):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end], **more}
-
-
-BAD_HEADERS = {
-    "nothing": (b"", "the header's length is 0 bytes, but the file has 0"),
-    "short": (b"\x08\0\0", "but the file has 3; it is cut short, or no safetensors file"),
-    "2**63": (header_file({}, length=2**63), "length is 9,223,372,036,854,775,808 bytes, but"),
-    "longer": (header_file({}, length=3), "length is 3 bytes, but the file has 10"),
-    "no json": (header_file(b"nonsense"), r"line 1, column 1: this is no JSON"),
-    "no utf-8": (header_file(b'{"\xff": 1}'), "byte 2: this is no UTF-8 text"),
-    "deep": (header_file(DEEP), "the JSON is nested too deeply"),
-    "list": (header_file([]), r"byte 8: the header is \[\] \(a list\), not an object of arrays"),
-    "entry": (header_file({"x": 3}), "array 'x' needs an object with dtype, shape"),
-    "field": (header_file({"x": {"dtype": "F32", "shape": []}}), "array 'x' has no data_offsets"),
-    "dtype": (header_file({"x": entry(0, 8, dtype="F31")}, bytes(8)), "array 'x': unknown dtype"),
-    "twice": (header_file(b'{"x": {}, "x": {}}'), "key 'x' is there twice in one object"),
-    "negative": (header_file({"x": entry(0, 8, [-2])}, bytes(8)), r"shape \[-2\] has a negative"),
-    "offsets": (header_file({"x": entry(0, "8")}), r"two integers, not \(0, '8'\)"),
-    "no list": (header_file({"x": {**entry(0, 8), "data_offsets": 3}}), r"two integers, not 3"),
-    "three": (header_file({"x": {**entry(0, 8), "data_offsets": [0, 4, 8]}}), "two integers, not"),
-    "size": (
-        header_file({"x": entry(0, 8), "y": entry(8, 12)}, bytes(12)),
-        r"array 'y': data_offsets \[8, 12\] are 4 bytes, but float32\[2\] takes 8; write",
-    ),
-    "cut": (
-        header_file({"x": entry(0, 8), "y": entry(8, 16)}, bytes(15)),
-        r"array 'y': data_offsets \[8, 16\] lie outside the file's 15 bytes of data",
-    ),
-    "below": (header_file({"x": entry(-8, 0)}, b""), r"\[-8, 0\] lie outside"),
-    "gap": (header_file({"x": entry(0, 8), "y": entry(12, 20)}, bytes(20)), "leave bytes out or"),
-    "overlap": (header_file({"x": entry(0, 8), "y": entry(4, 12)}, bytes(12)), "or overlap"),
-    "more": (header_file({"x": entry(0, 8)}, bytes(9)), "leave bytes out or overlap"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_HEADERS)
-def test_a_bad_header(write, case):
-    data, expected = BAD_HEADERS[case]
-    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
-    safetensors = pytest.importorskip("safetensors")
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.deserialize(data)
-
-
-def test_a_header_that_is_too_long(tmp_path):
-    path = tmp_path / "long.safetensors"
-    with path.open("wb") as file:
-        file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(200_000_000)
-    assert "at most 100,000,000 are allowed" in message(read_arrays, path)
 
 
 # orbax
@@ -420,6 +261,11 @@ def test_several_items_of_orbax(orbax, tmp_path):
 
 def test_a_damaged_or_unreadable_checkpoint(orbax, tmp_path, monkeypatch):
     (tmp_path / "_METADATA").write_text('{"tree_metadata": ')
+    assert "_METADATA: line 1, column 19: this is no JSON" in message(read_arrays, tmp_path)
+    for content in ("[]", "{}", '{"tree_metadata": {"a": {"key_metadata": [{"key": 3}]}}}'):
+        (tmp_path / "_METADATA").write_text(content)
+        assert "_METADATA: there is no tree_metadata with" in message(read_arrays, tmp_path)
+    (tmp_path / "_METADATA").write_text('{"tree_metadata": {"a": {"key_metadata": []}}}')
     assert "orbax cannot read the checkpoint's metadata" in message(read_arrays, tmp_path)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     assert "; pip install 'shardrules[orbax]'" in message(read_arrays, tmp_path)

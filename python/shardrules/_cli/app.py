@@ -24,6 +24,7 @@ from shardrules._cli.inputs import (
 )
 from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
 from shardrules._declared import Declared
+from shardrules._files.content import memory_within
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.rules import DIALECTS
@@ -56,6 +57,10 @@ DialectName = Annotated[
     str | None, typer.Option("--dialect", help=f"Semantics: {', '.join(sorted(DIALECTS))}.")
 ]
 MinSize = Annotated[int, typer.Option(help="Leaves with fewer elements are replicated.")]
+MaxMemory = Annotated[
+    str,
+    typer.Option(help="Memory that reading a file may take beyond the file's own size: 2GB."),
+]
 Gradients = Annotated[
     str | None, typer.Option(help="Count gradients of this dtype, or 'same' as the parameters.")
 ]
@@ -91,6 +96,7 @@ def plan_command(
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
+    max_memory: MaxMemory = "512MiB",
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = "float32",
@@ -102,7 +108,7 @@ def plan_command(
     """What every array gets, and what that costs on each device."""
     _one_of("--format", format_, ("text", "json"))
     memory = None if hbm is None else byte_count(hbm)
-    planned = _load(source, rules, mesh, dialect, min_size)
+    planned = _load(source, rules, mesh, dialect, min_size, max_memory)
     plan = planned.plan
     counted = {
         "gradients": _gradients(gradients),
@@ -131,6 +137,7 @@ def check(
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
+    max_memory: MaxMemory = "512MiB",
     format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
     fail_on: Annotated[str, typer.Option(help="error, warning, info or never.")] = "error",
     large: Annotated[
@@ -161,7 +168,7 @@ def check(
     _one_of("--format", format_, ("text", "json", "github"))
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
     size, levels = byte_count(large), dict(map(_level, level or ()))
-    planned = _load(source, rules, mesh, dialect, min_size)
+    planned = _load(source, rules, mesh, dialect, min_size, max_memory)
     told = Declared(tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes)))
     findings = planned.plan.check(
         **planned.rules.declared.also(told)._asdict(),
@@ -188,9 +195,10 @@ def explain(
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
+    max_memory: MaxMemory = "512MiB",
 ) -> None:
     """Why one array gets what it gets: each rule that matches, and each correction."""
-    print(_load(source, rules, mesh, dialect, min_size).plan.explain(path))
+    print(_load(source, rules, mesh, dialect, min_size, max_memory).plan.explain(path))
 
 
 @app.command()
@@ -205,6 +213,7 @@ def sweep(
     axes: Annotated[str | None, typer.Option(help="Their axes: fsdp,tp,sp=1.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
+    max_memory: MaxMemory = "512MiB",
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = "float32",
@@ -217,7 +226,7 @@ def sweep(
     meshes = [parse_mesh(one) for one in mesh or ()]
     names, fixed = _axes(axes or "")
     first = mesh[0] if mesh else f"{names[0]}={devices}"
-    plan = _load(source, rules, first, dialect, min_size).plan
+    plan = _load(source, rules, first, dialect, min_size, max_memory).plan
     with working("trying meshes"):
         found = plan.sweep(
             meshes or None,
@@ -240,9 +249,10 @@ def diff(
     mesh: Annotated[str | None, typer.Option("--mesh", "-m", help="For models.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
+    max_memory: MaxMemory = "512MiB",
 ) -> None:
     """What differs between two plans: exits with 1 if anything does."""
-    with working("reading"):
+    with working("reading"), memory_within(byte_count(max_memory)):
         sides = [load_side(text, rules, mesh, dialect, min_size) for text in (before, after)]
     found = sides[0].diff(sides[1])
     print(found)
@@ -274,8 +284,10 @@ def _names(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _load(source: str, rules: str, mesh: str, dialect: str | None, min_size: int) -> Planned:
-    with working(f"reading {source}"):
+def _load(
+    source: str, rules: str, mesh: str, dialect: str | None, min_size: int, max_memory: str
+) -> Planned:
+    with working(f"reading {source}"), memory_within(byte_count(max_memory)):
         return load_plan(source, rules, mesh, dialect, min_size)
 
 

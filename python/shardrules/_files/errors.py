@@ -5,11 +5,24 @@ A command line turns it into a message and an exit code. Must not know about kin
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = ["FileError"]
+
+_MOST: Final = 2000
+_END: Final = 500
 
 
 class FileError(ValueError):
     """What was given cannot be used.
 
-    The message starts with the file's name and the place in it, and ends with the way out.
+    The message starts with the file's name and the place in it, and ends with the way out. Names of
+    megabytes are cut in the middle.
     """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*map(_cut, lines))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[: _MOST - _END]} ... {text[-_END:]}"

@@ -11,16 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from shardrules._files.content import first_repeated
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.errors import FileError
-from shardrules._words import shown
+from shardrules._words import brief, shown
 
-__all__ = ["ArraySpec", "Leaves", "check_column", "types_of"]
+__all__ = ["ArraySpec", "Leaves", "check_column", "check_text", "types_of"]
 
 _MOST_ELEMENTS: Final = 2**63 - 1
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
@@ -51,10 +50,12 @@ class Leaves(dict[tuple[tuple[int, ...], str], ArraySpec]):
     def __missing__(self, key: tuple[tuple[int, ...], str]) -> ArraySpec:
         shape, dtype = key
         if min(shape, default=0) < 0:
-            raise ValueError(f"the shape {list(shape)} has a negative dimension; 0 is the least")
-        if prod(shape) > _MOST_ELEMENTS:
             raise ValueError(
-                f"the shape {list(shape)} has more than 2**63 - 1 elements; correct the shape"
+                f"the shape {brief([*shape])} has a negative dimension; 0 is the least"
+            )
+        if _is_too_large(shape):
+            raise ValueError(
+                f"the shape {brief([*shape])} has more than 2**63 - 1 elements; correct the shape"
             )
         name = numpy_name(dtype)
         leaf = ArraySpec(shape, name) if name == dtype else self[shape, name]
@@ -70,7 +71,7 @@ class Leaves(dict[tuple[tuple[int, ...], str], ArraySpec]):
             FileError: Something in a column is not what it should be.
         """
         check_column(path, names, names, str, "has no string as its name")
-        _check_text(path, names)
+        check_text(path, names, "array")
         check_column(path, names, shapes, list, _ODD_SHAPE)
         check_column(path, names, dtypes, str, "needs a dtype that is a string")
         # By type and at once: True and 1.0 equal 1, and would pass for it in a look-up.
@@ -95,6 +96,16 @@ class Leaves(dict[tuple[tuple[int, ...], str], ArraySpec]):
             except ValueError as error:
                 return FileError(f"{path}: array {name!r}: {error}")
         raise AssertionError("no leaf has an error")
+
+
+def _is_too_large(shape: tuple[int, ...]) -> bool:
+    """As numpy says: dimensions of 0 do not make up for others. Stops before numbers get long."""
+    count = 1
+    for size in shape:
+        count *= size or 1
+        if count > _MOST_ELEMENTS:
+            return True
+    return False
 
 
 def types_of(values: Iterable[object]) -> set[type]:
@@ -126,12 +137,16 @@ def _raise_first(
             raise FileError(f"{path}: array {name!r} {needs}, not {shown(value)}")
 
 
-def _check_text(path: Path, names: Sequence[str]) -> None:
-    """JSON can escape half a surrogate pair, which could be neither printed nor written."""
+def check_text(path: Path, words: Sequence[str], what: str) -> None:
+    """That each word can be printed and written: JSON can escape half a surrogate pair.
+
+    Raises:
+        FileError: One cannot; the message says `what` it is.
+    """
     try:
-        "".join(names).encode()
+        "".join(words).encode()
     except UnicodeEncodeError:
-        name = next(filter(_HALF_PAIR.search, names))
+        word = next(filter(_HALF_PAIR.search, words))
         raise FileError(
-            f"{path}: array {name!r} has half a surrogate pair in its name; rename it"
+            f"{path}: {what} {word!r} has half a surrogate pair in its name; rename it"
         ) from None

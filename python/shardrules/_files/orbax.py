@@ -2,16 +2,20 @@
 
 Its JSON files have names but neither dtypes nor whole shapes; those are in the arrays' stores. So
 orbax is imported, and JAX with it, when a checkpoint is read and not before; of the arrays only
-metadata are read. Must not know about other formats.
+metadata are read. Before that, the checkpoint's files and names are looked at: orbax would follow
+them out of the directory, and wait for a FIFO. Costs a look at each file, and what orbax takes.
+Must not know about other formats.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
+from shardrules._files.content import parse_json, read_bytes
 from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, Leaves
 
@@ -19,6 +23,8 @@ __all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]
 
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"
+# What orbax reads whole, beside _METADATA.
+_READ_WHOLE: Final = frozenset({".zarray", "zarr.json", "_sharding", "manifest.ocdbt"})
 # "12", or with a prefix, as in "checkpoint_12"; the name of an unfinished step goes on.
 _STEP: Final = re.compile(r"(?:.*_)?(\d+)")
 
@@ -27,10 +33,15 @@ def find_checkpoint(directory: Path) -> Path | None:
     """Where the tree is: here, in the only item, or in that of the latest step; None if nowhere.
 
     Raises:
-        FileError: There are several items.
+        FileError: There are several items, or a link leads out of the directory.
     """
-    if _is_item(directory):
-        return directory
+    found = directory if _is_item(directory) else _item_below(directory)
+    if found is not None:
+        _check_inside(directory, found)
+    return found
+
+
+def _item_below(directory: Path) -> Path | None:
     children = [child for child in directory.iterdir() if child.is_dir()]
     steps = {child: int(step[1]) for child in children if (step := _STEP.fullmatch(child.name))}
     items = [child for child in children if _is_item(child) and child not in steps]
@@ -59,8 +70,11 @@ def read_checkpoint(directory: Path, make: Leaves) -> dict[str, ArraySpec]:
         make: What makes the leaves.
 
     Raises:
-        FileError: orbax is not installed, or cannot read the checkpoint.
+        FileError: orbax is not installed, or cannot read the checkpoint, or it would read something
+            outside.
     """
+    _check_files(directory)
+    _check_names(directory)
     try:
         from etils.epath import Path as OrbaxPath
         from orbax.checkpoint import PyTreeCheckpointHandler
@@ -87,6 +101,47 @@ def read_checkpoint(directory: Path, make: Leaves) -> dict[str, ArraySpec]:
         [list(leaf.shape) for _, leaf in found],
         [leaf.dtype.name for _, leaf in found],
     )
+
+
+def _check_inside(directory: Path, path: Path) -> None:
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise FileError(
+            f"{directory}: {path.relative_to(directory)} is a link that leads out of the "
+            "checkpoint; give the directory to which it leads, or put the files there"
+        )
+
+
+def _check_files(directory: Path) -> None:
+    """That all are regular files of the checkpoint, and those that are read whole not too large."""
+    for parent, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            path = Path(parent, name)
+            if path.is_symlink():
+                _check_inside(directory, path)
+            if not (path.is_file() or path.is_dir()):
+                raise FileError(
+                    f"{directory}: {path.relative_to(directory)} is no regular file, which may "
+                    "never end; copy or download the checkpoint anew"
+                )
+            if name in _READ_WHOLE:
+                read_bytes(path)
+
+
+def _check_names(directory: Path) -> None:
+    """That no array's name leads out: orbax joins its keys by dots, and that to the directory."""
+    path = directory / _METADATA
+    content = parse_json(path, read_bytes(path))
+    try:
+        entries = [entry["key_metadata"] for entry in content["tree_metadata"].values()]
+        names = {".".join(key["key"] for key in keys) for keys in entries}
+    except (AttributeError, LookupError, TypeError):
+        raise FileError(
+            f"{path}: there is no tree_metadata with the key_metadata of each array; copy or "
+            "download the checkpoint anew"
+        ) from None
+    for name in names:
+        if ".." in PurePath(name).parts or PurePath(name).is_absolute():
+            raise FileError(f"{path}: array {name!r} leads out of the checkpoint; rename it")
 
 
 def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -24,7 +24,6 @@ PartitionSpecs: `Rules` keeps entries until a leaf needs one.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -32,9 +31,10 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import Declared
-from shardrules._files.content import parse_json, read_bytes, text_of
+from shardrules._files.content import parse_json, read_bytes
 from shardrules._files.errors import FileError
 from shardrules._files.modules import is_module_form, load_object
+from shardrules._files.toml import parse_toml
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
@@ -80,7 +80,8 @@ def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
     if is_module_form(source):
         return _of_module(source, dialect)
     path = Path(source)
-    content = _content(path)
+    parse = parse_toml if path.suffix == ".toml" else parse_json
+    content = parse(path, read_bytes(path))
     table = {"rules": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
         raise FileError(
@@ -113,19 +114,6 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
         ),
         Path(path.name.removesuffix(".gz")).stem,
     )
-
-
-def _content(path: Path) -> Any:
-    data = read_bytes(path)
-    if path.suffix != ".toml":
-        return parse_json(path, data)
-    text = text_of(path, data)
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:  # also a number of thousands of digits
-        raise FileError(f"{path}: this is no TOML: {error}; correct it there") from None
-    except RecursionError:
-        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
 
 
 def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:

@@ -1,11 +1,17 @@
 """The headers of safetensors files, of one file, of an index, or of a directory.
 
 A header is JSON after its length; it is checked as the safetensors library checks it, and the data
-behind it are never read. Must not know about other formats.
+behind it are never read. We refuse some that the library takes: a key that is there twice, of which
+it takes the last; fields of an array that it does not know either; an array as a list of its
+fields, a dtype as an object, and a dimension above 2**63 - 1, none of which anybody writes. Must
+not know about other formats.
 """
 
 from __future__ import annotations
 
+import codecs
+import os
+import re
 from collections.abc import Sequence
 from itertools import chain
 from math import prod
@@ -13,10 +19,10 @@ from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._files.content import parse_json, unreadable
-from shardrules._files.dtypes import bits_of
+from shardrules._files.content import joined, opened, parse_json
+from shardrules._files.dtypes import SAFETENSORS, bits_of
 from shardrules._files.errors import FileError
-from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
+from shardrules._files.leaves import ArraySpec, Leaves, check_column, check_text, types_of
 from shardrules._words import shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
@@ -26,6 +32,8 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
 _MOST_HEADER_BYTES: Final = 100_000_000
 _FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
+_METADATA: Final = "__metadata__"
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
@@ -40,46 +48,87 @@ def read_header(path: Path, make: Leaves) -> dict[str, ArraySpec]:
         FileError: It is damaged, or no safetensors file.
     """
     header, data_bytes = _header(path)
-    header.pop("__metadata__", None)
+    _check_metadata(path, header.pop(_METADATA, None))
     names, entries = list(header), list(header.values())
     check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
+    if not set(map(len, entries)) <= {3}:
+        _raise_odd_fields(path, header)
     try:
         shapes, dtypes, offsets = zip(*map(_FIELDS, entries), strict=True) if entries else ((),) * 3
-    except KeyError as error:
-        name = next(name for name, entry in header.items() if error.args[0] not in entry)
-        raise FileError(
-            f"{path}: array {name!r} has no {error.args[0]}; write the file anew"
-        ) from None
+    except KeyError:
+        _raise_odd_fields(path, header)
     leaves = make.of_columns(path, names, shapes, dtypes)
+    if not set(dtypes) <= SAFETENSORS.keys():
+        _raise_odd_dtype(path, names, dtypes)
     _check_offsets(path, leaves, offsets, data_bytes)
     return leaves
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The parsed header, and how many bytes of data the file has behind it."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise FileError(
-                    f"{path}: byte 0: the header's length is {length:,} bytes, but the file has "
-                    f"{size:,}; it is cut short, or no safetensors file: download it anew"
-                )
-            if length > _MOST_HEADER_BYTES:
-                raise FileError(
-                    f"{path}: byte 0: the header's length is {length:,} bytes, and at most "
-                    f"{_MOST_HEADER_BYTES:,} are allowed; is this a safetensors file?"
-                )
-            header = parse_json(path, file.read(length))
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise FileError(
+                f"{path}: byte 0: the header's length is {length:,} bytes, but the file has "
+                f"{size:,}; it is cut short, or no safetensors file: download it anew"
+            )
+        if length > _MOST_HEADER_BYTES:
+            raise FileError(
+                f"{path}: byte 0: the header's length is {length:,} bytes, and at most "
+                f"{_MOST_HEADER_BYTES:,} are allowed; is this a safetensors file?"
+            )
+        text = joined(path, [file.read(length)], length)
+    _check_marks(path, text)
+    header = parse_json(path, text)
     if not isinstance(header, dict):
         raise FileError(
             f"{path}: byte 8: the header is {shown(header)}, not an object of arrays; is this a "
             "safetensors file?"
         )
     return header, size - 8 - length
+
+
+def _check_marks(path: Path, text: bytes) -> None:
+    """What is lost when JSON is parsed: a byte order mark, and the sign of -0."""
+    if text.startswith(codecs.BOM_UTF8):
+        raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it anew")
+    if b"-0" in text and b"-" in _STRING.sub(b"", text):
+        raise FileError(f"{path}: a number in the header is negative; write the file anew")
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if metadata is None:
+        return
+    words: list[Any] = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+    if not types_of(words) <= {str}:
+        raise FileError(
+            f"{path}: {_METADATA} is {shown(metadata)}, not an object of strings; write the file "
+            "anew"
+        )
+    check_text(path, words, _METADATA)
+
+
+def _raise_odd_fields(path: Path, header: dict[str, Any]) -> NoReturn:
+    fields = {"dtype", "shape", "data_offsets"}
+    for name, entry in header.items():
+        for missing in sorted(fields - entry.keys()):
+            raise FileError(f"{path}: array {name!r} has no {missing}; write the file anew")
+        for key in entry.keys() - fields:
+            raise FileError(
+                f"{path}: array {name!r} has the unknown field {key!r}; its shape may not mean "
+                "what it seems to: write the file anew without it"
+            )
+    raise AssertionError("no array has other fields")
+
+
+def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoReturn:
+    name, dtype = next(row for row in zip(names, dtypes, strict=True) if row[1] not in SAFETENSORS)
+    raise FileError(
+        f"{path}: array {name!r}: the dtype {dtype!r} is not written as safetensors does, as in "
+        "F32 or BF16; write the file anew with the safetensors library"
+    )
 
 
 def _check_offsets(
@@ -99,8 +148,9 @@ def _check_offsets(
     needed = list(map(bits.__getitem__, map(id, leaves.values())))
     if [8 * size for size in map(sub, ends, begins)] != needed:
         _raise_wrong_size(path, leaves, offsets, needed)
-    # Sorted by either end, arrays without gap or overlap are a chain.
-    if [*sorted(begins), data_bytes] != [0, *sorted(ends)]:
+    # In the order of their places, each array begins where the one before it ends.
+    places = sorted(zip(begins, ends, strict=True))
+    if [*(begin for begin, _ in places), data_bytes] != [0, *(end for _, end in places)]:
         _raise_gap(path, names, offsets, data_bytes)
 
 

@@ -1,0 +1,54 @@
+"""TOML from bytes, with every way to fail made a `FileError`.
+
+`tomllib` takes time by the square of a key's parts (50 s for 80 kB of `a.a.a`) and up to some 400
+bytes of memory per character, so both are bounded before it begins. Costs what `tomllib` costs.
+Must not know what the TOML means.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+from shardrules._files.content import max_memory, text_of
+from shardrules._files.errors import FileError
+from shardrules._words import bytes_shown
+
+__all__ = ["parse_toml"]
+
+_BYTES_PER_CHARACTER: Final = 512
+# Five more than a rule needs.
+_MOST_LEVELS: Final = 8
+# Strings and comments, where dots mean nothing. What is not closed goes on to the end: there is no
+# text on which the search would begin again and again.
+_NO_KEY: Final = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
+    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+_KEY: Final = re.compile(r"[\w\-. \t]+")
+
+
+def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
+    """The table that bytes of that file are.
+
+    Raises:
+        FileError: They are no TOML, or too much of it.
+    """
+    if len(data) * _BYTES_PER_CHARACTER > max_memory.get():
+        raise FileError(
+            f"{path}: reading {bytes_shown(len(data))} of TOML takes more than "
+            f"{bytes_shown(max_memory.get())} of memory; write so many rules as JSON, or allow "
+            "more with --max-memory"
+        )
+    text = text_of(path, data)
+    if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
+        raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        raise FileError(f"{path}: this is no TOML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
