@@ -26,6 +26,11 @@ from shardrules._files.rules import read_rules
 from shardrules._planning import lock as locks
 from shardrules._planning.fold import fold
 
+try:
+    import safetensors as library
+except ImportError:
+    library = None
+
 CORPUS = Path(__file__).parent / "corpus"
 _DIRECTORY = Path(tempfile.mkdtemp(prefix="fuzz"))
 Pair = namedtuple("Pair", ["first", "second"])
@@ -64,13 +69,57 @@ def raw_manifest(data: bytes) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """A safetensors file as it is, and a header with the right length in front."""
+    """A safetensors file as it is, and a header with the right length in front: the library agrees."""
     for content in (data, struct.pack("<Q", len(data)) + data):
         try:
             arrays = read_arrays(_file("m.safetensors", content))
         except FileError:
             continue
         _check_arrays(arrays.leaves)
+        if library is not None:
+            theirs = {name: tuple(one["shape"]) for name, one in library.deserialize(content)}
+            assert theirs == {name: leaf.shape for name, leaf in arrays.leaves.items()}
+
+
+_SHARD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def index(data: bytes) -> None:
+    """The index of one safetensors file: `FileError`, or arrays of that file."""
+    header = json.dumps(_SHARD).encode()
+    _file("m.safetensors", struct.pack("<Q", len(header)) + header + bytes(8))
+    with suppress(FileError):
+        arrays = read_arrays(_file("m.safetensors.index.json", data))
+        # Of a manifest, which the bytes may be as well, there is nothing to say here.
+        if b"params" not in data:
+            assert arrays.leaves.keys() <= _SHARD.keys()
+
+
+# An array of a checkpoint, and one outside of it.
+_ZARR = {"chunks": [4], "compressor": None, "dimension_separator": ".", "dtype": "<f4",
+         "fill_value": None, "filters": None, "order": "C", "shape": [4], "zarr_format": 2}  # fmt: skip
+_OUTSIDE = _ZARR | {"shape": [7], "chunks": [7], "dtype": "|i1"}
+_ENTRY = {"key_metadata": [{"key": "b", "key_type": 2}],
+          "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}  # fmt: skip
+_CHECKPOINT = {
+    "_METADATA": {"tree_metadata": {"('b',)": _ENTRY}, "use_ocdbt": False, "use_zarr3": False},
+    "b/.zarray": _ZARR,
+    "_sharding": {},
+}
+
+
+def orbax(data: bytes) -> None:
+    """A checkpoint, of which the first byte says which file the others are: nothing from outside."""
+    changed = list(_CHECKPOINT)[Bytes(data).below(len(_CHECKPOINT))]
+    for name, content in (_CHECKPOINT | {"../outside/.zarray": _OUTSIDE}).items():
+        path = _DIRECTORY / "checkpoint" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data[1:] if name == changed else json.dumps(content).encode())
+    with suppress(FileError):
+        leaves = read_arrays(str(_DIRECTORY / "checkpoint")).leaves
+        _check_arrays(leaves)
+        if changed == "_METADATA":
+            assert ((7,), "int8") not in [(leaf.shape, leaf.dtype) for leaf in leaves.values()]
 
 
 def _check_arrays(leaves: dict[str, Any]) -> None:
@@ -78,22 +127,33 @@ def _check_arrays(leaves: dict[str, Any]) -> None:
         assert type(name) is str
         assert all(type(size) is int and size >= 0 for size in leaf.shape)
         assert type(leaf.dtype) is str
-    sr.plan(leaves, [(".*", None)], {"tp": 2}).check()
+    try:
+        sr.plan(leaves, [(".*", None)], {"tp": 2}).check()
+    except ValueError as error:
+        assert "has more bytes than can be counted" in str(error)
 
 
 def rules(data: bytes) -> None:
-    """A rule file: `FileError`, or rules that match as `re` does."""
-    for name in ("r.json", "r.toml"):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                read = read_rules(_file(name, data))
-        except FileError:
-            continue
-        assert isinstance(read.rules, sr.Rules)
-        for path in ("", "layers/0/kernel", "é"):
-            first = read.rules.first_match(path)
-            assert (first is None) == (read.rules.all_matches(path) == [])
+    """A rule file in JSON: `FileError`, or rules that match as `re` does."""
+    _check_rules(_file("r.json", data))
+
+
+def toml(data: bytes) -> None:
+    """The same in TOML."""
+    _check_rules(_file("r.toml", data))
+
+
+def _check_rules(path: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read = read_rules(path)
+    except FileError:
+        return
+    assert isinstance(read.rules, sr.Rules)
+    for leaf in ("", "layers/0/kernel", "é"):
+        first = read.rules.first_match(leaf)
+        assert (first is None) == (read.rules.all_matches(leaf) == [])
 
 
 @contextmanager
@@ -316,7 +376,10 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "manifest": manifest,
     "raw_manifest": raw_manifest,
     "safetensors": safetensors,
+    "index": index,
+    "orbax": orbax,
     "rules": rules,
+    "toml": toml,
     "rule_values": rule_values,
     "lock": lock,
     "lock_values": lock_values,

@@ -31,14 +31,14 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import Declared
-from shardrules._files.content import parse_json, read_bytes
+from shardrules._files.content import max_memory, parse_json, read_bytes
 from shardrules._files.errors import FileError
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
-from shardrules._words import shown
+from shardrules._words import bytes_shown, shown
 
 __all__ = ["DIALECTS", "RuleFile", "read_rules"]
 
@@ -54,6 +54,12 @@ _KEYS: Final = (
 _RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
+
+# Bytes of memory that a byte takes at most: as the program of all patterns; and in `tomllib`, as a
+# table's name. A pattern that is being parsed takes 220, and 12 us, per character.
+_PER_BYTE: Final = 64
+_PER_BYTE_OF_TOML: Final = 512
+_MOST_CHARACTERS: Final = 100_000
 
 
 class RuleFile(NamedTuple):
@@ -80,8 +86,7 @@ def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
     if is_module_form(source):
         return _of_module(source, dialect)
     path = Path(source)
-    parse = parse_toml if path.suffix == ".toml" else parse_json
-    content = parse(path, read_bytes(path))
+    content = _content(path)
     table = {"rules": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
         raise FileError(
@@ -116,6 +121,17 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
     )
 
 
+def _content(path: Path) -> Any:
+    data, is_toml = read_bytes(path), path.suffix == ".toml"
+    if len(data) * (_PER_BYTE_OF_TOML if is_toml else _PER_BYTE) > max_memory.get():
+        raise FileError(
+            f"{path}: reading {bytes_shown(len(data))} of rules takes more than "
+            f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
+            "--max-memory"
+        )
+    return (parse_toml if is_toml else parse_json)(path, data)
+
+
 def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:
     for key in table:
         if key not in known:
@@ -148,6 +164,7 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     for key in ("pattern", "spec"):
         if key not in rule:
             raise FileError(f"{where}: it has no {key}; write one, where spec = [] replicates")
+    _check_length(where, rule["pattern"])
     pattern = _pattern(where, rule["pattern"], rule.get("flags", ""))
     spec = _spec(where, rule["spec"])
     if rule.keys() <= {"pattern", "spec", "flags"}:
@@ -161,6 +178,15 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         return pattern, RuleSpec(spec, own, units=tuple(units))
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
+
+
+def _check_length(where: str, pattern: object) -> None:
+    length = len(str(pattern))
+    if length > _MOST_CHARACTERS:
+        raise FileError(
+            f"{where}: the pattern has {length:,} characters, and at most {_MOST_CHARACTERS:,} are "
+            "allowed; make several of it"
+        )
 
 
 def _pattern(where: str, pattern: object, flags: object) -> object:
@@ -205,6 +231,7 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
         raise FileError(f"{path}: replicated is {shown(patterns)}; write a list of patterns")
     for index, pattern in enumerate(patterns):
+        _check_length(f"{path}: replicated[{index}]", pattern)
         _regex(f"{path}: replicated[{index}]", pattern, 0)
     return tuple(patterns)
 

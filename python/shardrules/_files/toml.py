@@ -1,8 +1,7 @@
 """TOML from bytes, with every way to fail made a `FileError`.
 
-`tomllib` takes time by the square of a key's parts (50 s for 80 kB of `a.a.a`) and up to some 400
-bytes of memory per character, so both are bounded before it begins. Costs what `tomllib` costs.
-Must not know what the TOML means.
+`tomllib` takes time by the square of a key's parts (50 s for 80 kB of `a.a.a`), so they are counted
+before it begins. Costs what `tomllib` costs. Must not know what the TOML means.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._files.content import max_memory, text_of
+from shardrules._files.content import text_of
 from shardrules._files.errors import FileError
-from shardrules._words import bytes_shown
 
 __all__ = ["parse_toml"]
 
-_BYTES_PER_CHARACTER: Final = 512
 # Five more than a rule needs.
 _MOST_LEVELS: Final = 8
 # Strings and comments, where dots mean nothing. What is not closed goes on to the end: there is no
@@ -35,14 +32,8 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
     """The table that bytes of that file are.
 
     Raises:
-        FileError: They are no TOML, or too much of it.
+        FileError: They are no TOML, or a key has too many levels.
     """
-    if len(data) * _BYTES_PER_CHARACTER > max_memory.get():
-        raise FileError(
-            f"{path}: reading {bytes_shown(len(data))} of TOML takes more than "
-            f"{bytes_shown(max_memory.get())} of memory; write so many rules as JSON, or allow "
-            "more with --max-memory"
-        )
     text = text_of(path, data)
     if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
         raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
