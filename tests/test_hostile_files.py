@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from shardrules._cli.app import app
+from shardrules._cli.inputs import _nested
 from shardrules._files import content
-from shardrules._files.arrays import read_arrays
+from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.content import memory_within, parse_json, read_bytes
 from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
 from tests.files import header_file, message
 
@@ -231,6 +233,29 @@ def test_the_command_line_allows_more(tmp_path):
         assert done.exit_code == 2
         assert "allow more with --max-memory" in done.output
         assert typer_testing.CliRunner().invoke(app, [*command, "1GB"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "names", [["a/" * 3_000_000 + "b"], [f"{i}/" + "a/" * 900 for i in range(9000)]]
+)
+def test_names_of_many_levels_do_not_fill_the_memory(names):
+    """Some dialects need dicts in dicts, which take a hundred times what a name takes."""
+    leaf = ArraySpec((2,), "float32")
+    with pytest.raises(
+        FileError, match="^m: .* the names have more levels than this dialect"
+    ) as info:
+        _nested(Arrays("m", dict.fromkeys(names, leaf), "/"))
+    assert len(str(info.value)) < 3000
+
+
+def test_dicts_are_counted_as_they_are_made():
+    leaf = ArraySpec((2,), "float32")
+    names = [f"layers/{i}/attention/{name}/kernel" for i in range(1000) for name in "qkvo"]
+    arrays = Arrays("m", dict.fromkeys(names, leaf), "/")
+    with memory_within(6005 * 320):
+        assert _nested(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
+    with memory_within(5000 * 320), pytest.raises(FileError, match="more levels"):
+        _nested(arrays)
 
 
 # What is no regular file
