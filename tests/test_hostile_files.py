@@ -154,7 +154,9 @@ BOMBS = {
     "rules.json.gz": (packed((b"[", 1), (b'["",[]],', 20_000_000), (b'["",[]]]', 1)), LARGE),
 }  # fmt: skip
 RULES = re.compile("toml|rules|pattern|flags|replicated")
-SLOW = {"zeros.json", "tables.toml", "long dimensions.json"}
+SLOW = {
+    "zeros.json", "spaces.json.gz", "string.json.gz", "tables.toml", "long dimensions.json", "name.json"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

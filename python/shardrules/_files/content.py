@@ -39,6 +39,7 @@ _OPEN_FLAGS: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 # dict and in the pairs of which that is made, a comma one in a list; and behind a colon or comma is
 # a number, which the string that may be there gives back. Real files take 0.6 to 1 of the sum.
 _COSTS: Final = {b"[": 96, b"{": 61, b":": 163, b",": 41, b'"': 13}
+_OTHERS: Final = bytes(set(range(256)).difference(*_COSTS))
 # The text and its strings, per byte; with one wide character, or an escape of one, each takes four.
 _NARROW: Final = 2
 _WIDE: Final = 8
@@ -124,7 +125,8 @@ def joined(path: Path, chunks: Iterable[bytes], size: int) -> bytes:
     length, values, per_byte, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
         length += len(chunk)
-        values += sum(cost * chunk.count(byte) for byte, cost in _COSTS.items())
+        marks = chunk.translate(None, _OTHERS)
+        values += sum(cost * marks.count(byte) for byte, cost in _COSTS.items())
         if not chunk.isascii() or b"\\" in chunk:
             per_byte = _WIDE
         if length * per_byte + values > most:
