@@ -90,7 +90,8 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
 
 
 def _report(fixed: Plan) -> str:
-    path = Path(tempfile.gettempdir()) / "shardrules-demo.html"
+    # In a directory of its own: a name that all know could be a link by now.
+    path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     try:
         found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
         fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=_HBM, **_COUNTED)
