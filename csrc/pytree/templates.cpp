@@ -8,6 +8,8 @@ namespace shardrules::pytree {
 namespace {
 
 constexpr std::size_t kMostDigits = 18;  // fit an int64
+// Folding sorts all paths for each of them; names of models have a handful.
+constexpr std::size_t kMostNumbers = 16;
 // What follows each NUL of a template.
 constexpr char kHole = '#', kOfThePath = '0';
 
@@ -15,6 +17,7 @@ bool is_digit(char c) { return '0' <= c && c <= '9'; }
 
 // Appends the path with its numbers taken out.
 void take_numbers(std::string_view path, std::string& text, std::vector<std::int64_t>& numbers) {
+    const std::size_t most = numbers.size() + kMostNumbers;
     for (std::size_t i = 0; i < path.size();) {
         if (!is_digit(path[i])) {
             text.push_back(path[i]);
@@ -25,7 +28,8 @@ void take_numbers(std::string_view path, std::string& text, std::vector<std::int
         std::size_t end = i;
         while (end < path.size() && is_digit(path[end])) ++end;
         const std::string_view digits = path.substr(i, end - i);
-        if (digits.size() > kMostDigits || (digits[0] == '0' && digits.size() > 1)) {
+        const bool is_text = digits.size() > kMostDigits || (digits[0] == '0' && digits.size() > 1);
+        if (is_text || numbers.size() == most) {
             text.append(digits);
         } else {
             std::int64_t number = 0;

@@ -17,8 +17,8 @@ struct Templates {
     std::vector<std::int64_t> numbers;        // of all paths in a row, as many as they have holes
 };
 
-// `paths`: a list of str. A number is what str(int) writes: with leading zeros, or longer than 18
-// digits, it stays a part of the name.
+// `paths`: a list of str. A number is what str(int) writes: with leading zeros, longer than 18
+// digits, or behind 16 others, it stays a part of the name.
 Templates templates_of(PyObject* paths);
 
 }  // namespace shardrules::pytree

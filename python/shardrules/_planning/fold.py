@@ -7,9 +7,9 @@ each group. Must not know what the paths name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -65,58 +65,93 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
     holes = np.fromiter((name.count(_HOLE) for name in names), np.int64, len(names))[template_of]
     starts = np.cumsum(holes) - holes
     key = template_of * (int(group_of.max()) + 1) + group_of
-    order = np.argsort(key, kind="stable")
-    bounds = np.flatnonzero(np.diff(key[order])) + 1
-    folded = []
-    for rows in np.split(order, bounds):
-        name, group = names[template_of[rows[0]]], int(group_of[rows[0]])
-        matrix = numbers[starts[rows][:, None] + np.arange(int(holes[rows[0]]))]
-        for values, part in _products(matrix, rows):
-            folded.append(Folded(_parts(name, values), group, np.sort(part)))
-    folded.sort(key=lambda one: int(one.rows[0]))
-    return folded
+    folded: list[Folded] = []
+    firsts = []
+    for count in np.unique(holes).tolist():
+        chosen = np.flatnonzero(holes == count)
+        columns = [numbers[starts[chosen] + i] for i in range(count)]
+        products = _products(_ranked(key[chosen])[1], columns)
+        order = chosen[np.argsort(products, kind="stable")]
+        bounds = np.append(0, np.cumsum(np.bincount(products)))
+        firsts.append(order[bounds[:-1]])
+        sets = [_sets(products, column) for column in columns]
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+            rows = order[begin:end]
+            row = rows.item(0)
+            values = [one[i] for one in sets]
+            # Its numbers are in the path as they are, if there is only one of each.
+            alone = all(len(one) == 1 for one in values)
+            parts = (paths[row],) if alone else _parts(names[template_of[row]], values)
+            folded.append(Folded(parts, group_of.item(row), rows))
+    return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
 
 def _products(
-    matrix: npt.NDArray[np.int64], rows: npt.NDArray[np.intp]
-) -> Iterator[tuple[list[npt.NDArray[np.int64]], npt.NDArray[np.intp]]]:
-    """Splits the rows of numbers into products of sets: (the set of each column, the rows)."""
-    values = [np.unique(column) for column in matrix.T]
-    size = prod(map(len, values))
-    # Equal paths of different leaves are one, so that distinct ones are counted.
-    if not values or (size <= len(rows) and size == len(np.unique(_codes(matrix, values)))):
-        yield values, rows
-        return
-    # Were each column free of the others, it would be a product.
-    columns = (_alike(matrix, column) for column in range(matrix.shape[1]))
-    group_of = next(groups for groups in columns if groups.any())
-    order = np.argsort(group_of, kind="stable")
-    for chosen in np.split(order, np.flatnonzero(np.diff(group_of[order])) + 1):
-        yield from _products(matrix[chosen], rows[chosen])
-
-
-def _alike(matrix: npt.NDArray[np.int64], column: int) -> npt.NDArray[np.intp]:
-    """Per row a number, equal where the values of this column stand beside the same others."""
-    others = np.delete(matrix, column, axis=1)
-    distinct = np.unique(np.column_stack([matrix[:, column], others]), axis=0)
-    values, firsts = np.unique(distinct[:, 0], return_index=True)
-    groups: dict[bytes, int] = {}
-    group_of_value = [
-        groups.setdefault(part[:, 1:].tobytes(), len(groups))
-        for part in np.split(distinct, firsts[1:])
-    ]
-    return np.array(group_of_value, np.intp)[np.searchsorted(values, matrix[:, column])]
-
-
-def _codes(
-    matrix: npt.NDArray[np.int64], values: list[npt.NDArray[np.int64]]
+    group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.intp]:
-    """A number for each row, equal for equal rows."""
-    places = [np.searchsorted(v, column) for v, column in zip(values, matrix.T, strict=True)]
-    return np.asarray(np.ravel_multi_index(tuple(places), tuple(map(len, values))))
+    """Per row of numbers that of its product: of sets whose product are rows of its group.
+
+    The rows of a group are words of an automaton that reads a number for each column. Numbers that
+    lead from one state to the same other state are one set: a product is a way through the states
+    of the smallest such automaton. Costs some sorts per column.
+    """
+    # Down the tree of all words: the node of each row, and of each node its parent and number.
+    node_of, edges = [group_of], []
+    for column in columns:
+        distinct, number = _ranked(column)
+        pairs, node = _ranked(node_of[-1] * len(distinct) + number)
+        edges.append(np.divmod(pairs, len(distinct)))
+        node_of.append(node)
+    # And up again: nodes from which the same words lead to the end are one state.
+    state = np.zeros(int(node_of[-1].max()) + 1, np.intp)
+    state_of = []
+    for node, (parent, number) in zip(node_of[:0:-1], edges[::-1], strict=True):
+        state_of.append(state[node])
+        state = _states(parent, _ranked(number * (int(state.max()) + 1) + state)[1])
+    product = group_of
+    for of_rows in reversed(state_of):
+        product = _ranked(product * (int(of_rows.max()) + 1) + of_rows)[1]
+    return product
 
 
-def _parts(template: str, values: list[npt.NDArray[np.int64]]) -> tuple[str, ...]:
+def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Per parent a number, equal for those with equal edges; both are ordered by parent."""
+    counts = np.bincount(parent)
+    ends = np.cumsum(counts)
+    states = edge[ends - counts]
+    known: dict[bytes, int] = {}
+    new = int(edge.max()) + 1
+    # Those with several edges are no more than the rows, whatever the number of columns.
+    for i in np.flatnonzero(counts > 1).tolist():
+        edges = edge[ends[i] - counts[i] : ends[i]].tobytes()
+        states[i] = known.setdefault(edges, new + len(known))
+    return states
+
+
+def _ranked(
+    values: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """The distinct values, ascending, and of each value its place among them."""
+    most = int(values.max()) + 1
+    if most > 4 * len(values):
+        distinct, places = np.unique(values, return_inverse=True)
+        return distinct, places.astype(np.intp)
+    # Small numbers need no sorting, which takes ten times as long.
+    seen = np.zeros(most, np.bool_)
+    seen[values] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
+
+
+def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Per product the numbers of a column, ascending, each once."""
+    values, place = _ranked(column)
+    products, places = np.divmod(_ranked(product_of * len(values) + place)[0], len(values))
+    ends = np.cumsum(np.bincount(products)).tolist()
+    every = values[places].tolist()
+    return [every[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+
+def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
     """The template's texts and the sets of its holes; a set of one number is text."""
     first, *texts = template.split(_HOLE)
     parts = [first]
@@ -128,11 +163,12 @@ def _parts(template: str, values: list[npt.NDArray[np.int64]]) -> tuple[str, ...
     return tuple(part.replace(_NUL, "\0") for part in parts)
 
 
-def _set_shown(numbers: npt.NDArray[np.int64]) -> str:
+def _set_shown(numbers: list[int]) -> str:
     """{0..60}, or {0,2..5}."""
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    begins = [i for i, number in enumerate(numbers) if i == 0 or number > numbers[i - 1] + 1]
     texts: list[str] = []
-    for run in runs:
+    for begin, end in itertools.pairwise([*begins, len(numbers)]):
+        run = numbers[begin:end]
         texts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
     return "{" + ",".join(texts) + "}"
 
