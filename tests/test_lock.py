@@ -446,7 +446,7 @@ def test_many_leaves_together():
         (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
         (setting("mesh", {}), "a mesh without axes"),
         (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
-        (setting("mesh", {f"a{i}": 1 for i in range(200)}), "dimension"),
+        (setting("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
         (setting("mesh", "tp", float("nan")), "must be an integer"),
         (setting("mesh", [["tp", 2]]), "stands where a dict belongs"),
         (setting("rules", {}), "stands where a list belongs"),

@@ -6,6 +6,8 @@ import gc
 import pickle
 import subprocess
 import sys
+import time
+import tracemalloc
 import weakref
 from collections import OrderedDict
 from dataclasses import replace
@@ -16,11 +18,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._planning.budget import by_class
 from tests import corpus, references
 from tests.test_lock import abstract
 from tests.test_trees import kinds_of_trees, trees_of_libraries
@@ -369,6 +374,91 @@ def test_bytes_per_device_of_uneven_shards(mesh, shape, spec):
         expected[np.nonzero(mesh.devices == device)] = prod(real) * 4
     np.testing.assert_array_equal(plan.bytes_per_device().total, expected)
     assert plan.device_bytes.tolist() == [expected.max()]
+
+
+UNCUT = sr.Correction(indivisible="keep", pad=False)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 30, 2**18]), min_size=3, max_size=3),
+            st.permutations(["a", "b", "c", "and"]),
+            st.sampled_from(["int4", "int8", "bfloat16", "float64"]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_kinds_together_hold_what_each_holds(sizes, kinds):
+    """One array alone is compared with JAX above; together they are counted by class of devices."""
+    mesh = dict(zip("abc", sizes, strict=True))
+    tree, rules = {}, []
+    for i, (shape, order, dtype) in enumerate(kinds):
+        # Axes until "and" cut a dimension each, those behind it the last one together.
+        alone, together = order[: order.index("and")], order[order.index("and") + 1 :]
+        entries = [*alone[:2], *[None] * (2 - len(alone[:2])), tuple(together) or None]
+        name = f"{i}" * 3 + "w"
+        tree[name] = array(*shape, dtype=dtype)
+        rules.append((name, tuple(entries)))
+    plan = sr.plan(tree, rules, mesh, correction=UNCUT)
+    each = sum(
+        kind.device_bytes * count for kind, count in zip(plan.kinds, plan.counts, strict=True)
+    )
+    held = plan.bytes_per_device()
+    np.testing.assert_array_equal(held.total, each)
+    assert held.max == each.max()
+    fullest = [kind.device_bytes.max() for kind in plan.kinds]
+    assert [kind.largest_bytes for kind in plan.kinds] == fullest
+    assert f": {held}" in str(plan).split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ({"fsdp": 1000, "tp": 1000}, ("fsdp", "tp")),
+        ({"fsdp": 1000, "tp": 1000}, (("fsdp", "tp"), None)),
+        ({"tp": 2**24}, ("tp", None)),
+    ],
+    ids=str,
+)
+def test_a_million_devices_and_a_thousand_uneven_kinds(mesh, spec):
+    """Each kind had a number for each device: 7.7 GB."""
+    count = prod(mesh.values())
+    tree = {f"w{i}": array(count + 1 + 997 * i, 10**6 + 1 + 991 * i) for i in range(1000)}
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        plan = sr.plan(tree, [("", spec)], mesh, correction=UNCUT)
+        fullest = by_class(plan).max
+        told = str(plan), str(plan.diff(plan))
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+        held = plan.bytes_per_device()
+        assert tracemalloc.get_traced_memory()[1] < 100e6 + 16 * count
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - start < 20
+    assert held.params.shape == tuple(mesh.values())
+    assert fullest == held.max == plan.device_bytes.sum()
+    # The last device has nothing of what is cut a million times.
+    of_last = sum(kind.device_bytes.item(-1) for kind in plan.kinds[:3])
+    three = sr.plan(dict(list(tree.items())[:3]), [("", spec)], mesh, correction=UNCUT)
+    assert three.bytes_per_device().params.item(-1) == of_last
+    assert told
+
+
+def test_too_many_classes_of_devices():
+    mesh = {f"a{i}": 2 for i in range(24)}
+    plan = sr.plan({"w": array(5_592_405)}, [("w", (tuple(mesh),))], mesh, correction=UNCUT)
+    with pytest.raises(ValueError, match="let the mesh divide the shapes, or name fewer axes"):
+        str(plan)
+
+
+def test_too_many_mesh_axes():
+    """NumPy told it in its own words, when the first leaf was counted."""
+    with pytest.raises(ValueError, match="a mesh of 65 axes; bytes are counted for at most 32"):
+        sr.plan({"w": array(8)}, [("w", None)], {f"a{i}": 1 for i in range(65)})
 
 
 def test_elements_of_less_than_a_byte():

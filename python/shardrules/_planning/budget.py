@@ -1,19 +1,19 @@
 """Bytes on each device: of parameters, gradients and optimizer state.
 
-Costs a few additions of arrays the size of the mesh per kind of leaf. Must not know about rules.
+Costs a few numbers per kind of leaf; `budget` alone makes one for each device. Must not know about
+rules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._arguments import MOST
 from shardrules._files.dtypes import bits_of
-from shardrules._sharding.device_bytes import device_bytes
+from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
 from shardrules._words import bytes_shown, shown
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardrules._planning.plan import Plan
 
-__all__ = ["DeviceBytes", "budget", "rows_of_optimizer"]
+__all__ = ["DeviceBytes", "budget", "by_class", "rows_of_optimizer"]
 
 # flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
 # them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
@@ -44,8 +44,8 @@ _OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=
 class DeviceBytes(NamedTuple):
     """Bytes on each device: one dimension for each mesh axis, in the mesh's order.
 
-    They are int64; or Python's ints, as objects, where that is too small. What a leaf is counted
-    as, its path decides.
+    They are int64; or Python's ints, as objects, where that is too small; and cannot be written to.
+    What a leaf is counted as, its path decides.
     """
 
     params: npt.NDArray[np.int64]
@@ -61,7 +61,10 @@ class DeviceBytes(NamedTuple):
     @property
     def total(self) -> npt.NDArray[np.int64]:
         """All of it."""
-        return _summed(((1, held) for held in self), self.params.shape)
+        most = sum(int(held.max()) for held in self)
+        exact = np.int64 if most <= MOST else object
+        total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in self)  # type: ignore[assignment]
+        return total
 
     @property
     def max(self) -> int:
@@ -83,17 +86,34 @@ class DeviceBytes(NamedTuple):
 
 def budget(plan: Plan, gradients: Any, optimizer: Plan | tuple[Any, ...] | None) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    shape = tuple(plan.axis_sizes.values())
+    classes, held = _counted(plan, gradients, optimizer)
+    return DeviceBytes(*map(classes.each, held))
+
+
+def by_class(
+    plan: Plan, gradients: Any = None, optimizer: Plan | tuple[Any, ...] | None = None
+) -> DeviceBytes:
+    """The same with a number for each class of devices that hold alike, not for each device."""
+    return _counted(plan, gradients, optimizer)[1]
+
+
+# So many arrays of each kind.
+_Arrays = list[tuple[int, Held]]
+
+
+def _counted(
+    plan: Plan, gradients: Any, optimizer: Plan | tuple[Any, ...] | None
+) -> tuple[DeviceClasses, DeviceBytes]:
     of_state = _optimizer_counts(plan)
-    held = [kind.device_bytes for kind in plan.kinds]
-    params = _summed(zip((plan.counts - of_state).tolist(), held, strict=True), shape)
-    state = [(1, _summed(zip(of_state.tolist(), held, strict=True), shape))]
+    of_params = (plan.counts - of_state).tolist()
+    kinds = [kind.held for kind in plan.kinds]
+    params = list(zip(of_params, kinds, strict=True))
+    state = list(zip(of_state.tolist(), kinds, strict=True))
+    of_gradients: _Arrays = []
     if gradients is True:
-        of_gradients = params.copy()
+        of_gradients = params
     elif gradients is not None and gradients is not False:
-        of_gradients = _like_params(plan, of_state, _bits("gradients", gradients))
-    else:
-        of_gradients = np.zeros(shape, np.int64)
+        of_gradients = _like_params(plan, of_params, _bits("gradients", gradients))
     if optimizer is None:
         pass
     elif not isinstance(optimizer, tuple):
@@ -103,12 +123,15 @@ def budget(plan: Plan, gradients: Any, optimizer: Plan | tuple[Any, ...] | None)
                 f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
                 f"{plan.axis_sizes}"
             )
-        state.append((1, optimizer.bytes_per_device().total))
+        counts = optimizer.counts.tolist()
+        state += [(n, kind.held) for n, kind in zip(counts, optimizer.kinds, strict=True)]
     else:
         for position, dtype in enumerate(optimizer):
             bits = _bits(f"optimizer[{position}]", dtype)
-            state.append((1, _like_params(plan, of_state, bits)))
-    return DeviceBytes(params, of_gradients, _summed(state, shape))
+            state += _like_params(plan, of_params, bits)
+    parts = (params, of_gradients, state)
+    classes = DeviceClasses((held for part in parts for _, held in part), plan.axis_sizes)
+    return classes, DeviceBytes(*map(classes.total, parts))
 
 
 def _bits(name: str, dtype: Any) -> int:
@@ -120,29 +143,13 @@ def _bits(name: str, dtype: Any) -> int:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
-def _like_params(plan: Plan, of_state: npt.NDArray[np.intp], bits: int) -> npt.NDArray[np.int64]:
-    """Bytes on each device of arrays like the parameters, of another dtype."""
-    counted = zip(plan.kinds, (plan.counts - of_state).tolist(), strict=True)
-    held = (
-        (count, device_bytes(kind.shape, bits, kind.spec or Entries(), plan.axis_sizes))
-        for kind, count in counted
+def _like_params(plan: Plan, counts: list[int], bits: int) -> _Arrays:
+    """Arrays like the parameters, of another dtype."""
+    return [
+        (count, held_of(kind.shape, bits, kind.spec or Entries(), plan.axis_sizes))
+        for count, kind in zip(counts, plan.kinds, strict=True)
         if kind.shape is not None
-    )
-    return _summed(held, tuple(plan.axis_sizes.values()))
-
-
-def _summed(
-    counted: Iterable[tuple[int, npt.NDArray[Any]]], shape: tuple[int, ...]
-) -> npt.NDArray[Any]:
-    """The sum of count * bytes, exact: Python's ints from where int64 is too small."""
-    total: npt.NDArray[Any] = np.zeros(shape, np.int64)
-    most = 0
-    for count, held in counted:
-        most += count * int(held.max())
-        if most > MOST:
-            total = total.astype(object)
-        total += count * held.astype(total.dtype)
-    return total
+    ]
 
 
 def rows_of_optimizer(paths: list[str]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardrules._planning.budget import by_class
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, spec_shown
 from shardrules._words import bytes_shown, counted, mesh_shown
@@ -93,7 +94,7 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
     return PlanDiff(
         (before.axis_sizes, after.axis_sizes),
-        (before.bytes_per_device().max, after.bytes_per_device().max),
+        (by_class(before).max, by_class(after).max),
         tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
     )
 

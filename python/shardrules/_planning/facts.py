@@ -15,6 +15,7 @@ import numpy as np
 
 from shardrules._correction import plain_spec
 from shardrules._matching.ways import WAYS
+from shardrules._planning.budget import by_class
 from shardrules._planning.findings import Finding
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, spec_shown
@@ -102,7 +103,7 @@ class Facts:
     @cached_property
     def total(self) -> int:
         """Bytes of all leaves on the fullest device."""
-        return self.plan.bytes_per_device().max
+        return by_class(self.plan).max
 
     def is_much(self, count: int) -> bool:
         """Whether so many bytes on a device are worth a warning, beside what must be held."""

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike
-from shardrules._sharding.device_bytes import device_bytes
+from shardrules._sharding.device_bytes import Held, device_bytes, held_of
 from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import Entries, entries_of, entry_axes, entry_of, is_unconstrained
 from shardrules._words import nearest
@@ -64,8 +64,10 @@ class Kind:
     """Of each loss, what it is and the way out."""
     origin: str | None
     """Where the wanted spec comes from, if it is not the rule's own."""
-    device_bytes: npt.NDArray[np.int64]
-    """Of one leaf on each device: one dimension for each mesh axis."""
+    held: Held
+    """Of one leaf, what the devices hold."""
+    axis_sizes: Mapping[str, int]
+    """Devices along each mesh axis."""
 
     @property
     def dtype_shown(self) -> str:
@@ -86,7 +88,13 @@ class Kind:
     @property
     def largest_bytes(self) -> int:
         """Of one leaf on the device that holds most of it."""
-        return int(self.device_bytes.max())
+        return self.held.most
+
+    @property
+    def device_bytes(self) -> npt.NDArray[np.int64]:
+        """Of one leaf on each device: one dimension for each mesh axis."""
+        spec = Entries() if self.spec is None else self.spec
+        return device_bytes(self.shape or (), self.bits, spec, self.axis_sizes)
 
 
 def whole_bytes(shape: tuple[int, ...] | None, bits: int) -> int:
@@ -159,8 +167,8 @@ def kind_on_mesh(
 ) -> Kind:
     """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
     # What cannot be sharded is counted as if it were replicated.
-    held = device_bytes(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
-    fullest = int(held.max())
+    held = held_of(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
+    fullest = held.most
     kept = axes_named(spec)
 
     def parts_lost(loss: Loss) -> int:
@@ -181,7 +189,8 @@ def kind_on_mesh(
         problem=problem,
         notes=notes,
         origin=origin,
-        device_bytes=held,
+        held=held,
+        axis_sizes=axis_sizes,
     )
 
 

@@ -26,7 +26,7 @@ from shardrules._matching.rules import Rules
 from shardrules._planning.fold import fold, parts_of
 from shardrules._planning.kinds import Kind, plain_entries, spec_shown
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
-from shardrules._sharding.device_bytes import check_countable, device_bytes
+from shardrules._sharding.device_bytes import check_countable, held_of
 from shardrules._sharding.mesh import checked_sizes
 from shardrules._specs import Entries, is_unconstrained, partition_spec
 from shardrules._words import shown
@@ -269,7 +269,6 @@ def _alike(entry: Any, rules: int) -> Alike:
 def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Kind:
     spec = None if entry["spec"] is None else _spec(entry["spec"])
     problem = entry.get("problem")
-    held = device_bytes(alike.shape or (), alike.bits, spec or Entries(), axis_sizes)
     return Kind(
         rule=entry["rule"],
         shape=alike.shape,
@@ -282,7 +281,8 @@ def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Ki
         problem=None if problem is None else _typed(problem, str),
         notes=(),
         origin="a lock",
-        device_bytes=held,
+        held=held_of(alike.shape or (), alike.bits, spec or Entries(), axis_sizes),
+        axis_sizes=axis_sizes,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
+from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import spec_shown
 from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
@@ -25,9 +26,7 @@ def table_html(plan: Plan, limit: int = 50) -> str:
     held = {id(row): len(row.rows) * plan.kinds[row.group].largest_bytes for row in plan.folded}
     rows = sorted(plan.folded, key=lambda row: -held[id(row)])
     mesh = mesh_shown(plan.axis_sizes)
-    caption = (
-        f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {plan.bytes_per_device()}"
-    )
+    caption = f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {by_class(plan)}"
     lines = [_line(_cells(plan, row, held[id(row)]), "td") for row in rows[:limit]]
     lines += [
         f'<tr><td colspan="{len(_HEADINGS)}">{more}; Plan.to_html shows all</td></tr>'

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import axes_used
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._words import bytes_shown, mesh_shown
@@ -77,7 +78,7 @@ def sweep(
     rows = []
     for mesh in chosen:
         there = plan.on_mesh(mesh)
-        held = there.bytes_per_device(gradients=gradients, optimizer=optimizer).max
+        held = by_class(there, gradients, optimizer).max
         rows.append(_row(there, held, hbm))
     return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
 

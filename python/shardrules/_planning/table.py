@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import spec_shown
 from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
@@ -40,7 +41,7 @@ def heading(plan: Plan) -> str:
     return (
         f"{counted(len(plan), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
         f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
-        f"{plan.bytes_per_device()}"
+        f"{by_class(plan)}"
     )
 
 

@@ -1,13 +1,15 @@
-"""Bytes of one sharded array on each device, uneven shards included.
+"""Bytes of sharded arrays on each device, uneven shards included.
 
-Costs a small array with a number for each device that differs. Must not know about trees or rules.
+Devices that hold alike are one class, so that an array costs a few numbers, however many devices
+there are; only `DeviceClasses.each` makes a number for each. Must not know about trees or rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -17,23 +19,87 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
-__all__ = ["check_countable", "device_bytes"]
+__all__ = ["DeviceClasses", "Held", "check_countable", "device_bytes", "held_of"]
 
 _MOST_DEVICES: Final = 2**24
-_MOST_BITS: Final = 2**63 - 1
+# NumPy 1's arrays have no more dimensions.
+_MOST_AXES: Final = 32
+_MOST_INT64: Final = 2**63 - 1
+# A million devices of as many classes, and a thousand ways to cut arrays: half a minute. Four
+# million Python ints, for counts that int64 cannot hold, take 200 MB.
+_MOST_CLASSES: Final = 2**22
+_MOST_WORK: Final = 2**30
 
 
 def check_countable(axis_sizes: Mapping[str, int]) -> None:
     """That a number for each device fits into memory.
 
     Raises:
-        ValueError: There are more than 16 million devices.
+        ValueError: There are more than 16 million devices, or more than 32 axes.
     """
+    if len(axis_sizes) > _MOST_AXES:
+        raise ValueError(
+            f"a mesh of {len(axis_sizes):,} axes; bytes are counted for at most {_MOST_AXES} "
+            "dimensions of devices: leave out axes of size 1"
+        )
     devices = prod(axis_sizes.values())
     if devices > _MOST_DEVICES:
         raise ValueError(
             f"a mesh of {devices:,} devices; bytes are counted for at most {_MOST_DEVICES:,}"
         )
+
+
+class _Cut(NamedTuple):
+    """A dimension that its mesh axes do not divide."""
+
+    axes: tuple[str, ...]
+    size: int
+    part: int
+    """What each of the first devices has of it; then one has what is left, and others nothing."""
+
+    def steps(self, axis_sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+        """Positions among the parts from which on devices have another length, and these lengths."""
+        full = self.size // self.part
+        positions, lengths = [0, full, full + 1], [self.part, self.size - full * self.part, 0]
+        kept = 3 if full + 1 < prod(axis_sizes[axis] for axis in self.axes) else 2
+        return positions[:kept], lengths[:kept]
+
+
+class Held(NamedTuple):
+    """What the devices hold of one array."""
+
+    bits: int
+    """Of one element, times what each device has of the dimensions that are cut evenly."""
+    cuts: tuple[_Cut, ...]
+    """The other dimensions."""
+
+    @property
+    def most(self) -> int:
+        """Bytes on the device that holds most, which is the first."""
+        return -(-self.most_bits // 8)
+
+    @property
+    def most_bits(self) -> int:
+        """The same in bits."""
+        return self.bits * prod(cut.part for cut in self.cuts)
+
+
+def held_of(
+    shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
+) -> Held:
+    """What the devices hold of an array; see `device_bytes`."""
+    entries = entries_of(spec)
+    cuts = []
+    for dim, size in enumerate(shape):
+        named = entry_axes(entries[dim]) if dim < len(entries) else ()
+        axes = tuple(axis for axis in named if axis_sizes.get(axis, 1) > 1)
+        parts = prod(axis_sizes[axis] for axis in axes)
+        part = -(-size // parts)
+        if size % parts == 0:
+            bits *= part
+        else:
+            cuts.append(_Cut(axes, size, part))
+    return Held(bits, tuple(cuts) if bits else ())
 
 
 def device_bytes(
@@ -52,29 +118,131 @@ def device_bytes(
 
     Returns:
         Bytes, an array with one dimension for each mesh axis: int64, or Python's ints for an array
-        of 2**60 bytes and more.
+        of 2**60 bytes and more. It cannot be written to.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> device_bytes((10, 4), 16, P("dp"), {"dp": 4, "tp": 1}).ravel()
         array([24, 24, 24,  8])
     """
-    entries = entries_of(spec)
-    names = list(axis_sizes)
-    exact = np.int64 if prod(max(size, 1) for size in shape) * bits <= _MOST_BITS else object
-    held: npt.NDArray[Any] = np.full((1,) * len(names), bits, exact)
-    for dim, size in enumerate(shape):
-        named = entry_axes(entries[dim]) if dim < len(entries) else ()
-        axes = [axis for axis in named if axis in axis_sizes]
-        parts = prod(axis_sizes[axis] for axis in axes)
-        part = -(-size // parts)
-        if size % parts == 0:
-            held = held * part
-            continue
-        position: npt.NDArray[Any] = np.zeros((1,) * len(names), exact)
+    held = held_of(shape, bits, spec, axis_sizes)
+    classes = DeviceClasses([held], axis_sizes)
+    return classes.each(classes.total([(1, held)]))
+
+
+class DeviceClasses:
+    """The devices of a mesh in classes: those of one hold alike of each of some arrays.
+
+    Along a mesh axis what devices hold changes at a few coordinates. The classes are the boxes
+    between these: arrays of numbers per class have a dimension for each mesh axis, of size 1 where
+    nothing changes.
+
+    Args:
+        arrays: All that are to be counted.
+        axis_sizes: Devices along each mesh axis, in the mesh's order.
+
+    Raises:
+        ValueError: There are too many classes, or too many ways to cut arrays, to be counted.
+    """
+
+    def __init__(self, arrays: Iterable[Held], axis_sizes: Mapping[str, int]) -> None:
+        self._axis_sizes = axis_sizes
+        distinct = {held.cuts for held in arrays}
+        starts = {axis: {0} for axis in axis_sizes}
+        for cut in {cut for cuts in distinct for cut in cuts}:
+            for position in cut.steps(axis_sizes)[0]:
+                # The box of the position itself, and all behind it, along each axis.
+                left = position
+                for axis in reversed(cut.axes):
+                    left, coordinate = divmod(left, axis_sizes[axis])
+                    starts[axis] |= {coordinate, coordinate + 1}
+        self._starts = {
+            axis: np.array(sorted(one for one in starts[axis] if one < size), np.int64)
+            for axis, size in axis_sizes.items()
+        }
+        self._check_work(distinct)
+
+    def _check_work(self, distinct: set[tuple[_Cut, ...]]) -> None:
+        classes = prod(map(len, self._starts.values()))
+        ways = {tuple(cut.axes for cut in cuts) for cuts in distinct}
+        steps = sum(3 ** len(cuts) for cuts in distinct)
+        if classes > _MOST_CLASSES or steps + classes * len(ways) > _MOST_WORK:
+            raise ValueError(
+                f"{len(distinct):,} shapes and specs that do not divide give the devices "
+                f"{classes:,} different numbers of bytes, too many to count: let the mesh divide "
+                "the shapes, or name fewer axes in the specs"
+            )
+
+    def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
+        """Bytes of so many arrays of each kind, by class.
+
+        Returns:
+            int64, or Python's ints where that is too small.
+        """
+        counts: Counter[Held] = Counter()
+        for count, held in counted:
+            counts[held] += count
+        most = max((held.most_bits for held in counts), default=0)
+        most = max(most, sum(count * held.most for held, count in counts.items()))
+        exact = np.dtype(np.int64 if most <= _MOST_INT64 else object)
+        whole = sum(count * held.most for held, count in counts.items() if not held.cuts)
+        total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), whole, exact)
+        alike: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)
+        for held, count in counts.items():
+            if held.cuts:
+                alike[tuple(cut.axes for cut in held.cuts)][held] = count
+        for axes, uneven in alike.items():
+            total = total + self._cut_alike(axes, uneven, exact)
+        return total
+
+    def _cut_alike(
+        self, axes: tuple[tuple[str, ...], ...], counts: dict[Held, int], exact: np.dtype[Any]
+    ) -> npt.NDArray[Any]:
+        """The same of arrays whose uneven dimensions are cut by the same axes.
+
+        The bytes by position among the parts of these dimensions are steps: where each array steps
+        is noted, and the steps are summed up at the end, for all arrays together.
+        """
+        steps = {held: [cut.steps(self._axis_sizes) for cut in held.cuts] for held in counts}
+        starts = [
+            np.unique(np.concatenate([of_dims[dim][0] for of_dims in steps.values()]))
+            for dim in range(len(axes))
+        ]
+        noted = np.zeros([len(one) for one in starts], exact)
+        for held, of_dims in steps.items():
+            stepping = np.array(held.bits, exact)
+            for _, lengths in of_dims:
+                stepping = np.multiply.outer(stepping, np.array(lengths, exact))
+            stepping = -(-stepping // 8)
+            for dim in range(len(axes)):
+                stepping = np.diff(stepping, axis=dim, prepend=0)
+            places = [np.searchsorted(s, p) for s, (p, _) in zip(starts, of_dims, strict=True)]
+            noted[np.ix_(*places)] += counts[held] * stepping
+        for dim in range(len(axes)):
+            noted = np.cumsum(noted, axis=dim)
+        places = [
+            np.searchsorted(one, self._positions(named), "right") - 1
+            for one, named in zip(starts, axes, strict=True)
+        ]
+        return noted[tuple(places)]
+
+    def _positions(self, axes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        """By class, the position of its first device among the parts that these axes make."""
+        names = list(self._axis_sizes)
+        position = np.zeros((1,) * len(names), np.int64)
         for axis in axes:
             along = [1] * len(names)
-            along[names.index(axis)] = axis_sizes[axis]
-            position = position * axis_sizes[axis] + np.arange(axis_sizes[axis]).reshape(along)
-        held = held * np.clip(size - position * part, 0, part)
-    return np.broadcast_to(-(-held // 8), tuple(axis_sizes.values()))
+            along[names.index(axis)] = -1
+            position = position * self._axis_sizes[axis] + self._starts[axis].reshape(along)
+        return position
+
+    def each(self, of_classes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """By device, what is given by class: a dimension for each mesh axis, in the mesh's order.
+
+        It cannot be written to: what no axis changes is there only once.
+        """
+        sizes = tuple(self._axis_sizes.values())
+        for dim, (starts, size) in enumerate(zip(self._starts.values(), sizes, strict=True)):
+            if of_classes.shape[dim] > 1:
+                of_classes = np.repeat(of_classes, np.diff(starts, append=size), axis=dim)
+        return np.broadcast_to(of_classes, sizes)
