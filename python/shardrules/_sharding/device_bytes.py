@@ -58,7 +58,7 @@ class _Cut(NamedTuple):
     """What each of the first devices has of it; then one has what is left, and others nothing."""
 
     def steps(self, axis_sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """Positions among the parts from which on devices have another length, and these lengths."""
+        """Positions among the parts from which on devices have other lengths, and these lengths."""
         full = self.size // self.part
         positions, lengths = [0, full, full + 1], [self.part, self.size - full * self.part, 0]
         kept = 3 if full + 1 < prod(axis_sizes[axis] for axis in self.axes) else 2
