@@ -70,7 +70,7 @@ def test_real_models(model):
     rules = corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
     plan = sr.plan(tree, rules, MESH)
     back = check_round_trip(plan)
-    assert len(plan.lock().splitlines()) <= len(plan.rules) + 9 + min(len(plan), 70)
+    assert len(plan.lock().splitlines()) <= len(plan.rules) + 10 + min(len(plan), 70)
     if not any(kind.problem for kind in plan.kinds):
         assert back.specs() == plan.specs()
 
@@ -204,7 +204,7 @@ def test_files_that_cannot_be_read(tmp_path, name, monkeypatch):
         sr.Plan.from_lock(name)
     assert len(str(caught.value)) < 20_000
     (tmp_path / "latin1").write_bytes(b"{\xff}")
-    with pytest.raises(sr.FileError, match="latin1: neither"):
+    with pytest.raises(sr.FileError, match="latin1: byte 1: this is no UTF-8"):
         sr.Plan.from_lock(tmp_path / "latin1")
 
 
@@ -314,12 +314,49 @@ class TestDiff:
             "~ layers/{0..3}/wq  P('fsdp', 'tp') -> P('fsdp', None)  (+128 B on each device)",
             "- gone  (4,)  float32  P('tp')",
             "+ new/{0,1}  (6,)  float32  P('tp')",
+            "rules changed: rules 0, 1, 2",
         }
         back = {
             (c.path, c.leaves, c.before is None, c.after is None)
             for c in after.diff(before).changes
         }
         assert back == {(path, leaves, new, gone) for path, leaves, gone, new in found}
+
+    @pytest.mark.parametrize(
+        ("rules", "told"),
+        [
+            ([("wq", ("fsdp", "tp")), ("b", "tp")], "rule 1"),
+            ([("wq", ("fsdp", "tp")), (re.compile(""), "tp")], "rule 1"),
+            ([("wq", ("fsdp", "tp")), ("never", "dp"), ("", "tp")], "rules 1, 2"),
+            ([("wq", sr.RuleSpec(("fsdp", "tp"), units=(2, None))), ("", "tp")], "rule 0"),
+            ([(f"x{i}", None) for i in range(2000)] + list(RULES), "rules 0, 1, 2, 3, 4, 5, 6, 7 and 1,994 more"),
+            (sr.Rules(RULES, replace(sr.EFORMER, name="mine")), "the dialect"),
+            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.EASYLM), "the dialect, rule 1"),
+        ],
+        ids=range(7),
+    )  # fmt: skip
+    def test_the_rules_alone(self, rules, told):
+        """Other rules that give all leaves the same were no difference."""
+        tree = {"wq": array(8, 8), "b": array(8)}
+        before, after = self.plan(tree), sr.plan(tree, rules, MESH)
+        for diff in (before.diff(after), sr.Plan.from_lock(before.lock()).diff(after)):
+            assert diff
+            assert diff.changes == ()
+            assert diff.rules == tuple(told.split(", ", 1) if "dialect, " in told else [told])
+            assert (
+                str(diff)
+                == f"rules changed: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
+            )
+
+    def test_the_rule_that_decides_alone(self):
+        tree = {"a": array(8), "b": array(8)}
+        rules = [("a", "tp"), ("", "tp")]
+        content = json.loads(sr.plan(tree, rules, MESH).lock())
+        content["format"] = "shardrules lock 1"
+        del content["rules_fingerprint"]
+        content["leaves"][0]["rule"] = 1
+        diff = sr.plan(tree, rules, MESH).diff(sr.Plan.from_lock(json.dumps(content)))
+        assert diff.rules == ("which rule decides 1 leaf",)
 
     @pytest.mark.parametrize(
         ("other", "told"),
@@ -410,6 +447,64 @@ def removing(*keys):
     return edit
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        setting("rules", 0, "pattern", "wk"),
+        setting("rules", 0, "spec", ["tp"]),
+        setting("rules", 0, "units", [None, 4]),
+        setting("rules", 0, "correction", "pad", False),
+        setting("rules", 1, "flags", int(re.M)),
+        setting("rules", 2, "spec", []),
+        setting("leaves", 1, "rule", 0),
+        setting("leaves", 0, "rule", None),
+        setting("dialect", "precedence", "only"),
+        setting("dialect", "correction", "absent", "error"),
+        setting("dialect", "name", "eformer2"),
+        setting("dialect", "separator", "."),
+        lambda content: content["rules"].append({"rule": 3, "pattern": "x", "spec": []}),
+        lambda content: content["rules"].pop(),
+    ],
+    ids=range(14),
+)
+def test_rules_that_were_changed_by_hand(edit):
+    """The fingerprint is that of the leaves: whoever decides them could be anyone."""
+    text = edited(edit)
+    assert json.loads(text)["fingerprint"] == json.loads(LOCK)["fingerprint"]
+    with pytest.raises(sr.FileError, match="is that of another plan|there is no rule"):
+        sr.Plan.from_lock(text)
+
+
+def test_a_lock_of_version_1_is_still_read():
+    def older(content):
+        content["format"] = "shardrules lock 1"
+        del content["rules_fingerprint"]
+
+    plan = sr.Plan.from_lock(edited(older))
+    assert plan.lock() == LOCK
+    with pytest.raises(sr.FileError, match="fields that are not known"):
+        sr.Plan.from_lock(edited(setting("format", "shardrules lock 1")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1),
+        LOCK.replace('"mesh":', '"mesh": {}, "mesh":', 1),
+        LOCK.replace('"rules": [', '"rules": [], "rules": [', 1),
+        LOCK.replace('"spec":', '"spec": null, "spec":', 1),
+        LOCK.replace('"shape":', '"shape": [1], "shape":', 1),
+        LOCK.replace('"absent":', '"absent": "keep", "absent":', 1),
+    ],
+    ids=range(6),
+)
+def test_keys_that_are_there_twice(text):
+    """Python's reader takes the last, a reviewer reads the first."""
+    assert json.loads(text) == json.loads(LOCK)
+    with pytest.raises(sr.FileError, match="is there twice in one object"):
+        sr.Plan.from_lock(text)
+
+
 BOMBS = ["{0..99999999999}", "{0..9999999}", "{0..9}" * 30, "{0..999999}" + "x" * 100_000, "{0..99999," * 1 + "0..99999," * 999 + "1}",
          "{0..99999999999999999999999999}", "{" + "9" * 5000 + "}", "{" * 99_999, "{1}" * 50_000 + "{"]  # fmt: skip
 
@@ -440,7 +535,10 @@ def test_many_leaves_together():
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (setting("format", "shardrules lock 2"), "its format is not 'shardrules lock 1'"),
+        (setting("format", "shardrules lock 3"), "its format is not 'shardrules lock 2'"),
+        (setting("format", ["shardrules lock 2"]), "its format is not"),
+        (setting("more", 1), r"fields that are not known: \['more'\]"),
+        (removing("rules_fingerprint"), "the field 'rules_fingerprint' is missing"),
         (removing("format"), "its format is not"),
         (removing("mesh"), "the field 'mesh' is missing"),
         (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
@@ -465,7 +563,10 @@ def test_many_leaves_together():
             setting("rules", 0, "spec", [["a", {"unconstrained": True}]]),
             "stands where a str belongs",
         ),
-        (setting("rules", 0, "more", 1), "rule 0 is"),
+        (setting("rules", 0, "more", 1), r"rules: there are fields that are not known: \['more'\]"),
+        (setting("rules", 1, "rule", True), "True .* stands where a int belongs"),
+        (setting("rules", 1, "rule", 1.0), "1.0 .* stands where a int belongs"),
+        (setting("rules", 1, "spec", [{"unconstrained": 1}]), "an entry of a spec is"),
         (setting("dialect", "keys", "other"), "keys is 'other'"),
         (setting("dialect", "separator", 5), "rules: "),
         (setting("dialect", "more", 5), "rules: "),
@@ -483,6 +584,7 @@ def test_many_leaves_together():
         (setting("leaves", 1, "shape", [2**80, 0]), "more bytes than can be counted"),
         (setting("leaves", 1, "dtype", "float7"), "float7"),
         (setting("leaves", 1, "dtype", {"a": 1}), "stands where a str belongs"),
+        (setting("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
         (setting("leaves", 1, "spec", None), "either a spec or a problem"),
         (setting("leaves", 1, "problem", "unmatched"), "either a spec or a problem"),
         (setting("leaves", 1, "spec", [3]), "an entry of a spec is 3"),
@@ -498,6 +600,7 @@ def test_many_leaves_together():
         (setting("leaves", 1, "path", "other"), "its fingerprint is that of another plan"),
         (setting("mesh", "tp", 4), "its fingerprint is that of another plan"),
         (setting("fingerprint", None), "its fingerprint is that of another plan"),
+        (setting("rules_fingerprint", None), "its rules' fingerprint is that of another plan"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -579,6 +682,7 @@ def test_mutated_locks_are_file_errors_or_plans(mutations):
             "_digest",
             lambda *args: digests.append(digest(*args)) or content.get("fingerprint"),
         )
+        patch.setattr(module, "_rules_digest", lambda *args: content.get("rules_fingerprint"))
         try:
             plan = sr.Plan.from_lock(json.dumps(content))
         except sr.FileError:

@@ -160,12 +160,14 @@ def _check_rules(path: str) -> None:
 def _lenient_locks(text: str) -> Iterator[None]:
     """Any fingerprint fits, for what is behind that check; and few leaves, which take less time."""
     try:
-        fingerprint = json.loads(text)["fingerprint"]
-    except (LookupError, RecursionError, TypeError, ValueError):
-        fingerprint = None
+        content = json.loads(text)
+        fingerprints = content["fingerprint"], content.get("rules_fingerprint")
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        fingerprints = None, None
     with (
         mock.patch.object(locks, "_MOST_LEAVES", 10_000),
-        mock.patch.object(locks, "_digest", return_value=fingerprint),
+        mock.patch.object(locks, "_digest", return_value=fingerprints[0]),
+        mock.patch.object(locks, "_rules_digest", return_value=fingerprints[1]),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""What differs between two plans: leaves that came, went, or get something else.
+"""What differs between two plans: leaves that came, went, or get something else; and the rules.
 
 Costs a look-up per leaf, and a comparison for each pair of kinds that meet. Must not know how a
 plan is made.
@@ -6,21 +6,27 @@ plan is made.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._correction import rule_spec
 from shardrules._planning.budget import by_class
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, spec_shown
 from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
+    from shardrules._matching.rules import Rules
     from shardrules._planning.plan import Plan
 
 __all__ = ["Change", "PlanDiff", "diff"]
+
+_MOST_RULES: Final = 8
 
 
 class Change(NamedTuple):
@@ -53,9 +59,12 @@ class PlanDiff(NamedTuple):
     bytes: tuple[int, int]
     """On the device that holds most, before and after."""
     changes: tuple[Change, ...]
+    rules: tuple[str, ...] = ()
+    """What differs in what decides, such as "the dialect" or "rule 3", also where all leaves get
+    the same."""
 
     def __bool__(self) -> bool:
-        return bool(self.changes) or self._meshes_differ
+        return bool(self.changes) or bool(self.rules) or self._meshes_differ
 
     @property
     def _meshes_differ(self) -> bool:
@@ -66,6 +75,7 @@ class PlanDiff(NamedTuple):
             return "no differences"
         meshes = " -> ".join(map(mesh_shown, self.mesh))
         lines = [f"mesh {meshes}"] if self._meshes_differ else []
+        lines += [f"rules changed: {', '.join(self.rules)}"] if self.rules else []
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)
@@ -86,17 +96,51 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     width = len(after.kinds) + 1
     pairs, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
     changed: dict[int, tuple[Kind | None, Kind | None]] = {}
-    for number, pair in enumerate(pairs.tolist()):
+    decided_otherwise = 0
+    counts = np.bincount(group_of).tolist()
+    for number, (pair, count) in enumerate(zip(pairs.tolist(), counts, strict=True)):
         a, b = _kind(before, pair // width - 1), _kind(after, pair % width - 1)
         if a is None or b is None or _aspects(a) != _aspects(b):
             changed[number] = (a, b)
+        elif a.rule != b.rule:
+            decided_otherwise += count
     chosen = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
     return PlanDiff(
         (before.axis_sizes, after.axis_sizes),
         (by_class(before).max, by_class(after).max),
         tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
+        tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
     )
+
+
+def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Iterator[str]:
+    """What differs in the rules, in words.
+
+    Args:
+        before: The rules of one plan.
+        after: Those of the other.
+        decided_otherwise: How many leaves that get the same get it from a rule of another number.
+    """
+    if before.dialect != after.dialect:
+        yield "the dialect"
+    pairs = itertools.zip_longest(map(_comparable, before), map(_comparable, after))
+    changed = [index for index, (a, b) in enumerate(pairs) if a != b]
+    if changed:
+        told = ", ".join(map(str, changed[:_MOST_RULES]))
+        more = f" and {len(changed) - _MOST_RULES:,} more" if len(changed) > _MOST_RULES else ""
+        yield f"{'rule' if len(changed) == 1 else 'rules'} {told}{more}"
+    elif decided_otherwise:
+        yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
+
+
+def _comparable(rule: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Equal for equal rules, however they are given."""
+    pattern, given = rule
+    wanted = rule_spec(given)
+    if isinstance(pattern, re.Pattern):
+        pattern = pattern.pattern, pattern.flags & ~re.DEBUG
+    return pattern, spec_shown(wanted.spec), wanted.correction, wanted.units
 
 
 def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:

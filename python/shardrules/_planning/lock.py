@@ -10,9 +10,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import operator
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardrules._correction import Correction, RuleSpec, rule_spec
+from shardrules._files.content import parse_json, read_bytes
 from shardrules._files.errors import FileError
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
-from shardrules._planning.fold import fold, parts_of
+from shardrules._planning.fold import parts_of
 from shardrules._planning.kinds import Kind, plain_entries, spec_shown
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
 from shardrules._sharding.device_bytes import check_countable, held_of
@@ -34,12 +37,17 @@ from shardrules._words import shown
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
 
-__all__ = ["fingerprint", "lock", "read_lock", "text_of"]
+__all__ = ["content_of", "fingerprint", "lock", "read_lock"]
 
-_FORMAT: Final = "shardrules lock 1"
+_FORMAT: Final = "shardrules lock 2"
+# Version 0.1's, which nothing keeps from other rules than those that it was made with.
+_OLD_FORMAT: Final = "shardrules lock 1"
 # Ten times those of the largest models; a few characters of a pattern must not fill the memory.
 _MOST_LEAVES: Final = 10**6
-_MOST_TEXT: Final = 2**28
+# Of paths, non-ASCII characters escaped: with it reading takes 400 MB.
+_MOST_TEXT: Final = 10**8
+_OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
+_FIELDS: Final = {_FORMAT: _OLD_FIELDS | {"rules_fingerprint"}, _OLD_FORMAT: _OLD_FIELDS}
 _LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
 _RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
 _FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
@@ -56,35 +64,61 @@ def fingerprint(plan: Plan) -> str:
 
 def _digest(axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]) -> str:
     of_kind = [f"\t{k.shape}\t{k.dtype_shown}\t{spec_shown(k.spec)}\n" for k in kinds]
+    told = map(of_kind.__getitem__, kind_of.tolist())
+    return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), told))
+
+
+def _rules_digest(dialect: Any, rules: Any, leaves: list[tuple[str, str]]) -> str:
+    """Of what decides the leaves, in whatever order.
+
+    Args:
+        dialect: As in a lock.
+        rules: As in a lock.
+        leaves: (pattern, rule and problem as JSON) of each folded path.
+    """
+    head = json.dumps([dialect, rules], sort_keys=True)
+    return _hash(head, (f"{pattern!a}\t{told}\n" for pattern, told in leaves))
+
+
+def _hash(head: str, rows: Iterable[str]) -> str:
     # With its tabs and newlines escaped no path can pass for a row of something else.
-    rows = [ascii(path) + of_kind[kind] for path, kind in zip(paths, kind_of, strict=True)]
-    digest = hashlib.sha256(ascii(axis_sizes).encode())
-    digest.update("".join(sorted(rows)).encode("utf-8", "surrogatepass"))
+    digest = hashlib.sha256(head.encode())
+    for row in sorted(rows):
+        digest.update(row.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
 def lock(plan: Plan) -> str:
     """See `Plan.lock`."""
     _check_lockable(plan.paths)
-    leaves = [
-        _leaf_entry(plan.kinds[one.group], one.pattern)
-        for one in sorted(fold(plan.paths, plan.kind_of), key=lambda one: one.pattern)
-    ]
+    folded = sorted((one.pattern, one.group) for one in plan.folded)
+    leaf_of = [_json(_leaf_entry(kind)).removeprefix("{") for kind in plan.kinds]
+    leaves = [f'{{"path": {_json(pattern)}, {leaf_of[kind]}' for pattern, kind in folded]
+    rules = [_rule_entry(index, rule) for index, rule in enumerate(plan.rules)]
+    dialect = dataclasses.asdict(plan.rules.dialect)
+    decided_by = [json.dumps([kind.rule, kind.problem]) for kind in plan.kinds]
     head = {
         "format": _FORMAT,
         "fingerprint": fingerprint(plan),
+        "rules_fingerprint": _rules_digest(
+            dialect, rules, [(pattern, decided_by[kind]) for pattern, kind in folded]
+        ),
         "mesh": plan.axis_sizes,
-        "dialect": dataclasses.asdict(plan.rules.dialect),
+        "dialect": dialect,
     }
     parts = [f" {json.dumps(key)}: {_json(value)}" for key, value in head.items()]
-    rules = [_rule_entry(index, rule) for index, rule in enumerate(plan.rules)]
-    parts += [_one_a_line("rules", rules), _one_a_line("leaves", leaves)]
+    parts += [_one_a_line("rules", list(map(_json, rules))), _one_a_line("leaves", leaves)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _check_lockable(paths: list[str]) -> None:
-    if len(paths) > _MOST_LEAVES or sum(map(len, paths)) > _MOST_TEXT:
+    if len(paths) > _MOST_LEAVES:
         raise ValueError(f"a lock holds at most {_MOST_LEAVES:,} leaves, not {len(paths):,}")
+    length = sum(map(_length, paths))
+    if length > _MOST_TEXT:
+        raise ValueError(
+            f"a lock holds paths of at most {_MOST_TEXT:,} characters together, not {length:,}"
+        )
     if len(set(paths)) < len(paths):
         twice = next(path for path, count in Counter(paths).items() if count > 1)
         raise ValueError(
@@ -93,16 +127,23 @@ def _check_lockable(paths: list[str]) -> None:
         )
 
 
-def read_lock(text: str, name: str) -> tuple[Survey, list[Kind], dict[str, int]]:
-    """What a plan is made of, from a lock's text.
+def _length(path: str) -> int:
+    """Of the path with non-ASCII characters escaped."""
+    return len(path) if path.isascii() else len(ascii(path))
+
+
+def read_lock(data: bytes, name: str) -> tuple[Survey, list[Kind], dict[str, int]]:
+    """What a plan is made of, from a lock's content.
 
     Raises:
         FileError: It is no lock, or one that does not hold together; `name` is the file's.
     """
+    content = parse_json(Path(name), data)
     with _errors_at(name):
-        content = json.loads(text)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        fields = _FIELDS.get(str(content.get("format"))) if isinstance(content, dict) else None
+        if fields is None:
             raise ValueError(f"not a lock: its format is not {_FORMAT!r}")
+        _check_known(content, fields)
         axis_sizes = checked_sizes(_typed(content["mesh"], dict))
         check_countable(axis_sizes)
         rule_entries = _typed(content["rules"], list)
@@ -110,26 +151,58 @@ def read_lock(text: str, name: str) -> tuple[Survey, list[Kind], dict[str, int]]
     with _errors_at(f"{name}: rules"):
         pairs = [_rule(index, entry) for index, entry in enumerate(rule_entries)]
         rules = Rules(pairs, _dialect(_typed(content["dialect"], dict)))
-    alike: list[Alike] = []
-    kinds: list[Kind] = []
-    paths: list[str] = []
-    kind_of: list[int] = []
-    left = _MOST_TEXT
+    leaves = _Leaves(len(rules), axis_sizes)
     for number, entry in enumerate(leaf_entries):
         with _errors_at(f"{name}: leaves[{number}]"):
-            alike.append(_alike(entry, len(rules)))
-            kinds.append(_kind(alike[-1], entry, axis_sizes))
-            expanded = _expanded(_typed(entry["path"], str), _MOST_LEAVES - len(paths), left)
-            left -= len(entry["path"]) * len(expanded)
-            paths += expanded
-            kind_of += [number] * len(expanded)
-    tree = {path: row for row, path in enumerate(paths)}
+            leaves.add(entry)
+        leaf_entries[number] = None  # so that what is made of them takes their place in the memory
+    tree = {path: row for row, path in enumerate(leaves.paths)}
+    kind_of = np.array(leaves.kind_of, np.int32)
     with _errors_at(name):
-        if len(tree) < len(paths):
+        if len(tree) < len(leaves.paths):
             raise ValueError("two of its patterns stand for the same path")
-        if _digest(axis_sizes, paths, kind_of, kinds) != content["fingerprint"]:
-            raise ValueError("its fingerprint is that of another plan: it was changed by hand")
-    return Survey(rules, tree, paths, np.array(kind_of, np.int32), alike), kinds, axis_sizes
+        found = {"fingerprint": _digest(axis_sizes, leaves.paths, kind_of, leaves.kinds)}
+        if "rules_fingerprint" in fields:
+            dialect = content["dialect"]
+            found["rules_fingerprint"] = _rules_digest(dialect, rule_entries, leaves.decided_by)
+        for field, digest in found.items():
+            if digest != content[field]:
+                what = field.replace("_", "' ")
+                raise ValueError(f"its {what} is that of another plan: it was changed by hand")
+    return Survey(rules, tree, leaves.paths, kind_of, leaves.alike), leaves.kinds, axis_sizes
+
+
+class _Leaves:
+    """What the entries of leaves stand for, as columns."""
+
+    def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
+        self.paths: list[str] = []
+        self.kind_of: list[int] = []
+        self.alike: list[Alike] = []
+        self.kinds: list[Kind] = []
+        self.decided_by: list[tuple[str, str]] = []
+        self._rules = rules
+        self._axis_sizes = axis_sizes
+        self._known: dict[str, tuple[int, str]] = {}
+        self._left = _MOST_TEXT
+
+    def add(self, entry: Any) -> None:
+        """One entry."""
+        _check_known(_typed(entry, dict), _LEAF_FIELDS)
+        pattern = _typed(entry.pop("path"), str)
+        text = repr(entry)
+        known = self._known.get(text)
+        if known is None:
+            self.alike.append(_alike(entry, self._rules))
+            self.kinds.append(_kind(self.alike[-1], entry, self._axis_sizes))
+            told = json.dumps([entry["rule"], entry.get("problem")])
+            known = self._known[text] = len(self.kinds) - 1, told
+        kind, told = known
+        expanded = _expanded(pattern, _MOST_LEAVES - len(self.paths), self._left)
+        self._left -= _length(pattern) * len(expanded)
+        self.paths += expanded
+        self.kind_of += [kind] * len(expanded)
+        self.decided_by.append((pattern, told))
 
 
 @contextmanager
@@ -142,21 +215,28 @@ def _errors_at(place: str) -> Iterator[None]:
         raise FileError(f"{place}: {what}; {_WAY_OUT}") from error
 
 
+def _check_known(entry: dict[str, Any], fields: frozenset[str]) -> None:
+    if not entry.keys() <= fields:
+        unknown = sorted(entry.keys() - fields)
+        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
+
+
 def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{shown(value)} stands where a {kind.__name__} belongs")
     return value
 
 
-def text_of(lock_or_path: str | Path) -> tuple[str, str]:
-    """(text, name) of a lock that is given as its text or as a file."""
+def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
+    """(content, name) of a lock that is given as its text or as a file."""
     if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
-        return lock_or_path, "the lock"
+        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
+    path = Path(lock_or_path)
     try:
-        return Path(lock_or_path).read_text(encoding="utf-8"), str(lock_or_path)
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name that a file can have
-        name = lock_or_path if isinstance(lock_or_path, Path) else shown(lock_or_path)
-        why = getattr(error, "strerror", None) or error  # an OSError's text has the whole name
+        return read_bytes(path), str(path)
+    except ValueError as error:  # such as a FileError, or no name that a file can have
+        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
+        why = str(error).removeprefix(f"{path}: ")
         raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
 
 
@@ -169,14 +249,13 @@ def _json(value: Any) -> str:
     return json.dumps(value)
 
 
-def _one_a_line(key: str, entries: list[Any]) -> str:
-    lines = ",\n".join("  " + _json(entry) for entry in entries)
+def _one_a_line(key: str, entries: list[str]) -> str:
+    lines = ",\n".join("  " + entry for entry in entries)
     return f" {json.dumps(key)}: [\n{lines}\n ]"
 
 
-def _leaf_entry(kind: Kind, pattern: str) -> dict[str, Any]:
+def _leaf_entry(kind: Kind) -> dict[str, Any]:
     entry = {
-        "path": pattern,
         "shape": kind.shape,
         "dtype": kind.dtype_shown,
         "rule": kind.rule,
@@ -207,7 +286,8 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
-    if not _typed(entry, dict).keys() <= _RULE_FIELDS or entry["rule"] != index:
+    _check_known(_typed(entry, dict), _RULE_FIELDS)
+    if _typed(entry["rule"], int) != index:
         raise ValueError(f"rule {index} is {shown(entry)}")
     pattern = entry["pattern"]
     if isinstance(pattern, list):
@@ -244,24 +324,24 @@ def _spec(entries: Any) -> Any:
 def _spec_part(entry: Any) -> Any:
     if isinstance(entry, list):
         return tuple(_typed(axis, str) for axis in entry)
-    if entry is None or isinstance(entry, str) or entry == _UNCONSTRAINED:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, dict) and entry == _UNCONSTRAINED and entry["unconstrained"] is True:
         return entry
     raise TypeError(f"an entry of a spec is {shown(entry)}")
 
 
-def _alike(entry: Any, rules: int) -> Alike:
-    if not _typed(entry, dict).keys() <= _LEAF_FIELDS:
-        raise ValueError(f"there are fields that are not known: {shown(sorted(entry))}")
+def _alike(entry: dict[str, Any], rules: int) -> Alike:
     rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
     if rule is not None and not 0 <= _typed(rule, int) < rules:
         raise ValueError(f"there is no rule {rule}")
     if (problem is None) == (entry["spec"] is None):
         raise ValueError("a leaf has either a spec or a problem")
-    _typed(entry["dtype"], str)
-    if shape is None:
-        dtype, shape = None, None
-    else:
-        dtype, shape = entry["dtype"], tuple(_typed(shape, list))
+    dtype = _typed(entry["dtype"], str)
+    if shape is not None:
+        shape = tuple(_typed(shape, list))
+    elif dtype != "-":
+        raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
     without = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}.get(problem or "", NO_RULE_NEEDED)
     return checked(without if rule is None else rule, shape, dtype)
 
@@ -288,6 +368,7 @@ def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Ki
 
 def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
     """The paths that a folded pattern stands for."""
+    length = _length(pattern)
     choices: list[list[str]] = []
     count = 1
     for text, numbers in parts_of(pattern):
@@ -297,10 +378,10 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
         ranges = [_range(one) for one in numbers.split(",")]
         # Not `len`, which is for numbers of 63 bits.
         count *= sum(numbers.stop - numbers.start for numbers in ranges)
-        if count > most or count * len(pattern) > most_text:
+        if count > most or count * length > most_text:
             raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
         choices.append([str(number) for one in ranges for number in one])
-    if count > most:
+    if count > most or count * length > most_text:
         raise ValueError("there are more leaves than a lock may have")
     return ["".join(texts) for texts in itertools.product(*choices)]
 

@@ -39,7 +39,7 @@ from shardrules._planning.explain import Explanation, explanation
 from shardrules._planning.findings import Findings
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind, Placer
-from shardrules._planning.lock import fingerprint, lock, read_lock, text_of
+from shardrules._planning.lock import content_of, fingerprint, lock, read_lock
 from shardrules._planning.optimizer import optimizer_leaves
 from shardrules._planning.survey import Survey, survey
 from shardrules._planning.sweep import Sweep, factorizations, sweep
@@ -491,17 +491,18 @@ class Plan:
             FileError: It is no lock; a ValueError.
         """
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        found, kinds, sizes = read_lock(*text_of(lock))
+        found, kinds, sizes = read_lock(*content_of(lock))
         return cls(partial(_locked, Leaves(found, kinds, found.paths), sizes), sizes, sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What another plan has otherwise: leaves that came, went, or get something else.
+        """What another plan has otherwise: its rules, and leaves that came, went or get other specs.
 
         Example:
             >>> import jax, shardrules as sr
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
             >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
+            rules changed: rule 0
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
