@@ -86,11 +86,15 @@ def _misfit(facts: Facts) -> Iterator[Finding]:
 def _unplaceable(facts: Facts) -> Iterator[Finding]:
     """What the corrections let through, and JAX refuses when it makes the sharding."""
     plan = facts.plan
+    refused = {
+        number: list(refusals(kind, plan.axis_sizes, plan.explicit_axes))
+        for number, kind in enumerate(plan.kinds)
+        if kind.spec is not None and kind.shape is not None
+    }
     told: dict[tuple[int | None, str, str], list[Folded]] = defaultdict(list)
-    for one in facts.folded(lambda kind: kind.spec is not None and kind.shape is not None):
-        kind = plan.kinds[one.group]
-        for what, way_out in refusals(kind, plan.axis_sizes, plan.explicit_axes):
-            told[kind.rule, what, way_out].append(one)
+    for one in facts.folded_kinds({number for number, found in refused.items() if found}):
+        for what, way_out in refused[one.group]:
+            told[plan.kinds[one.group].rule, what, way_out].append(one)
     for (rule, what, way_out), folded in told.items():
         who = "a spec" if rule is None else facts.rule(rule)
         held = facts.held(folded)
@@ -240,13 +244,19 @@ def _shadowed_rules(facts: Facts) -> Iterator[Finding]:
 
 def _siblings(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
+    spec_of = [_spec_or_none(kind) for kind in plan.kinds]
+    arrays = [(kind.shape, kind.dtype_shown) for kind in plan.kinds]
+    specs_of: dict[Any, set[str]] = defaultdict(set)
+    for array, spec in zip(arrays, spec_of, strict=True):
+        specs_of[array].add(spec)
     alike: dict[Any, list[Folded]] = defaultdict(list)
     for one in plan.folded:
-        kind = plan.kinds[one.group]
-        template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[one.rows[0]])
-        alike[template, kind.shape, str(kind.dtype)].append(one)
+        array = arrays[one.group]
+        if len(specs_of[array]) > 1:
+            template = _NUMBERS_OF_SIBLINGS.sub("#", plan.paths[one.rows[0]])
+            alike[template, array].append(one)
     for folded in alike.values():
-        specs = dict.fromkeys(_spec_or_none(plan.kinds[one.group]) for one in folded)
+        specs = dict.fromkeys(spec_of[one.group] for one in folded)
         if len(specs) > 1:
             rules = facts.rules_of(folded)
             yield finding(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -82,9 +83,9 @@ class Facts:
 
     def folded_kinds(self, wanted: set[int]) -> list[Folded]:
         """The folded leaves of the kinds of these numbers, in the same order."""
-        kinds = self.plan.kinds
+        held = [-kind.largest_bytes for kind in self.plan.kinds]
         folded = [one for one in self.plan.folded if one.group in wanted]
-        return sorted(folded, key=lambda one: -kinds[one.group].largest_bytes * len(one.rows))
+        return sorted(folded, key=lambda one: held[one.group] * len(one.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
         """What of them is not declared to be replicated."""
@@ -94,7 +95,10 @@ class Facts:
 
     def held(self, folded: Iterable[Folded]) -> int:
         """Bytes of these leaves on the device that holds most."""
-        return sum(self.plan.kinds[one.group].largest_bytes * len(one.rows) for one in folded)
+        leaves: Counter[int] = Counter()
+        for one in folded:
+            leaves[one.group] += len(one.rows)
+        return sum(self.plan.kinds[kind].largest_bytes * count for kind, count in leaves.items())
 
     def is_large(self, kind: Kind) -> bool:
         """Whether one leaf alone is worth a word."""
@@ -132,7 +136,8 @@ class Facts:
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """The rules that decide these leaves, ascending."""
         kinds = self.plan.kinds
-        return sorted({rule for one in folded if (rule := kinds[one.group].rule) is not None})
+        decided = {kinds[kind].rule for kind in {one.group for one in folded}}
+        return sorted(rule for rule in decided if rule is not None)
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]

@@ -39,10 +39,13 @@ class Folded(NamedTuple):
     @property
     def pattern(self) -> str:
         """The parts in a row. As in a format string, a brace of the path itself is doubled."""
-        return "".join(
-            part if i % 2 else part.replace("{", "{{").replace("}", "}}")
-            for i, part in enumerate(self.parts)
-        )
+        if len(self.parts) == 1:
+            return _escaped(self.parts[0])
+        return "".join(part if i % 2 else _escaped(part) for i, part in enumerate(self.parts))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:

@@ -83,6 +83,8 @@ def half_heads(facts: Facts) -> Iterator[Finding]:
 def _projections(facts: Facts) -> Iterator[_Projection]:
     for folded in facts.plan.folded:
         kind = facts.plan.kinds[folded.group]
+        if not _ATTENTION.search(facts.plan.paths[folded.rows.item(0)]):
+            continue
         module, name, parameter = _components(facts, folded)
         if not _ATTENTION.search(module) or not kind.shape:
             continue
@@ -114,7 +116,9 @@ def _sizes_by_name(facts: Facts, projections: list[_Projection]) -> dict[str, in
         whole = facts.plan.kinds[one.folded.group].shape or (0,)
         widths[one.attention] = max(widths[one.attention], whole[one.dim])
     sizes: dict[str, set[int]] = defaultdict(set)
-    for folded in facts.plan.folded:
+    for folded in facts.plan.folded if projections else ():
+        if not _HEAD_NORM.search(facts.plan.paths[folded.rows.item(0)]):
+            continue
         shape = facts.plan.kinds[folded.group].shape
         module, name, _ = _components(facts, folded)
         if shape and _HEAD_NORM.fullmatch(name):

@@ -495,7 +495,7 @@ class Plan:
         return cls(partial(_locked, Leaves(found, kinds, found.paths), sizes), sizes, sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What another plan has otherwise: its rules, and leaves that came, went or get other specs.
+        """What another plan has otherwise: rules, and leaves that came, went, or get other specs.
 
         Example:
             >>> import jax, shardrules as sr

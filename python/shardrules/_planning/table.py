@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "RIGHT", "Row", "heading", "rows", "table"]
 
 _MOST_ROWS: Final = 60
+# Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
+_WIDEST: Final = 200
 COLUMNS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
 """Heads of the columns of `rows`."""
 RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
@@ -45,15 +47,15 @@ def heading(plan: Plan) -> str:
     )
 
 
-def rows(plan: Plan) -> list[Row]:
-    """A row for each folded path, in the order of the tree."""
-    return [_row(plan, one) for one in plan.folded]
+def rows(plan: Plan, most: int | None = None) -> list[Row]:
+    """A row for each folded path, in the order of the tree; for the first `most` of them."""
+    return [_row(plan, one) for one in plan.folded[:most]]
 
 
 def table(plan: Plan) -> str:
     """The heading, and the first rows in aligned columns."""
-    lines = [COLUMNS, *rows(plan)[:_MOST_ROWS]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [COLUMNS, *rows(plan, _MOST_ROWS)]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
     shown = [
         "  ".join(
             text.rjust(width) if head in RIGHT else text.ljust(width)
