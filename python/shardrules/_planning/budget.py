@@ -163,8 +163,9 @@ def _optimizer_counts(plan: Plan) -> npt.NDArray[np.intp]:
 
 
 def _rows(paths: list[str], names: re.Pattern[str]) -> list[int]:
-    # Most trees have none of these words, and one look at all paths is ten times as fast.
-    everything = "\n".join(paths)
-    if not any(word in everything for word in ("opt", "ema", "param_states")):
-        return []
-    return [row for row, path in enumerate(paths) if names.search(path)]
+    # Most paths have none of these words, and looking for them is ten times as fast.
+    return [
+        row
+        for row, path in enumerate(paths)
+        if ("opt" in path or "ema" in path or "param_states" in path) and names.search(path)
+    ]

@@ -77,15 +77,15 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
         order = chosen[np.argsort(products, kind="stable")]
         bounds = np.append(0, np.cumsum(np.bincount(products)))
         firsts.append(order[bounds[:-1]])
+        of_first = zip(firsts[-1].tolist(), group_of[firsts[-1]].tolist(), strict=True)
         sets = [_sets(products, column) for column in columns]
-        for i, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-            rows = order[begin:end]
-            row = rows.item(0)
+        limits = itertools.pairwise(bounds.tolist())
+        for i, ((row, group), (begin, end)) in enumerate(zip(of_first, limits, strict=True)):
             values = [one[i] for one in sets]
             # Its numbers are in the path as they are, if there is only one of each.
-            alone = all(len(one) == 1 for one in values)
+            alone = end - begin == 1 or all(len(one) == 1 for one in values)
             parts = (paths[row],) if alone else _parts(names[template_of[row]], values)
-            folded.append(Folded(parts, group_of.item(row), rows))
+            folded.append(Folded(parts, group, order[begin:end]))
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
 

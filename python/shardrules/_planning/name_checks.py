@@ -161,7 +161,7 @@ def nnx_values(facts: Facts) -> Iterator[Finding]:
     plan = facts.plan
     dialect = plan.rules.dialect
     end = f"{dialect.separator or '.'}value"
-    if not any(one.pattern.endswith(end) for one in plan.folded):
+    if not any(plan.paths[one.rows.item(0)].endswith(end) for one in plan.folded):
         return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if dialect.separator else "['~']"
