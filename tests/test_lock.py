@@ -525,6 +525,40 @@ def test_patterns_that_stand_for_too_much(pattern):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    ("most", "pattern"),
+    [
+        ("{0..999998}" + "x" * 80, "{0..999999}" + "x" * 90),
+        ("{0..999998}" + "é" * 8, "{0..999999}" + "\U0001f600" * 9),
+        ("{0..8}" + "x" * 10**6, "{0..9}" + "x" * 10**7),
+    ],
+    ids=range(3),
+)
+def test_paths_that_are_too_long_together(most, pattern):
+    """A million of them may be read, or a few of megabytes: their text is what fills memory."""
+    with pytest.raises(sr.FileError, match="more leaves than a lock may have"):
+        sr.Plan.from_lock(edited(setting("leaves", 0, "path", pattern)))
+    alone = json.loads(LOCK)["leaves"][:1]
+    with pytest.raises(sr.FileError, match="its fingerprint is that of another plan"):
+        sr.Plan.from_lock(edited(setting("leaves", [{**alone[0], "path": most}])))
+
+
+def test_a_lock_of_many_devices():
+    """Each kind had a number for each of the 2**24 devices: 6.7 GB."""
+    size = 2**24
+    tree = {f"w{chr(97 + i)}": array(size + 1 + i) for i in range(26)}
+    uncut = sr.Correction(indivisible="keep", pad=False)
+    text = sr.plan(tree, [("w", "tp")], {"tp": size}, correction=uncut).lock()
+    tracemalloc.start()
+    try:
+        plan = sr.Plan.from_lock(text)
+        told = str(plan), str(plan.diff(plan)), str(plan.check())
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert "26 leaves" in told[0]
+
+
 def test_many_leaves_together():
     leaf = json.loads(LOCK)["leaves"][0]
     leaves = [{**leaf, "path": f"a{letter}/{{0..399999}}"} for letter in "xyz"]
@@ -588,6 +622,11 @@ def test_many_leaves_together():
         (setting("leaves", 1, "spec", None), "either a spec or a problem"),
         (setting("leaves", 1, "problem", "unmatched"), "either a spec or a problem"),
         (setting("leaves", 1, "spec", [3]), "an entry of a spec is 3"),
+        (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
+        (
+            setting("leaves", 1, "spec", [["tp", "dp", "tp"]]),
+            r"leaves\[1\]: .* names an axis twice",
+        ),
         (setting("leaves", 1, "path", 3), "stands where a str belongs"),
         (setting("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
         (setting("leaves", 1, "path", "{1..2..3}"), "leaves"),

@@ -455,6 +455,14 @@ def test_too_many_classes_of_devices():
         str(plan)
 
 
+@pytest.mark.parametrize("name", ["x" * 10**6, "x/" * 2000, "1/" * 2000, "1" * 10**5])
+def test_a_long_name_widens_no_other_row(name):
+    """Each of 60 rows was as long as the longest."""
+    plan = sr.plan({name: array(8), **{f"w{chr(97 + i)}": array(9 + i) for i in range(20)}}, [("", "tp")], {"tp": 2})  # fmt: skip
+    assert len(str(plan)) < len(name) + 22 * 400
+    assert all(len(line) < 400 for line in str(plan).splitlines() if name not in line)
+
+
 def test_too_many_mesh_axes():
     """NumPy told it in its own words, when the first leaf was counted."""
     with pytest.raises(ValueError, match="a mesh of 65 axes; bytes are counted for at most 32"):

@@ -453,6 +453,32 @@ def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
         assert len(paths) == len(plan.paths)
 
 
+def test_browser_numbers_beyond_2_to_the_53(opened):
+    """A browser's own numbers end there: it unfolded names that do not exist."""
+    leaf = jax.ShapeDtypeStruct((2**53 + 1, 4), "int8")
+    numbers = [2**53 + 1 + i for i in range(4)] + [10**18 - 2, 10**18 - 1]
+    page = opened(sr.plan({f"l/{i}/w": leaf for i in numbers}, [("", (None, "tp"))], {"tp": 4}))
+    paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+    assert paths == [f"l/{i}/w" for i in numbers]
+    assert f"({2**53 + 1}, 4)" in page.inner_text("#leaf-table")
+    for number, found in ((numbers[1], 6), (10**18 - 1, 6), (2**53, 0), (10**30, 0)):
+        search(page, f"l/{number}/")
+        assert page.inner_text("#count").startswith(f"{found} of 6 leaves")
+
+
+def test_browser_a_name_of_thousands_of_components(opened):
+    """The table stayed empty: a module for each component was more than the stack holds."""
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    names = ["/".join(["a"] * 4000), "/".join(["b"] * 4000), "/".join(["a"] * 3999), "c" * 100_000]
+    names += [f"{'/'.join(f'x{chr(97 + j % 26)}' for j in range(i))}/w" for i in range(1, 300, 7)]
+    page = opened(sr.plan(dict.fromkeys(names, leaf), [("", "tp")], {"tp": 4}))
+    assert f"{len(names)} of {len(names)} leaves" in page.inner_text("#count")
+    page.click("#expand")
+    assert len(leaf_rows(page)) == len(names)
+    page.uncheck("#grouped")
+    assert set(names) == set(leaf_rows(page))
+
+
 @pytest.mark.parametrize(
     ("dialect", "tree", "shown"),
     [

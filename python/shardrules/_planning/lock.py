@@ -31,8 +31,8 @@ from shardrules._planning.kinds import Kind, plain_entries, spec_shown
 from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Alike, Survey, checked
 from shardrules._sharding.device_bytes import check_countable, held_of
 from shardrules._sharding.mesh import checked_sizes
-from shardrules._specs import Entries, is_unconstrained, partition_spec
-from shardrules._words import shown
+from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, partition_spec
+from shardrules._words import brief, shown
 
 if TYPE_CHECKING:
     from shardrules._planning.plan import Plan
@@ -373,6 +373,9 @@ def _alike(entry: dict[str, Any], rules: int) -> Alike:
 
 def _kind(alike: Alike, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Kind:
     spec = None if entry["spec"] is None else _spec(entry["spec"])
+    named = [axis for one in entries_of(spec or Entries()) for axis in entry_axes(one)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
     problem = entry.get("problem")
     return Kind(
         rule=entry["rule"],

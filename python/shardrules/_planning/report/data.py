@@ -81,7 +81,8 @@ def _kind(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[st
     replicated = is_replicated(kind, plan.axis_sizes)
     return {
         "rule": kind.rule,
-        "shape": kind.shape,
+        # As texts: a browser's numbers are exact up to 2**53.
+        "shape": None if kind.shape is None else list(map(str, kind.shape)),
         "dtype": kind.dtype_shown,
         "spec": specs.setdefault((spec_shown(kind.spec), replicated), len(specs)),
         "notes": [what for what, _ in kind.notes],

@@ -48,8 +48,12 @@
       return found !== null && numbers.every((number, i) => contains(found[i + 1], number));
     };
   }
-  const contains = (shown, number) => (shown.startsWith("{")
-    ? runsOf(shown).some(([first, last]) => first <= Number(number) && Number(number) <= last)
+  // No set has numbers of more digits.
+  const contains = (shown, number) => (shown.startsWith("{") && number.length <= 18
+    ? runsOf(shown).some(([first, length]) => {
+      const index = BigInt(number) - first;
+      return 0n <= index && index < BigInt(length);
+    })
     : shown === number);
 
   const texts = new Map();

@@ -8,6 +8,9 @@ const kindOf = (row) => report.kinds[row[1]];
 const boundary = new RegExp(
   `(?=[${report.separators.replace(/[\]\\^[-]/g, "\\$&")}])`, "u");
 
+// Modules are told apart as deep as this; what is below them keeps its separators.
+const DEEPEST = 50;
+
 // A pattern cut before each separator; a set is never cut.
 function components(row) {
   const pieces = [""];
@@ -16,9 +19,10 @@ function components(row) {
     // What follows a set begins a component only if it begins with a separator.
     if (i > 0 && first && i % 2 === 0 && report.separators.includes(first[0])) pieces.push(first);
     else pieces[pieces.length - 1] += first ?? "";
-    pieces.push(...more);
+    for (const piece of more) pieces.push(piece);
   });
-  return pieces;
+  return pieces.length <= DEEPEST ? pieces
+    : [...pieces.slice(0, DEEPEST - 1), pieces.slice(DEEPEST - 1).join("")];
 }
 
 function leafNode(row, label, key) {
@@ -73,17 +77,17 @@ function summed(node) {
 // Without the separator that it begins with, unless nothing else is left.
 const labelShown = (node) => node.label.replace(/^[/.](?=.)/su, "");
 
-// {0,2..5} as runs [[0, 0], [2, 5]].
+// {0,2..5} as runs [[0n, 1], [2n, 4]]: the first number, which may have 18 digits, and how many.
 const runsOf = (set) => set.slice(1, -1).split(",").map((run) => {
-  const [first, last = first] = run.split("..").map(Number);
-  return [first, last];
+  const [first, last = first] = run.split("..").map(BigInt);
+  return [first, Number(last - first) + 1];
 });
-const sizeOf = (runs) => runs.reduce((size, [first, last]) => size + last - first + 1, 0);
+const sizeOf = (runs) => runs.reduce((size, [, length]) => size + length, 0);
 
 function memberOf(runs, index) {
-  for (const [first, last] of runs) {
-    if (index <= last - first) return first + index;
-    index -= last - first + 1;
+  for (const [first, length] of runs) {
+    if (index < length) return first + BigInt(index);
+    index -= length;
   }
   return null;
 }
