@@ -121,7 +121,7 @@ def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDA
     """Per parent a number, equal for those with equal edges; both are ordered by parent."""
     counts = np.bincount(parent)
     ends = np.cumsum(counts)
-    states = edge[ends - counts]
+    states: npt.NDArray[np.intp] = edge[ends - counts]
     known: dict[bytes, int] = {}
     new = int(edge.max()) + 1
     # Those with several edges are no more than the rows, whatever the number of columns.
