@@ -455,6 +455,37 @@ def test_too_many_classes_of_devices():
         str(plan)
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["1" + "/1" * 63],
+        [f"{'1/' * 70}{i}" for i in range(3)],
+        ["".join(f"/{int(i == j)}" for j in range(300)) for i in range(300)],
+        ["007/1", "008/1", "9" * 19, "9" * 18, "٣/1", "٤/1", "//1", "//2", "", "0", "00", "12"],
+    ],
+    ids=["64 numbers", "71 numbers", "300 x 300", "odd numbers"],
+)
+def test_names_of_many_or_odd_numbers(paths):
+    """64 numbers broke plan, check, lock and sweep; 300 of 300 took minutes."""
+    start = time.process_time()
+    plan = sr.plan({path: array(8, 8) for path in paths}, [("", "tp")], {"dp": 2, "tp": 4})
+    assert all((str(plan), str(plan.check()), str(plan.sweep())))
+    back = sr.Plan.from_lock(plan.lock())
+    assert set(back.paths) == set(paths)
+    assert not plan.diff(back)
+    assert time.process_time() - start < 10
+
+
+def test_what_does_not_fold_costs_little_more():
+    """Of each row its kind was worded anew, in each check: four times what is allowed here."""
+    letters = str.maketrans("0123456789", "abcdefghij")
+    tree = {f"layers/{str(i).translate(letters)}/w": array(8, 8) for i in range(50_000)}
+    start = time.process_time()
+    plan = sr.plan(tree, [("w", ("fsdp", "tp")), (".*", ())], {"fsdp": 8, "tp": 4})
+    assert all((str(plan), str(plan.check()), plan.lock(), plan._repr_html_()))
+    assert time.process_time() - start < 5
+
+
 @pytest.mark.parametrize("name", ["x" * 10**6, "x/" * 2000, "1/" * 2000, "1" * 10**5])
 def test_a_long_name_widens_no_other_row(name):
     """Each of 60 rows was as long as the longest."""
