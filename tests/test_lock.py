@@ -579,7 +579,7 @@ def test_many_leaves_together():
         (setting("mesh", {}), "a mesh without axes"),
         (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
         (setting("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
-        (setting("mesh", "tp", float("nan")), "must be an integer"),
+        (setting("mesh", "tp", 2.5), "must be an integer"),
         (setting("mesh", [["tp", 2]]), "stands where a dict belongs"),
         (setting("rules", {}), "stands where a list belongs"),
         (setting("rules", 0, "pattern", "("), "rules: rule 0: missing \\)"),
@@ -613,7 +613,7 @@ def test_many_leaves_together():
         (setting("leaves", 1, "rule", True), r"leaves\[1\]: True .* stands where a int belongs"),
         (setting("leaves", 1, "shape", "44"), "stands where a list belongs"),
         (setting("leaves", 1, "shape", [4, -4]), "is negative"),
-        (setting("leaves", 1, "shape", [4, float("inf")]), "not an integer"),
+        (setting("leaves", 1, "shape", [4, 2.0]), "not an integer"),
         (setting("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
         (setting("leaves", 1, "shape", [2**80, 0]), "more bytes than can be counted"),
         (setting("leaves", 1, "dtype", "float7"), "float7"),
@@ -660,6 +660,8 @@ def test_what_is_no_lock(edit, message):
         "{" + '"a":{' * 100_000,
         '{"a": ' + "[" * 100_000,
         '{"a": ' + "1" * 5000 + "}",
+        edited(setting("mesh", "tp", float("nan"))),
+        edited(setting("leaves", 1, "shape", [4, float("inf")])),
     ],
 )
 def test_what_is_no_json(text):
