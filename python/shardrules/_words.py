@@ -9,9 +9,13 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from shardrules._printable import printable
+
 __all__ = ["and_more", "brief", "bytes_shown", "counted", "mesh_shown", "nearest", "shown"]
 
 _NEAR: Final = 0.7
+# Comparing takes the product of two lengths.
+_COMPARED: Final = 100
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -34,7 +38,7 @@ _start: Final = _Start()
 
 def brief(value: object) -> str:
     """A value, short enough for an error message."""
-    text = " ".join(_start.repr(value).splitlines())
+    text = printable(" ".join(_start.repr(value).splitlines()))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -73,7 +77,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     from difflib import SequenceMatcher
 
     def nearness(other: str) -> float:
-        a, b = name.lower(), other.lower()
+        a, b = (text[:_COMPARED].lower() for text in (name, other))
         if sorted(a) == sorted(b):
             return 1.0
         return 0.9 if a.startswith(b) or b.startswith(a) else SequenceMatcher(None, a, b).ratio()

@@ -247,4 +247,5 @@ def _compiled(source: str, rules: Any, dialect: Dialect) -> Rules:
     try:
         return Rules(rules, dialect)
     except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:
-        raise FileError(f"{source}: {error}") from error
+        what, *caret = str(error).split("\n")
+        raise FileError(f"{source}: {what}", *caret) from error

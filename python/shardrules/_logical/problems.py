@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from shardrules._logical.names import logical_names
 from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Outcome, axes_in
+from shardrules._printable import printable_lines
 from shardrules._words import and_more, counted, mesh_shown
 
 __all__ = ["Attempts", "unknown_axes"]
@@ -81,7 +82,7 @@ class Attempts:
             lines.append(f"    {path or '(the tree)'}  names {logical_names(names)}{size}")
             lines += [f"        {text}" for text in self._problems(names, shape)]
         lines += [f"    {line}" for line in and_more(len(wrong), _SHOWN, "leaf")]
-        raise ValueError("\n".join(lines)) from next(iter(self._failed.values()))
+        raise ValueError(printable_lines(lines)) from next(iter(self._failed.values()))
 
     def _problems(self, names: Any, shape: Any) -> list[str]:
         said = str(self._failed[names, shape]).splitlines()

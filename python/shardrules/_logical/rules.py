@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import boolean, check_type
 from shardrules._core import LogicalRules
 from shardrules._logical.names import check_rules, last_wins, logical_names
+from shardrules._printable import printable_lines
 from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, with_entries
 from shardrules._words import shown
 
@@ -213,7 +214,7 @@ class Outcome(NamedTuple):
                 for rule, at, why, to in self.lost
                 if at == dim
             ]
-        return "\n".join(lines)
+        return printable_lines(lines)
 
     def _reason(self, why: str, to: int | None) -> str:
         if why == "dim taken":

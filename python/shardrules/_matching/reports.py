@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import plain_spec
+from shardrules._printable import printable, printable_lines
 from shardrules._words import and_more, counted
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -
     catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
     way_out = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
-        f"Partition rule not found for param: {leaves[0][0]}\n"
+        f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
         f"  {_leaves_match(count)} none of the {len(rules)} rules:\n{listed}\n"
         f"  {way_out}"
     )
@@ -70,8 +71,10 @@ def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int
 def event_message(path: str, spec: object) -> str:
     """Eformer's words, for those who filter warnings by them."""
     if spec is None:
-        return f"PartitionSpec Related to {path} was safer and faster being local array."
-    return f"PartitionSpec Related to {path} went out of range (will be auto trimed to {spec})."
+        what = "was safer and faster being local array."
+    else:
+        what = f"went out of range (will be auto trimed to {spec})."
+    return printable(f"PartitionSpec Related to {path} {what}")
 
 
 def _rule_shown(pattern: Pattern, given: Any) -> str:
@@ -83,4 +86,4 @@ def _leaves_match(count: int) -> str:
 
 
 def _listed(count: int, lines: list[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
+    return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))

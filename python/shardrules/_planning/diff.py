@@ -18,6 +18,7 @@ from shardrules._correction import rule_spec
 from shardrules._planning.budget import by_class
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._printable import printable
 from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
@@ -43,12 +44,13 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         if self.before is None or self.after is None:
             sign, kind = ("-", self.before) if self.before is not None else ("+", self.after)
-            return f"{sign} {self.path}  {'  '.join(_aspects(kind))}"
+            return printable(f"{sign} {self.path}  {'  '.join(_aspects(kind))}")
         pairs = zip(_aspects(self.before), _aspects(self.after), strict=True)
         told = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
         delta = (self.after.largest_bytes - self.before.largest_bytes) * self.leaves
         sign = "+" if delta >= 0 else "-"
-        return f"~ {self.path}  {told}  ({sign}{bytes_shown(abs(delta))} on each device)"
+        cost = f"({sign}{bytes_shown(abs(delta))} on each device)"
+        return printable(f"~ {self.path}  {told}  {cost}")
 
 
 class PlanDiff(NamedTuple):
@@ -74,12 +76,13 @@ class PlanDiff(NamedTuple):
         if not self:
             return "no differences"
         meshes = " -> ".join(map(mesh_shown, self.mesh))
-        lines = [f"mesh {meshes}"] if self._meshes_differ else []
-        lines += [f"rules changed: {', '.join(self.rules)}"] if self.rules else []
+        lines = [printable(f"mesh {meshes}")] if self._meshes_differ else []
+        lines += [printable(f"rules changed: {', '.join(self.rules)}")] if self.rules else []
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)
-        return "\n".join([*lines, f"{leaves} changed; {before} -> {after} on the fullest device"])
+        lines.append(f"{leaves} changed; {before} -> {after} on the fullest device")
+        return "\n".join(lines)
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:

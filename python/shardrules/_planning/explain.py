@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._printable import printable_lines
 from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Explanation(NamedTuple):
         else:
             lines.append(f"  PROBLEM        {kind.problem}")
             lines += [f"  way out        {way_out}" for way_out in kind.ways_out]
-        return "\n".join(lines)
+        return printable_lines(lines)
 
     def _companion_lines(self) -> list[str]:
         follows = [] if self.source == self.path else [f"  follows        {self.source}"]

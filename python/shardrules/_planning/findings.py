@@ -5,11 +5,11 @@ Costs nothing but text. Must not know how a finding is found.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from shardrules._arguments import check_choice, check_file
+from shardrules._printable import printable, printable_json, printable_lines
 from shardrules._words import and_more, bytes_shown, counted
 
 __all__ = ["LEVELS", "Finding", "Findings", "at_stake"]
@@ -40,7 +40,8 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         more = and_more(len(self.paths), _MOST_PATHS, "pattern")
         shown = [f"    {line}" for line in (*self.paths[:_MOST_PATHS], *more)]
-        return "\n".join([f"{self.level}[{self.kind}]: {self.message}", *shown, f"  {self.fix}"])
+        head = f"{self.level}[{self.kind}]: {self.message}"
+        return printable_lines([head, *shown, f"  {self.fix}"])
 
 
 class Findings(tuple[Finding, ...]):
@@ -80,7 +81,7 @@ class Findings(tuple[Finding, ...]):
 
     def to_json(self) -> str:
         """A JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
-        return json.dumps({"findings": [one._asdict() for one in self]}, indent=1)
+        return printable_json({"findings": [one._asdict() for one in self]})
 
     def to_github(self, file: str | None = None) -> str:
         """Workflow commands, which GitHub shows as annotations.
@@ -95,8 +96,9 @@ class Findings(tuple[Finding, ...]):
 def _github_command(finding: Finding, file: str | None) -> str:
     properties = {"file": file, "title": f"shardrules {finding.kind}"}
     listed = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
-    message = "\n".join([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-    return f"::{_GITHUB_COMMANDS[finding.level]} {listed}::{_escaped(message)}"
+    message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
+    what = printable(f"{listed}::{_escaped(message)}")
+    return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
 
 
 def _escaped(text: str, more: str = "") -> str:

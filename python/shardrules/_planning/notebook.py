@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import spec_shown
+from shardrules._printable import printable
 from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def table_html(plan: Plan, limit: int = 50) -> str:
         for more in and_more(len(rows), limit, "row")
     ]
     return (
-        f"<table><caption>{escape(caption)}</caption><thead>{_line(_HEADINGS, 'th')}</thead>"
+        f"<table><caption>{escape(printable(caption))}</caption>"
+        f"<thead>{_line(_HEADINGS, 'th')}</thead>"
         f"<tbody>{''.join(lines)}</tbody></table>"
     )
 
@@ -48,4 +50,5 @@ def _cells(plan: Plan, row: Folded, held: int) -> tuple[str, ...]:
 
 
 def _line(cells: tuple[str, ...], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    marked = (f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells)
+    return f"<tr>{''.join(marked)}</tr>"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import axes_used
+from shardrules._printable import printable
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._words import bytes_shown, mesh_shown
 
@@ -56,7 +57,7 @@ class Sweep(tuple[SweepRow, ...]):
 def _line(row: SweepRow) -> str:
     fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
     largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
-    return (
+    return printable(
         f"{mesh_shown(row.mesh):<40} {bytes_shown(row.bytes):>10}  "
         f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
         + (f"  largest replicated: {largest}" if row.largest_replicated else "")

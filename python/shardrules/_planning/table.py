@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._planning.budget import by_class
 from shardrules._planning.kinds import spec_shown
+from shardrules._printable import printable
 from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Row(NamedTuple):
 
 def heading(plan: Plan) -> str:
     """The plan in a line."""
-    return (
+    return printable(
         f"{counted(len(plan), 'leaf')}, {bytes_shown(plan.total_bytes)} on "
         f"{mesh_shown(plan.axis_sizes)} ({counted(plan.devices, 'device')}): "
         f"{by_class(plan)}"
@@ -70,12 +71,12 @@ def table(plan: Plan) -> str:
 def _row(plan: Plan, folded: Folded) -> Row:
     kind, leaves = plan.kinds[folded.group], len(folded.rows)
     return Row(
-        path=folded.pattern,
+        path=printable(folded.pattern),
         leaves=f"{leaves:,}",
         shape="-" if kind.shape is None else str(list(kind.shape)),
-        dtype=kind.dtype_shown,
+        dtype=printable(kind.dtype_shown),
         rule="-" if kind.rule is None else str(kind.rule),
-        spec=kind.problem or spec_shown(kind.spec),
+        spec=printable(kind.problem or spec_shown(kind.spec)),
         bytes=bytes_shown(kind.bytes * leaves),
         device_bytes=bytes_shown(kind.largest_bytes * leaves),
     )

@@ -13,6 +13,7 @@ from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules, as_rules, checked_min_size
+from shardrules._printable import printable
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
@@ -177,7 +178,7 @@ def _shardings_by_specs(
             if keep_memory and wanted is spec:
                 sharding = in_its_memory(leaf, sharding)
         except ValueError as error:
-            errors.append(f"the leaf {_path(tree, index)}: {error}")
+            errors.append(f"{printable(f'the leaf {_path(tree, index)}')}: {error}")
             continue
         kind = getattr(spec, "memory_kind", None)
         if kind is not None and kind != sharding.memory_kind:

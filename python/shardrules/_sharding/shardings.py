@@ -16,6 +16,7 @@ from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
 from shardrules._matching.rules import Pattern, Rules, as_rules
+from shardrules._printable import printable_lines
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
 from shardrules._specs import (
@@ -113,11 +114,12 @@ def corrected_sharding(
     on_mesh = _spec_on_mesh(spec, mesh, correction)
     corrected = on_mesh.corrected(len(shape), on_mesh.corrector.kept(shape))
     if corrected is None:
-        listed = "\n".join(f"  {text}" for text in on_mesh.errors(shape))
-        raise ValueError(
+        what = (
             f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
-            f"{mesh_shown(mesh.shape)}:\n{listed}"
+            f"{mesh_shown(mesh.shape)}:"
         )
+        listed = (f"  {text}" for text in on_mesh.errors(shape))
+        raise ValueError(printable_lines([what, *listed]))
     return NamedSharding(mesh, corrected)
 
 
@@ -249,4 +251,4 @@ def _problems_message(
         lines.append(f"    {path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {spec.spec}")
         lines += [f"        {text}" for text in spec.errors(tuple(shape))]
     lines += [f"    {line}" for line in and_more(count, len(problems), "leaf")]
-    return "\n".join(lines)
+    return printable_lines(lines)
