@@ -10,10 +10,12 @@ import ast
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,6 +208,44 @@ class TestCatchAll:
             findings(tree, self.rules(), replicated=["experts/0/", "experts/3/"]), "catch-all"
         )
         assert (one.paths, one.leaves) == (("experts/{1,2,4}/fc",), 3)
+
+    def test_a_declared_pattern_is_no_backtracking_one(self):
+        name = "a" * 5_000
+        tree = {f"{name}!": LARGE, f"{name}": LARGE}
+        begin = time.monotonic()
+        one = only(findings(tree, self.rules(), replicated=["(a+)+$"]), "catch-all")
+        assert time.monotonic() - begin < 10  # `re` takes 2**5000 steps
+        assert one.paths == (f"{name}!",)
+
+    PATTERNS = (
+        "x/y",
+        "^x",
+        "y$",
+        r"\['x'\]",
+        r"x\ny",
+        "X",
+        re.compile("X", re.I),
+        "(?=x)x/",
+        r"(.)\1",
+        "a|^$",
+        r"\.",
+        "x y",
+    )
+
+    @pytest.mark.parametrize(
+        "dialect", [sr.EFORMER, sr.KEYSTR, sr.KERAS, sr.WINDOW, sr.TP_PLAN], ids=lambda d: d.name
+    )
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+    def test_declared_patterns_are_searched_in_the_paths_of_any_dialect(self, dialect, pattern):
+        everything = (".*",) if dialect is sr.WINDOW else ".*"
+        tree = {"x": {"y": LARGE, "x y": [LARGE] * 2}, "z": {"xx": LARGE, "aa.b": LARGE}}
+        plan = sr.plan(tree, sr.Rules([(everything, ())], dialect), MESH)
+        found = plan.check(replicated=[pattern])
+        told = {
+            path for one in found if one.kind in ("catch-all", "replicated") for path in one.paths
+        }
+        left = [path for path in plan.paths if not re.search(pattern, path)]
+        assert told == {one.pattern for one in fold(left, np.zeros(len(left), np.int32))}
 
 
 class TestReplicated:
@@ -721,8 +761,8 @@ def test_choices_that_do_not_exist():
         ValueError, match="the level of 'dead' is 'fatal'; it must be one of 'error'"
     ):
         everything(levels={"dead": "fatal"})
-    with pytest.raises(re.error):
-        everything(replicated=["("])
+    with pytest.raises(re.error, match=r"^replicated\[1\]: missing \), unterminated subpattern"):
+        everything(replicated=["x", "("])
 
 
 def test_json():
@@ -749,12 +789,14 @@ def test_github():
     assert len(lines) == len(found) == 4
     commands = {"error": "error", "warning": "warning", "info": "notice"}
     for line, one in zip(lines, found, strict=True):
-        told = "\n".join([one.message, *one.paths[:5], one.fix])
+        # A name's line break would be one of the annotation.
+        names = [text.replace("\r\n", r"\u000d\u000a") for text in one.paths[:5]]
+        told = "\n".join([one.message, *names, one.fix])
         assert line == (
             f"::{commands[one.level]} file={toolkit_property('rules, v1:' + chr(10) + '100%.py')}"
             f",title=shardrules {one.kind}::{toolkit_data(told)}"
         )
-    assert "%25%0D%0Aof: a, b::" in lines[0]
+    assert r"%25\u000d\u000aof: a, b::" in lines[0]
     assert found.to_github().startswith(
         "::error title=shardrules unmatched::no rule matches 8 leaves of 8%0A"
     )

@@ -6,9 +6,13 @@ A record; rule files, the command line and `Plan.check` all fill it. Must not kn
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Declared"]
+from shardrules._matching.patterns import parse
+from shardrules._matching.rules import Rules
+
+__all__ = ["Declared", "compiled_replicated"]
 
 
 class Declared(NamedTuple):
@@ -28,3 +32,18 @@ class Declared(NamedTuple):
             self.optional_axes + other.optional_axes,
             self.data_axes + other.data_axes,
         )
+
+
+def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
+    """The patterns as rules, which meet paths as people write them, whatever the dialect.
+
+    So they cost what rules cost, and what is not regular is in `Rules.fallbacks`.
+
+    Raises:
+        re.error, OverflowError, RecursionError, ValueError: A pattern is invalid; the message has
+            its index.
+    """
+    listed = list(patterns)
+    for index, pattern in enumerate(listed):
+        parse(f"replicated[{index}]", pattern, pattern)
+    return Rules([(pattern, None) for pattern in listed])

@@ -17,8 +17,9 @@ from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._matching.ways import COMPONENT_SEPARATOR, Way
+from shardrules._printable import printable
 
-__all__ = ["EMPTY_TEXT_HAS_NO_NON_BOUNDARY", "PatternCode", "compile_patterns"]
+__all__ = ["EMPTY_TEXT_HAS_NO_NON_BOUNDARY", "PatternCode", "compile_patterns", "parse"]
 
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
@@ -242,7 +243,8 @@ def compile_patterns(patterns: Sequence[Any], ways: Sequence[Way]) -> PatternCod
         regexes = way.regexes(pattern)
         try:
             written = pattern if way.method == "window" else regexes
-            trees = [_parse(index, *both) for both in zip(regexes, written, strict=True)]
+            where = f"rule {index}"
+            trees = [parse(where, *both) for both in zip(regexes, written, strict=True)]
             size = _lower(lowering, way, trees, code)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")
@@ -297,15 +299,21 @@ def _is_literal(pattern: str | re.Pattern[str]) -> TypeGuard[str]:
     return isinstance(pattern, str) and not _METACHARACTER.search(pattern)
 
 
-def _parse(index: int, regex: str | re.Pattern[str], written: str | re.Pattern[str]) -> Any:
+def parse(where: str, regex: str | re.Pattern[str], written: str | re.Pattern[str]) -> Any:
+    """The parse tree of a regex, which the user has written like that and there.
+
+    Raises:
+        re.error, OverflowError, RecursionError, ValueError: `re` rejects it; the message begins
+            with the place.
+    """
     text, flags = _text_and_flags(regex)
     own_text = _text_and_flags(written)[0]
     try:
         return _parser.parse(text, flags)
     except re.error as error:
-        raise _located(index, error, own_text) from None
+        raise _located(where, error, own_text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"rule {index}: {error}: {_shown(own_text)}") from None
+        raise type(error)(f"{where}: {error}: {_shown(own_text)}") from None
 
 
 def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -315,7 +323,7 @@ def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
             warnings.simplefilter("ignore")
             return re.compile(pattern)
     except re.error as error:
-        raise _located(index, error, _text_and_flags(pattern)[0]) from None
+        raise _located(f"rule {index}", error, _text_and_flags(pattern)[0]) from None
 
 
 def _text_and_flags(pattern: str | re.Pattern[str]) -> tuple[str, int]:
@@ -328,14 +336,15 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
 
 
-def _located(index: int, error: re.error, pattern: str) -> re.error:
-    """The same error, naming the rule, with a caret under the place."""
+def _located(where: str, error: re.error, pattern: str) -> re.error:
+    """The same error, naming the rule, with a caret under the place; each line is printable."""
     located = re.error(error.msg, pattern, error.pos)
-    message = f"rule {index}: {located}"
+    message = printable(f"{where}: {located}")
     if located.pos is not None and located.lineno is not None and located.colno is not None:
         line = pattern.split("\n")[located.lineno - 1]
-        message += f"\n    {line}\n    {' ' * (located.colno - 1)}^"
+        before = printable(f"    {line[: located.colno - 1]}")
+        message += f"\n{printable(f'    {line}')}\n{' ' * len(before)}^"
     elif pattern:
-        message += f"\n    {pattern}"
+        message += f"\n{printable(f'    {pattern}')}"
     located.args = (message,)
     return located

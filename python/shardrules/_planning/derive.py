@@ -22,7 +22,7 @@ from shardrules._planning.survey import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, Al
 from shardrules._specs import Dim
 from shardrules._words import shown
 
-__all__ = ["Companion", "Leaves", "grouped", "placed_leaves", "with_companions"]
+__all__ = ["Companion", "Leaves", "first_rules", "grouped", "placed_leaves", "with_companions"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Shape = tuple[int, ...]
@@ -170,7 +170,7 @@ def with_companions(
     found = leaves.found
     companion_of = _companions_of(found, companions)
     base_of = {row: one.base_of(found.paths[row]) for row, one in companion_of.items()}
-    rule_of = _first_rules(rules, set(base_of.values()))
+    rule_of = first_rules(rules, set(base_of.values()))
     followed: dict[int, _Followed] = {}
     sources = list(found.paths)
     for row, companion in companion_of.items():
@@ -222,7 +222,7 @@ def _companions_of(found: Survey, companions: tuple[Companion, ...]) -> dict[int
         fitting = [companion for companion in companions if companion.is_for(rank)]
         rows = np.flatnonzero(rank_of == rank).tolist()
         matcher = Rules([(companion.pattern, None) for companion in fitting])
-        first = _first_rules(matcher, [found.paths[row] for row in rows])
+        first = first_rules(matcher, [found.paths[row] for row in rows])
         for row in rows:
             if (index := first[found.paths[row]]) != UNMATCHED:
                 companion_of[row] = fitting[index]
@@ -246,7 +246,7 @@ def _placed(alike: Alike, how: _Followed, placer: Placer, min_size: int) -> Kind
     )
 
 
-def _first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     distinct = list(dict.fromkeys(paths))
     joined = dict(zip(distinct, rules.all_joined(distinct), strict=True))

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from shardrules._correction import plain_spec
+from shardrules._declared import compiled_replicated
 from shardrules._matching.ways import WAYS
 from shardrules._planning.budget import by_class
+from shardrules._planning.derive import first_rules
 from shardrules._planning.findings import Finding
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.survey import UNMATCHED
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
@@ -66,7 +69,7 @@ class Facts:
         self.optional_axes = frozenset(declared.optional_axes)
         self.data_axes = frozenset(declared.data_axes)
         self.head_dim = head_dim
-        self._declared = [re.compile(pattern) for pattern in declared.replicated]
+        self._declared = compiled_replicated(declared.replicated)
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
@@ -141,9 +144,8 @@ class Facts:
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.plan.paths[row] for row in folded.rows]
-        left = [
-            i for i, path in enumerate(paths) if not any(p.search(path) for p in self._declared)
-        ]
+        first = first_rules(self._declared, paths)
+        left = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
         if len(left) == len(paths):
             return [folded]
         rows = folded.rows[left]
