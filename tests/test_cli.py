@@ -341,7 +341,8 @@ def test_a_reader_that_leaves_early_is_no_error(small):
 
 def test_without_typer_it_says_what_to_install(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
-    done = shell("--help", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = shell("--help", env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 2
     assert "pip install 'shardrules[cli]'" in done.stderr
 
@@ -359,3 +360,72 @@ def sr_leaf(shape):
     import jax
 
     return jax.ShapeDtypeStruct(tuple(shape), "bfloat16")
+
+
+FALLBACKS = {
+    "rules": [["wq(?=/kernel)", ["fsdp", "tp"]], ["(.)\\1\x1b", []], [".*", []]],
+    "replicated": ["(?<!x)norm"],
+}
+COMMANDS = {
+    "plan": [], "plan --format json": [], "check": ["--fail-on", "never"], "explain": [],
+    "sweep": [], "diff": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_rules_that_fall_back_to_re_are_named_and_may_be_refused(small, tmp_path, command):
+    model, rules = small[0], tmp_path / "rules.json"
+    rules.write_text(json.dumps(FALLBACKS))
+    lock = tmp_path / "plan.lock"
+    assert run("plan", model, "-r", rules, "-m", "tp=4", "--lock", lock).exit_code == 0
+    name, *more = command.split()
+    place = {"explain": [model, "embed"], "diff": [lock, model]}.get(name, [model])
+    args = [name, *place, "-r", rules, "-m", "tp=4", *more, *COMMANDS[command]]
+    result = run(*args)
+    assert result.exit_code == 0
+    named = [
+        "note: `re`, not the automaton, evaluates rule 0 'wq(?=/kernel)' (lookahead)",
+        r"note: `re`, not the automaton, evaluates rule 1 '(.)\\1\x1b' (backreference)",
+        "note: `re`, not the automaton, evaluates replicated '(?<!x)norm' (negative lookbehind)",
+    ]
+    assert result.stderr.splitlines() == named
+    assert "not the automaton" not in result.stdout
+    refused = run(*args, "--no-fallbacks")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: {rules}: --no-fallbacks, but the automaton cannot")
+    for line in named:
+        assert line.partition("evaluates ")[2] in refused.stderr
+    rules.write_text(json.dumps({"rules": [["wq/kernel", ["tp"]], [".*", []]]}))
+    fine = run(*args, "--no-fallbacks")
+    assert (fine.exit_code, fine.stderr) == (int(command == "diff"), "")
+
+
+def test_many_rules_that_fall_back_are_named_briefly(small, tmp_path):
+    model, rules = small[0], tmp_path / "rules.json"
+    rules.write_text(json.dumps([*([f"(?={i})", []] for i in range(10)), [".*", []]]))
+    told = run("plan", model, "-r", rules, "-m", "tp=4").stderr.splitlines()
+    assert len(told) == 6
+    assert told[-1] == "... and 5 more patterns"
+
+
+def test_a_declared_pattern_of_the_command_line_may_not_backtrack_either(small):
+    model, rules = small
+    args = ("check", model, "-r", rules, "-m", "tp=4", "--fail-on", "never")
+    fine = run(*args, "--replicated", "(m+)+$", "--no-fallbacks")
+    assert (fine.exit_code, fine.stderr) == (0, "")
+    told = run(*args, "--replicated", "(?=m)")
+    assert "evaluates replicated '(?=m)' (lookahead)" in told.stderr
+    refused = run(*args, "--replicated", "(?=m)", "--no-fallbacks")
+    assert refused.exit_code == 2
+    assert "replicated '(?=m)' (lookahead)" in refused.stderr
+    invalid = run(*args, "--replicated", "embed", "--replicated", "(")
+    assert invalid.exit_code == 2
+    assert "replicated[2]: missing )" in invalid.stderr
+
+
+def test_json_says_whether_a_plan_fits(small):
+    model, rules = small
+    args = ("plan", model, "-r", rules, "-m", "fsdp=2", "--format", "json")
+    assert "fits" not in json.loads(run(*args).stdout)
+    assert json.loads(run(*args, "--hbm", "1MB").stdout)["fits"] is False
+    assert json.loads(run(*args, "--hbm", "1GB").stdout)["fits"] is True

@@ -48,7 +48,7 @@ def main() -> int:
         from rich.console import Console
     except ImportError:
         print("the demo needs rich: pip install 'shardrules[cli]'", file=sys.stderr)
-        return 1
+        return 2
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     rules = read_rules(str(RULES)).rules
     start = perf_counter()
@@ -90,7 +90,7 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
 
 
 def _report(fixed: Plan) -> str:
-    # In a directory of its own: a name that all know could be a link by now.
+    # A directory of its own: in the common one anybody may have put a link in our place.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     try:
         found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)

@@ -7,22 +7,25 @@ are imported when a command runs. Must not decide anything about a sharding.
 from __future__ import annotations
 
 import os
-import sys
+
+from shardrules._cli.process import FAILED, exit_with, note
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """The entry point of `shardrules`: exits with 0, 1 (findings, differences) or 2 (bad input)."""
+    """The entry point of `shardrules`; `_cli/process.py` has the exit codes."""
     # numpy's BLAS would start a thread for each core, and a plan multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    exit_with(_run)
+
+
+def _run() -> int:
     try:
-        from shardrules._cli.app import app
+        from shardrules._cli.app import run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        print(
-            f"the command line needs {error.name}: pip install 'shardrules[cli]'", file=sys.stderr
-        )
-        raise SystemExit(2) from None
-    app()
+        note(f"the command line needs {error.name}: pip install 'shardrules[cli]'")
+        return FAILED
+    return run()

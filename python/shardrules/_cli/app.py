@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -19,22 +18,31 @@ from shardrules._cli.inputs import (
     MOMENTS,
     Planned,
     byte_count,
+    is_lock,
     load_plan,
     load_side,
 )
+from shardrules._cli.process import FAILED, code_of, note
 from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
 from shardrules._declared import Declared
 from shardrules._files.content import memory_within
 from shardrules._files.dtypes import numpy_name
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.rules import DIALECTS
+from shardrules._files.write import write_text
 from shardrules._planning.findings import LEVELS
 from shardrules._planning.sweep import Sweep
+from shardrules._printable import printable
+from shardrules._words import and_more
 
-__all__ = ["app"]
+__all__ = ["app", "run"]
 
 _P = ParamSpec("_P")
+_MAX_MEMORY = "512MiB"
 _MOST_BARS = 40
+_MOST_FALLBACKS = 5
+# Of whichever click typer is built on.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -56,50 +64,66 @@ Mesh = Annotated[str, typer.Option("--mesh", "-m", help="Devices per axis: dp=8,
 DialectName = Annotated[
     str | None, typer.Option("--dialect", help=f"Semantics: {', '.join(sorted(DIALECTS))}.")
 ]
-MinSize = Annotated[int, typer.Option(help="Leaves with fewer elements are replicated.")]
+MinSize = Annotated[int, typer.Option(min=0, help="Leaves with fewer elements are replicated.")]
 MaxMemory = Annotated[
     str,
     typer.Option(help="Memory that reading a file may take beyond the file's own size: 2GB."),
+]
+NoFallbacks = Annotated[
+    bool,
+    typer.Option(
+        "--no-fallbacks", help="Refuse patterns that backtracking `re` has to match, path by path."
+    ),
 ]
 Gradients = Annotated[
     str | None, typer.Option(help="Count gradients of this dtype, or 'same' as the parameters.")
 ]
 Optimizer = Annotated[str | None, typer.Option(help=f"Count its state: {', '.join(MOMENTS)}.")]
-OptimizerDtype = Annotated[str, typer.Option(help="The dtype of the optimizer's moments.")]
+OptimizerDtype = Annotated[
+    str | None, typer.Option(help="The dtype of the optimizer's moments. Default: float32.")
+]
 Hbm = Annotated[str | None, typer.Option(help="Memory of a device: 96GB, 80GiB.")]
 
 
-def _bad_input_is_2(command: Callable[_P, None]) -> Callable[_P, None]:
-    """What is wrong with the input is said in a line, and the exit code is 2."""
+def run() -> int:
+    """Runs the command that the process's arguments name, and returns the exit code."""
+    try:
+        return app(standalone_mode=False) or 0
+    except _UsageError as error:
+        # Typer has shown the help already to who gives no arguments.
+        if len(sys.argv) > 1:
+            note(f"error: {printable(error.format_message())}; --help has what there is")
+        return FAILED
+
+
+def _ended(command: Callable[_P, None]) -> Callable[_P, None]:
+    """The command, ended by whatever goes wrong with that exit code, which typer would not know."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-            sys.stdout.flush()
-        except BrokenPipeError:  # whoever read us has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-        except (ValueError, TypeError, KeyError, OSError, RecursionError, re.error) as error:
-            text = error.args[0] if isinstance(error, KeyError) and error.args else error
-            print(f"error: {text}", file=sys.stderr)
-            raise typer.Exit(2) from None
+        except typer.Exit:
+            raise
+        except BaseException as error:
+            raise typer.Exit(code_of(error)) from None
 
     return run
 
 
 @app.command("plan")
-@_bad_input_is_2
+@_ended
 def plan_command(
     source: Source,
     rules: RulesFile,
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
-    max_memory: MaxMemory = "512MiB",
+    max_memory: MaxMemory = _MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
     gradients: Gradients = None,
     optimizer: Optimizer = None,
-    optimizer_dtype: OptimizerDtype = "float32",
+    optimizer_dtype: OptimizerDtype = None,
     hbm: Hbm = None,
     format_: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
     lock: Annotated[Path | None, typer.Option(help="Write a lockfile.")] = None,
@@ -107,37 +131,43 @@ def plan_command(
 ) -> None:
     """What every array gets, and what that costs on each device."""
     _one_of("--format", format_, ("text", "json"))
-    memory = None if hbm is None else byte_count(hbm)
-    planned = _load(source, rules, mesh, dialect, min_size, max_memory)
-    plan = planned.plan
+    memory = _memory(hbm)
     counted = {
         "gradients": _gradients(gradients),
         "optimizer": _moments(optimizer, optimizer_dtype),
     }
+    _check_targets({"--lock": lock, "--html": html}, (source, rules))
+    planned = _load(
+        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
+    )
+    plan = planned.plan
     held = plan.bytes_per_device(**counted)
+    # What cannot be made leaves no part of the rest behind.
+    report = None if html is None else _report(planned, memory, counted)
     if lock is not None:
         plan.lock(lock)
-    if html is not None:
-        _write_report(planned, html, memory, counted)
-        print(f"{html}: one file that works offline", file=sys.stderr)
+    if html is not None and report is not None:
+        write_text(html, report)
+        note(printable(f"{html}: one file that works offline"))
     if format_ == "json":
-        print(plan_json(plan, held))
+        print(plan_json(plan, held, memory))
         return
     show_plan(plan)
     print(held)
     if memory is not None:
-        print("fits" if held.max <= memory else "DOES NOT FIT", f"into {hbm}")
+        print(printable(f"{'fits' if held.max <= memory else 'DOES NOT FIT'} into {hbm}"))
 
 
 @app.command()
-@_bad_input_is_2
+@_ended
 def check(
     source: Source,
     rules: RulesFile,
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
-    max_memory: MaxMemory = "512MiB",
+    max_memory: MaxMemory = _MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
     format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
     fail_on: Annotated[str, typer.Option(help="error, warning, info or never.")] = "error",
     large: Annotated[
@@ -167,11 +197,14 @@ def check(
     """The coverage contract: exits with 1 if something is replicated or ignored silently."""
     _one_of("--format", format_, ("text", "json", "github"))
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
-    size, levels = byte_count(large), dict(map(_level, level or ()))
-    planned = _load(source, rules, mesh, dialect, min_size, max_memory)
+    size, levels = byte_count(large), _levels(level or ())
     told = Declared(tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes)))
+    planned = _load(
+        source, rules, mesh, dialect, min_size,
+        max_memory=max_memory, no_fallbacks=no_fallbacks, told=told,
+    )  # fmt: skip
     findings = planned.plan.check(
-        **planned.rules.declared.also(told)._asdict(),
+        **planned.rules.declared._asdict(),
         large=size,
         head_dim=head_dim,
         levels=levels,
@@ -187,7 +220,7 @@ def check(
 
 
 @app.command()
-@_bad_input_is_2
+@_ended
 def explain(
     source: Source,
     path: Annotated[str, typer.Argument(help="The array's path.")],
@@ -195,53 +228,66 @@ def explain(
     mesh: Mesh,
     dialect: DialectName = None,
     min_size: MinSize = 0,
-    max_memory: MaxMemory = "512MiB",
+    max_memory: MaxMemory = _MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
 ) -> None:
     """Why one array gets what it gets: each rule that matches, and each correction."""
-    print(_load(source, rules, mesh, dialect, min_size, max_memory).plan.explain(path))
+    planned = _load(
+        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
+    )
+    print(planned.plan.explain(path))
 
 
 @app.command()
-@_bad_input_is_2
+@_ended
 def sweep(
     source: Source,
     rules: RulesFile,
     mesh: Annotated[
         list[str] | None, typer.Option("--mesh", "-m", help="A mesh to try; repeatable.")
     ] = None,
-    devices: Annotated[int | None, typer.Option(help="Try all meshes of so many devices.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Try all meshes of so many devices.")
+    ] = None,
     axes: Annotated[str | None, typer.Option(help="Their axes: fsdp,tp,sp=1.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
-    max_memory: MaxMemory = "512MiB",
+    max_memory: MaxMemory = _MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
     gradients: Gradients = None,
     optimizer: Optimizer = None,
-    optimizer_dtype: OptimizerDtype = "float32",
+    optimizer_dtype: OptimizerDtype = None,
     hbm: Hbm = None,
-    most: Annotated[int, typer.Option(help="Rows to show.")] = 20,
+    most: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
 ) -> None:
     """One set of rules on many meshes: what fits, those with the fewest bytes first."""
-    if not mesh and (devices is None or axes is None):
+    if mesh:
+        _refuse("the meshes are those of --mesh", {"--devices": devices, "--axes": axes})
+    elif devices is None or axes is None:
         raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
+    memory = _memory(hbm)
+    moments = _moments(optimizer, optimizer_dtype)
     meshes = [parse_mesh(one) for one in mesh or ()]
     names, fixed = _axes(axes or "")
     first = mesh[0] if mesh else f"{names[0]}={devices}"
-    plan = _load(source, rules, first, dialect, min_size, max_memory).plan
+    plan = _load(
+        source, rules, first, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
+    ).plan
     with working("trying meshes"):
         found = plan.sweep(
             meshes or None,
             devices=devices,
             axes=names,
             fixed=fixed,
-            hbm=None if hbm is None else byte_count(hbm),
+            hbm=memory,
             gradients=_gradients(gradients),
-            optimizer=_moments(optimizer, optimizer_dtype),
+            optimizer=moments,
         )
     show_sweep(found, most)
 
 
 @app.command()
-@_bad_input_is_2
+@_ended
 def diff(
     before: Annotated[str, typer.Argument(help="A lockfile, or a model.")],
     after: Annotated[str, typer.Argument(help="A lockfile, or a model.")],
@@ -249,19 +295,31 @@ def diff(
     mesh: Annotated[str | None, typer.Option("--mesh", "-m", help="For models.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
-    max_memory: MaxMemory = "512MiB",
+    max_memory: MaxMemory = _MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
 ) -> None:
     """What differs between two plans: exits with 1 if anything does."""
+    if is_lock(before) and is_lock(after):
+        given = {
+            "--rules": rules,
+            "--mesh": mesh,
+            "--dialect": dialect,
+            "--min-size": min_size or None,
+            "--no-fallbacks": no_fallbacks or None,
+        }
+        _refuse("both sides are locks, which have their own rules and mesh", given)
+    options = {"dialect": dialect, "min_size": min_size, "no_fallbacks": no_fallbacks}
     with working("reading"), memory_within(byte_count(max_memory)):
-        sides = [load_side(text, rules, mesh, dialect, min_size) for text in (before, after)]
-    found = sides[0].diff(sides[1])
+        sides = [load_side(text, rules, mesh, **options) for text in (before, after)]
+    _tell_fallbacks(dict.fromkeys(line for _, fallbacks in sides for line in fallbacks))
+    found = sides[0][0].diff(sides[1][0])
     print(found)
     if found:
         raise typer.Exit(1)
 
 
 @app.command()
-@_bad_input_is_2
+@_ended
 def demo() -> None:
     """DeepSeek-V3 meets real rules: the plan, the finding, the fix, the bytes, the report."""
     from shardrules.demo import main
@@ -284,16 +342,21 @@ def _names(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _load(
-    source: str, rules: str, mesh: str, dialect: str | None, min_size: int, max_memory: str
-) -> Planned:
+def _load(source: str, *args: Any, max_memory: str, **options: Any) -> Planned:
     with working(f"reading {source}"), memory_within(byte_count(max_memory)):
-        return load_plan(source, rules, mesh, dialect, min_size)
+        planned = load_plan(source, *args, **options)
+    _tell_fallbacks(planned.fallbacks)
+    return planned
 
 
-def _write_report(
-    planned: Planned, html: Path, memory: int | None, counted: dict[str, Any]
-) -> None:
+def _tell_fallbacks(fallbacks: Collection[str]) -> None:
+    """Names what costs more than the automaton, and may take however long."""
+    lines = [f"note: `re`, not the automaton, evaluates {one}" for one in fallbacks]
+    for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
+        note(printable(line))
+
+
+def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> str:
     """The report, with all that is counted beside the parameters in each of its numbers."""
     plan = planned.plan
     findings = plan.check(**planned.rules.declared._asdict())
@@ -301,25 +364,57 @@ def _write_report(
     with working("trying meshes"):
         found = plan.sweep(fixed=ones, hbm=memory, **counted) if plan.devices > 1 else None
     chart = found and Sweep(found[:_MOST_BARS])
-    plan.to_html(html, findings=findings, sweep=chart, title=planned.model, hbm=memory, **counted)
+    return plan.to_html(findings=findings, sweep=chart, title=planned.model, hbm=memory, **counted)
+
+
+def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
+    """That nothing is written over what is read, or over something else that is written."""
+    taken = {os.path.realpath(name): name for name in read}
+    for option, path in written.items():
+        if path is None:
+            continue
+        name = taken.setdefault(os.path.realpath(path), option)
+        if name != option:
+            raise ValueError(f"{option} {path} would replace {name}; give it another name")
 
 
 def _gradients(text: str | None) -> Any:
     return True if text == "same" else text if text is None else numpy_name(text)
 
 
-def _moments(optimizer: str | None, dtype: str) -> tuple[str, ...] | None:
-    if optimizer is None:
-        return None
-    _one_of("--optimizer", optimizer, tuple(MOMENTS))
-    return (numpy_name(dtype),) * MOMENTS[optimizer]
+def _moments(optimizer: str | None, dtype: str | None) -> tuple[str, ...] | None:
+    if optimizer is not None:
+        _one_of("--optimizer", optimizer, tuple(MOMENTS))
+    if not MOMENTS.get(optimizer or ""):
+        _refuse("no --optimizer with moments is counted", {"--optimizer-dtype": dtype})
+    return None if optimizer is None else (numpy_name(dtype or "float32"),) * MOMENTS[optimizer]
 
 
-def _level(text: str) -> tuple[str, str]:
-    kind, equals, level = text.partition("=")
-    if not equals:
-        raise ValueError(f"--level {text!r}: write a kind of finding and its level, as dead=off")
-    return kind, level
+def _memory(hbm: str | None) -> int | None:
+    memory = None if hbm is None else byte_count(hbm)
+    if memory == 0:
+        raise ValueError(f"--hbm is {hbm!r}; a device has memory, such as 96GB")
+    return memory
+
+
+def _levels(texts: Iterable[str]) -> dict[str, str]:
+    levels: dict[str, str] = {}
+    for text in texts:
+        kind, equals, level = text.partition("=")
+        if not equals:
+            raise ValueError(
+                f"--level {text!r}: write a kind of finding and its level, as dead=off"
+            )
+        if levels.setdefault(kind, level) != level:
+            raise ValueError(f"--level gives {kind!r} two levels, {levels[kind]!r} and {level!r}")
+    return levels
+
+
+def _refuse(why: str, options: Mapping[str, object]) -> None:
+    """That none of these options is given, which would be ignored."""
+    given = [option for option, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"{why}, so leave out {', '.join(given)}")
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -5,9 +5,11 @@ Must not print: what is wrong with the input is an exception.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._declared import Declared, compiled_replicated
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.content import max_memory
 from shardrules._files.errors import FileError
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.rules import Rules
 
-__all__ = ["MOMENTS", "Planned", "byte_count", "load_plan", "load_side"]
+__all__ = ["MOMENTS", "Planned", "byte_count", "is_lock", "load_plan", "load_side"]
 
+_NOTHING: Final = Declared()
 # Optimizers by the moments that they keep, each of the parameters' shapes.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -38,9 +41,20 @@ class Planned(NamedTuple):
     plan: Plan
     model: str
     rules: RuleFile
+    fallbacks: tuple[str, ...]
+    """The patterns that `re` evaluates, and why; a line for each."""
 
 
-def load_plan(source: str, rules: str, mesh: str, dialect: str | None, min_size: int) -> Planned:
+def load_plan(
+    source: str,
+    rules: str,
+    mesh: str,
+    dialect: str | None,
+    min_size: int,
+    *,
+    no_fallbacks: bool,
+    told: Declared = _NOTHING,
+) -> Planned:
     """The plan that a command is about.
 
     Args:
@@ -49,6 +63,8 @@ def load_plan(source: str, rules: str, mesh: str, dialect: str | None, min_size:
         mesh: Such as dp=8,tp=4.
         dialect: A dialect's name; the rule file's own, or eformer, unless given.
         min_size: As in `plan`.
+        no_fallbacks: Whether a pattern that `re` has to evaluate is an error.
+        told: What is declared beside what the rule file declares.
 
     Raises:
         FileError, ValueError, TypeError: Something is wrong with one of them.
@@ -56,23 +72,39 @@ def load_plan(source: str, rules: str, mesh: str, dialect: str | None, min_size:
     axis_sizes = parse_mesh(mesh)
     chosen = None if dialect is None else _dialect_of(dialect)
     loaded = read_rules(rules, chosen)
+    loaded = loaded._replace(declared=loaded.declared.also(told))
+    fallbacks = tuple(dict.fromkeys(_fallbacks(loaded)))
+    if fallbacks and no_fallbacks:
+        raise FileError(
+            f"{rules}: --no-fallbacks, but the automaton cannot evaluate {'; '.join(fallbacks)}: "
+            "write it without, or leave --no-fallbacks out"
+        )
     name, tree = _tree(source, loaded.rules)
-    return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded)
+    return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded, fallbacks)
 
 
 def load_side(
-    text: str, rules: str | None, mesh: str | None, dialect: str | None, min_size: int
-) -> Plan:
-    """One side of a diff: a lock, or a model for which rules and a mesh are given.
+    text: str, rules: str | None, mesh: str | None, **options: Any
+) -> tuple[Plan, tuple[str, ...]]:
+    """One side of a diff: a lock, or a model for which rules and a mesh are given; its fallbacks.
 
     Raises:
         As `load_plan`; and FileError if a model comes without rules or a mesh.
     """
-    if _is_lock(text):
-        return Plan.from_lock(Path(text))
+    if is_lock(text):
+        return Plan.from_lock(Path(text)), ()
     if rules is None or mesh is None:
         raise FileError(f"{text}: not a lock; for a model, give --rules and --mesh as well")
-    return load_plan(text, rules, mesh, dialect, min_size).plan
+    planned = load_plan(text, rules, mesh, **options)
+    return planned.plan, planned.fallbacks
+
+
+def _fallbacks(loaded: RuleFile) -> Iterator[str]:
+    for rule, why in loaded.rules.fallbacks:
+        yield f"rule {rule} {loaded.rules[rule][0]!r} ({why})"
+    replicated = compiled_replicated(loaded.declared.replicated)
+    for index, why in replicated.fallbacks:
+        yield f"replicated {replicated[index][0]!r} ({why})"
 
 
 def _dialect_of(name: str) -> Dialect:
@@ -90,17 +122,21 @@ def byte_count(text: str) -> int:
     """Bytes of 96GB, 80GiB or 1000000.
 
     Raises:
-        ValueError: It is no such text.
+        ValueError: It is no such text, or below 0.
     """
     digits = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(digits) :].strip().upper()
     try:
-        return int(float(digits) * _UNITS["" if unit == "B" else unit])
+        count = int(float(digits) * _UNITS["" if unit == "B" else unit])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is no number of bytes, such as 96GB or 80GiB") from None
+    if count < 0:
+        raise ValueError(f"{text!r} is below 0; write a number of bytes, such as 96GB or 80GiB")
+    return count
 
 
-def _is_lock(text: str) -> bool:
+def is_lock(text: str) -> bool:
+    """Whether the file of this name is a lock."""
     path = Path(text)
     if not path.is_file() or path.suffix == ".gz":
         return False

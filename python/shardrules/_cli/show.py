@@ -5,7 +5,6 @@ Costs rich's import where somebody looks at it. Must not know where a plan comes
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from shardrules._planning.kinds import axes_used, spec_shown
 from shardrules._planning.sweep import Sweep
 from shardrules._planning.table import COLUMNS, RIGHT, heading, rows
+from shardrules._printable import printable, printable_json
 from shardrules._words import and_more, bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
+    from shardrules._planning.budget import DeviceBytes
     from shardrules._planning.findings import Findings
     from shardrules._planning.plan import Plan
 
@@ -33,7 +34,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
+    with Console(stderr=True).status(_plain(what)):
         yield
 
 
@@ -70,7 +71,7 @@ def show_findings(findings: Findings) -> None:
         head, *rest = str(finding).split("\n")
         label, _, message = head.partition(": ")
         console.print(Text.assemble((label, _STYLES[finding.level]), ": ", message))
-        console.print(_plain("\n".join(rest)), style="dim" if finding.level == "info" else None)
+        console.print(Text("\n".join(rest)), style="dim" if finding.level == "info" else None)
     console.print(findings.summary, style="bold")
 
 
@@ -89,7 +90,7 @@ def show_sweep(found: Sweep, most: int) -> None:
         whole = f"{row.largest_replicated or '-'}  {bytes_shown(row.largest_replicated_bytes)}"
         verdict = {None: "", True: "fits", False: "does not fit"}[row.fits]
         table.add_row(
-            mesh_shown(row.mesh), f"{row.devices:,}", bytes_shown(row.bytes),
+            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", bytes_shown(row.bytes),
             bytes_shown(row.replicated), _plain(whole), verdict,
             style="red" if row.fits is False else None,
         )  # fmt: skip
@@ -98,8 +99,11 @@ def show_sweep(found: Sweep, most: int) -> None:
         print(more)
 
 
-def plan_json(plan: Plan, held: Any) -> str:
-    """The plan for programs: an object with a row for each folded path."""
+def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
+    """The plan for programs: an object with a row for each folded path.
+
+    With the memory of a device it says whether the plan fits.
+    """
     leaves = [
         {
             "path": one.pattern,
@@ -117,7 +121,7 @@ def plan_json(plan: Plan, held: Any) -> str:
         for kind in (plan.kinds[one.group],)
     ]
     parts = {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)}
-    content = {
+    content: dict[str, Any] = {
         "mesh": plan.axis_sizes,
         "leaves": len(plan),
         "bytes": plan.total_bytes,
@@ -125,11 +129,13 @@ def plan_json(plan: Plan, held: Any) -> str:
         "fingerprint": plan.fingerprint(),
         "folded": leaves,
     }
-    return json.dumps(content, indent=1)
+    if memory is not None:
+        content["fits"] = held.max <= memory
+    return printable_json(content)
 
 
-def _plain(text: str) -> Any:
-    """Text in which brackets are brackets."""
+def _plain(line: str) -> Any:
+    """A line in which brackets are brackets, and which may be folded before any character."""
     from rich.text import Text
 
-    return Text(text)
+    return Text(printable(line).replace("::", r"\u003a:"))

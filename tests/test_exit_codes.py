@@ -1,0 +1,307 @@
+"""The command line's process: 0, 1 and 2 mean what they say, whatever becomes of its streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from shardrules import demo
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+from shardrules._cli import app as cli
+from shardrules._cli import process
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+LARGE = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
+FINDINGS, NOTHING, BAD = "tp=4,dp=2", "tp=4", "tp=0"
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Of a model with findings on some meshes."""
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text(json.dumps({"params": [["w", [4096, 4096], "F32"]]}))
+    rules.write_text(json.dumps([["w", ["tp"]]]))
+    return [str(model), "-r", str(rules), "-m"]
+
+
+def run(command, redirection="", **more):
+    """(exit code, stdout, stderr) of the command line, started by a shell."""
+    words = [sys.executable, "-m", "shardrules", *command]
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *words]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=120, **more)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@POSIX
+@pytest.mark.parametrize(("mesh", "code"), [(NOTHING, 0), (FINDINGS, 1), (BAD, 2)])
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_like_the_null_device(small, redirection, mesh, code):
+    ended, out, err = run(["check", *small, mesh, "--fail-on", "info"], redirection)
+    assert ended == code
+    # What is for one stream is not on the other.
+    assert (out == "") == (redirection != "2>&-" or code == 2)
+    assert (err == "") == ("2>&-" in redirection or code != 2)
+
+
+@POSIX
+def test_a_file_never_takes_the_place_of_a_closed_stream(small, tmp_path):
+    lock = tmp_path / "plan.lock"
+    assert run(["plan", *small, NOTHING, "--lock", str(lock)], "<&- >&- 2>&-")[0] == 0
+    assert json.loads(lock.read_text())["mesh"] == {"tp": 4}
+
+
+@POSIX
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("mesh", [NOTHING, FINDINGS])
+def test_a_full_device_is_no_finding(small, mesh):
+    command = ["check", *small, mesh, "--fail-on", "info"]
+    code, _, err = run(command, ">/dev/full")
+    assert (code, err) == (2, "error: [Errno 28] No space left on device\n")
+    assert run(command, ">/dev/full 2>/dev/full")[0] == 2
+    assert run(["check", *small, BAD], "2>/dev/full")[0] == 2
+    assert run(command, "2>/dev/full")[0] == (mesh == FINDINGS)
+
+
+@POSIX
+@pytest.mark.parametrize("command", [["plan", *LARGE, "--format", "json"], ["demo"], ["--help"]])
+def test_a_reader_that_stops_is_no_finding(command):
+    words = [sys.executable, "-m", "shardrules", *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(120) == 128 + signal.SIGPIPE
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_ends_it_in_order(small, tmp_path, name):
+    (tmp_path / "slow.py").write_text(
+        textwrap.dedent("""
+        import pathlib, time
+        def tree():
+            try:
+                pathlib.Path("begun").touch()
+                time.sleep(100)
+            except Exception:  # what a model's code does
+                pass
+            finally:
+                pathlib.Path("tidied").touch()
+        """)
+    )
+    # A job in the background, as CI may be, is born with Ctrl-C ignored.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from shardrules._cli import main; main()"
+    words = [sys.executable, "-c", start, "plan", "slow:tree", *small[1:], NOTHING]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+            assert process.poll() is None
+        process.send_signal(getattr(signal, name))
+        assert process.stderr.read() == b""
+        assert process.wait(120) == 128 + getattr(signal, name)
+    assert (tmp_path / "tidied").exists()
+
+
+@POSIX
+def test_what_nohup_ignores_stays_ignored():
+    code = (
+        "import signal, os; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from shardrules._cli.process import exit_with\n"
+        "exit_with(lambda: os.kill(os.getpid(), signal.SIGHUP) or 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_report_without_plotly_leaves_nothing_behind(small, tmp_path):
+    (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError('none', name='plotly')")
+    lock, html = tmp_path / "plan.lock", tmp_path / "plan.html"
+    written = ["--lock", str(lock), "--html", str(html)]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code, out, err = run(
+        ["plan", *small, NOTHING, *written], env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "pip install 'shardrules[report]'" in err
+    assert not lock.exists()
+    assert not html.exists()
+
+
+@POSIX
+@pytest.mark.parametrize("command", ["plan", "check", "explain", "sweep"])
+def test_brackets_in_a_path_are_no_markup(small, tmp_path, command):
+    import pty
+
+    odd = tmp_path / "[bold]" / "[" / "x]"
+    odd.mkdir(parents=True)
+    model = odd / "model.json"
+    model.write_text(json.dumps({"params": [["[/x]", [8, 8], "F32"], ["[bold]", [8, 8], "F32"]]}))
+    words = [sys.executable, "-m", "shardrules", command, str(model)]
+    words += ["[/x]"] if command == "explain" else []
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([*words, *small[1:], NOTHING], stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        told = b""
+        while chunk := _read(ours):
+            told += chunk
+        os.close(ours)
+        assert process.wait(120) == (command == "check")
+    assert b"Traceback" not in told
+    assert command == "sweep" or b"[/x]" in told
+
+
+def _read(file):
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_a_stream_of_few_characters_gets_escapes(tmp_path, small):
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"params": [["层/é", [4096, 4096], "F32"]]}))
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    for command in ("plan", "check"):
+        code, out, err = run([command, str(model), *small[1:], NOTHING], env=ascii_only)
+        assert (code, err) == (command == "check", "")
+        assert r"\u5c42/\xe9" in out
+    code, out, err = run(["plan", "层", *small[1:], NOTHING], env={**ascii_only, "PYTHONUTF8": "1"})
+    assert (code, out) == (2, "")
+    assert err.startswith(r"error: \u5c42: ")
+
+
+def test_a_mesh_of_65_axes_is_told_of(small):
+    code, out, err = run(["plan", *small, ",".join(f"a{i}=1" for i in range(65))])
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "65" in err
+
+
+class TestWhatMayGoWrongInside:
+    def ended(self, monkeypatch, capsys, error):
+        def fails(*_, **__):
+            raise error
+
+        monkeypatch.setattr(cli, "load_plan", fails)
+        monkeypatch.setattr(sys, "argv", ["shardrules", "plan", "m", "-r", "r", "-m", "tp=2"])
+        code = cli.run()
+        told = capsys.readouterr()
+        assert told.out == ""
+        return code, told.err
+
+    def test_no_memory_is_no_finding(self, monkeypatch, capsys):
+        code, err = self.ended(monkeypatch, capsys, MemoryError("Unable to allocate 8 GiB"))
+        assert (code, err) == (
+            2,
+            "error: there is not enough memory for this: Unable to allocate 8 GiB\n",
+        )
+        code, err = self.ended(monkeypatch, capsys, MemoryError())
+        assert (code, err) == (2, "error: there is not enough memory for this\n")
+
+    def test_a_bug_is_called_one(self, monkeypatch, capsys):
+        code, err = self.ended(monkeypatch, capsys, ZeroDivisionError("a\n0 errors"))
+        assert code == 2
+        assert err.startswith(
+            r"error: ZeroDivisionError: a\u000a0 errors: this is a bug of shardrules"
+        )
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "error",
+        [ImportError("no plotly"), RecursionError("deep"), KeyError("no leaf"), ValueError("bad")],
+    )
+    def test_bad_input_is_no_bug(self, monkeypatch, capsys, error):
+        assert self.ended(monkeypatch, capsys, error) == (2, f"error: {error.args[0]}\n")
+
+    def test_the_traceback_is_for_python_s_development_mode(self, small):
+        words = [sys.executable, "-X", "dev", "-m", "shardrules", "check", *small, BAD]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: mesh 'tp=0'")
+
+    def test_every_end_has_its_code(self):
+        assert process.code_of(BrokenPipeError()) == 141
+        assert process.code_of(KeyboardInterrupt()) == 130
+
+
+CONTRADICTIONS = [
+    (["sweep", "-m", "tp=2", "--devices", "8"], "leave out --devices"),
+    (["sweep", "-m", "tp=2", "--axes", "tp"], "leave out --axes"),
+    (["sweep", "--axes", "tp"], "--devices and --axes"),
+    (["sweep", "--devices", "8"], "--devices and --axes"),
+    (["sweep", "--devices", "0", "--axes", "tp"], "--devices"),
+    (["sweep", "--devices", "-8", "--axes", "tp"], "--devices"),
+    (["sweep", "-m", "tp=2", "--most", "-3"], "--most"),
+    (["sweep", "-m", "tp=2", "--most", "0"], "--most"),
+    (["sweep", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is below 0"),
+    (["sweep", "-m", "tp=2", "-m", "tp=0"], "below 1"),
+    (["sweep", "-m", "tp=2", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
+    (["plan", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is below 0"),
+    (["plan", "-m", "tp=2", "--hbm", "0"], "--hbm is '0'"),
+    (["plan", "-m", "tp=2", "--hbm", "nan"], "'nan' is no number of bytes"),
+    (["plan", "-m", "tp=2", "--hbm", "inf"], "'inf' is no number of bytes"),
+    (["plan", "-m", "tp=2", "--min-size", "-1"], "--min-size"),
+    (["plan", "-m", "tp=2", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
+    (["plan", "-m", "tp=2", "--optimizer", "sgd", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
+    (["plan", "-m", "tp=2", "--lock", "x", "--html", "x"], "--html x would replace --lock"),
+    (["plan", "-m", "tp=2", "--lock", "model.json"], "--lock model.json would replace"),
+    (["plan", "-m", "tp=2", "--html", "./rules.json"], "--html rules.json would replace"),
+    (["plan", "-m", "tp=-1"], "below 1"),
+    (["plan", "-m", "tp=nan"], "no integer"),
+    (["plan", "-m", "tp=inf"], "no integer"),
+    (["check", "-m", "tp=2", "--large", "-1"], "'-1' is below 0"),
+    (["check", "-m", "tp=2", "--head-dim", "0"], "--head-dim"),
+    (["check", "-m", "tp=2", "--level", "dead=off", "--level", "dead=error"], "gives 'dead' two levels"),
+    (["check", "-m", "tp=2", "--no-such-option"], "No such option"),
+    (["no-such-command"], "No such command"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    CONTRADICTIONS,
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_options_that_make_no_sense_are_refused(
+    small, tmp_path, monkeypatch, capsys, command, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["shardrules", command[0], *small[:3], *command[1:]])
+    assert cli.run() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ")
+    assert told.err.count("\n") == 1
+    assert message in told.err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["-r", "r"], ["-m", "tp=2"], ["--dialect", "keras"], ["--min-size", "8"], ["--no-fallbacks"]],
+)
+def test_two_locks_take_no_options_of_models(small, tmp_path, monkeypatch, capsys, option):
+    lock = str(tmp_path / "plan.lock")
+    for words, code in (
+        (["plan", *small, NOTHING, "--lock", lock], 0),
+        (["diff", lock, lock, *option], 2),
+    ):
+        monkeypatch.setattr(sys, "argv", ["shardrules", *words])
+        assert cli.run() == code
+    err = capsys.readouterr().err
+    assert "both sides are locks" in err
+    assert (
+        f"leave out --{'rules' if option[0] == '-r' else 'mesh' if option[0] == '-m' else option[0][2:]}"
+        in err
+    )

@@ -1,0 +1,408 @@
+"""Names are anybody's: none reaches a terminal raw, and none is a line or a command of its own.
+
+A set of hostile names at each place where a name comes in, through each command and format.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import sys
+import unicodedata
+from contextlib import suppress
+
+import pytest
+
+import shardrules as sr
+from shardrules._printable import printable, printable_json
+from tests import corpus
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+import typer
+
+from shardrules._cli import app as cli
+
+COMMAND = typer.main.get_command(cli.app)
+HOSTILE = (
+    "\x1b[2J\x1b[1;1Howned", "\x1b]52;c;cm0gLXJmIC8=\x07", "\x1b]0;title\x1b\\", "\x9b31mred", "\x9d52;c;eA==\x9c",
+    "\x07bell", "\x08\x08back", "\rover", "\x7fdel", "\0nul", "\ttab",
+    "a\n0 errors, 0 warnings, 0 info", "a\r\n::error::x", "a\x0b0 errors", "a\x0c0 errors", "a\x85next", "a\u2028line", "a\u2029paragraph",
+    "\u202egnp.x", "\u2066isolate\u2069", "\u200bzero", "\ufeffbom", "soft\u00adhyphen", "tag\U000e0041",
+    "\ud800half", "no\xa0break",
+    "::error::forged", "  ::warning file=x::forged", "::stop-commands::token", "::add-mask::a", "::set-output name=a::b",
+    "##[error]forged", "x ##[group]forged", "###[error]forged", "##vso[task.setvariable variable=a]b", "##teamcity[testFailed name='a']",
+    "[/x]", "[bold]x[/bold]", "[link=file:///etc/passwd]x[/link]", "a  ::error::folded", "{}{0..3}",
+)  # fmt: skip
+# All that at once, for each run; one by one in `make test-all`.
+WORST = (
+    "a\x1b[2J\x9b31m\u202e\x85\u2028\r\n0 errors, 0 warnings, 0 info\n::error::x ##[error]y [/x]",
+    "::error::forged", "  ::error::[/x]", "##[error]forged",
+)  # fmt: skip
+CONTROLS = re.compile(r"\x1b\[[0-9;]*m")  # the colours of our own tables
+COMMANDS = re.compile(r"^\s*::|##[\w.-]*\[", re.M)
+ANNOTATION = re.compile(r"::(error|warning|notice) (file=[^:,]*,)?title=shardrules [a-z-]+::")
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_a_line_is_one_line_without_controls_and_commands(name):
+    line = printable(name)
+    assert line.isprintable()
+    assert not COMMANDS.search(line)
+    assert printable(line) == line
+    assert not COMMANDS.search(printable(f"    {name}"))
+
+
+def test_what_is_escaped_is_what_python_calls_not_printable():
+    for code in (*range(0x30000), *range(0xE0000, 0xE0200), sys.maxunicode):
+        kept = chr(code) == " " or unicodedata.category(chr(code))[0] not in "CZ"
+        assert (printable(chr(code)) == chr(code)) == kept, hex(code)
+    assert printable("\x1b\u202e\U000e0041") == r"\u001b\u202e\U000e0041"
+
+
+def test_names_of_models_and_patterns_stay_as_they_are():
+    for name in [
+        r"layers/\d+/(wq|wk)\.kernel$", r"['params']['layers'][0].kernel", "a::b", "x #1", "## x", "model##2",
+        "模型/层/权重", "é/ü/ñ", "{{a}}/{0..3}", "P(('fsdp', 'sp'), None)", "%0A", "<b>&amp;", "🦙",
+    ]:  # fmt: skip
+        assert printable(name) == name
+    for model in corpus.manifest_names():
+        assert all(printable(one.name) == one.name for one in corpus.manifest(model).parameters)
+    for kind in ("regex", "logical", "glob"):
+        for rule_set in corpus.rule_sets(kind):
+            assert all(printable(str(p)) == str(p) for p, _ in corpus.rule_file(rule_set)["rules"])
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_json_says_the_same_without_commands(name):
+    text = printable_json({"path": name, name: ["#", "##", "####["]})
+    assert json.loads(text) == {"path": name, name: ["#", "##", "####["]}
+    assert text.isascii()
+    assert not COMMANDS.search(text)
+
+
+# The files and options of a small model, with a name from anybody in one place of them.
+MODEL = [["layers/w", [4096, 1024], "F32"], ["embed", [4096, 4096], "F32"]]
+RULES = {"rules": [["layers", ["fsdp", "tp"]], [".*", []]]}
+
+
+def write(path, content):
+    with suppress(OSError, ValueError):  # no file can have this name, which is told
+        path.write_text(json.dumps(content))
+    return str(path)
+
+
+def safetensors(path, names):
+    header, at = {}, 0
+    for name in names:
+        header[name] = {"dtype": "F32", "shape": [8, 8], "data_offsets": [at, at := at + 256]}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(at))
+    return str(path)
+
+
+class Given:
+    """What a command is given, harmless but for one place."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.model = write(directory / "model.json", {"params": MODEL})
+        self.rules = write(directory / "rules.json", RULES)
+        self.mesh = "fsdp=8,tp=4"
+        self.of_check = []
+
+    def array(self, name):
+        self.model = write(
+            self.directory / "model.json", {"params": [*MODEL, [name, [4096, 1024], "F32"]]}
+        )
+
+    def arrays_alike(self, name):
+        alike = [[f"{i}/{name}", [4096, 1024], "F32"] for i in range(3)]
+        self.model = write(self.directory / "model.json", {"params": [*MODEL, *alike]})
+
+    def safetensors(self, name):
+        self.model = safetensors(self.directory / "m.safetensors", ["w", name])
+
+    def model_of_a_manifest(self, name):
+        self.model = write(self.directory / "model.json", {"model": name, "params": MODEL})
+
+    def dtype(self, name):
+        self.model = write(self.directory / "model.json", {"params": [["w", [8, 8], name]]})
+
+    def key_of_a_manifest(self, name):
+        self.model = write(self.directory / "model.json", {"params": [["w", {name: name}, "F32"]]})
+
+    def file_of_a_model(self, name):
+        self.model = write(self.directory / f"{name}.json", {"params": MODEL})
+
+    def no_file_of_a_model(self, name):
+        self.model = f"{self.directory}/nowhere/{name}"
+
+    def no_json(self, name):
+        self.model = write(self.directory / f"{name}.json", 3)
+
+    def file_of_rules(self, name):
+        self.rules = write(self.directory / f"{name}.json", RULES)
+
+    def pattern(self, name):
+        self.rules = write(
+            self.directory / "rules.json", [[re.escape(name), ["tp"]], *RULES["rules"]]
+        )
+
+    def pattern_that_needs_re(self, name):
+        self.rules = write(
+            self.directory / "rules.json", [[f"(?=x){re.escape(name)}", ["tp"]], *RULES["rules"]]
+        )
+
+    def pattern_that_is_none(self, name):
+        self.rules = write(self.directory / "rules.json", [[f"(?P<{name}", []], *RULES["rules"]])
+
+    def extension_of_re(self, name):
+        self.rules = write(
+            self.directory / "rules.json", [[f"{name}(?{name}", []], *RULES["rules"]]
+        )
+
+    def declared_pattern(self, name):
+        self.rules = write(
+            self.directory / "rules.json",
+            {**RULES, "replicated": [f"(?=x){re.escape(name)}", f"({name}"]},
+        )
+
+    def axis_of_a_rule(self, name):
+        self.rules = write(self.directory / "rules.json", [["layers", [name, "tp"]], [".*", []]])
+
+    def axis_of_a_rule_beside_another(self, name):
+        self.rules = write(
+            self.directory / "rules.json", [["layers", [["fsdp", name], "tp"]], [".*", []]]
+        )
+
+    def axis_of_rule_and_mesh(self, name):
+        self.axis_of_a_rule(name)
+        self.mesh = f"{name}=8,tp=4"
+
+    def axis_of_the_mesh(self, name):
+        self.mesh = f"fsdp=8,tp=4,{name}=2"
+
+    def size_of_the_mesh(self, name):
+        self.mesh = f"fsdp={name}"
+
+    def dialect(self, name):
+        self.rules = write(self.directory / "rules.json", {**RULES, "dialect": name})
+
+    def key_of_rules(self, name):
+        self.rules = write(self.directory / "rules.json", {**RULES, name: name})
+
+    def correction(self, name):
+        self.rules = write(self.directory / "rules.json", {**RULES, "correction": {"absent": name}})
+
+    def tree_of_a_module(self, name):
+        code = f"class A: shape, dtype = (8, 8), 'float32'\ndef tree(): return {{{name!r}: A(), 'b': [A(), A()]}}"
+        self.module(code, "tree")
+
+    def dtype_of_a_module(self, name):
+        self.module(f"class A: shape, dtype = (8, 8), {name!r}\ndef tree(): return [A()]", "tree")
+
+    def shape_of_a_module(self, name):
+        self.module(
+            f"class A: shape, dtype = (8, {name!r}), 'int8'\ndef tree(): return {{{name!r}: A()}}",
+            "tree",
+        )
+
+    def error_of_a_module(self, name):
+        self.module(f"def tree(): raise RuntimeError({name!r})", "tree")
+
+    def module(self, code, name):
+        (self.directory / "hostile_module.py").write_text(
+            code, encoding="utf-8", errors="surrogatepass"
+        )
+        sys.modules.pop("hostile_module", None)
+        self.model = f"hostile_module:{name}"
+
+    def option_of_check(self, name, option, value="{}"):
+        self.of_check = [option, value.replace("{}", name)]
+
+
+OPTIONS = {
+    "--level": "{}", "--large": "{}", "--fail-on": "{}", "--replicated": "{}", "--optional-axes": "{}",
+    "--data-axes": "{}", "--dialect": "{}", "--min-size": "{}", "--head-dim": "{}", "{}": "{}",
+}  # fmt: skip
+PLACES = [
+    name
+    for name in vars(Given)
+    if not name.startswith("_") and name not in ("module", "option_of_check")
+]
+
+
+def commands(given, directory, tail):
+    both = [given.model, "--rules", given.rules, "--mesh", given.mesh]
+    lock = str(directory / "plan.lock")
+    return {
+        "plan": ["plan", *both, "--hbm", "1GB", "--lock", lock],
+        "plan json": ["plan", *both, "--format", "json"],
+        "check": ["check", *both, "--large", "1kB", *tail],
+        "check json": ["check", *both, "--large", "1kB", "--format", "json", *tail],
+        "check github": ["check", *both, "--large", "1kB", "--format", "github", *tail],
+        "explain": ["explain", given.model, "layers/w", *both[1:]],
+        "explain another": ["explain", given.model, "embed/x", *both[1:]],
+        "sweep": ["sweep", given.model, "--rules", given.rules, "--mesh", given.mesh, "--mesh", "fsdp=2"],
+        "no fallbacks": ["plan", *both, "--no-fallbacks"],
+        "diff": ["diff", lock, *both],
+        "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
+    }  # fmt: skip
+
+
+ON_TERMINALS = {"plan", "check", "explain", "sweep"}
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal, or is not."""
+
+    def __init__(self, *, is_terminal):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+
+def run(monkeypatch, args, *, is_terminal=False):
+    out, err = Terminal(is_terminal=is_terminal), Terminal(is_terminal=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", out)
+        patched.setattr(sys, "stderr", err)
+        patched.setattr(sys, "argv", ["shardrules", *args])
+        patched.setattr(cli, "app", COMMAND)
+        code = cli.run()
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_safe(text, *, is_github=False):
+    plain = CONTROLS.sub("", text)
+    assert all(c.isprintable() for c in plain.replace("\n", "")), ascii(text)
+    for line in plain.split("\n"):
+        rest = ANNOTATION.sub("", line, count=1) if is_github else line
+        assert not COMMANDS.search(rest), ascii(line)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    harmless = sr.plan({}, [], {"tp": 2}).lock()
+    (tmp_path / "harmless.lock").write_text(harmless)
+    return tmp_path
+
+
+def told(here, monkeypatch, place, name, *more):
+    """Per command what it tells with this name at this place, which must be safe."""
+    given = Given(here)
+    getattr(given, place)(name, *more)
+    found = {}
+    for command, args in commands(given, here, given.of_check).items():
+        for is_terminal in (False, True)[: 1 + (command in ON_TERMINALS)]:
+            code, out, err = run(monkeypatch, args, is_terminal=is_terminal)
+            assert_safe(out, is_github=command == "check github")
+            assert_safe(err)
+            assert code in (0, 1, 2)
+            assert (code == 2) == any(line.startswith("error: ") for line in err.split("\n")), err
+            assert "bug of shardrules" not in err
+            lines = None if is_terminal else (out.count("\n"), err.count("\n"))
+            summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
+            found[command, is_terminal] = (code, lines, summary)
+    return found
+
+
+NAMES = pytest.mark.parametrize(
+    "names", [WORST, pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["worst", "all"]
+)
+
+
+@NAMES
+@pytest.mark.parametrize("place", PLACES)
+def test_no_name_is_raw_or_a_line_or_a_command(here, monkeypatch, place, names):
+    harmless = told(here, monkeypatch, place, "a harmless name")
+    for name in names:
+        assert_alike(told(here, monkeypatch, place, name), harmless)
+
+
+@NAMES
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_option_s_value_is_raw_or_a_line_or_a_command(here, monkeypatch, option, names):
+    for name in names:
+        told(
+            here, monkeypatch, "option_of_check", name, option.replace("{}", name), OPTIONS[option]
+        )
+
+
+def assert_alike(found, harmless):
+    """What went as well as with a harmless name has as many lines, and the same summary."""
+    for key, (code, *rest) in found.items():
+        if code == harmless[key][0]:
+            assert rest == list(harmless[key][1:]), key
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_what_objects_say_of_themselves(name):
+    """In a notebook or a program's log, without the command line."""
+    tree = {name: sr_leaf(), "w": sr_leaf()}
+    plan = sr.plan(tree, [(re.escape(name), (name, "fsdp")), (".*", ())], {"fsdp": 4, name: 2})
+    other = sr.plan({f"{name}/x": sr_leaf()}, [(".*", ())], {f"{name}y": 8})
+    harmless = sr.plan(
+        {"v": sr_leaf(), "w": sr_leaf()},
+        [("v", ("z", "fsdp")), (".*", ())],
+        {"fsdp": 4, "z": 2},
+    )
+    for text in (
+        plan, plan.check(), plan.explain(name), plan.diff(other), plan.sweep([{name: 8}]), plan.on_mesh({"fsdp": 3}).explain(name),
+        plan._repr_html_(), plan.check().to_github(f"{name}.py").replace("::error ", "").replace("::warning ", "").replace("::notice ", ""),
+    ):  # fmt: skip
+        assert_safe(str(text))
+    assert repr(plan).count("\n") == repr(harmless).count("\n")
+    assert str(plan.explain(name)).count("\n") == str(harmless.explain("v")).count("\n")
+
+
+def sr_leaf():
+    import jax
+
+    return jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def errors_of_the_library(name):
+    tree = {name: sr_leaf(), f"{name}{name}": sr_leaf()}
+    strict = sr.RuleSpec((name, name), sr.Correction(absent="error"))
+    for wrong in (
+        lambda: sr.match_partition_rules([("nothing", None)], tree),
+        lambda: sr.Rules([("(?s).*", None), ("(?s).+", None)], sr.KERAS).match(tree),
+        lambda: sr.Rules([("(?s).*", (name, None, "tp"))], sr.KERAS).match(tree),
+        lambda: sr.named_shardings(tree, [("", strict)], {"tp": 2}),
+        lambda: sr.plan(tree, [("nothing", None)], {"tp": 2}).specs(),
+        lambda: sr.Rules([(f"(?P<{name}", None)]),
+    ):
+        with pytest.raises((ValueError, re.error)) as caught:
+            wrong()
+        yield str(caught.value)
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_errors_of_the_library_name_leaves_in_one_line_each(name):
+    pairs = zip(errors_of_the_library(name), errors_of_the_library("harmless"), strict=True)
+    for text, harmless in pairs:
+        assert_safe(text)
+        assert text.count("\n") == harmless.count("\n"), text
+
+
+def test_the_caret_stands_where_it_stood():
+    with pytest.raises(re.error) as caught:
+        sr.Rules([("a\x1bb(", None)])
+    message, pattern, caret = str(caught.value).split("\n")
+    assert message == "rule 0: missing ), unterminated subpattern at position 3"
+    assert (pattern, caret) == (r"    a\u001bb(", "            ^")
+
+
+def test_an_error_of_a_file_has_one_line_and_those_of_its_own():
+    error = sr.FileError("a\nb.json: wrong", "    (x", "    ^")
+    assert str(error) == "a\\u000ab.json: wrong\n    (x\n    ^"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
