@@ -40,9 +40,9 @@ std::uint16_t boundary(bool wanted, bool word_behind, std::uint16_t word, std::u
 
 // What the root accepts, it has accepted at the start.
 bool has_late_events(const Program& program) {
-    const auto is_late = [](const Jump& jump) { return jump.assertion != Assertion::kBegin; };
+    const auto is_late = [](const EpsilonEdge& edge) { return edge.assertion != Assertion::kBegin; };
     return !program.class_edges(kRoot).empty() ||
-           std::ranges::any_of(program.jumps(kRoot), is_late);
+           std::ranges::any_of(program.epsilon_edges(kRoot), is_late);
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
             continue;
         }
         each_target(thread.node, c,
-                    [&](NodeId target) { follow({target, *ahead, 0}, behind, out); });
+                    [&](NodeId target) { add_closure({target, *ahead, 0}, behind, out); });
     }
     arrive(next_literal(from.literal, c), behind, out);
     finish(out);
@@ -154,12 +154,12 @@ void Determinizer::arrive(NodeId literal, const Behind& behind, Frontier& out) {
     out.literal = literal;
     NodeId node = program_.eventful(literal);
     for (; node != kRoot; node = program_.eventful(program_.suffix(node)))
-        follow({node, kNothing, 0}, behind, out);
-    if (behind.start || restarts_) follow({kRoot, kNothing, 0}, behind, out);
+        add_closure({node, kNothing, 0}, behind, out);
+    if (behind.start || restarts_) add_closure({kRoot, kNothing, 0}, behind, out);
 }
 
-// Everything that `first` reaches without consuming a character.
-void Determinizer::follow(Thread first, const Behind& behind, Frontier& out) {
+// The epsilon closure of `first`: everything that it reaches without consuming a character.
+void Determinizer::add_closure(Thread first, const Behind& behind, Frontier& out) {
     stack_.push_back(first);
     while (!stack_.empty()) {
         const Thread at = stack_.back();
@@ -175,14 +175,14 @@ void Determinizer::follow(Thread first, const Behind& behind, Frontier& out) {
                                ? !program_.class_edges(at.node).empty()
                                : program_.has_edges(at.node);
         if (alive) out.threads.push_back(at);
-        for (const Jump& from_here : program_.jumps(at.node)) jump(from_here, at, behind);
+        for (const EpsilonEdge& edge : program_.epsilon_edges(at.node)) cross(edge, at, behind);
     }
 }
 
-void Determinizer::jump(const Jump& jump, const Thread& at, const Behind& behind) {
+void Determinizer::cross(const EpsilonEdge& edge, const Thread& at, const Behind& behind) {
     std::uint16_t ahead = at.ahead;
     const CharFacts& last = behind.last;
-    switch (jump.assertion) {
+    switch (edge.assertion) {
         case Assertion::kNone: break;
         case Assertion::kBegin:
             if (!behind.start) return;
@@ -195,20 +195,20 @@ void Determinizer::jump(const Jump& jump, const Thread& at, const Behind& behind
         case Assertion::kEnd: ahead |= kTextEnd; break;
         case Assertion::kWordBoundary:
         case Assertion::kNotWordBoundary:
-            ahead |= boundary(jump.assertion == Assertion::kWordBoundary, last.word, kWord,
+            ahead |= boundary(edge.assertion == Assertion::kWordBoundary, last.word, kWord,
                               kNotWord);
             break;
         case Assertion::kAsciiWordBoundary:
         case Assertion::kNotAsciiWordBoundary:
-            ahead |= boundary(jump.assertion == Assertion::kAsciiWordBoundary, last.ascii_word,
+            ahead |= boundary(edge.assertion == Assertion::kAsciiWordBoundary, last.ascii_word,
                               kAsciiWord, kNotAsciiWord);
             break;
     }
-    const bool non_boundary = jump.assertion == Assertion::kNotWordBoundary ||
-                              jump.assertion == Assertion::kNotAsciiWordBoundary;
+    const bool non_boundary = edge.assertion == Assertion::kNotWordBoundary ||
+                              edge.assertion == Assertion::kNotAsciiWordBoundary;
     if (non_boundary && behind.start && program_.empty_text_has_no_non_boundary())
         ahead |= kSomething;
-    stack_.push_back({jump.target, ahead, 0});
+    stack_.push_back({edge.target, ahead, 0});
 }
 
 void Determinizer::finish(Frontier& out) const {

@@ -61,8 +61,8 @@ class Determinizer {
     void new_round();
     NodeId next_literal(NodeId from, CharClass c) const;
     void arrive(NodeId literal, const Behind& behind, Frontier& out);
-    void follow(Thread first, const Behind& behind, Frontier& out);
-    void jump(const Jump& jump, const Thread& at, const Behind& behind);
+    void add_closure(Thread first, const Behind& behind, Frontier& out);
+    void cross(const EpsilonEdge& edge, const Thread& at, const Behind& behind);
     bool visit(const Thread& thread);
     void accept(RuleId rule, Frontier& out) const;
     void add(RuleId rule, std::vector<RuleId>& rules) const;

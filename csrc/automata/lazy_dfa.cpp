@@ -9,9 +9,12 @@ namespace shardrules::automata {
 namespace {
 
 // A cache that is cleared before each of its states was stepped through this often, on average,
-// does not pay for itself.
+// does not pay for itself: a state takes about 1,300 instructions to make, and spares 70 to 700 of
+// them each time that it is stepped through (see kCostOfState), so it pays after 2 to 19 steps. RE2
+// has 10 as well.
 constexpr std::uint64_t kStepsThatPayForAState = 10;
-// Allocator and hash-index share of one state, roughly.
+// What one state takes beside its own members: two allocations of 16 bytes of bookkeeping each, and a
+// node (40 bytes) and bucket (8) of the index; rounded up.
 constexpr std::size_t kStateOverhead = 96;
 
 std::size_t bytes_held(const Frontier& frontier) {
@@ -208,7 +211,7 @@ LazyDfa::StateId LazyDfa::build_transition(StateId from, CharClass c) {
 
 LazyDfa::StateId LazyDfa::intern(const Frontier& frontier) {
     if (const auto found = index_.find(frontier); found != index_.end()) return *found;
-    if (bytes_ > budget_ || states_.size() > kLastState) make_room();
+    if (bytes_ > budget_ || states_.size() > kLastState) clear_cache();
     if (const auto found = index_.find(frontier); found != index_.end()) return *found;
     return add_state(frontier);
 }
@@ -231,7 +234,7 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
 
 // Forgets every state but those that the cursor stands on, and those of them that are left the last
 // if they alone are too many.
-void LazyDfa::make_room() {
+void LazyDfa::clear_cache() {
     only_simulate_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
     std::vector<Frontier> kept;
     kept.reserve(path_.size());

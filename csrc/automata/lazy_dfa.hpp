@@ -85,12 +85,15 @@ class LazyDfa {
 
   private:
     // Entries of the table behind kLastState are unknown transitions; each simulation brings them
-    // nearer to it by its cost, and what has cost as much as a state becomes one.
+    // nearer to it by its cost, and what has cost as much as a state becomes one. The unit is some 80
+    // instructions: by callgrind, with 1,260 literals and as many regexes on their own paths, a quiet
+    // step takes 79, another one 280 (literals) to 750 (regexes), and making a state 1,300.
     static constexpr StateId kUnknown = 0xFFFFFFFF;
     static constexpr StateId kCostOfQuietStep = 1, kCostOfStep = 8, kCostOfState = 16;
     static constexpr StateId kLastState = kUnknown - kCostOfState;
 
-    static constexpr std::size_t kWorkPerPoll = std::size_t{1} << 18;  // in threads: some 10 ms
+    // In threads, of some 140 instructions each: a poll every 10 ms or so.
+    static constexpr std::size_t kWorkPerPoll = std::size_t{1} << 18;
 
     struct Position {
         StateId state;
@@ -149,7 +152,7 @@ class LazyDfa {
     StateId build_transition(StateId from, CharClass c);
     StateId intern(const Frontier& frontier);
     StateId add_state(const Frontier& frontier);
-    void make_room();
+    void clear_cache();
     void widen_rows();
     std::size_t shared_prefix(const Text& text) const;
 

@@ -52,7 +52,7 @@ NodeId ProgramBuilder::insert(NodeId from, const Syntax& syntax) {
         case Kind::kNever: return kNowhere;
         case Kind::kAssert: {
             const auto [to, is_new] = element(from, syntax);
-            if (is_new) jump(from, to, syntax.assertion);
+            if (is_new) add_epsilon_edge(from, to, syntax.assertion);
             return to;
         }
         case Kind::kAlternate: return insert_alternate(from, syntax);
@@ -83,7 +83,7 @@ NodeId ProgramBuilder::insert_alternate(NodeId from, const Syntax& syntax) {
     if (!is_new) return to;
     for (const Syntax& branch : syntax.children) {
         const NodeId end = insert(from, branch);
-        if (end != kNowhere) jump(end, to);
+        if (end != kNowhere) add_epsilon_edge(end, to);
     }
     return to;
 }
@@ -103,19 +103,19 @@ NodeId ProgramBuilder::insert_repeat(NodeId from, const Syntax& syntax) {
     rest.max = syntax.max == kUnbounded ? kUnbounded : syntax.max - syntax.min;
     const auto [to, is_new] = element(at, rest);
     if (!is_new) return to;
-    jump(at, to);
+    add_epsilon_edge(at, to);
     if (rest.max == kUnbounded) {
         const NodeId loop = new_node();
-        jump(at, loop);
+        add_epsilon_edge(at, loop);
         const NodeId end = insert(loop, body);
-        if (end != kNowhere && end != loop) jump(end, loop);
-        jump(loop, to);
+        if (end != kNowhere && end != loop) add_epsilon_edge(end, loop);
+        add_epsilon_edge(loop, to);
     } else {
         for (std::uint32_t i = 0; i < rest.max; ++i) {
             const NodeId end = insert(at, body);
             if (end == kNowhere || end == at) break;
             at = end;
-            jump(at, to);
+            add_epsilon_edge(at, to);
         }
     }
     return to;
@@ -129,9 +129,9 @@ std::pair<NodeId, bool> ProgramBuilder::element(NodeId from, const Syntax& synta
     return {found->second, added};
 }
 
-void ProgramBuilder::jump(NodeId from, NodeId to, Assertion assertion) {
-    jumps_.push_back({{assertion, to}, drafts_[from].jumps});
-    drafts_[from].jumps = static_cast<std::uint32_t>(jumps_.size() - 1);
+void ProgramBuilder::add_epsilon_edge(NodeId from, NodeId to, Assertion assertion) {
+    epsilon_edges_.push_back({{assertion, to}, drafts_[from].epsilon_edges});
+    drafts_[from].epsilon_edges = static_cast<std::uint32_t>(epsilon_edges_.size() - 1);
 }
 
 Program ProgramBuilder::build() && {
@@ -150,14 +150,14 @@ void ProgramBuilder::lay_out_edges() {
     std::vector<CharEdge>& edges = program_.edges_;
     const auto by_test = [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; };
     edges.reserve(edges_.size());
-    program_.jumps_.reserve(jumps_.size());
+    program_.epsilon_edges_.reserve(epsilon_edges_.size());
     for (NodeId n = 0; n < drafts_.size(); ++n) {
         nodes[n].edges = static_cast<std::uint32_t>(edges.size());
-        nodes[n].jumps = static_cast<std::uint32_t>(program_.jumps_.size());
+        nodes[n].epsilon_edges = static_cast<std::uint32_t>(program_.epsilon_edges_.size());
         for (std::uint32_t e = drafts_[n].edges; e != kNone; e = edges_[e].next)
             edges.push_back(edges_[e].value);
-        for (std::uint32_t j = drafts_[n].jumps; j != kNone; j = jumps_[j].next)
-            program_.jumps_.push_back(jumps_[j].value);
+        for (std::uint32_t j = drafts_[n].epsilon_edges; j != kNone; j = epsilon_edges_[j].next)
+            program_.epsilon_edges_.push_back(epsilon_edges_[j].value);
         const auto begin = edges.begin() + nodes[n].edges;
         const auto classes = std::partition(begin, edges.end(), [&](const CharEdge& edge) {
             return program_.tests_.is_literal(edge.test);
@@ -169,7 +169,7 @@ void ProgramBuilder::lay_out_edges() {
     const auto end = static_cast<std::uint32_t>(edges.size());
     nodes.push_back({.edges = end,
                      .classes = end,
-                     .jumps = static_cast<std::uint32_t>(program_.jumps_.size())});
+                     .epsilon_edges = static_cast<std::uint32_t>(program_.epsilon_edges_.size())});
 }
 
 // Aho and Corasick's suffix links, breadth first.

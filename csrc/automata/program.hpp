@@ -29,15 +29,15 @@ struct CharEdge {
     NodeId target;
 };
 
-// Followed without consuming a character, if the assertion holds.
-struct Jump {
+// Crossed without consuming a character, if the assertion holds.
+struct EpsilonEdge {
     Assertion assertion;
     NodeId target;
 };
 
 class Program {
   public:
-    // Rules at or above this one cannot be reached from the node.
+    // The lowest rule that can be reached from the node; rules before it cannot.
     RuleId first_rule(NodeId n) const { return nodes_[n].first_rule; }
     // The first rule that matches on arrival at the node, or kNoRule.
     RuleId accepts(NodeId n) const { return nodes_[n].accepts; }
@@ -52,7 +52,7 @@ class Program {
     bool has_edges(NodeId n) const { return nodes_[n].edges != nodes_[n + 1].edges; }
     // Whether more can happen at the node than that a literal is read.
     bool has_more(NodeId n) const {
-        return accepts(n) != kNoRule || !class_edges(n).empty() || !jumps(n).empty();
+        return accepts(n) != kNoRule || !class_edges(n).empty() || !epsilon_edges(n).empty();
     }
     bool in_literal_trie(NodeId n) const { return nodes_[n].suffix != kNoNode; }
     // In the literal trie: the node of the longest proper suffix of what leads to this one. The
@@ -61,11 +61,11 @@ class Program {
     // In the literal trie: the first of the node, its suffix, that one's suffix, ..., that has more
     // to it than literal edges; the root if none before it has.
     NodeId eventful(NodeId n) const { return nodes_[n].eventful; }
-    std::span<const Jump> jumps(NodeId n) const {
-        return {jumps_.data() + nodes_[n].jumps, jumps_.data() + nodes_[n + 1].jumps};
+    std::span<const EpsilonEdge> epsilon_edges(NodeId n) const {
+        return {epsilon_edges_.data() + nodes_[n].epsilon_edges,
+                epsilon_edges_.data() + nodes_[n + 1].epsilon_edges};
     }
     std::size_t node_count() const { return nodes_.size() - 1; }
-    std::size_t rule_count() const { return also_accepts_.size(); }
     const CharTests& tests() const { return tests_; }
     // Python before 3.14: \B does not match the empty text.
     bool empty_text_has_no_non_boundary() const { return empty_text_has_no_non_boundary_; }
@@ -77,13 +77,13 @@ class Program {
         RuleId accepts = kNoRule;
         std::uint32_t edges = 0;    // start in edges_, literals first; the next node's ends it
         std::uint32_t classes = 0;  // start of the others in edges_
-        std::uint32_t jumps = 0;
+        std::uint32_t epsilon_edges = 0;
         NodeId suffix = kNoNode;
         NodeId eventful = kNoNode;
     };
     std::vector<Node> nodes_;
     std::vector<CharEdge> edges_;
-    std::vector<Jump> jumps_;
+    std::vector<EpsilonEdge> epsilon_edges_;
     std::vector<RuleId> also_accepts_;
     CharTests tests_;
     bool empty_text_has_no_non_boundary_ = false;
@@ -113,7 +113,7 @@ class ProgramBuilder {
     };
     static constexpr std::uint32_t kNone = 0xFFFFFFFF;
     struct Draft {
-        std::uint32_t edges = kNone, jumps = kNone;  // heads of lists, newest first
+        std::uint32_t edges = kNone, epsilon_edges = kNone;  // heads of lists, newest first
         RuleId last_accepted = kNoRule;
     };
 
@@ -125,7 +125,7 @@ class ProgramBuilder {
     NodeId insert_repeat(NodeId from, const Syntax& syntax);
     // The node behind a shared element of `from`, and whether it is new.
     std::pair<NodeId, bool> element(NodeId from, const Syntax& syntax);
-    void jump(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
+    void add_epsilon_edge(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
     void lay_out_edges();
     void link_literal_trie();
 
@@ -133,7 +133,7 @@ class ProgramBuilder {
     RuleId rule_ = 0;
     std::vector<Draft> drafts_;
     std::vector<Link<CharEdge>> edges_;
-    std::vector<Link<Jump>> jumps_;
+    std::vector<Link<EpsilonEdge>> epsilon_edges_;
     std::map<std::pair<NodeId, std::vector<std::uint32_t>>, NodeId> elements_;
 };
 
