@@ -44,6 +44,7 @@ DfaPool::Lease::Lease(DfaPool& owner)
 }
 
 DfaPool::Lease::~Lease() {
+    if (!dfa_) return;  // moved on
     // A search that failed may have stopped in the middle of a change to its DFA.
     const bool failed = std::uncaught_exceptions() > exceptions_before_;
     const DfaStats& after = dfa_->stats();

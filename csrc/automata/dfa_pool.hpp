@@ -20,8 +20,8 @@ class DfaPool {
     class Lease {
       public:
         explicit Lease(DfaPool& owner);
-        Lease(const Lease&) = delete;
-        Lease& operator=(const Lease&) = delete;
+        Lease(Lease&&) = default;
+        Lease& operator=(Lease&&) = delete;
         ~Lease();
         LazyDfa& operator*() const { return *dfa_; }
         LazyDfa* operator->() const { return dfa_.get(); }

@@ -7,8 +7,8 @@
 #include "errors.hpp"
 #include "given.hpp"
 #include "misfit.hpp"
-#include "pytree/dimension.hpp"
 #include "register.hpp"
+#include "resolution/dimension.hpp"
 #include "sharding/logical.hpp"
 #include "whole.hpp"
 
@@ -50,8 +50,8 @@ std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
 // A dimension's size, which may be no number that C++ has; null without one.
 sharding::Divides divisors_of(const py::object& size) {
     if (size.is_none()) return nullptr;
-    return [dimension = pytree::dimension_from(Ref::borrow(size.ptr()))](std::uint64_t divisor) {
-        return pytree::is_multiple(dimension, divisor);
+    return [dimension = resolution::dimension_from(Ref::borrow(size.ptr()))](std::uint64_t divisor) {
+        return resolution::is_multiple(dimension, divisor);
     };
 }
 

@@ -2,17 +2,17 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <variant>
 
 #include "collectable.hpp"
 #include "columns.hpp"
 #include "errors.hpp"
-#include "pytree/count_matches.hpp"
-#include "pytree/survey_leaves.hpp"
 #include "register.hpp"
+#include "resolution/count_matches.hpp"
+#include "resolution/survey_leaves.hpp"
 
 namespace py = pybind11;
 
@@ -43,54 +43,31 @@ automata::AsciiSet ascii_set(py::handle members) {
 
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
 
-py::tuple to_python(const pytree::Listing& listing) {
+py::tuple to_python(const resolution::Listing& listing) {
     return py::make_tuple(listing.count, to_python(listing.shown));
 }
 
-pytree::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
+resolution::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
                            bool unique, bool scalars_need_rules, bool size_one_is_scalar,
                            bool min_size_first) {
-    return {.separator = Ref::borrow(separator.ptr()),
-            .shown_separator = Ref::borrow(shown_separator.ptr()),
-            .keystr = keystr,
+    return {.path_style = {.separator = Ref::borrow(separator.ptr()),
+                           .shown_separator = Ref::borrow(shown_separator.ptr()),
+                           .keystr = keystr},
             .unique = unique,
             .scalars_need_rules = scalars_need_rules,
             .size_one_is_scalar = size_one_is_scalar,
             .min_size_first = min_size_first};
 }
 
-// A pattern in C++'s hands: a literal, the words of a code, or a rule to skip.
-using Pattern = std::variant<std::u32string, std::vector<std::uint32_t>, std::monostate>;
-
-Pattern taken_over(py::handle pattern) {
+automata::EncodedPattern encoded(py::handle pattern) {
     if (pattern.is_none()) return std::monostate{};
     if (PyUnicode_Check(pattern.ptr())) return code_points(pattern);
     return pattern.cast<std::vector<std::uint32_t>>();
 }
 
-automata::Program compile(const py::sequence& patterns, const py::sequence& classes,
-                          int word_class, int ascii_word_class,
-                          bool empty_text_has_no_non_boundary) {
-    automata::ProgramBuilder builder;
-    builder.set_empty_text_has_no_non_boundary(empty_text_has_no_non_boundary);
-    for (const py::handle members : classes) builder.tests().add_class(ascii_set(members));
-    if (word_class >= 0) builder.tests().use_word(static_cast<std::uint32_t>(word_class));
-    if (ascii_word_class >= 0)
-        builder.tests().use_ascii_word(static_cast<std::uint32_t>(ascii_word_class));
-    std::vector<Pattern> taken;
-    taken.reserve(patterns.size());
-    for (const py::handle pattern : patterns) taken.push_back(taken_over(pattern));
-    // Long with many rules, and nobody's object is touched any more.
-    const py::gil_scoped_release released;
-    for (const Pattern& pattern : taken) {
-        if (const auto* literal = std::get_if<std::u32string>(&pattern))
-            builder.add_literal(*literal);
-        else if (const auto* code = std::get_if<std::vector<std::uint32_t>>(&pattern))
-            builder.add_pattern(automata::decode(*code, builder.tests()));
-        else
-            builder.skip();
-    }
-    return std::move(builder).build();
+std::optional<std::uint32_t> class_number(int number) {
+    if (number < 0) return std::nullopt;
+    return static_cast<std::uint32_t>(number);
 }
 
 // Lets other threads and Ctrl-C through, where one key of a path takes long.
@@ -111,20 +88,34 @@ RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& searched,
                  Given<std::size_t> memory_budget, std::size_t passes,
-                 const pytree::Choices& choices)
+                 const resolution::Choices& choices)
     : accepts_(Ref::borrow(accepts.ptr())),
-      program_(std::make_shared<const automata::Program>(compile(
-          patterns, classes, word_class, ascii_word_class, empty_text_has_no_non_boundary))),
-      first_(program_, oracle(), automata::Search::kFirst, memory_budget.as("memory_budget"),
-             let_others),
-      all_(program_, oracle(), automata::Search::kAll, memory_budget.as("memory_budget"), let_others),
+      matcher_(compile(patterns, classes, word_class, ascii_word_class,
+                       empty_text_has_no_non_boundary, memory_budget.as("memory_budget"))),
       passes_(rules_in_a_pass(patterns.size(), passes)),
       choices_(choices) {
-    for (const py::handle entry : searched) {
+    for (const auto& entry : searched) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
         if (rule >= patterns.size()) throw std::invalid_argument("a search for no pattern");
         searched_.push_back({rule, Ref::borrow(search.ptr())});
     }
+}
+
+automata::RuleMatcher RuleSet::compile(const py::sequence& patterns, const py::sequence& classes,
+                                       int word_class, int ascii_word_class,
+                                       bool empty_text_has_no_non_boundary,
+                                       std::size_t memory_budget) const {
+    automata::EncodedRules rules{
+        .patterns = {},
+        .word_class = class_number(word_class),
+        .ascii_word_class = class_number(ascii_word_class),
+        .empty_text_has_no_non_boundary = empty_text_has_no_non_boundary};
+    for (const auto& members : classes) rules.classes.push_back(ascii_set(members.ptr()));
+    rules.patterns.reserve(patterns.size());
+    for (const auto& pattern : patterns) rules.patterns.push_back(encoded(pattern.ptr()));
+    // Long with many rules, and nobody's object is touched any more.
+    const py::gil_scoped_release released;
+    return automata::RuleMatcher(rules, oracle(), memory_budget, let_others);
 }
 
 // Owns nothing, so that the one reference to `accepts` is the collector's to see; the DFAs that ask it
@@ -142,7 +133,7 @@ automata::Oracle RuleSet::oracle() const {
 
 int RuleSet::traverse(visitproc visit, void* arg) const {
     Py_VISIT(accepts_.get());
-    for (const pytree::SearchedRule& searched : searched_) Py_VISIT(searched.search.get());
+    for (const resolution::SearchedRule& searched : searched_) Py_VISIT(searched.search.get());
     return 0;
 }
 
@@ -154,10 +145,8 @@ void RuleSet::clear() {
 py::object RuleSet::first_match(Given<py::str> given) {
     const py::str path = given.as("path");
     const automata::RuleId rule = translated([&] {
-        const automata::DfaPool::Lease dfa(first_);
-        dfa->enter(pytree::text_of(path.ptr()));
-        return pytree::first_match(dfa->winner(), searched_,
-                                   [&] { return Ref::borrow(path.ptr()); });
+        return resolution::first_match(matcher_.first(pytree::text_of(path.ptr())), searched_,
+                                       [&] { return Ref::borrow(path.ptr()); });
     });
     if (rule == automata::kNoRule) return py::none();
     return py::int_(passes_.rule_of(rule));
@@ -167,62 +156,60 @@ py::list RuleSet::all_matches(Given<py::str> given) {
     const py::str path = given.as("path");
     std::vector<automata::RuleId> rules;
     translated([&] {
-        const automata::DfaPool::Lease dfa(all_);
-        dfa->enter(pytree::text_of(path.ptr()));
-        dfa->matches(rules);
-        pytree::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
+        matcher_.all(pytree::text_of(path.ptr()), rules);
+        resolution::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
     });
     passes_.fold(rules);
     return py::cast(rules);
 }
 
-py::tuple RuleSet::match(const py::object& tree, pytree::Answers& answers, Given<bool> strict,
+py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers, Given<bool> strict,
                          const py::object& min_size, const py::object& replicated,
                          const py::object& unmatched, const py::object& ambiguous,
                          bool record_events) {
     check_answers(answers);
     return translated([&] {
-        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
-        pytree::MatchLeaves leaves(answers, searched_, passes_, choices_,
+        const auto dfa = matcher_.lend(search());
+        resolution::MatchLeaves leaves(answers, searched_, passes_, choices_,
                                    {strict.as("strict"), min_size.ptr(), replicated.ptr(), unmatched.ptr(),
                                     ambiguous.ptr(), record_events});
-        const Ref matched = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
+        const Ref matched = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
                               to_python(leaves.ambiguous()), to_python(leaves.problems()),
                               to_python(leaves.events()));
     });
 }
 
-py::tuple RuleSet::survey(const py::object& tree, pytree::Answers& answers,
+py::tuple RuleSet::survey(const py::object& tree, resolution::Answers& answers,
                           const py::object& min_size, const py::object& replicated,
                           const py::object& unmatched, const py::object& ambiguous) {
     check_answers(answers);
     return translated([&] {
-        const automata::DfaPool::Lease dfa(choices_.unique ? all_ : first_);
-        pytree::MatchLeaves decisions(answers, searched_, passes_, choices_,
+        const auto dfa = matcher_.lend(search());
+        resolution::MatchLeaves decisions(answers, searched_, passes_, choices_,
                                       {.strict = true,
                                        .min_size = min_size.ptr(),
                                        .replicated = replicated.ptr(),
                                        .unmatched = unmatched.ptr(),
                                        .ambiguous = ambiguous.ptr(),
                                        .record_events = false});
-        pytree::SurveyLeaves leaves(decisions);
-        const Ref numbered = pytree::map_tree(tree.ptr(), choices_, *dfa, leaves);
+        resolution::SurveyLeaves leaves(decisions);
+        const Ref numbered = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(numbered), to_python(leaves.paths()),
                               to_python(leaves.kinds()), column(leaves.numbers()));
     });
 }
 
-void RuleSet::check_answers(const pytree::Answers& answers) const {
+void RuleSet::check_answers(const resolution::Answers& answers) const {
     if (answers.rule_count() != passes_.rule_count())
         throw std::invalid_argument("the answers are of another rule list");
 }
 
 py::tuple RuleSet::count_matches(const py::object& tree, Given<bool> strict) {
-    pytree::CountMatches counts(passes_, searched_, choices_, strict.as("strict"));
+    resolution::CountMatches counts(passes_, searched_, choices_, strict.as("strict"));
     translated([&] {
-        const automata::DfaPool::Lease dfa(all_);
-        pytree::map_tree(tree.ptr(), choices_, *dfa, counts);
+        const auto dfa = matcher_.lend(automata::Search::kAll);
+        pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, counts);
     });
     py::list lost;
     for (const auto& [rules, leaves] : counts.lost())
@@ -231,21 +218,20 @@ py::tuple RuleSet::count_matches(const py::object& tree, Given<bool> strict) {
 }
 
 py::tuple RuleSet::counters() const {
-    const automata::DfaStats first = first_.stats(), all = all_.stats();
-    return py::make_tuple(first.states_built + all.states_built,
-                          first.cache_clears + all.cache_clears,
-                          first.simulated_steps + all.simulated_steps, program_->node_count());
+    const automata::DfaStats stats = matcher_.stats();
+    return py::make_tuple(stats.states_built, stats.cache_clears, stats.simulated_steps,
+                          matcher_.node_count());
 }
 
 void register_rule_set(py::module_& module) {
-    py::class_<pytree::Choices>(module, "Choices", whole())
+    py::class_<resolution::Choices>(module, "Choices", whole())
         .def(py::init(&choices_of), py::kw_only(), py::arg("separator"),
              py::arg("shown_separator"), py::arg("keystr"), py::arg("unique"),
              py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
              py::arg("min_size_first"));
     py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, Given<std::size_t>, std::size_t, const pytree::Choices&>(),
+                      const py::sequence&, Given<std::size_t>, std::size_t, const resolution::Choices&>(),
              py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
              py::arg("word_class"), py::arg("ascii_word_class"),
              py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),

@@ -5,12 +5,11 @@
 
 #include <pybind11/pybind11.h>
 
-#include <memory>
 #include <vector>
 
-#include "automata/dfa_pool.hpp"
+#include "automata/rule_matcher.hpp"
 #include "given.hpp"
-#include "pytree/match_leaves.hpp"
+#include "resolution/match_leaves.hpp"
 
 namespace shardrules::bind {
 
@@ -24,16 +23,16 @@ class RuleSet {
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,
-            Given<std::size_t> memory_budget, std::size_t passes, const pytree::Choices& choices);
+            Given<std::size_t> memory_budget, std::size_t passes, const resolution::Choices& choices);
 
     pybind11::object first_match(Given<pybind11::str> path);
     pybind11::list all_matches(Given<pybind11::str> path);
-    pybind11::tuple match(const pybind11::object& tree, pytree::Answers& answers,
+    pybind11::tuple match(const pybind11::object& tree, resolution::Answers& answers,
                           Given<bool> strict,
                           const pybind11::object& min_size, const pybind11::object& replicated,
                           const pybind11::object& unmatched,
                           const pybind11::object& ambiguous, bool record_events);
-    pybind11::tuple survey(const pybind11::object& tree, pytree::Answers& answers,
+    pybind11::tuple survey(const pybind11::object& tree, resolution::Answers& answers,
                            const pybind11::object& min_size,
                            const pybind11::object& replicated, const pybind11::object& unmatched,
                            const pybind11::object& ambiguous);
@@ -45,15 +44,21 @@ class RuleSet {
     void clear();
 
   private:
+    automata::RuleMatcher compile(const pybind11::sequence& patterns,
+                                  const pybind11::sequence& classes, int word_class,
+                                  int ascii_word_class, bool empty_text_has_no_non_boundary,
+                                  std::size_t memory_budget) const;
     automata::Oracle oracle() const;
-    void check_answers(const pytree::Answers& answers) const;
+    automata::Search search() const {
+        return choices_.unique ? automata::Search::kAll : automata::Search::kFirst;
+    }
+    void check_answers(const resolution::Answers& answers) const;
 
     pytree::Ref accepts_;
-    std::shared_ptr<const automata::Program> program_;
-    automata::DfaPool first_, all_;  // by what is searched for
-    std::vector<pytree::SearchedRule> searched_;
-    pytree::Passes passes_;
-    pytree::Choices choices_;
+    automata::RuleMatcher matcher_;
+    std::vector<resolution::SearchedRule> searched_;
+    resolution::Passes passes_;
+    resolution::Choices choices_;
 };
 
 }  // namespace shardrules::bind

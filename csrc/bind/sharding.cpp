@@ -5,15 +5,15 @@
 #include "errors.hpp"
 #include "given.hpp"
 #include "misfit.hpp"
-#include "pytree/sharding_table.hpp"
 #include "register.hpp"
+#include "resolution/sharding_table.hpp"
 
 namespace py = pybind11;
 
 namespace shardrules::bind {
 namespace {
 
-using pytree::ShardingTable;
+using resolution::ShardingTable;
 using sharding::Corrector;
 
 using SpecDims = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
@@ -36,12 +36,12 @@ void register_sharding(py::module_& module) {
             [](const Corrector& self, const Given<py::tuple>& given) {
                 const py::tuple shape = given.as("shape");
                 return translated([&] {
-                    return pytree::kept_axes(self, shape.ptr(),
+                    return resolution::kept_axes(self, shape.ptr(),
                                              static_cast<Py_ssize_t>(shape.size()));
                 });
             },
             py::arg("shape"));
-    py::class_<ShardingTable, pytree::Answers>(module, "ShardingTable",
+    py::class_<ShardingTable, resolution::Answers>(module, "ShardingTable",
                                                collectable<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
                          std::vector<std::uint32_t> spec_of, const py::object& make) {

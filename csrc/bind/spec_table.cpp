@@ -2,21 +2,21 @@
 #include <pybind11/stl.h>
 
 #include "collectable.hpp"
-#include "pytree/spec_table.hpp"
 #include "register.hpp"
+#include "resolution/spec_table.hpp"
 
 namespace py = pybind11;
 
 namespace shardrules::bind {
 
 void register_spec_table(py::module_& module) {
-    using pytree::SpecTable;
-    py::class_<pytree::Answers>(module, "Answers", whole());
-    py::class_<SpecTable, pytree::Answers>(module, "SpecTable", collectable<SpecTable>())
+    using resolution::SpecTable;
+    py::class_<resolution::Answers>(module, "Answers", whole());
+    py::class_<SpecTable, resolution::Answers>(module, "SpecTable", collectable<SpecTable>())
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {
                  std::vector<pytree::Ref> known;
-                 for (const py::handle spec : specs)
+                 for (const auto& spec : specs)
                      known.push_back(pytree::Ref::borrow(spec.ptr()));
                  return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
              }),

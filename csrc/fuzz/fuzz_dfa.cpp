@@ -1,6 +1,6 @@
 // A cursor that goes up and down a tree of paths, in DFAs of every memory budget at once: all know at
 // each place what the reference finds in the whole path.
-#include <stdexcept>
+#include <list>
 
 #include "generate.hpp"
 
@@ -14,11 +14,10 @@ constexpr std::size_t kLongestPath = 30;
 class Cursors {
   public:
     Cursors(const std::vector<Words>& rules, std::size_t budget) : rules_(rules) {
-        const std::shared_ptr<const Program> program = program_of(rules);
         for (const std::size_t bytes : {std::size_t{0}, budget, std::size_t{1} << 20}) {
-            firsts_.push_back(
-                std::make_unique<LazyDfa>(program, class_accepts, Search::kFirst, bytes));
-            alls_.push_back(std::make_unique<LazyDfa>(program, class_accepts, Search::kAll, bytes));
+            RuleMatcher& matcher = matchers_.emplace_back(encoded(rules), class_accepts, bytes);
+            firsts_.push_back(matcher.lend(Search::kFirst));
+            alls_.push_back(matcher.lend(Search::kAll));
         }
     }
 
@@ -73,7 +72,8 @@ class Cursors {
     }
 
     const std::vector<Words>& rules_;
-    std::vector<std::unique_ptr<LazyDfa>> firsts_, alls_;
+    std::list<RuleMatcher> matchers_;  // outlive their cursors
+    std::vector<RuleMatcher::Cursor> firsts_, alls_;
     std::u32string path_;
     std::vector<std::size_t> lengths_{0};  // of the path at each position
 };

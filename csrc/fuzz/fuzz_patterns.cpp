@@ -29,32 +29,30 @@ void only_decode(const Words& code) {
     }
 }
 
+void match_with_budget(const EncodedRules& rules, const std::u32string& text,
+                       const std::vector<RuleId>& expected, std::size_t budget) {
+    RuleMatcher matcher(rules, class_accepts, budget);
+    for (int round = 0; round < 3; ++round) {
+        MUST(matcher.first(view(text)) == (expected.empty() ? kNoRule : expected.front()));
+        std::vector<RuleId> found;
+        matcher.all(view(text), found);
+        MUST(found == expected);
+    }
+    MUST(budget > 0 || matcher.stats().states_built == 2);  // the start of each search
+}
+
 void match_everywhere(const std::vector<Words>& rules, const std::u32string& text) {
-    std::shared_ptr<const Program> program;
+    const EncodedRules code = encoded(rules);
     try {
-        program = program_of(rules);
+        static_cast<void>(RuleMatcher(code, class_accepts, 0));
     } catch (const std::invalid_argument&) {
         return;
     } catch (const std::length_error&) {
         return;
     }
     const std::vector<RuleId> expected = expected_matches(rules, text);
-    const RuleId winner = expected.empty() ? kNoRule : expected.front();
-    for (const std::size_t budget : {std::size_t{0}, std::size_t{2000}, std::size_t{1} << 20}) {
-        LazyDfa first(program, class_accepts, Search::kFirst, budget);
-        LazyDfa all(program, class_accepts, Search::kAll, budget);
-        for (int round = 0; round < 3; ++round) {
-            first.begin();
-            first.enter(view(text));
-            MUST(first.winner() == winner);
-            all.begin();
-            all.enter(view(text));
-            std::vector<RuleId> found;
-            all.matches(found);
-            MUST(found == expected);
-        }
-        MUST(budget > 0 || first.stats().states_built == 1);
-    }
+    for (const std::size_t budget : {std::size_t{0}, std::size_t{2000}, std::size_t{1} << 20})
+        match_with_budget(code, text, expected, budget);
 }
 
 }  // namespace

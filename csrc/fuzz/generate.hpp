@@ -6,13 +6,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "automata/lazy_dfa.hpp"
+#include "automata/rule_matcher.hpp"
 
 namespace shardrules::automata::fuzz {
 
@@ -192,19 +191,16 @@ inline std::vector<RuleId> expected_matches(const std::vector<Words>& rules,
     return out;
 }
 
-// std::invalid_argument and std::length_error are the caller's.
-inline std::shared_ptr<const Program> program_of(const std::vector<Words>& rules) {
-    ProgramBuilder builder;
-    builder.set_empty_text_has_no_non_boundary(true);
+inline EncodedRules encoded(const std::vector<Words>& rules) {
+    EncodedRules out{.patterns = {rules.begin(), rules.end()},
+                     .word_class = kWordClass,
+                     .ascii_word_class = kAsciiWordClass,
+                     .empty_text_has_no_non_boundary = true};
     for (std::uint32_t number = 0; number < kClasses; ++number) {
-        AsciiSet ascii;
+        AsciiSet& ascii = out.classes.emplace_back();
         for (char32_t c = 0; c < kAsciiEnd; ++c) ascii[c] = class_accepts(number, c);
-        builder.tests().add_class(ascii);
     }
-    builder.tests().use_word(kWordClass);
-    builder.tests().use_ascii_word(kAsciiWordClass);
-    for (const Words& rule : rules) builder.add_pattern(decode(rule, builder.tests()));
-    return std::make_shared<const Program>(std::move(builder).build());
+    return out;
 }
 
 inline Text view(const std::u32string& text) { return {text.data(), text.size(), 4}; }

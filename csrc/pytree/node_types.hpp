@@ -7,7 +7,7 @@
 #include <optional>
 #include <unordered_map>
 
-#include "record.hpp"
+#include "record_type.hpp"
 
 namespace shardrules::pytree {
 
@@ -29,7 +29,7 @@ struct NodeType {
     Ref fields{};                    // kNamedTuple: their names
     bool constructor_is_tuple = false;  // kNamedTuple: its constructor only fills a tuple
     Ref unflatten{};                 // kRegistered: f(auxiliary, children), if it is known
-    std::optional<Record> record{};  // kRegistered, if it is one
+    std::optional<RecordType> record{};  // kRegistered, if it is one
 };
 
 class NodeTypes {

@@ -12,11 +12,11 @@ Ref key_object(const Key& key) {
     return Ref::checked(PyObject_Str(key.object));
 }
 
-Ref join(PyObject* separator, const std::vector<Key>& keys, std::size_t count) {
+Ref join(const Ref& separator, const std::vector<Key>& keys, std::size_t count) {
     const Ref texts = Ref::checked(PyList_New(0));
     for (std::size_t i = 0; i < count; ++i)
         check(PyList_Append(texts.get(), key_object(keys[i]).get()));
-    return Ref::checked(PyUnicode_Join(separator, texts.get()));
+    return Ref::checked(PyUnicode_Join(separator.get(), texts.get()));
 }
 
 }  // namespace
@@ -38,20 +38,20 @@ KeyText::KeyText(const Key& key) {
     }
 }
 
-Ref TreePath::text() const { return join(separator_, keys_, keys_.size()); }
+Ref TreePath::text() const { return join(style_.separator, keys_, keys_.size()); }
 
 Ref TreePath::text_before_last() const {
-    const Ref parents = join(separator_, keys_, keys_.size() - 1);
-    return Ref::checked(PyUnicode_Concat(parents.get(), separator_));
+    const Ref parents = join(style_.separator, keys_, keys_.size() - 1);
+    return Ref::checked(PyUnicode_Concat(parents.get(), style_.separator.get()));
 }
 
-Ref TreePath::shown() const { return join(shown_separator_, keys_, keys_.size()); }
+Ref TreePath::shown() const { return join(style_.shown_separator, keys_, keys_.size()); }
 
 Ref TreePath::shown_briefly() const {
     if (keys_.size() <= kShownKeys) return shown();
-    const Ref front = join(shown_separator_, keys_, kShownKeys);
+    const Ref front = join(style_.shown_separator, keys_, kShownKeys);
     return Ref::checked(PyUnicode_FromFormat("%U%U... (%zu keys deep)", front.get(),
-                                             shown_separator_, keys_.size()));
+                                             style_.shown_separator.get(), keys_.size()));
 }
 
 }  // namespace shardrules::pytree

@@ -10,6 +10,13 @@
 
 namespace shardrules::pytree {
 
+// How the texts of keys become the text of a path.
+struct PathStyle {
+    Ref separator;        // joins them, for the rules
+    Ref shown_separator;  // joins them for people
+    bool keystr = false;  // a key's text is as jax.tree_util.keystr has it, instead of its str()
+};
+
 // A dict key or attribute name (any object, whose str() is the text), or a sequence index.
 struct Key {
     PyObject* object = nullptr;  // borrowed
@@ -35,8 +42,7 @@ automata::Text text_of(PyObject* unicode);  // an exact or derived str
 
 class TreePath {
   public:
-    TreePath(PyObject* separator, PyObject* shown_separator)
-        : separator_(separator), shown_separator_(shown_separator) {}
+    explicit TreePath(const PathStyle& style) : style_(style) {}
     TreePath(const TreePath&) = delete;
     TreePath& operator=(const TreePath&) = delete;
     ~TreePath() {
@@ -64,8 +70,7 @@ class TreePath {
     Ref shown_briefly() const;
 
   private:
-    PyObject* separator_;
-    PyObject* shown_separator_;
+    const PathStyle& style_;
     std::vector<Key> keys_;
 };
 

@@ -30,12 +30,12 @@ constexpr Py_ssize_t kFewKeys = 3;
 
 class Walk {
   public:
-    Walk(const Choices& choices, automata::LazyDfa& dfa, LeafVisitor& visitor)
-        : separator_(text_of(choices.separator.get())),
+    Walk(const PathStyle& path_style, automata::LazyDfa& dfa, LeafVisitor& visitor)
+        : separator_(text_of(path_style.separator.get())),
           dfa_(dfa),
           visitor_(visitor),
-          path_(choices.separator.get(), choices.shown_separator.get()) {
-        if (choices.keystr) keystrs_.emplace();
+          path_(path_style) {
+        if (path_style.keystr) keystrs_.emplace();
     }
 
     Ref run(PyObject* tree) {
@@ -311,10 +311,10 @@ class Walk {
 
 }  // namespace
 
-Ref map_tree(PyObject* tree, const Choices& choices, automata::LazyDfa& dfa,
+Ref map_tree(PyObject* tree, const PathStyle& path_style, automata::LazyDfa& dfa,
              LeafVisitor& visitor) {
     const CollectorPause pause;
-    return Walk(choices, dfa, visitor).run(tree);
+    return Walk(path_style, dfa, visitor).run(tree);
 }
 
 }  // namespace shardrules::pytree

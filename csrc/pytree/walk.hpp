@@ -4,7 +4,6 @@
 #pragma once
 
 #include "automata/lazy_dfa.hpp"
-#include "choices.hpp"
 #include "tree_path.hpp"
 
 namespace shardrules::pytree {
@@ -28,6 +27,7 @@ class LeafVisitor {
 // The tree with each leaf replaced by the visitor's answer; dict keys keep the input's order, and
 // otherwise the structure is what jax.tree_util.tree_map_with_path gives. An error that arises on
 // the way carries a note that names the path.
-Ref map_tree(PyObject* tree, const Choices& choices, automata::LazyDfa& dfa, LeafVisitor& visitor);
+Ref map_tree(PyObject* tree, const PathStyle& path_style, automata::LazyDfa& dfa,
+             LeafVisitor& visitor);
 
 }  // namespace shardrules::pytree

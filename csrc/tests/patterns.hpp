@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "automata/lazy_dfa.hpp"
+#include "automata/rule_matcher.hpp"
 
 namespace shardrules::automata::testing {
 

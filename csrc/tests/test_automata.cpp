@@ -2,10 +2,10 @@
 // is tests/test_exactness.py's job.
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "patterns.hpp"
@@ -23,43 +23,34 @@ AsciiSet all_but_newline() {
 }
 constexpr std::uint32_t kAny = 0;  // the class that builder() adds
 
-ProgramBuilder builder() {
-    ProgramBuilder made;
-    made.tests().add_class(all_but_newline());
-    return made;
-}
-
 bool never_asked(std::uint32_t, char32_t) { throw std::runtime_error("asked the oracle"); }
 bool accepts_all(std::uint32_t, char32_t) { return true; }
 
 struct Rules {
-    explicit Rules(const std::vector<Words>& patterns, std::size_t budget = 1 << 20) {
-        ProgramBuilder made = builder();
-        for (const Words& pattern : patterns) made.add_pattern(decode(pattern, made.tests()));
-        program = std::make_shared<const Program>(std::move(made).build());
-        dfa = std::make_unique<LazyDfa>(program, accepts_all, Search::kFirst, budget);
-    }
+    explicit Rules(const std::vector<Words>& patterns, std::size_t budget = 1 << 20,
+                   Oracle oracle = accepts_all)
+        : matcher({.patterns = {patterns.begin(), patterns.end()}, .classes = {all_but_newline()}},
+                  std::move(oracle), budget),
+          dfa(matcher.lend(Search::kFirst)) {}
     RuleId first(std::string_view s) const {
         dfa->begin();
         dfa->enter(view(s));
         return dfa->winner();
     }
-    std::vector<RuleId> all(std::string_view s) const {
-        LazyDfa collecting(program, accepts_all, Search::kAll, 1 << 20);
-        collecting.enter(view(s));
+    std::vector<RuleId> all(std::string_view s) {
         std::vector<RuleId> rules;
-        collecting.matches(rules);
+        matcher.all(view(s), rules);
         return rules;
     }
-    std::shared_ptr<const Program> program;
-    std::unique_ptr<LazyDfa> dfa;
+    RuleMatcher matcher;
+    RuleMatcher::Cursor dfa;
 };
 
 void optional_ends_are_trimmed() {
     const Words any = repeat(0, kUnbounded, cls(kAny));
     const Rules padded({sequence({any, text("ab"), any})});
     const Rules bare({text("ab")});
-    EXPECT(padded.program->node_count() == bare.program->node_count());
+    EXPECT(padded.matcher.node_count() == bare.matcher.node_count());
     EXPECT(padded.first("x\nab") == 0);
     const Rules everything({any});
     EXPECT(everything.first("") == 0);
@@ -68,7 +59,7 @@ void optional_ends_are_trimmed() {
 
 void rules_share_their_front() {
     const Rules two({text("layers/1"), text("layers/2")});
-    EXPECT(two.program->node_count() == 1 + 7 + 2);
+    EXPECT(two.matcher.node_count() == 1 + 7 + 2);
     // The same loop behind the same prefix exists once.
     const auto looped = [](char c) {
         return sequence({text("l"), repeat(1, kUnbounded, cls(kAny)),
@@ -76,11 +67,11 @@ void rules_share_their_front() {
     };
     const Rules one_loop({looped('a')});
     const Rules two_loops({looped('a'), looped('b')});
-    EXPECT(two_loops.program->node_count() == one_loop.program->node_count() + 1);
+    EXPECT(two_loops.matcher.node_count() == one_loop.matcher.node_count() + 1);
 }
 
 void first_rule_wins_and_same_patterns_are_all_found() {
-    const Rules rules({text("b"), text("ab"), text("b")});
+    Rules rules({text("b"), text("ab"), text("b")});
     EXPECT(rules.first("ab") == 0);
     EXPECT(rules.first("a") == kNoRule);
     EXPECT((rules.all("ab") == std::vector<RuleId>{0, 1, 2}));
@@ -138,7 +129,7 @@ void tiny_budget_gives_the_same_answers() {
 
 void suffixes_of_literals_are_found() {
     // What Aho and Corasick's links are for: "she" ends in "he", and "hers" goes on from there.
-    const Rules rules({text("hers"), text("she"), text("he"), text("is")});
+    Rules rules({text("hers"), text("she"), text("he"), text("is")});
     EXPECT(rules.first("ushers") == 0);
     EXPECT(rules.first("ushe") == 1);
     EXPECT(rules.first("the") == 2);
@@ -177,31 +168,25 @@ void texts_that_begin_alike() {
 
 void oracle_is_asked_once_a_code_point() {
     int asked = 0;
-    ProgramBuilder made = builder();
-    made.add_pattern(decode(sequence({cls(kAny), literal(0xE9)}), made.tests()));
-    const auto program = std::make_shared<const Program>(std::move(made).build());
-    LazyDfa dfa(program, [&](std::uint32_t, char32_t) { return ++asked > 0; }, Search::kFirst, 1 << 20);
+    const Words pattern = sequence({cls(kAny), literal(0xE9)});
+    const Rules rules({pattern}, 1 << 20, [&](std::uint32_t, char32_t) { return ++asked > 0; });
     const char16_t word[] = u"\u00e9\u00e9\u4e00\u00e9\u00e9";
     for (int i = 0; i < 3; ++i) {
-        dfa.begin();
-        dfa.enter({word, 5, 2});
-        EXPECT(dfa.winner() == 0);
+        rules.dfa->begin();
+        rules.dfa->enter({word, 5, 2});
+        EXPECT(rules.dfa->winner() == 0);
     }
     EXPECT(asked == 2);
 
-    LazyDfa ascii_only(program, never_asked, Search::kFirst, 1 << 20);
-    ascii_only.begin();
-    ascii_only.enter(view("plain"));
-    EXPECT(ascii_only.winner() == kNoRule);
+    const Rules ascii_only({pattern}, 1 << 20, never_asked);
+    EXPECT(ascii_only.first("plain") == kNoRule);
 }
 
 void unrolling_is_bounded() {
-    ProgramBuilder made = builder();
     const Words inner = repeat(4000, 4000, cls(kAny));
     bool refused = false;
     try {
-        made.add_pattern(decode(sequence({text("x"), repeat(4000, 4000, inner), text("y")}),
-                                made.tests()));
+        const Rules huge({sequence({text("x"), repeat(4000, 4000, inner), text("y")})});
     } catch (const std::length_error&) {
         refused = true;
     }

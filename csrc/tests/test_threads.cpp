@@ -1,11 +1,10 @@
-// One program, one pool of lazy DFAs, many threads: answers as with one thread, and no data race
+// One matcher, many threads: answers as with one thread, and no data race
 // (run under ThreadSanitizer by `make sanitize`, preset tsan).
 #include <barrier>
 #include <cstdlib>
 #include <string>
 #include <thread>
 
-#include "automata/dfa_pool.hpp"
 #include "patterns.hpp"
 
 namespace {
@@ -17,14 +16,11 @@ constexpr int kThreads = 8;
 constexpr int kTexts = 400;
 
 // Literals, a loop, and a[ab]{6}c, which alone wants 2^7 states.
-std::shared_ptr<const Program> program() {
-    ProgramBuilder made;
+EncodedRules rules() {
     const Words ab = alternate({literal('a'), literal('b')});
-    made.add_pattern(decode(sequence({literal('a'), repeat(6, 6, ab), literal('c')}), made.tests()));
-    made.add_pattern(
-        decode(sequence({text("b"), repeat(0, kUnbounded, literal('c')), text("a")}), made.tests()));
-    made.add_literal(U"abcab");
-    return std::make_shared<const Program>(std::move(made).build());
+    return {.patterns = {sequence({literal('a'), repeat(6, 6, ab), literal('c')}),
+                         sequence({text("b"), repeat(0, kUnbounded, literal('c')), text("a")}),
+                         U"abcab"}};
 }
 
 std::string random_text(std::uint32_t seed) {
@@ -36,23 +32,21 @@ std::string random_text(std::uint32_t seed) {
     return s;
 }
 
-std::vector<RuleId> answers(DfaPool& pool, int thread) {
+std::vector<RuleId> answers(RuleMatcher& matcher, int thread) {
     std::vector<RuleId> found;
     for (int i = 0; i < kTexts; ++i) {
         const std::string s = random_text(static_cast<std::uint32_t>(i + thread * 17));
-        const DfaPool::Lease dfa(pool);
+        const RuleMatcher::Cursor dfa = matcher.lend(Search::kFirst);
         dfa->enter(view(s));
         found.push_back(dfa->winner());
-        const DfaPool::Lease nested(pool);  // as when a leaf's shape resolves another tree
-        nested->enter(view(s));
-        EXPECT(nested->winner() == found.back());
+        // As when a leaf's shape resolves another tree.
+        EXPECT(matcher.first(view(s)) == found.back());
     }
     return found;
 }
 
-void many_threads_share_a_pool(std::size_t memory_budget) {
-    DfaPool alone(program(), nullptr, Search::kFirst, 1 << 20);
-    DfaPool shared(program(), nullptr, Search::kFirst, memory_budget);
+void many_threads_share_a_matcher(std::size_t memory_budget) {
+    RuleMatcher alone(rules(), nullptr, 1 << 20), shared(rules(), nullptr, memory_budget);
     std::vector<std::vector<RuleId>> found(kThreads);
     std::barrier start(kThreads);
     std::vector<std::thread> threads;
@@ -71,9 +65,9 @@ void many_threads_share_a_pool(std::size_t memory_budget) {
 }  // namespace
 
 int main() {
-    many_threads_share_a_pool(0);
-    many_threads_share_a_pool(3000);
-    many_threads_share_a_pool(1 << 20);
+    many_threads_share_a_matcher(0);
+    many_threads_share_a_matcher(3000);
+    many_threads_share_a_matcher(1 << 20);
     std::printf("threads: %d failures\n", failures.load());
     return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

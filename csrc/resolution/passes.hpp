@@ -8,7 +8,7 @@
 
 #include "automata/program.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
 
 class Passes {
   public:
@@ -39,4 +39,4 @@ class Passes {
     automata::RuleId rules_;
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -8,7 +8,11 @@
 
 #include "match_leaves.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::LeafPlace;
+using pytree::LeafVisitor;
+using pytree::Ref;
 
 class SurveyLeaves final : public LeafVisitor {
   public:
@@ -34,4 +38,4 @@ class SurveyLeaves final : public LeafVisitor {
     std::vector<std::int32_t> numbers_;
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
 
 SpecTable::SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make)
     : make_(std::move(make)) {
@@ -37,4 +37,4 @@ void SpecTable::clear() {
     for (Ref& spec : specs_) spec = {};
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

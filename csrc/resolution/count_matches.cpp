@@ -1,6 +1,6 @@
 #include "count_matches.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
 
 Ref CountMatches::visit(PyObject* leaf, const LeafPlace& place) {
     if (strict_ && needs_no_rule(leaf)) return Ref::borrow(Py_None);
@@ -26,4 +26,4 @@ bool CountMatches::needs_no_rule(PyObject* leaf) {
     return choices_.size_one_is_scalar && ShapeReader::holds_one(shape.get());
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

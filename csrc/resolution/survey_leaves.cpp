@@ -1,6 +1,11 @@
 #include "survey_leaves.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::PythonError;
+using pytree::check;
+using pytree::interned;
+
 
 Ref SurveyLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     const Ref rule = decisions_.visit(leaf, place);
@@ -34,4 +39,4 @@ Ref SurveyLeaves::dtype_of(PyObject* leaf) {
     return Ref::borrow(Py_None);
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -1,4 +1,4 @@
-#include "record.hpp"
+#include "record_type.hpp"
 
 #include <stdexcept>
 #include <string_view>
@@ -46,7 +46,7 @@ Ref sorted_by_key(PyObject* dict) {
 
 }  // namespace
 
-Record::Record(PyTypeObject* type, PyObject* description)
+RecordType::RecordType(PyTypeObject* type, PyObject* description)
     : type_(reinterpret_cast<PyObject*>(type)) {
     const Ref layout = attribute(description, "layout");
     const char* name = PyUnicode_AsUTF8(layout.get());
@@ -64,7 +64,7 @@ Record::Record(PyTypeObject* type, PyObject* description)
     if (layout_ == Layout::kVariable) new_ = attribute(type_, "_new");
 }
 
-bool Record::read(PyObject* node, std::vector<Ref>& values) const {
+bool RecordType::read(PyObject* node, std::vector<Ref>& values) const {
     const std::size_t start = values.size();
     values.emplace_back();
     if (layout_ == Layout::kAttributes ? read_attributes(node, values) : read_values(node, values))
@@ -73,14 +73,14 @@ bool Record::read(PyObject* node, std::vector<Ref>& values) const {
     return false;
 }
 
-bool Record::read_values(PyObject* node, std::vector<Ref>& values) const {
+bool RecordType::read_values(PyObject* node, std::vector<Ref>& values) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
         values.push_back(Ref::checked(PyObject_GetAttr(node, PyTuple_GET_ITEM(names_.get(), i))));
     if (layout_ == Layout::kVariable) values.back() = sorted_by_key(values.back().get());
     return static_cast<bool>(values.back());
 }
 
-bool Record::read_attributes(PyObject* node, std::vector<Ref>& values) const {
+bool RecordType::read_attributes(PyObject* node, std::vector<Ref>& values) const {
     const Ref dict = Ref::steal(PyObject_GenericGetDict(node, nullptr));
     if (!dict) clear_if_ordinary();
     if (!dict || PyDict_GET_SIZE(dict.get()) != PyTuple_GET_SIZE(names_.get())) return false;
@@ -96,13 +96,13 @@ bool Record::read_attributes(PyObject* node, std::vector<Ref>& values) const {
     return true;
 }
 
-Ref Record::new_object() const {
+Ref RecordType::new_object() const {
     const Ref no_arguments = Ref::checked(PyTuple_New(0));
     return Ref::checked(PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(type_),
                                                  no_arguments.get(), nullptr));
 }
 
-Ref Record::make(Ref* values) const {
+Ref RecordType::make(Ref* values) const {
     switch (layout_) {
         case Layout::kCall: return call(values);
         case Layout::kAttributes: {
@@ -118,7 +118,7 @@ Ref Record::make(Ref* values) const {
     throw std::logic_error("no such layout");
 }
 
-Ref Record::call(Ref* values) const {
+Ref RecordType::call(Ref* values) const {
     if (!init_)
         return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names_.get()));
     values[0] = new_object();

@@ -2,7 +2,12 @@
 
 #include <structmember.h>
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::PythonError;
+using pytree::check;
+using pytree::interned;
+
 namespace {
 
 PyObject* shape_name() {
@@ -58,4 +63,4 @@ Ref ShapeReader::read_attribute(PyObject* leaf) {
     return Ref::steal(shape);
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "automata/program.hpp"
-#include "ref.hpp"
+#include "pytree/ref.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::Ref;
 
 // A call of search(path) that is not None is a match.
 struct SearchedRule {
@@ -47,4 +49,4 @@ void add_matches(const std::vector<SearchedRule>& searched, PathText path_text,
     std::sort(rules.begin(), rules.end());
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

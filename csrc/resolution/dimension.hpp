@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ref.hpp"
+#include "pytree/ref.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::Ref;
 
 struct Dimension {
     std::int64_t size = 0;
@@ -28,4 +30,4 @@ inline bool is_multiple(const Dimension& dimension, std::uint64_t divisor) {
     return static_cast<std::uint64_t>(dimension.size) % divisor == 0;
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

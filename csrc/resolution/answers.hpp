@@ -3,9 +3,9 @@
 #pragma once
 
 #include "automata/program.hpp"
-#include "ref.hpp"
+#include "pytree/ref.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
 
 inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
 
@@ -28,4 +28,4 @@ class Answers {
     Answers& operator=(Answers&&) = default;
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

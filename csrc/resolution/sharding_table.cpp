@@ -5,7 +5,7 @@
 
 #include "dimension.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
 
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
     return corrector.kept(static_cast<std::size_t>(rank),
@@ -59,4 +59,4 @@ void ShardingTable::clear() {
     }
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -12,9 +12,13 @@
 #include "passes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
-#include "walk.hpp"
+#include "pytree/walk.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::LeafPlace;
+using pytree::LeafVisitor;
+using pytree::Ref;
 
 class CountMatches final : public LeafVisitor {
   public:
@@ -52,4 +56,4 @@ class CountMatches final : public LeafVisitor {
     std::vector<automata::RuleId> rules_;  // of the leaf at hand
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -10,9 +10,13 @@
 #include "passes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
-#include "walk.hpp"
+#include "pytree/walk.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::LeafPlace;
+using pytree::LeafVisitor;
+using pytree::Ref;
 
 struct MatchOptions {
     bool strict;           // look at shapes: scalars, min_size, truncation
@@ -65,4 +69,4 @@ class MatchLeaves final : public LeafVisitor {
     std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -1,6 +1,11 @@
 #include "dimension.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::PythonError;
+using pytree::check;
+using pytree::clear_if_ordinary;
+
 namespace {
 
 // By what JAX itself recognises one by.
@@ -42,4 +47,4 @@ bool is_multiple_in_python(PyObject* size, std::uint64_t divisor) {
     return is_zero == 1;
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

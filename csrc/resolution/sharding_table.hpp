@@ -10,7 +10,9 @@
 #include "answers.hpp"
 #include "sharding/correction.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::Ref;
 
 class ShardingTable final : public Answers {
   public:
@@ -56,4 +58,4 @@ class ShardingTable final : public Answers {
 // one.
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank);
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -7,7 +7,9 @@
 
 #include "answers.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::Ref;
 
 class SpecTable final : public Answers {
   public:
@@ -43,4 +45,4 @@ class SpecTable final : public Answers {
     Ref make_;
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

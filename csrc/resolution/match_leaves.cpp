@@ -1,6 +1,9 @@
 #include "match_leaves.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::check;
+
 namespace {
 
 Ref or_none(const Ref& shape) { return shape ? shape : Ref::borrow(Py_None); }
@@ -105,4 +108,4 @@ void MatchLeaves::tell(Listing& record, Py_ssize_t most, const LeafPlace& place,
     check(PyList_Append(record.shown.get(), entry.get()));
 }
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

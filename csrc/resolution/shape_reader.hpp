@@ -3,9 +3,11 @@
 // other. What is known about a type is kept for one walk. Knows nothing of what a shape means.
 #pragma once
 
-#include "ref.hpp"
+#include "pytree/ref.hpp"
 
-namespace shardrules::pytree {
+namespace shardrules::resolution {
+
+using pytree::Ref;
 
 class ShapeReader {
   public:
@@ -31,4 +33,4 @@ class ShapeReader {
     Py_ssize_t slot_ = 0;           // offset in the object; 0: none
 };
 
-}  // namespace shardrules::pytree
+}  // namespace shardrules::resolution

@@ -11,10 +11,10 @@
 
 namespace shardrules::pytree {
 
-class Record {
+class RecordType {
   public:
-    // description: a _node_types.Record.
-    Record(PyTypeObject* type, PyObject* description);
+    // description: a node_types.Record.
+    RecordType(PyTypeObject* type, PyObject* description);
 
     // The children's texts in paths.
     const std::vector<Ref>& keys() const { return keys_; }
