@@ -1,4 +1,4 @@
-"""What is measured on whole trees: docs/design.md's table, and a case that we lose."""
+"""What is measured on whole trees: docs/performance.md's table, and a case that we lose."""
 
 from __future__ import annotations
 

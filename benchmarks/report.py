@@ -31,8 +31,8 @@ Medians of interleaved runs in one process, after the results have been checked 
 whole trees, the medians of the rounds' ratios. *Ours* is cold: rules are compiled in every call, as
 a program does once at start-up. *Identity* is `jax.tree_util.tree_map(lambda x: x, tree)` on the
 same tree. Freeing a result counts for nobody.
-The machine is shared and noisy: read ratios. Bars are those of [the design](design.md), section 10;
-what is missed, and why, is on the page about [performance](performance.md). `make bench-report`
+The machine is shared and noisy: read ratios. The bars, what is missed, and why, are
+on the page about [performance](performance.md). `make bench-report`
 writes this page anew.
 """
 

@@ -28,7 +28,6 @@ WITHOUT_EXAMPLES = {
 # The other pages are about today's JAX.
 FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
 NOT_RUN = {
-    "docs/design.md": ["signatures; the reference has their examples"],
     "docs/migration/easylm.md": ["EasyLM is not on PyPI"] * 4,
     "docs/migration/maxtext.md": ["MaxText's own modules are not installed"] * 2,
     "docs/multihost.md": ["needs several processes; tests/process_worker.py is the one that runs"],
