@@ -1,4 +1,4 @@
-"""One model as each family of trees that docs/performance.md's table names; and models of any size."""
+"""One model of each family that docs/performance.md's table names; and models of any size."""
 
 from __future__ import annotations
 

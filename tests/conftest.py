@@ -19,9 +19,6 @@ from jax.sharding import Mesh
 
 import shardrules
 
-# Other projects' tests, for tests/test_patch.py, which runs them by itself.
-collect_ignore = ["vendor"]
-
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:

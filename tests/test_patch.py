@@ -31,11 +31,10 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._patching import patch as _patch
 from shardrules._patching.fingerprint import fingerprint
-from tests import corpus
+from tests import corpus, peer_sources
 from tests.contexts import legacy, needs_set_mesh
 
 ROOT = Path(__file__).parent.parent
-VENDORED = sorted(f.name for f in (ROOT / "tests" / "vendor" / "flax").glob("*_test.py"))
 
 AXES = st.sampled_from(["dp", "fsdp", "tp", "absent"])
 MESH_AXES = st.none() | AXES | st.lists(AXES, max_size=3, unique=True).map(tuple)
@@ -719,20 +718,42 @@ def test_an_easydel_style_model_is_faster_without_a_changed_line(mesh):
     assert min(times_faster) > 1.5
 
 
-MOCKING = {
-    "partitioning_test.py": {
+# Of flax's tests of the functions that ours stand in for, those that replace a private function of flax,
+# which ours do not call.
+FLAXS_TESTS = {
+    "core/core_meta_test.py": set(),
+    "linen/linen_meta_test.py": set(),
+    "linen/partitioning_test.py": {
         "test_with_sharding_constraint",
         "test_with_sharding_constraint_fallback",
-    }
+    },
+    "nnx/spmd_test.py": set(),
 }
-"""Tests that replace a private function of flax, which ours do not call."""
 
 
 @FLAX
-@pytest.mark.parametrize("file", VENDORED)
-def test_flaxs_own_tests(file):
-    """flax's public tests have the same outcomes under the patch, and with the names of compat."""
-    command = [sys.executable, "-m", "tests.vendored_runner", f"flax/{file}"]
+@pytest.mark.slow
+def test_flaxs_own_tests():
+    """Flax's public tests have the same outcomes under the patch, and with the names of compat."""
+    try:
+        folder = peer_sources.sources("flax") / "tests"
+    except OSError as error:
+        pytest.skip(str(error))
+    for file, mocking in FLAXS_TESTS.items():
+        without, under, compat = outcomes_of(folder / file)
+        assert (len(without["replaced"]), len(under["replaced"])) == (0, 3)
+        assert under["outcomes"] == without["outcomes"]
+        assert "passed" in under["outcomes"].values()
+        different = {
+            name for name, how in without["outcomes"].items() if compat["outcomes"][name] != how
+        }
+        assert {name.rpartition("::")[2] for name in different} == mocking
+        assert compat["replaced"]
+
+
+def outcomes_of(file):
+    """Of a test file as it is, under the patch, and with the names of compat."""
+    command = [sys.executable, "-m", "tests.peer_runner", "flax", str(file)]
     # The tests ask for devices themselves.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     runs = [
@@ -741,12 +762,4 @@ def test_flaxs_own_tests(file):
         )
         for flags in ([], ["--patched"], ["--compat"])
     ]
-    without, under, compat = (json.loads(run.communicate(timeout=600)[0]) for run in runs)
-    assert (len(without["replaced"]), len(under["replaced"])) == (0, 3)
-    assert under["outcomes"] == without["outcomes"]
-    assert "passed" in under["outcomes"].values()
-    different = {
-        name for name, how in without["outcomes"].items() if compat["outcomes"][name] != how
-    }
-    assert {name.rpartition("::")[2] for name in different} == MOCKING.get(file, set())
-    assert compat["replaced"]
+    return [json.loads(run.communicate(timeout=600)[0]) for run in runs]

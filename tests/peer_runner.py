@@ -1,7 +1,7 @@
-"""Runs a test file of another project, tests/vendor/<library>/<file>, and prints the outcomes as JSON.
+"""Runs a test file of another library and prints the outcomes as JSON.
 
-`python -m tests.vendored_runner flax/spmd_test.py --patched` patches that library first; `--compat` gives
-the file the names of `shardrules.compat` for flax's own.
+`python -m tests.peer_runner flax build/peers/flax-0.12.8/tests/nnx/spmd_test.py --patched` patches the library
+first; `--compat` gives the file the names of `shardrules.compat` for flax's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -72,8 +71,7 @@ class View(types.ModuleType):
         return self._names.replaced(getattr(self._module, name))
 
 
-def main(file, *flags):
-    library = file.split("/")[0]
+def main(library, file, *flags):
     replaced = shardrules.patch(library).replaced if "--patched" in flags else ()
     outcomes = Outcomes()
     names = [CompatNames()] if "--compat" in flags else []
@@ -81,8 +79,7 @@ def main(file, *flags):
     options = ["-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider"]
     sys.argv[1:] = []  # absl reads them
     stdout, sys.stdout = sys.stdout, sys.stderr
-    path = Path(__file__).parent / "vendor" / file
-    pytest.main([*options, str(path)], plugins=[outcomes, *names])
+    pytest.main([*options, file], plugins=[outcomes, *names])
     sys.stdout = stdout
     replaced = [*replaced, *(name for plugin in names for name in sorted(plugin.used))]
     print(json.dumps({"replaced": replaced, "outcomes": outcomes.of_tests}))
