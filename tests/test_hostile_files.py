@@ -310,6 +310,42 @@ def test_standard_input_is_not_waited_for(tmp_path):
             assert child.wait(SECONDS) == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_standard_input_is_read_where_it_is_asked_for(packed):
+    manifest = b'{"params": [["w", [8, 8], "BF16"]]}'
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        input=gzip.compress(manifest) if packed else manifest,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert b"read 1" in child.stdout
+
+
+def test_a_terminal_is_not_waited_for():
+    above, terminal = os.openpty()
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        timeout=SECONDS,
+        check=True,
+    )
+    os.close(above)
+    os.close(terminal)
+    assert b"nothing is piped into standard input" in child.stdout
+
+
+def test_a_bomb_on_standard_input():
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        input=gzip.compress(b"[" + b"[]," * 10_000_000 + b"[]]", 1),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert b"allow more with --max-memory" in child.stdout
+
+
 def test_the_files_of_a_directory_are_regular(tmp_path, at_once):
     os.mkfifo(tmp_path / "m.safetensors")
     assert NOT_REGULAR in threaded(at_once, tmp_path)

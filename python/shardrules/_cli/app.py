@@ -54,7 +54,7 @@ Source = Annotated[
     str,
     typer.Argument(
         help="The model: a safetensors file, index or directory, an orbax checkpoint, a JSON "
-        "manifest (also .gz), or package.module:function that returns a tree."
+        "manifest (also .gz; - is standard input), or package.module:function that returns a tree."
     ),
 ]
 RulesFile = Annotated[

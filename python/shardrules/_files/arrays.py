@@ -44,7 +44,7 @@ def read_arrays(source: str) -> Arrays:
         source: A safetensors file, the index of several, a directory of them, the directory of an
             orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, which may be
             gzipped: `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params
-            as `{name: {"shape": [dim, ...], "dtype": dtype}}`.
+            as `{name: {"shape": [dim, ...], "dtype": dtype}}`. `-` is a manifest on standard input.
 
     Raises:
         FileError: There is no such file, it is of no known kind, or it is damaged.

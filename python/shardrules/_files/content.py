@@ -1,24 +1,26 @@
 """The content of a file as bytes, as text and as JSON, with every way to fail made a `FileError`.
 
-Every file that is given to us is opened here. What its JSON will take in memory is estimated while
-it is read, so that a bomb is refused before it bursts. Costs what gunzip and `json` cost, and some
-counting of bytes: nothing is done per value but a look for repeated keys. Must not know what the
-JSON means.
+Every file that is given to us is opened here; `-` is standard input. What its JSON will take in
+memory is estimated while it is read, so that a bomb is refused before it bursts. Costs what gunzip
+and `json` cost, and some counting of bytes: nothing is done per value but a look for repeated keys.
+Must not know what the JSON means.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from shardrules._files.errors import FileError
 from shardrules._words import bytes_shown
@@ -32,6 +34,7 @@ max_memory: Final = ContextVar("max_memory", default=512 << 20)
 """Bytes that the reading of one file may take beyond the file's own size."""
 
 _CHUNK: Final = 1 << 20
+_STANDARD_INPUT: Final = Path("-")
 # FIFOs without a writer and silent terminals do not make us wait. Windows has no such flags.
 _OPEN_FLAGS: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 # Bytes that CPython 3.11 to 3.13 take at most for each of these, beside the text. A bracket begins
@@ -56,22 +59,33 @@ def memory_within(most: int) -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[io.BufferedReader]:
     """The file, open to be read in binary.
 
     Raises:
-        FileError: It cannot be read, or is no regular file.
+        FileError: It cannot be read, or is neither a regular file nor `-`; or that is a terminal.
     """
+    if path == _STANDARD_INPUT:
+        yield _standard_input()
+        return
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise FileError(
                     f"{path}: this is no regular file but a device or a pipe, which may never end; "
-                    "write what it gives into a file, and give that"
+                    "write what it gives into a file and give that, or pipe it into `-`"
                 )
             yield file
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _standard_input() -> io.BufferedReader:
+    # A program may have put anything there.
+    stream = getattr(sys.stdin, "buffer", None)
+    if not isinstance(stream, io.BufferedReader) or stream.isatty():
+        raise FileError("-: nothing is piped into standard input; give a file's name, or pipe it")
+    return stream
 
 
 def _open_at_once(name: str, flags: int) -> int:
@@ -89,16 +103,14 @@ def read_bytes(path: Path) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_memory.get():
             _raise_too_large(path, size)
-        if file.read(2) == b"\x1f\x8b":
-            file.seek(0)
+        if file.peek(2)[:2] == b"\x1f\x8b":
             return _unpacked(path, file, size)
         if path.suffix == ".gz":
             raise FileError(f"{path}: byte 0: this is no gzip; rename it if it is not packed")
-        file.seek(0)
         return joined(path, iter(partial(file.read, _CHUNK), b""), size)
 
 
-def _unpacked(path: Path, file: IO[bytes], size: int) -> bytes:
+def _unpacked(path: Path, file: io.BufferedReader, size: int) -> bytes:
     try:
         with gzip.GzipFile(fileobj=file) as unpacked:
             return joined(path, iter(partial(unpacked.read, _CHUNK), b""), size)
