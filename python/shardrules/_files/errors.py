@@ -11,8 +11,8 @@ from shardrules._printable import printable_lines
 
 __all__ = ["FileError"]
 
-_MOST: Final = 2000
-_END: Final = 500
+_MOST: Final = 900
+_END: Final = 300
 
 
 class FileError(ValueError):
