@@ -145,9 +145,9 @@ def test_processes_that_waited_forever(processes, tmp_path):
         left_out = ways - {case for other, case in seen if other == odd}
         assert left_out <= {"memory", "axis types"}
         assert not left_out or not hasattr(jax, "set_mesh")
-    # Of 120 calls, the last two at most are still in the store.
+    # Of 120 calls, the last two are still in the store, and perhaps the exit of a process that is ahead.
     for process in found:
-        assert len({key.split("/")[2] for key in process["keys"]}) <= 2
+        assert len({key.split("/")[2] for key in process["keys"]}) <= 3
 
 
 def check_error(error, odd, case, index, devices):
