@@ -78,7 +78,7 @@ def command_line(directory: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     json.loads(planned.stdout)
     if find_spec("orbax") is None:
-        (directory / "_METADATA").write_text("{}")
+        (directory / "_METADATA").write_text('{"tree_metadata": {}}')
         refused = _run("plan", str(directory), *on_mesh)
         assert refused.returncode == 2
         assert "pip install 'shardrules[orbax]'" in refused.stderr
