@@ -51,10 +51,11 @@ cpp-%: build-%
 	$(VENV)/bin/ctest --test-dir build/$* --output-on-failure
 
 # Left out: tests of whole models, of other libraries, and of several processes, which take long. CPython
-# itself leaks by LeakSanitizer's standards; tests/test_leaks.py looks for ours. The stack is for ASan's frames
+# itself leaks by LeakSanitizer's standards; tests/trees/test_leaks.py looks for ours. The stack is for ASan's frames
 # in the deepest trees, and libstdc++ is loaded early for its exceptions to be intercepted.
-ASAN_TESTS := $(addprefix tests/test_,$(addsuffix .py,bad_input bounds correction fold \
-  failures files fuzzing leaks logical records rules semantics shardings signals trees))
+ASAN_TESTS := tests/fuzzing tests/logical tests/trees $(addprefix tests/,$(addsuffix .py,\
+  files/test_files matching/test_bad_input matching/test_bounds matching/test_rules matching/test_semantics \
+  planning/test_fold sharding/test_correction sharding/test_shardings))
 ASAN_PACKAGES := build/asan/site
 test-asan: cpp-asan
 	rm -rf $(ASAN_PACKAGES) && mkdir $(ASAN_PACKAGES) && cp -R python/shardrules $(ASAN_PACKAGES)
@@ -82,7 +83,7 @@ fuzz-python: $(VENV)/fuzzers $(VENV)/installed
 
 # A million random cases against `re`; ARGS='--seed 7' repeats a run.
 fuzz-differential: $(VENV)/installed
-	$(VENV)/bin/python -m tests.differential $(ARGS)
+	$(VENV)/bin/python -m tests.support.differential $(ARGS)
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks
@@ -125,19 +126,19 @@ dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE
 # elsewhere, without extras and then with them.
 test-dist: dist
 	$(DIST)/bin/auditwheel show $(WHEEL)
-	$(DIST)/bin/python -m tests.wheel $(WHEEL)
+	$(DIST)/bin/python -m tests.packaging.wheel $(WHEEL)
 	rm -rf $(CLEAN)
 	$(PYTHON) -m venv $(CLEAN)
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: $(WHEEL) \
 	  $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
-	$(IN_CLEAN) -I $(abspath tests/smoke.py)
+	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli,report]"
-	$(IN_CLEAN) -I $(abspath tests/smoke.py)
+	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
 	rm -rf $(CLEAN)
 
-# What tests/test_api.py compares with, to be reviewed and committed.
+# What tests/packaging/test_api.py compares with, to be reviewed and committed.
 api: $(VENV)/installed
-	$(VENV)/bin/python -m tests.api >tests/data/api.txt.new
+	$(VENV)/bin/python -m tests.support.api >tests/data/api.txt.new
 	mv tests/data/api.txt.new tests/data/api.txt
 
 format: $(VENV)/dependencies

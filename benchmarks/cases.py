@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from benchmarks import trees
 from benchmarks.harness import Case
-from tests import corpus
+from tests.support import corpus
 
 Rules = list[tuple[str, P]]
 

@@ -14,7 +14,7 @@ import jax
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
-from tests import corpus
+from tests.support import corpus
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
 RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.trees import ATTENTION_RULES, LEAF, attention_layers
-from tests import corpus
+from tests.support import corpus
 
 NAMES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "n1", "n2", "b")
 CATCH_ALL = (".*", P())

@@ -20,7 +20,7 @@ import shardrules as sr
 from shardrules._arguments import check_tree
 from shardrules._words import shown
 from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
-from tests import api
+from tests.support import api
 
 TREE = {"w": np.ones((8, 8), np.float32)}
 RULES = [("w", ("tp",))]

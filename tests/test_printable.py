@@ -17,7 +17,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._printable import printable, printable_json
-from tests import corpus
+from tests.support import corpus
 
 pytest.importorskip("typer", reason="typer is not installed")
 

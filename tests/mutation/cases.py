@@ -14,9 +14,9 @@ import jax
 
 import shardrules as sr
 from shardrules._specs import entries_of, entry_axes
-from tests import corpus
 from tests.mutation.models import MODELS
 from tests.mutation.slips import Case
+from tests.support import corpus
 
 __all__ = ["HELD_OUT", "TUNED", "cases"]
 

@@ -1,0 +1,183 @@
+"""Every example in the README, in docs/ and in docstrings runs, and what the pages say of files is so."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+
+import jax
+import pytest
+
+import shardrules
+from tests.support import docs_pages
+from tests.support.docs_pages import DOCS, ROOT, blocks, commands, demo_folder, pages
+
+MODULES = [
+    "shardrules",
+    *(m.name for m in pkgutil.walk_packages(shardrules.__path__, "shardrules.")),
+]
+# Values that are read, not made; and what needs arrays on several devices to be worth showing.
+WITHOUT_EXAMPLES = {
+    "AxisMetadata", "Change", "Counters", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference",
+    "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "PlanDiff", "RulesFallback", "Sweep",
+    "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
+}  # fmt: skip
+# The other pages are about today's JAX.
+FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
+NOT_RUN = {
+    "docs/migration/easylm.md": ["EasyLM is not on PyPI"] * 4,
+    "docs/migration/maxtext.md": ["MaxText's own modules are not installed"] * 2,
+    "docs/multihost.md": [
+        "needs several processes; tests/support/process_worker.py is the one that runs"
+    ],
+}
+NOTEBOOK = DOCS / "notebooks" / "plan.ipynb"
+# Names of files that pages tell users to have.
+USERS_FILES = {"base.yml", "model.safetensors.index.json", "plan.lock", "rules.toml"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
+
+
+def test_public_docstrings_have_examples():
+    public = (name for name in MODULES if name == "shardrules" or ".compat." in name)
+    modules = map(importlib.import_module, public)
+    for module in modules:
+        for name in getattr(module, "__all__", ()):
+            thing = getattr(module, name)
+            if callable(thing) and name not in WITHOUT_EXAMPLES:
+                assert ">>>" in (thing.__doc__ or ""), (module.__name__, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pages show the legacy mesh, too
+@pytest.mark.parametrize("page", pages())
+def test_page(page):
+    if page not in FOR_EVERY_JAX and not hasattr(jax, "set_mesh"):
+        pytest.skip("the page is about a JAX with jax.set_mesh")
+    with demo_folder() as folder:
+        missing, shown = docs_pages.run(page, folder)
+    if missing:
+        pytest.skip(f"some of its blocks need {', '.join(sorted(set(missing)))}")
+    text = (ROOT / page).read_text()
+    for (start, end), printed in shown:
+        assert text[start:end] == printed, "python -m tests.support.docs_pages writes it anew"
+
+
+def test_every_block_runs_or_says_why_not():
+    not_run = {}
+    for page in pages():
+        for block in blocks(page):
+            assert block.language in (*docs_pages.LANGUAGES, "markdown"), (page, block)
+            if block.language in ("toml", "yaml", "json"):
+                assert block.title, f"{page}: a file that nothing reads: {block.code}"
+            if block.language == "text":
+                assert not re.match(r"\$ |>>> |pip |shardrules ", block.code), (page, block.code)
+            if block.language == "console":
+                words = {command.split()[0] for command, _ in commands(block)}
+                assert words <= {"shardrules", *docs_pages.OTHER_COMMANDS}, (page, words)
+            if "not run" in block.markers:
+                ast.parse(block.code)
+                not_run.setdefault(page, []).append(block.markers["not run"])
+        fences = re.findall(r"^```\w", (ROOT / page).read_text(), re.M)
+        assert len(fences) == sum(block.language != "markdown" for block in blocks(page)), page
+    assert not_run == NOT_RUN
+
+
+def test_a_page_that_is_wrong_is_found(tmp_path, monkeypatch):
+    pytest.importorskip("typer", reason="typer is not installed")
+    monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
+    for text in (
+        "```python\n1 + 1  # 3\n```\n",
+        "```python\nraise ValueError\n```\n",
+        "```console\n$ shardrules check nothing.json -r nothing.toml -m tp=2\n```\n",
+    ):
+        (tmp_path / "page.md").write_text(text)
+        with pytest.raises((AssertionError, ValueError)):
+            docs_pages.run("page.md", tmp_path)
+
+
+def test_files_that_pages_name_exist():
+    files = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if ".venv" not in p.parts]
+    ends = {path[at:] for path in files for at in [0, *_after_slashes(path)]}
+    named = 0
+    for page in [*pages(), "CONTRIBUTING.md"]:
+        text = (ROOT / page).read_text()
+        for name in re.findall(
+            r"`((?:[\w.-]+/)*[\w.-]+\.(?:cpp|hpp|py|pyi|md|ipynb|gz|toml))`", text
+        ):
+            assert name in ends or name in USERS_FILES, f"{page} names {name}"
+            named += 1
+        for name in re.findall(
+            r"(?<![\w./-])((?:csrc|docs|tests|benchmarks|examples|python/shardrules)/[\w./-]*\w)",
+            text,
+        ):
+            places = (ROOT, (ROOT / page).parent)  # links go out from the page
+            assert any((place / name).exists() for place in places), f"{page} names {name}"
+            named += 1
+    assert named > 100
+
+
+def _after_slashes(path):
+    return [found.end() for found in re.finditer("/", path)]
+
+
+def test_links_of_the_readme():
+    # Those of the pages are checked when the site is built.
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).is_file(), target
+
+
+def test_the_reference_has_all_modules():
+    reference = "".join(
+        (DOCS / "api" / f"{name}.md").read_text() for name in ("shardrules", "compat")
+    )
+    listed = set(re.findall(r"^::: (\S+)$", reference, re.M))
+    compat = {name for name in MODULES if name.startswith("shardrules.compat.")}
+    assert listed == {"shardrules", *compat}
+
+
+def test_the_notebook_runs(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    import nbformat
+
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    fresh = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(
+        fresh, timeout=300, kernel_name="python3", resources=resources
+    ).execute()
+    assert [_shown(cell) for cell in fresh.cells] == [_shown(cell) for cell in stored.cells]
+
+
+def _shown(cell):
+    outputs = [one for one in cell.get("outputs", ()) if one.get("name") != "stderr"]
+    assert all(output.output_type != "error" for output in outputs), outputs
+    return [output.get("data", {}).get("text/html", output.get("text")) for output in outputs]
+
+
+def test_import_is_light():
+    """JAX is imported only when one of its objects is needed."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, shardrules; rules = shardrules.Rules([('a', ('tp',)), ('b', None)]);"
+        "assert rules.first_match('b') == 1; sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_demo(capsys):
+    from shardrules import demo
+
+    assert demo.main() == 0
+    printed = capsys.readouterr().out
+    assert "44,544 leaves of 45,395 (1.31 TB of 1.34 TB) match no rule but the catch-all" in printed
+    assert "check: 0 errors" in printed

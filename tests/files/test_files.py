@@ -1,0 +1,497 @@
+"""What a command line reads: every kind of file, and a clear error for each that is damaged.
+
+The oracles are the libraries that write the files: safetensors and orbax.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._files.arrays import read_arrays
+from shardrules._files.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
+from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec
+from shardrules._files.meshes import parse_mesh
+from shardrules._files.modules import is_module_form, load_object
+from shardrules._files.rules import DIALECTS, read_rules
+from tests.support import corpus
+from tests.support.files import message
+from tests.support.folders import ROOT
+
+ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["layers/0/bias", [8], "float32"], ["step", [], "I32"]]
+LEAVES = {
+    "layers/0/kernel": ArraySpec((4, 8), "bfloat16"),
+    "layers/0/bias": ArraySpec((8,), "float32"),
+    "step": ArraySpec((), "int32"),
+}
+
+
+# Dtypes
+
+
+def test_dtypes_are_those_of_numpy_and_ml_dtypes():
+    for name in BITS:
+        dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+        assert dtype.name == name
+        assert bits_of(dtype) == bits_of(name) == BITS[name]
+        # Types of less than a byte are not packed in numpy.
+        assert dtype.itemsize == max(1, BITS[name] // 8)
+    assert {numpy_name(name) for name in SAFETENSORS} <= BITS.keys()
+
+
+def test_bits_of_other_objects():
+    assert bits_of(jax.random.key(0).dtype) == 64
+    assert bits_of(np.dtype("S3")) == 24
+    with pytest.raises(ValueError, match="unknown dtype 'F23'; known ones are F32"):
+        bits_of("F23")
+    for odd in (None, 3, np.float32):
+        with pytest.raises(ValueError, match=re.escape(repr(odd))):
+            bits_of(odd)
+
+
+# JSON manifests
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    "params", [ROWS, {name: {"shape": shape, "dtype": dtype} for name, shape, dtype in ROWS}]
+)
+def test_a_manifest(write, pack, params):
+    data = pack(json.dumps({"model": "small", "params": params}).encode())
+    arrays = read_arrays(write("m.json.gz" if pack is gzip.compress else "m.json", data))
+    assert arrays == ("small", LEAVES, "/")
+    assert list(arrays.leaves) == list(LEAVES)
+
+
+def test_names_separators_and_marks(write):
+    assert read_arrays(write("flat.v1.json.gz", gzip.compress(b'{"params": []}'))).name == "flat.v1"
+    assert read_arrays(write("m", {"params": [["a.b", [0, 3], "F4"]]})) == (
+        "m",
+        {"a.b": ArraySpec((0, 3), "float4_e2m1fn")},
+        ".",
+    )
+    assert read_arrays(write("m.json", b'\xef\xbb\xbf{"params": []}')).leaves == {}
+
+
+@pytest.mark.parametrize("model", corpus.manifest_names())
+def test_real_manifests(model):
+    path = corpus.manifest_path(model)
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    arrays = read_arrays(str(path))
+    assert arrays.name == content["model"]
+    assert [[n, list(a.shape), a.dtype] for n, a in arrays.leaves.items()] == [
+        [name, shape, SAFETENSORS[dtype]] for name, shape, dtype in content["params"]
+    ]
+    assert len({id(a) for a in arrays.leaves.values()}) == len(set(arrays.leaves.values()))
+
+
+def test_leaves_are_leaves_for_jax(write):
+    leaves = read_arrays(write("m.json", {"params": ROWS})).leaves
+    specs = sr.match_partition_rules([("kernel", P("tp")), (".*", P())], leaves)
+    assert specs == {"layers/0/kernel": P("tp"), "layers/0/bias": P(), "step": P()}
+    assert len(jax.tree.leaves(leaves)) == 3
+
+
+def rows(*changed):
+    return {"params": [*ROWS, *changed]}
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+BAD_JSON = {
+    "empty": (b"", "the file is empty; copy or download it anew"),
+    "binary": (b"\x80\x02}q\x00", "byte 0: this is no UTF-8 text"),
+    "bad utf-8": (b'{"params": "\xff"}', "byte 12: this is no UTF-8 text"),
+    "cut": (b'{"params": [\n["a", [1]', r"line 2, column 10: this is no JSON \(Expecting ','"),
+    "deep": (DEEP, "the JSON is nested too deeply"),
+    "repeated key": (b'{"params": {"a": 1, "b": 1, "a": 2}}', "key 'a' is there twice"),
+    "number": (b'{"params": ' + b"9" * 5000 + b"}", "integer string conversion"),
+    "list": ([], r"line 1: this is \[\] \(a list\), which lists no arrays; give a \*.safetensors"),
+    "no params": ({"a": 1}, "which lists no arrays"),
+    "params": ({"params": 3}, r"key 'params': it is 3 \(a int\)"),
+    "row": (rows({"name": "x"}), r"params\[3\]: it is {'name': 'x'} .*; write \[\"name\", \[4096"),
+    "short row": (rows(["x", [1]]), r"params\[3\]"),
+    "name": (rows([1, [1], "F32"]), "array 1 has no string as its name, not 1"),
+    "surrogate": (rows(["a\ud800", [1], "F32"]), r"array 'a\\ud800' has half a surrogate pair"),
+    "twice": (rows(["step", [1], "F32"]), "array 'step' is there twice; rename or remove one"),
+    "shape": (rows(["x", 3, "F32"]), r"array 'x' needs a shape .* not 3 \(a int\)"),
+    "no shape": ({"params": {"x": {"dtype": "F32"}}}, "array 'x' needs a shape .* not None"),
+    "entry": ({"params": {"x": [1]}}, "array 'x' needs an object with shape and dtype"),
+    "no dtype": ({"params": {"x": {"shape": []}}}, "array 'x' needs a dtype .* not None"),
+    "true": (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"array 'y' .* not \[4, True\]"),
+    "float": (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"array 'y' .* not \[8.0\]"),
+    "fraction": (rows(["y", [1.5], "F32"]), r"array 'y' needs a shape that is a list of integers"),
+    "nan": (b'{"params": [["y", [NaN], "F32"]]}', "NaN is no number of JSON"),
+    "infinity": (b'{"params": [["y", [-Infinity], "F32"]]}', "-Infinity is no number of JSON"),
+    "negative": (rows(["x", [4, -1], "F32"]), r"array 'x': the shape \[4, -1\] has a negative"),
+    "overflow": (rows(["x", [2**62, 2], "F32"]), r"array 'x': .* more than 2\*\*63 - 1 elements"),
+    "overflow beside 0": (rows(["x", [0, 2**40, 2**40], "F32"]), r"more than 2\*\*63 - 1 elements"),
+    "dtype": (
+        rows(["x", [4], "F8_E4M4"]),
+        "array 'x': unknown dtype 'F8_E4M4'; known ones are F8_",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_JSON)
+def test_a_bad_manifest(write, case):
+    data, expected = BAD_JSON[case]
+    assert re.search(expected, message(read_arrays, write("model.json", data)))
+
+
+def test_the_largest_array(write):
+    path = write("m.json", {"params": [["x", [2**62, 1], "F32"], ["y", [0, 2**63 - 1], "F32"]]})
+    shapes = [leaf.shape for leaf in read_arrays(path).leaves.values()]
+    assert shapes == [(2**62, 1), (0, 2**63 - 1)]
+    assert np.empty(shapes[1], "int8").shape == shapes[1]
+    with pytest.raises(ValueError, match="too big"):
+        np.empty((0, 2**40, 2**40), "int8")
+
+
+def test_bad_gzip(write):
+    packed = gzip.compress(json.dumps({"params": ROWS}).encode())
+    assert "the gzip ends too early" in message(read_arrays, write("m.json.gz", packed[:-20]))
+    damaged = packed[:-8] + bytes(8)
+    assert "the gzip is damaged" in message(read_arrays, write("m.json.gz", damaged))
+    garbled = packed[:12] + b"\xff" * 20 + packed[32:]
+    assert "the gzip is damaged" in message(read_arrays, write("m.json.gz", garbled))
+    assert "byte 0: this is no gzip" in message(read_arrays, write("m.json.gz", b"{}"))
+
+
+def test_no_file(tmp_path):
+    assert "No such file or directory; check" in message(read_arrays, tmp_path / "none.json")
+    assert "No such file" in message(read_arrays, tmp_path / "none.safetensors")
+    assert "No such file" in message(read_rules, tmp_path / "none.toml")
+    assert "Is a directory" in message(read_rules, str(tmp_path))
+    (tmp_path / "readme.txt").write_text("nothing")
+    assert "the directory has no arrays that can be read" in message(read_arrays, str(tmp_path))
+
+
+# orbax
+
+
+@pytest.fixture
+def orbax():
+    if not hasattr(jax.monitoring, "record_scalar"):
+        pytest.skip("orbax cannot save with this JAX, which it was not made for")
+    return pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+
+
+def tree_for_orbax():
+    return {
+        "a": {"kernel": np.ones((2, 3), ml_dtypes.bfloat16), "none": None, "empty": {}},
+        "list": [jax.numpy.zeros(4, "int4"), {"x": np.ones((2,), "float64")}],
+        "tuple": (jax.numpy.ones(()), np.ones((1, 1), "uint8")),
+        "number": 3,
+    }
+
+
+ORBAX_LEAVES = {
+    "a/kernel": ArraySpec((2, 3), "bfloat16"),
+    "list/0": ArraySpec((4,), "int4"),
+    "list/1/x": ArraySpec((2,), "float64"),
+    "number": ArraySpec((), "int64"),
+    "tuple/0": ArraySpec((), "float32"),
+    "tuple/1": ArraySpec((1, 1), "uint8"),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"use_zarr3": True}, {"use_ocdbt": False}])
+def test_an_orbax_checkpoint(orbax, tmp_path, how):
+    with orbax.PyTreeCheckpointer(**how) as checkpointer:
+        checkpointer.save(tmp_path / "step", {**tree_for_orbax(), "text": "hello"})
+    assert read_arrays(str(tmp_path / "step")) == ("step", ORBAX_LEAVES, "/")
+
+
+def test_sharded_arrays_in_orbax_have_their_whole_shape(orbax, tmp_path, mesh):
+    sharding = jax.sharding.NamedSharding(mesh, P("fsdp", "tp"))
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", {"w": jax.device_put(np.ones((8, 4), "int8"), sharding)})
+    assert read_arrays(str(tmp_path / "c")).leaves == {"w": ArraySpec((8, 4), "int8")}
+
+
+def test_a_train_state_of_a_manager(orbax, tmp_path):
+    train_state = pytest.importorskip("flax.training.train_state", reason="flax is not installed")
+    optax = pytest.importorskip("optax")
+    state = train_state.TrainState.create(
+        apply_fn=None, params={"dense": {"kernel": np.ones((4, 8))}}, tx=optax.adam(1e-3)
+    )
+    with orbax.CheckpointManager(tmp_path / "run") as manager:
+        for step in (9, 10):
+            saved = state if step == 10 else {"old": np.ones(1)}
+            manager.save(step, args=orbax.args.StandardSave(saved))
+        manager.wait_until_finished()
+    expected = {
+        "opt_state/0/count": (),
+        "opt_state/0/mu/dense/kernel": (4, 8),
+        "opt_state/0/nu/dense/kernel": (4, 8),
+        "params/dense/kernel": (4, 8),
+        "step": (),
+    }
+    for path in ("run", "run/10", "run/10/default"):
+        leaves = read_arrays(str(tmp_path / path)).leaves
+        assert {name: leaf.shape for name, leaf in leaves.items()} == expected
+    (tmp_path / "run" / "11.orbax-checkpoint-tmp").mkdir()
+    assert len(read_arrays(str(tmp_path / "run")).leaves) == 5
+
+
+def test_several_items_of_orbax(orbax, tmp_path):
+    save = orbax.args.StandardSave
+    items = {"state": save({"w": np.ones(3)}), "ema": save({"w": np.ones(3)})}
+    with orbax.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=orbax.args.Composite(**items))
+        manager.wait_until_finished()
+    text = message(read_arrays, tmp_path)
+    assert "the checkpoint has the items 3/ema, 3/state; give the directory of one" in text
+    assert "the items ema, state" in message(read_arrays, tmp_path / "3")
+    assert list(read_arrays(str(tmp_path / "3" / "ema")).leaves) == ["w"]
+
+
+def test_a_damaged_or_unreadable_checkpoint(orbax, tmp_path, monkeypatch):
+    (tmp_path / "_METADATA").write_text('{"tree_metadata": ')
+    assert "_METADATA: line 1, column 19: this is no JSON" in message(read_arrays, tmp_path)
+    for content in ("[]", "{}", '{"tree_metadata": {"a": {"key_metadata": [{"key": 3}]}}}'):
+        (tmp_path / "_METADATA").write_text(content)
+        assert "_METADATA: there is no tree_metadata with" in message(read_arrays, tmp_path)
+    (tmp_path / "_METADATA").write_text('{"tree_metadata": {"a": {"key_metadata": []}}}')
+    assert "orbax cannot read the checkpoint's metadata" in message(read_arrays, tmp_path)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert "; pip install 'shardrules[orbax]'" in message(read_arrays, tmp_path)
+
+
+# Modules
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("package.module:function", True),
+        ("train:Config.rules", True),
+        (r"C:\models\rules.json", False),
+        ("C:/models/rules.json", False),
+        ("C:rules.json", False),
+        ("model.json", False),
+        ("a:b:c", False),
+        ("1a:b", False),
+        ("", False),
+    ],
+)
+def test_the_form_of_modules(text, expected):
+    assert is_module_form(text) is expected
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """module(source): writes the module `user_code` into the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield lambda source: (tmp_path / "user_code.py").write_text(source)
+    sys.modules.pop("user_code", None)
+
+
+def test_a_file_is_no_module(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("train:rules", "[]")
+    assert not is_module_form("train:rules")
+
+
+def test_objects_of_modules(module):
+    module("tree = {'w': 1}\nclass Config:\n    @staticmethod\n    def tree(): return [2]\n")
+    assert load_object("user_code:tree") == {"w": 1}
+    assert load_object("user_code:Config.tree") == [2]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "expected", "cause"),
+    [
+        ("", "tree", "module 'user_code' has no 'tree'; correct", AttributeError),
+        ("import nonexistent_", "tree", "the import of 'user_code' has raised ModuleNotFound", ImportError),
+        ("1 +", "tree", "the import of 'user_code' has raised SyntaxError", SyntaxError),
+        ("raise SystemExit", "tree", "the import of 'user_code' has raised SystemExit", SystemExit),
+        ("def tree(): return 1 / 0", "tree", r"the call of tree\(\) has raised ZeroDiv", ZeroDivisionError),
+        ("def tree(x): pass", "tree", r"TypeError: .*; it must work without arguments", TypeError),
+    ],
+)  # fmt: skip
+def test_modules_that_fail(module, source, name, expected, cause):
+    module(source)
+    with pytest.raises(FileError, match=f"^user_code:{name}: .*{expected}") as info:
+        load_object(f"user_code:{name}")
+    assert isinstance(info.value.__cause__, cause)
+
+
+def test_no_module():
+    assert "there is no module 'nonexistent_'" in message(load_object, "nonexistent_.sub:x")
+    assert "there is no module 'shardrules.none_'" in message(load_object, "shardrules.none_:x")
+    assert "write package.module:name" in message(load_object, "C:/x")
+
+
+# Rules
+
+TOML = """
+dialect = "EasyLM"
+replicated = ["norm", "bias$"]
+optional_axes = ["sp"]
+data_axes = ["dp"]
+
+[correction]
+indivisible = "prefix"
+
+[[rules]]
+pattern = "WQ/kernel"
+spec = ["fsdp", [], ["tp", "sp"]]
+flags = "i"
+units = [1, 1, 128]
+correction = { absent = "drop" }
+
+[[rules]]
+pattern = "bias"
+spec = "tp"
+
+[[rules]]
+pattern = ".*"
+spec = []
+"""
+
+
+def test_rules_of_toml(write):
+    file = read_rules(write("llama.toml", TOML))
+    correction = sr.Correction(absent="error", indivisible="prefix", rank="error", pad=False)
+    own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
+    wq = sr.RuleSpec(("fsdp", None, ("tp", "sp")), own, (1, 1, 128))
+    assert file.name == "llama"
+    assert file.declared == (("norm", "bias$"), ("sp",), ("dp",))
+    assert file.rules.dialect.name == "EasyLM"
+    assert file.rules.dialect.correction == correction
+    assert list(file.rules) == [(re.compile("WQ/kernel", re.I), wq), ("bias", ("tp",)), (".*", ())]
+    tree = {"wq": {"kernel": np.ones((2, 2, 2))}, "bias": np.ones(2), "x": np.ones(2)}
+    assert file.rules.match(tree) == {
+        "wq": {"kernel": P("fsdp", None, ("tp", "sp"))}, "bias": P("tp"), "x": P(),
+    }  # fmt: skip
+    assert read_rules(write("x.toml", TOML), sr.SPECTRAX).rules.dialect.name == "Spectrax"
+
+
+@pytest.mark.parametrize("name", corpus.regex_rule_sets())
+def test_rules_of_json(write, name):
+    content = corpus.rule_file(name)
+    for form in (content, content["rules"]):
+        rules = read_rules(write("rules.json", form)).rules
+        assert [(pattern, P(*spec)) for pattern, spec in rules] == corpus.rules(name)
+
+
+def test_rules_of_windows_and_plans(write):
+    path = write("w.json", [[["mlp", "c_fc", "kernel"], [None, "mp"]]])
+    assert read_rules(path, sr.WINDOW).rules.first_match("h/mlp/c_fc/kernel") == 0
+    path = write(
+        "p.json.gz", gzip.compress(b'{"dialect": "transformers", "rules": [["l.*.q", []]]}')
+    )
+    assert read_rules(path).rules.first_match("l.3.q") == 0
+    assert read_rules(path).name == "p"
+    assert set(DIALECTS.values()) == {
+        sr.EFORMER, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
+    }  # fmt: skip
+
+
+def test_rules_of_a_module(module):
+    module(
+        "import shardrules as sr\nPAIRS = [('w', 'tp')]\ndef rules(): return sr.Rules(PAIRS, sr.KERAS)\n"
+    )
+    assert read_rules("user_code:PAIRS").rules == sr.Rules([("w", "tp")])
+    assert read_rules("user_code:rules").rules == sr.Rules([("w", "tp")], sr.KERAS)
+    assert read_rules("user_code:rules", sr.EASYLM).rules == sr.Rules([("w", "tp")], sr.EASYLM)
+    assert read_rules("user_code:rules").name == "rules"
+    assert "rules must be a sequence of" in message(read_rules, "shardrules:__version__")
+
+
+BAD_RULES = {
+    "no toml": ("rules.toml", "x = 1\ny = ?", r"this is no TOML: .*line 2, column 5"),
+    "deep toml": ("rules.toml", "x = " + "[" * 9000, "this is no TOML|nested too deeply"),
+    "empty": ("rules.toml", "", "the file is empty"),
+    "no rules": ("rules.toml", "x = 1", "key 'rules': there is no list of rules; write"),
+    "value": ("rules.json", 3, "there is no list of rules"),
+    "key": ("rules.json", {"rules": [], "rulez": 1}, "key 'rulez' is unknown; the keys are rules, "),
+    "dialect": ("rules.json", {"rules": [], "dialect": "linen"}, "dialect 'linen' is unknown; it is"),
+    "correction": ("rules.json", {"rules": [], "correction": 3}, "correction: it is 3"),
+    "field": ("rules.json", {"rules": [], "correction": {"x": 1}}, "correction: key 'x' is unknown"),
+    "choice": ("rules.json", {"rules": [], "correction": {"pad": "no"}}, "correction: pad is 'no'; it"),
+    "rule": ("rules.json", [["a", []], 3], r'rule 1: it is 3 \(a int\); write \["pattern"'),
+    "triple": ("rules.json", [["a", [], 1]], "rule 0: it is"),
+    "rule key": ("rules.json", [{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),
+    "no spec": ("rules.toml", "[[rules]]\npattern = 'a'", r"rule 0: it has no spec; .*spec = \[\] rep"),
+    "spec": ("rules.json", [["a", 3]], "rule 0: spec is 3"),
+    "entry": ("rules.json", [["a", [None, 3]]], r"rule 0: entry 1 of spec is 3 .*; write an axis"),
+    "axes": ("rules.json", [["a", [["tp", None]]]], "rule 0: entry 0 of spec is"),
+    "no axis": ("rules.json", [["a", [""]]], "rule 0: entry 0 of spec is ''"),
+    "pattern": ("rules.json", [["a", []], ["(", []]], r"rule 1: missing \)"),
+    "number": ("rules.json", [[3, []]], "rule 0: the pattern must be a string"),
+    "window": ("rules.json", [[["a"], []]], "rule 0: the pattern must be a string"),
+    "flags": ("rules.json", [{"pattern": "a", "spec": [], "flags": "q"}], "rule 0: flags is 'q'"),
+    "flagged": ("rules.json", [{"pattern": "(", "spec": [], "flags": "i"}], r"rule 0: the pattern '\('"),
+    "window flags": ("rules.json", [{"pattern": ["a"], "spec": [], "flags": "i"}], "rule 0: flags need"),
+    "units": ("rules.json", [{"pattern": "a", "spec": [], "units": [0]}], r"rule 0: units\[0\] is 0"),
+    "units that are texts": ("rules.json", [{"pattern": "a", "spec": [], "units": ["x"]}], r"rule 0: units\[0\] is 'x'"),
+    "no units": ("rules.json", [{"pattern": "a", "spec": [], "units": 3}], "rule 0: units is 3"),
+    "own": ("rules.json", [{"pattern": "a", "spec": [], "correction": {"pad": 3}}], "rule 0: correction: pad"),
+    "replicated": ("rules.json", {"rules": [], "replicated": "x"}, "replicated is 'x'"),
+    "optional axes": ("rules.json", {"rules": [], "optional_axes": "sp"}, "optional_axes is 'sp'"),
+    "data axes": ("rules.json", {"rules": [], "data_axes": [3]}, r"data_axes is \[3\]"),
+    "regex": ("rules.json", {"rules": [], "replicated": ["a", "["]}, r"replicated\[1\]: the pattern"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_RULES)
+def test_bad_rules(write, case):
+    name, data, expected = BAD_RULES[case]
+    assert re.search(expected, message(read_rules, write(name, data)))
+
+
+# Meshes
+
+
+def test_a_mesh():
+    assert list(parse_mesh("dp=8,fsdp=16, tp = 4").items()) == [("dp", 8), ("fsdp", 16), ("tp", 4)]
+    assert parse_mesh("x=2147483647") == {"x": 2**31 - 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" ", "the mesh is empty; write its axes as dp=8,tp=4"),
+        ("dp=8,", "mesh 'dp=8,': '' is no axis; write its name and size as tp=4"),
+        ("dp", "'dp' is no axis"),
+        ("=8", "'=8' is no axis"),
+        ("dp=2,dp=2", "axis 'dp' is there twice; rename or remove one"),
+        ("dp=2.5", "the size of 'dp' is no integer; write dp=4"),
+        ("dp=x", "the size of 'dp' is no integer"),
+        ("dp=" + "9" * 5000, "the size of 'dp' is no integer"),
+        ("dp=0", "the size of 'dp' is below 1"),
+        ("dp=-4", "the size of 'dp' is below 1"),
+        ("a=65536,b=32768", "the product of the sizes overflows"),
+    ],
+)
+def test_a_bad_mesh(text, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        parse_mesh(text)
+
+
+# Cost
+
+
+def test_reading_imports_no_jax():
+    code = (
+        "import sys; from shardrules._files import arrays, rules, meshes\n"
+        f"arrays.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
+        "assert 'jax' not in sys.modules, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

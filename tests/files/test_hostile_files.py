@@ -1,0 +1,468 @@
+"""Files that mean harm: bombs meet a bound on memory and time, and what never ends is not opened.
+
+Each is read in a process of its own, whose peak of memory the system has measured.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardrules._cli.app import app
+from shardrules._cli.inputs import _nested
+from shardrules._files import content
+from shardrules._files.arrays import Arrays, read_arrays
+from shardrules._files.content import memory_within, parse_json, read_bytes
+from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec
+from shardrules._files.rules import read_rules
+from tests.support.files import header_file, message
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is in /proc")
+
+MIB = 1 << 20
+MOST = 512 * MIB
+# The interpreter and our modules; and what a bomb may take at most, in seconds.
+IDLE = 60 * MIB
+SECONDS = 30
+
+READ = """
+import sys
+from pathlib import Path
+from shardrules import FileError
+from shardrules._files.arrays import read_arrays
+from shardrules._files.content import parse_json, read_bytes
+from shardrules._files.rules import read_rules
+read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
+        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules}
+try:
+    print("read", len(read[sys.argv[1]](sys.argv[2])))
+except FileError as error:
+    print("refused", error)
+# Not `ru_maxrss`, which remembers the process that has started this one.
+status = Path("/proc/self/status").read_text()
+print(1024 * int(status.partition("VmHWM:")[2].split()[0]))
+"""
+
+
+def read_alone(kind, path):
+    """What a process has said that reads the file, and its peak of memory in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ, kind, str(path)],
+        capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    said, peak = done.stdout.rstrip("\n").rsplit("\n", 1)
+    return said, int(peak)
+
+
+def packed(*parts):
+    """A gzip of (text, how often) pairs."""
+
+    def write(path):
+        with gzip.open(path, "wb") as file:
+            for text, times in parts:
+                for _ in range(10):
+                    file.write(text * (times // 10))
+                file.write(text * (times % 10))
+
+    return write
+
+
+def plain(*parts):
+    return lambda path: path.write_bytes(b"".join(text * times for text, times in parts))
+
+
+def sparse(size, head=b""):
+    def write(path):
+        path.write_bytes(head)
+        os.truncate(path, size)
+
+    return write
+
+
+LARGE = "takes more than 537 MB of memory; if it is the right file, allow more with --max-memory"
+LEVELS = "a key has more than 8 levels; rules need 3 levels"
+KEY = (b"a.", 40_000)
+# By file: how it is made, and what is said of it.
+BOMBS = {
+    "lists.json.gz": (packed((b'{"params":[', 1), (b"[],", 60_000_000), (b"[]]}", 1)), LARGE),
+    "objects.json.gz": (packed((b"[", 1), (b'{"a":{}},', 20_000_000), (b"1]", 1)), LARGE),
+    "spaces.json.gz": (packed((b" ", 300_000_000), (b"{}", 1)), LARGE),
+    "string.json.gz": (packed((b'["', 1), (b"a", 300_000_000), (b'"]', 1)), LARGE),
+    "nested.json.gz": (packed((b'{"a":', 20_000_000)), LARGE),
+    "wide.json": (plain((b'["', 1), (b"a", 90_000_000), ("😀".encode(), 1), (b'"]', 1)), LARGE),
+    "escaped.json": (plain((b'["', 1), (b"a", 90_000_000), (rb"\ud83d\ude00", 1), (b'"]', 1)), LARGE),
+    "sparse.json": (sparse(3 << 30), LARGE),
+    "zeros.json": (sparse(250 * MIB), "line 1, column 1: this is no JSON"),
+    "digits.json": (plain((b"[", 1), (b"9", 10_000_000), (b"]", 1)), "integer string conversion"),
+    "fraction.json": (plain((b"[0.", 1), (b"9", 10_000_000), (b"]", 1)), "which lists no arrays"),
+    "deep.json": (plain((b"[", 1_000_000)), "the JSON is nested too deeply"),
+    "name.json": (
+        plain((b'{"params":[["', 1), (b"a", 50_000_000), (b'",[1],"F99"]]}', 1)), "unknown dtype 'F99'",
+    ),
+    "shape.json": (
+        plain((b'{"params":[["a",[2', 1), (b",2", 2_000_000), (b'],"F32"]]}', 1)),
+        "has more than 2**63 - 1 elements",
+    ),
+    "long dimensions.json": (
+        plain((b'{"params":[["a",[1', 1), (b"," + b"9" * 4000, 10_000), (b'],"F32"]]}', 1)),
+        "has more than 2**63 - 1 elements",
+    ),
+    "length.safetensors": (plain((b"\xff" * 7 + b"\x7f", 1)), "but the file has 8"),
+    "lists.safetensors": (
+        lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE,
+    ),
+    "sparse.safetensors": (
+        sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is no JSON",
+    ),
+    "key.toml": (plain(KEY, (b"a=1", 1)), LEVELS),
+    "table.toml": (plain((b"[", 1), KEY, (b"a]", 1)), LEVELS),
+    "quoted key.toml": (plain((b'"a" . ', 20_000), (b"a=1", 1)), LEVELS),
+    "key behind a string.toml": (plain((b'x={a="""a""""",', 1), KEY, (b"a=1}", 1)), LEVELS),
+    "key behind a literal.toml": (plain((b"x={a='''a'''', ", 1), KEY, (b"a=1}", 1)), LEVELS),
+    "tables.toml": (
+        lambda path: path.write_text("".join(f"[{i:x}.a.a.a.a.a.a.a]\n" for i in range(43_000))),
+        "key 'rules': there is no list of rules",
+    ),
+    "quotes.toml": (plain((b'x="', 1), (b'\\"', 500_000)), "this is no TOML: Unterminated string"),
+    "long.toml": (plain((b"#\n", 600_000)), "reading 1.20 MB of rules takes more than 537 MB"),
+    "nested.toml": (plain((b"x=", 1), (b"{a=", 300_000)), "the TOML is nested too deeply"),
+    "pattern.json": (
+        plain((b'[["', 1), (b"a", 5_000_000), (b'",[]]]', 1)),
+        "rule 0: the pattern has 5,000,000 characters, and at most 100,000 are allowed; make several",
+    ),
+    "flags.json": (
+        plain((b'[{"pattern":"', 1), (b"a", 200_000), (b'","flags":"i","spec":[]}]', 1)),
+        "rule 0: the pattern has 200,000 characters",
+    ),
+    "replicated.json": (
+        plain((b'{"rules":[],"replicated":["', 1), (b"a", 5_000_000), (b'"]}', 1)),
+        "replicated[0]: the pattern has 5,000,000 characters",
+    ),
+    "many rules.json": (
+        plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading 11.0 MB of rules takes",
+    ),
+    "rules.json.gz": (packed((b"[", 1), (b'["",[]],', 20_000_000), (b'["",[]]]', 1)), LARGE),
+}  # fmt: skip
+RULES = re.compile("toml|rules|pattern|flags|replicated")
+SLOW = {
+    "zeros.json", "spaces.json.gz", "string.json.gz", "tables.toml", "long dimensions.json", "name.json"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in BOMBS]
+)
+def test_a_bomb_meets_the_bound_on_memory(tmp_path, name):
+    path = tmp_path / name
+    make, expected = BOMBS[name]
+    make(path)
+    said, peak = read_alone("rules" if RULES.search(name) else "arrays", path)
+    assert said.startswith(f"refused {path}: ")
+    assert expected in said
+    assert len(said) < 3000
+    on_disk = 512 * path.stat().st_blocks
+    assert peak < MOST + on_disk + IDLE
+
+
+# Values of one kind.
+NEAR = {
+    "lists": b"[]", "lists of one": b"[999]", "lists of five": b"[1,1,1,1,1]", "objects": b"{}",
+    "objects of one": b'{"a":1}', "strings": b'"ab"', "long strings": b'"' + b"a" * 50 + b'"',
+    "numbers": b"999", "ones": b"1", "fractions": b"1.5",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NEAR)
+def test_what_is_just_below_the_bound_takes_no_more(tmp_path, kind):
+    """The estimate is one from above, whatever the file is made of, and not a wild one."""
+    value, path = NEAR[kind], tmp_path / "near.json"
+    one = value + b","
+    cost = sum(cost * one.count(byte) for byte, cost in content._COSTS.items())
+    count = MOST * 99 // 100 // (cost + content._NARROW * len(one) - len(one))
+    path.write_bytes(b"[" + b",".join([value] * count) + b"]")
+    said, peak = read_alone("json", path)
+    assert said == f"read {count}"
+    assert MOST // 5 < peak < MOST + path.stat().st_size + IDLE
+
+
+@pytest.mark.slow
+def test_a_manifest_of_a_million_arrays_is_read(tmp_path):
+    rows = [
+        [f"model.layers.{i}.self_attn.q_proj.weight", [4096, 128], "BF16"] for i in range(10**6)
+    ]
+    text = json.dumps({"params": rows}).encode()
+    path = tmp_path / "m.json"
+    path.write_bytes(text)
+    said, _ = read_alone("arrays", path)
+    assert said == "read 1000000"
+
+
+def test_more_memory_can_be_allowed(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({"params": [["a", [2], "F32"]] * 1}) + " " * 2_000_000)
+    with memory_within(10**6), pytest.raises(FileError, match="of 2.00 MB takes more than 1.00 MB"):
+        read_bytes(path)
+    with memory_within(3 * 10**6):
+        assert parse_json(path, read_bytes(path))
+    toml = tmp_path / "r.toml"
+    toml.write_text("rules = []\n" + "#\n" * 600_000)
+    assert "takes more than 537 MB" in message(read_rules, toml)
+    with memory_within(10**9):
+        assert len(read_rules(str(toml)).rules) == 0
+
+
+def test_the_command_line_allows_more(tmp_path):
+    typer_testing = pytest.importorskip("typer.testing")
+    path, rules = tmp_path / "m.json", tmp_path / "r.json"
+    path.write_text(json.dumps({"params": [["a", [2], "F32"]]}) + " " * 2_000_000)
+    rules.write_text('[[".*", []]]')
+    for name, *more in (
+        ("plan",), ("check",), ("explain", "a"), ("sweep",), ("diff", str(path)),
+    ):  # fmt: skip
+        command = [name, str(path), *more, "-r", str(rules), "-m", "tp=2", "--max-memory"]
+        done = typer_testing.CliRunner().invoke(app, [*command, "1MB"])
+        assert done.exit_code == 2
+        assert "allow more with --max-memory" in done.output
+        assert typer_testing.CliRunner().invoke(app, [*command, "1GB"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "names", [["a/" * 3_000_000 + "b"], [f"{i}/" + "a/" * 900 for i in range(9000)]]
+)
+def test_names_of_many_levels_do_not_fill_the_memory(names):
+    """Some dialects need dicts in dicts, which take a hundred times what a name takes."""
+    leaf = ArraySpec((2,), "float32")
+    with pytest.raises(
+        FileError, match="^m: .* the names have more levels than this dialect"
+    ) as info:
+        _nested(Arrays("m", dict.fromkeys(names, leaf), "/"))
+    assert len(str(info.value)) < 3000
+
+
+def test_dicts_are_counted_as_they_are_made():
+    leaf = ArraySpec((2,), "float32")
+    names = [f"layers/{i}/attention/{name}/kernel" for i in range(1000) for name in "qkvo"]
+    arrays = Arrays("m", dict.fromkeys(names, leaf), "/")
+    with memory_within(6005 * 320):
+        assert _nested(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
+    with memory_within(5000 * 320), pytest.raises(FileError, match="more levels"):
+        _nested(arrays)
+
+
+# What is no regular file
+
+
+@pytest.fixture
+def at_once():
+    """Reads in a thread, which must be done soon: what hangs would hang the tests, too."""
+
+    def call(read, source):
+        said = []
+        thread = threading.Thread(target=lambda: said.append(message(read, source)), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert said, "it hangs"
+        return said[0]
+
+    return call
+
+
+NOT_REGULAR = "this is no regular file but a device or a pipe"
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "x.json.gz", "x.safetensors", "x.toml", "x.safetensors.index.json"]
+)
+def test_a_fifo_is_not_waited_for(tmp_path, at_once, name):
+    os.mkfifo(tmp_path / name)
+    for read in (read_arrays, read_rules):
+        assert NOT_REGULAR in at_once(read, tmp_path / name)
+    (tmp_path / "link").symlink_to(name)
+    assert NOT_REGULAR in at_once(read_rules, tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/dev/tty", "/dev/random"])
+def test_a_device_is_not_read(at_once, name):
+    for read in (read_arrays, read_rules):
+        said = at_once(read, name)
+        assert NOT_REGULAR in said or "No such device or address" in said
+
+
+def test_standard_input_is_not_waited_for(tmp_path):
+    for name in ("/dev/stdin", "/proc/self/fd/0", "/dev/fd/0"):
+        with subprocess.Popen(
+            [sys.executable, "-c", READ, "arrays", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child:
+            assert NOT_REGULAR in child.stdout.read().decode()
+            assert child.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_standard_input_is_read_where_it_is_asked_for(packed):
+    manifest = b'{"params": [["w", [8, 8], "BF16"]]}'
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        input=gzip.compress(manifest) if packed else manifest,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert b"read 1" in child.stdout
+
+
+def test_a_terminal_is_not_waited_for():
+    above, terminal = os.openpty()
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        timeout=SECONDS,
+        check=True,
+    )
+    os.close(above)
+    os.close(terminal)
+    assert b"nothing is piped into standard input" in child.stdout
+
+
+def test_a_bomb_on_standard_input():
+    child = subprocess.run(
+        [sys.executable, "-c", READ, "arrays", "-"],
+        input=gzip.compress(b"[" + b"[]," * 10_000_000 + b"[]]", 1),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert b"allow more with --max-memory" in child.stdout
+
+
+def test_the_files_of_a_directory_are_regular(tmp_path, at_once):
+    os.mkfifo(tmp_path / "m.safetensors")
+    assert NOT_REGULAR in threaded(at_once, tmp_path)
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "m.safetensors"}}')
+    assert "'m.safetensors' is missing beside the index" in threaded(at_once, tmp_path)
+    index.unlink()
+    os.mkfifo(index)
+    assert NOT_REGULAR in threaded(at_once, tmp_path)
+
+
+def threaded(at_once, directory):
+    return at_once(lambda source: read_arrays(source), directory)
+
+
+def test_a_loop_of_links(tmp_path):
+    (tmp_path / "x.json").symlink_to("x.json")
+    for read in (read_arrays, read_rules):
+        assert "Too many levels of symbolic links" in message(read, tmp_path / "x.json")
+
+
+# Checkpoints of orbax
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{name: a checkpoint}, each of the arrays a/kernel and b, in the ways that orbax has."""
+    jax = pytest.importorskip("jax")
+    if not hasattr(jax.monitoring, "record_scalar"):
+        pytest.skip("orbax cannot save with this JAX, which it was not made for")
+    orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    ways = {
+        "ocdbt": {},
+        "zarr": {"use_ocdbt": False},
+        "zarr3": {"use_ocdbt": False, "use_zarr3": True},
+    }
+    tree = {"a": {"kernel": jax.numpy.ones((2, 3))}, "b": jax.numpy.ones(4)}
+    paths = {way: tmp_path_factory.mktemp("saved") / way for way in ways}
+    for way, options in ways.items():
+        with orbax.PyTreeCheckpointer(**options) as checkpointer:
+            checkpointer.save(paths[way], tree)
+    return paths
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    """checkpoint(way): a copy of that checkpoint."""
+    return lambda way: Path(shutil.copytree(saved[way], tmp_path / "here"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "a/../../outside", "absolute", ("", "", "/outside")]
+)
+def test_names_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, name):
+    here = checkpoint("zarr")
+    outside = Path(shutil.copytree(here / "b", tmp_path / "outside"))
+    keys = [str(outside)] if name == "absolute" else [name] if isinstance(name, str) else name
+    content = json.loads((here / "_METADATA").read_text())
+    entry = content["tree_metadata"].pop("('b',)")
+    entry["key_metadata"] = [{"key": key, "key_type": 2} for key in keys]
+    content["tree_metadata"]["x"] = entry
+    (here / "_METADATA").write_text(json.dumps(content))
+    assert "leads out of the checkpoint; rename it" in message_below(here)
+
+
+def message_below(directory):
+    """As `message`; and the error is ours, not orbax's."""
+    said = message(read_arrays, directory)
+    assert "orbax cannot read" not in said
+    return said
+
+
+@pytest.mark.parametrize("part", ["b", "b/.zarray", "_METADATA", "_sharding"])
+def test_links_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, part):
+    here = checkpoint("zarr")
+    (here / part).rename(tmp_path / "outside")
+    (here / part).symlink_to(tmp_path / "outside")
+    assert "is a link that leads out of the checkpoint; give" in message_below(here)
+    (here / part).unlink()
+    (tmp_path / "outside").rename(here / "inside")
+    (here / part).symlink_to(here / "inside")
+    assert set(read_arrays(str(here)).leaves) == {"a/kernel", "b"}
+
+
+def test_steps_that_are_links_do_not_lead_out(checkpoint, tmp_path):
+    here, run = checkpoint("zarr"), tmp_path / "run"
+    run.mkdir()
+    (run / "12").symlink_to(here)
+    assert "12 is a link that leads out of the checkpoint" in message_below(run)
+    (tmp_path / "name").symlink_to(here)  # the user's own
+    assert set(read_arrays(str(tmp_path / "name")).leaves) == {"a/kernel", "b"}
+
+
+@pytest.mark.parametrize(
+    ("way", "part"),
+    [
+        ("zarr", "b/.zarray"),
+        ("zarr", "_sharding"),
+        ("zarr3", "b/zarr.json"),
+        ("ocdbt", "manifest.ocdbt"),
+    ],
+)
+def test_files_of_a_checkpoint_are_regular_and_not_too_large(checkpoint, at_once, way, part):
+    here = checkpoint(way)
+    (here / part).unlink()
+    os.mkfifo(here / part)
+    assert f"{part} is no regular file" in at_once(read_arrays, here)
+    (here / part).unlink()
+    (here / part).symlink_to("/dev/zero")
+    assert "leads out of the checkpoint" in at_once(read_arrays, here)
+    (here / part).unlink()
+    sparse(3 << 30)(here / part)
+    assert "of 3.22 GB takes more than 537 MB of memory" in message_below(here)
+
+
+def test_metadata_of_a_checkpoint_are_bounded(checkpoint):
+    here = checkpoint("zarr")
+    with gzip.open(here / "_METADATA", "wb") as file:
+        file.write(b'{"tree_metadata":[' + b"[]," * 10_000_000 + b"1]}")
+    assert LARGE in message_below(here)

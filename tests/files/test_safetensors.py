@@ -1,0 +1,273 @@
+"""Headers of safetensors files: we take what the library takes, and refuse what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardrules._files.arrays import read_arrays
+from shardrules._files.dtypes import BITS, SAFETENSORS
+from shardrules._files.errors import FileError
+from shardrules._files.leaves import ArraySpec
+from tests.support.files import header_file, message
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.fixture
+def save():
+    return pytest.importorskip("safetensors.numpy", reason="safetensors is not installed").save_file
+
+
+def arrays_of(*prefixes):
+    """For each prefix, an array of each dtype that safetensors can save."""
+    dtypes = [*(set(SAFETENSORS.values()) - {n for n in BITS if BITS[n] < 8})]
+    assert len(dtypes) == 19
+    return {
+        f"{prefix}.{name}": np.zeros((2, 3), getattr(ml_dtypes, name, None) or name)
+        for prefix in prefixes
+        for name in sorted(dtypes)
+    }
+
+
+def leaves_of(arrays):
+    return {name: ArraySpec(a.shape, a.dtype.name) for name, a in arrays.items()}
+
+
+def test_safetensors(save, tmp_path):
+    arrays = arrays_of("a", "b") | {"empty": np.zeros((0, 5)), "scalar": np.ones((), "float32")}
+    save(arrays, tmp_path / "model-1.safetensors", metadata={"format": "np"})
+    read = read_arrays(str(tmp_path / "model-1.safetensors"))
+    assert read == ("model-1", leaves_of(arrays), ".")
+    assert len({id(a) for a in read.leaves.values()}) == 21
+    save({}, tmp_path / "none.safetensors")
+    assert read_arrays(str(tmp_path / "none.safetensors")).leaves == {}
+
+
+def test_safetensors_of_packed_types(write):
+    header = {"x": {"dtype": "F4", "shape": [4, 3], "data_offsets": [0, 6]}}
+    path = write("f4.safetensors", header_file(header, bytes(6)))
+    pytest.importorskip("safetensors").deserialize(Path(path).read_bytes())
+    assert read_arrays(path).leaves == {"x": ArraySpec((4, 3), "float4_e2m1fn")}
+    header = {"x": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}}
+    path = write("f4.safetensors", header_file(header, bytes(1)))
+    assert "1 bytes, but float4_e2m1fn[3] takes 1.5" in message(read_arrays, path)
+
+
+def test_an_index_and_a_directory(save, tmp_path):
+    parts = {f"model-{i}.safetensors": arrays_of(f"layers.{i}") for i in range(2)}
+    for name, arrays in parts.items():
+        save(arrays, tmp_path / name)
+    everything = leaves_of(parts["model-0.safetensors"]) | leaves_of(parts["model-1.safetensors"])
+    together = read_arrays(str(tmp_path))
+    assert together == (tmp_path.name, everything, ".")
+    assert len({id(a) for a in together.leaves.values()}) == 19
+
+    files = {name: file for file, arrays in parts.items() for name in arrays}
+    order = sorted(files, reverse=True)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {n: files[n] for n in order}}))
+    read = read_arrays(str(index))
+    assert read == ("model", everything, ".")
+    assert list(read.leaves) == order
+    assert read_arrays(str(tmp_path)) == read._replace(name=tmp_path.name)
+
+    index.write_text(json.dumps({"weight_map": {"z": "model-0.safetensors"}}))
+    assert "array 'z': file 'model-0.safetensors' should have it" in message(read_arrays, index)
+    index.write_text(json.dumps({"weight_map": {"z": "model-9.safetensors"}}))
+    assert "file 'model-9.safetensors' is missing beside" in message(read_arrays, index)
+    index.write_text(json.dumps({"weight_map": {"z": "../model-0.safetensors"}}))
+    assert "needs the name of a file beside it" in message(read_arrays, index)
+    index.write_text(json.dumps({"weight_map": {"z": 3}}))
+    assert "array 'z' needs a file's name, not 3" in message(read_arrays, index)
+    index.write_text(json.dumps({"weight_map": ["z"]}))
+    assert "key 'weight_map': it is ['z']" in message(read_arrays, index)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    assert "has 2 indexes" in message(read_arrays, tmp_path)
+
+
+def test_an_array_in_two_files(save, tmp_path):
+    for name in ("one", "two"):
+        save({"w": np.zeros(3)}, tmp_path / f"{name}.safetensors")
+    assert "two.safetensors: array 'w': another .safetensors" in message(read_arrays, tmp_path)
+
+
+def entry(begin, end, shape=(2,), dtype="F32", **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end], **more}
+
+
+def with_entry(**fields):
+    """A header whose one array has these fields instead of sound ones."""
+    return header_file({"x": {**entry(0, 8), **fields}}, bytes(8))
+
+
+def metadata(value):
+    return header_file({"__metadata__": value, "x": entry(0, 8)}, bytes(8))
+
+
+BAD_HEADERS = {
+    "nothing": (b"", "the header's length is 0 bytes, but the file has 0"),
+    "short": (b"\x08\0\0", "but the file has 3; it is cut short, or no safetensors file"),
+    "2**63": (header_file({}, length=2**63), "length is 9,223,372,036,854,775,808 bytes, but"),
+    "longer": (header_file({}, length=3), "length is 3 bytes, but the file has 10"),
+    "no json": (header_file(b"nonsense"), r"line 1, column 1: this is no JSON"),
+    "no utf-8": (header_file(b'{"\xff": 1}'), "byte 2: this is no UTF-8 text"),
+    "deep": (header_file(DEEP), "the JSON is nested too deeply"),
+    "list": (header_file([]), r"byte 8: the header is \[\] \(a list\), not an object of arrays"),
+    "entry": (header_file({"x": 3}), "array 'x' needs an object with dtype, shape"),
+    "field": (header_file({"x": {"dtype": "F32", "shape": []}}), "array 'x' has no data_offsets"),
+    "dtype": (header_file({"x": entry(0, 8, dtype="F31")}, bytes(8)), "array 'x': unknown dtype"),
+    "twice": (header_file(b'{"x": {}, "x": {}}'), "key 'x' is there twice in one object"),
+    "negative": (header_file({"x": entry(0, 8, [-2])}, bytes(8)), r"shape \[-2\] has a negative"),
+    "offsets": (header_file({"x": entry(0, "8")}), r"two integers, not \(0, '8'\)"),
+    "no list": (header_file({"x": {**entry(0, 8), "data_offsets": 3}}), r"two integers, not 3"),
+    "three": (header_file({"x": {**entry(0, 8), "data_offsets": [0, 4, 8]}}), "two integers, not"),
+    "size": (
+        header_file({"x": entry(0, 8), "y": entry(8, 12)}, bytes(12)),
+        r"array 'y': data_offsets \[8, 12\] are 4 bytes, but float32\[2\] takes 8; write",
+    ),
+    "cut": (
+        header_file({"x": entry(0, 8), "y": entry(8, 16)}, bytes(15)),
+        r"array 'y': data_offsets \[8, 16\] lie outside the file's 15 bytes of data",
+    ),
+    "below": (header_file({"x": entry(-8, 0)}, b""), r"\[-8, 0\] lie outside"),
+    "gap": (header_file({"x": entry(0, 8), "y": entry(12, 20)}, bytes(20)), "leave bytes out or"),
+    "overlap": (header_file({"x": entry(0, 8), "y": entry(4, 12)}, bytes(12)), "or overlap"),
+    "more": (header_file({"x": entry(0, 8)}, bytes(9)), "leave bytes out or overlap"),
+    "empty one inside": (
+        header_file({"x": entry(0, 8), "y": entry(4, 4, [0])}, bytes(8)), "leave bytes out or overlap",
+    ),
+    "dtype of numpy": (with_entry(dtype="float32"), "'float32' is not written as safetensors does"),
+    "dtype in small letters": (with_entry(dtype="f32"), "array 'x': unknown dtype 'f32'"),
+    "true": (with_entry(shape=[True, 2]), r"array 'x' needs a shape .* not \[True, 2\]"),
+    "float": (with_entry(shape=[2.0]), r"array 'x' needs a shape .* not \[2.0\]"),
+    "float offset": (with_entry(data_offsets=[0, 8.0]), r"two integers, not \(0, 8.0\)"),
+    "minus zero": (header_file(b'{"x-0": %b}' % json.dumps(entry(0, 0, [0])).encode().replace(b"[0]", b"[-0]")),
+        "a number in the header is negative"),
+    "overflow beside 0": (header_file({"x": entry(0, 0, [2**32, 2**32, 0])}), "more than 2"),
+    "dimension of 65 bits": (header_file({"x": entry(0, 0, [0, 2**64])}), "more than 2"),
+    "metadata of numbers": (metadata({"a": 1}), "__metadata__ is {'a': 1} .*, not an object of str"),
+    "metadata of objects": (metadata({"a": {}}), "__metadata__ is {'a': {}}"),
+    "metadata of null": (metadata({"a": None}), "__metadata__ is {'a': None}"),
+    "metadata as a list": (metadata([]), r"__metadata__ is \[\] \(a list\)"),
+    "metadata as a text": (metadata("a"), "__metadata__ is 'a'"),
+    "half a pair": (metadata({"a": "\ud800"}), "__metadata__ '.ud800' has half a surrogate pair"),
+    "mark": (header_file(b"\xef\xbb\xbf{}"), "byte 8: the header starts with a byte order mark"),
+    "nul padding": (header_file(b"{}\0\0"), "this is no JSON"),
+    "nan": (header_file(b'{"x": NaN}'), "NaN is no number of JSON"),
+}  # fmt: skip
+
+# The library takes these; our module says why we do not.
+STRICTER = {
+    "array twice": (
+        header_file(b'{"x": %b, "x": %b}' % ((json.dumps(entry(0, 8)).encode(),) * 2), bytes(8)),
+        "key 'x' is there twice",
+    ),
+    "metadata twice": (
+        header_file(b'{"__metadata__": {"a": "1", "a": "2"}}'), "key 'a' is there twice",
+    ),
+    "field": (with_entry(more=1), "array 'x' has the unknown field 'more'"),
+    "list": (header_file({"x": ["F32", [2], [0, 8]]}, bytes(8)), "array 'x' needs an object"),
+    "dtype as an object": (with_entry(dtype={"F32": None}), "needs a dtype that is a string"),
+    "dimension of 64 bits": (header_file({"x": entry(0, 0, [0, 2**63])}), "more than 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_a_bad_header(write, case):
+    data, expected = BAD_HEADERS[case]
+    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
+    safetensors = pytest.importorskip("safetensors")
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.deserialize(data)
+
+
+@pytest.mark.parametrize("case", STRICTER)
+def test_a_header_that_the_library_takes_and_we_do_not(write, case):
+    data, expected = STRICTER[case]
+    assert re.search(expected, message(read_arrays, write("m.safetensors", data)))
+    pytest.importorskip("safetensors").deserialize(data)
+
+
+SOUND_HEADERS = {
+    "white space": header_file(b"\n " + json.dumps({"x": entry(0, 8)}).encode() + b" \t\r\n", bytes(8)),
+    "no metadata": metadata(None),
+    "empty metadata": metadata({}),
+    "dashes": header_file({"-0,[-1": entry(0, 8)}, bytes(8)),
+    "empty ones": header_file(
+        {"a": entry(8, 8, [0]), "b": entry(0, 8), "c": entry(0, 0, [3, 0])}, bytes(8)
+    ),
+    "escapes": header_file(rb'{"\ud83d\ude00\u0000": %b}' % json.dumps(entry(0, 8)).encode(), bytes(8)),
+}  # fmt: skip
+
+
+def library_takes(data):
+    """{name: leaf} as the library has it, or None if it refuses the file."""
+    safetensors = pytest.importorskip("safetensors")
+    try:
+        found = safetensors.deserialize(data)
+    except safetensors.SafetensorError:
+        return None
+    return {n: ArraySpec(tuple(t["shape"]), SAFETENSORS[t["dtype"]]) for n, t in found}
+
+
+@pytest.mark.parametrize("case", SOUND_HEADERS)
+def test_a_header_that_looks_odd(write, case):
+    expected = library_takes(SOUND_HEADERS[case])
+    assert expected is not None
+    assert read_arrays(write("m.safetensors", SOUND_HEADERS[case])).leaves == expected
+
+
+REFUSALS = re.compile(
+    "is there twice|unknown field|needs an object|needs a dtype that is a string|more than 2|is negative"
+)
+
+
+def test_mutated_headers_are_taken_as_the_library_takes_them(write, rng):
+    """We take what it takes, to the same arrays, or it is one of the refusals that are listed."""
+    seeds = [data for data, _ in [*BAD_HEADERS.values(), *STRICTER.values()] if len(data) < 2000]
+    seeds += SOUND_HEADERS.values()
+    taken = 0
+    for _ in range(3000):
+        data = mutated_header(rng, rng.choice(seeds), seeds)
+        expected = library_takes(data)
+        try:
+            found = read_arrays(write("m.safetensors", data)).leaves
+        except FileError as error:
+            assert expected is None or REFUSALS.search(str(error)), data
+            continue
+        assert found == expected, data
+        taken += 1
+    assert taken > 50
+
+
+TOKENS = (b"null", b"-1", b"-0", b"0", b"8", b"[]", b"{}", b"true", b"2.0", b'"F32"', b'"__metadata__"',
+          b",", b":", b"[0,8]", b" ", b"1e999", b"\\ud800", b"NaN", b"18446744073709551616")  # fmt: skip
+
+
+def mutated_header(rng, data, seeds):
+    """One to three changes in the header; its length is right, and the data stay."""
+    length = int.from_bytes(data[:8], "little")
+    header, rest = bytearray(data[8 : 8 + length]), data[8 + length :]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        begin = rng.randrange(len(header) + 1)
+        end = min(len(header), begin + rng.choice((0, 1, 1, 2, 8)))
+        other = rng.choice(seeds)[8:]
+        at = rng.randrange(len(other) + 1)
+        header[begin:end] = rng.choice(
+            (b"", header[begin:end] * 2, bytes([rng.randrange(256)]), other[at : at + 16], rng.choice(TOKENS))
+        )  # fmt: skip
+    return header_file(bytes(header), rest)
+
+
+def test_a_header_that_is_too_long(tmp_path):
+    path = tmp_path / "long.safetensors"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)
+    assert "at most 100,000,000 are allowed" in message(read_arrays, path)

@@ -1,0 +1,356 @@
+"""Bad input gets a clear error naming the place and the way out; never a crash or half a result."""
+
+from __future__ import annotations
+
+import copyreg
+import gc
+import re
+import sys
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import _core
+from tests.support.contexts import measures_memory
+
+CATCH_ALL = [(".*", P())]
+
+
+def test_an_invalid_regex_names_the_rule_and_the_place():
+    with pytest.raises(re.error) as info:
+        sr.match_partition_rules([("fine", P()), ("layers/(wq|wk", P())], {})
+    assert str(info.value) == (
+        "rule 1: missing ), unterminated subpattern at position 7\n    layers/(wq|wk\n           ^"
+    )
+    assert info.value.pattern == "layers/(wq|wk"
+    assert info.value.pos == 7
+
+
+def test_the_caret_is_under_the_right_line():
+    with pytest.raises(re.error) as info:
+        sr.Rules([("(?x) a\n  b (?P<n", P())])
+    assert str(info.value).endswith("\n      b (?P<n\n            ^")
+
+
+@pytest.mark.parametrize("pattern", ["*", "[a", "(?P<a>x)(?P<a>y)", r"\1", "a**", "(?<=a+)b", "\\"])
+def test_what_re_rejects_is_rejected(pattern):
+    with pytest.raises(re.error):
+        re.compile(pattern)
+    with pytest.raises(re.error, match="^rule 0: "):
+        sr.Rules([(pattern, P())])
+
+
+def test_a_repeat_that_overflows():
+    with pytest.raises(OverflowError, match="rule 0"):
+        sr.Rules([("a{99999999999999999999}", P())])
+
+
+def test_flags_that_exclude_each_other():
+    with pytest.raises(ValueError, match="ASCII and UNICODE flags are incompatible"):
+        re.compile("(?a)(?u)x")
+    with pytest.raises(ValueError, match="rule 0: ASCII and UNICODE flags are incompatible"):
+        sr.Rules([("(?a)(?u)x", P())])
+
+
+def test_a_pattern_nested_very_deeply():
+    deep = "(" * 20_000 + "a" + ")" * 20_000
+    with pytest.raises(RecursionError, match="rule 0"):
+        sr.Rules([(deep, P())])
+
+
+@pytest.mark.parametrize("rule", ["ab", ("a",), ("a", P(), 1), None, 3, {"a": P()}])
+def test_a_rule_that_is_no_pair(rule):
+    with pytest.raises(TypeError, match="rule 1 is not a .pattern, spec. pair"):
+        sr.Rules([("x", P()), rule])
+
+
+@pytest.mark.parametrize("pattern", [b"bytes", 3, None, re.compile(b"bytes")])
+def test_a_pattern_that_is_no_string(pattern):
+    with pytest.raises(TypeError, match="rule 0: the pattern must be a string"):
+        sr.Rules([(pattern, P())])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("tp", 3), "rule 0: entry 1 of the spec is 3 .a int."),
+        (["tp", {"dp"}], "rule 0: entry 1"),
+        ([["tp", None]], "rule 0: entry 0"),
+        ({"tp": 1}, "rule 0: the spec .* cannot be hashed"),
+        (bytearray(b"tp"), "cannot be hashed"),
+    ],
+)
+def test_an_odd_spec(spec, message):
+    with pytest.raises(TypeError, match=message):
+        sr.Rules([("w", spec)])
+
+
+@pytest.mark.parametrize("rules", ["ab", b"ab", 3, None, {"a": P()}])
+def test_rules_that_are_no_sequence_of_pairs(rules):
+    with pytest.raises(TypeError, match="sequence of .pattern, spec. pairs"):
+        sr.match_partition_rules(rules, {})
+
+
+def test_all_unmatched_leaves_are_named():
+    tree = {"layers": [{"kernel": np.zeros((2, 3))} for _ in range(12)], "ok": np.zeros(1)}
+    with pytest.raises(ValueError, match="Partition rule not found for param") as info:
+        sr.match_partition_rules([("ok", P()), ("nope", P())], tree)
+    lines = str(info.value).splitlines()
+    assert lines[0] == "Partition rule not found for param: layers/0/kernel"
+    assert lines[1] == "  12 leaves match none of the 2 rules:"
+    assert lines[2:12] == [f"    layers/{i}/kernel  shape (2, 3)" for i in range(10)]
+    assert lines[12] == "    ... and 2 more leaves"
+    assert "('.*', PartitionSpec())" in lines[13]
+
+
+def nested(depth, wrap):
+    tree = np.zeros(2)
+    for _ in range(depth):
+        tree = wrap(tree)
+    return tree
+
+
+@pytest.mark.parametrize("wrap", [lambda t: {"a": t}, lambda t: [t], lambda t: (t,)])
+def test_a_tree_nested_very_deeply(wrap):
+    with pytest.raises(RecursionError, match="the tree is nested more than") as info:
+        sr.match_partition_rules(CATCH_ALL, nested(100_000, wrap))
+    [note] = info.value.__notes__
+    assert note.endswith("keys deep)' in the tree")
+    assert sr.match_partition_rules(CATCH_ALL, nested(400, wrap)) is not None
+
+
+def test_no_recursion_limit_is_too_high():
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        with pytest.raises(RecursionError):
+            sr.match_partition_rules(CATCH_ALL, nested(100_000, lambda t: {"a": t}))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+class Raises:
+    def __init__(self, error):
+        self.error = error
+
+    @property
+    def shape(self):
+        raise self.error
+
+
+def test_a_leaf_whose_shape_raises():
+    with pytest.raises(RuntimeError, match="deleted") as info:
+        sr.match_partition_rules(CATCH_ALL, {"a": [np.zeros(2), Raises(RuntimeError("deleted"))]})
+    assert info.value.__notes__ == ["shardrules: at 'a/1' in the tree"]
+    # As hasattr has it, and so eformer:
+    assert sr.match_partition_rules(CATCH_ALL, [Raises(AttributeError())]) == [P()]
+
+
+def test_a_leaf_whose_shape_is_no_tuple():
+    class Leaf:
+        shape = 3
+
+    with pytest.raises(TypeError, match=r"leaf of type Leaf is 3, not a tuple"):
+        sr.match_partition_rules(CATCH_ALL, {"a": Leaf()})
+
+
+def shape_that(action):
+    class Leaf:
+        @property
+        def shape(self):
+            action()
+            return (2,)
+
+    return Leaf()
+
+
+def test_containers_changed_while_they_are_walked():
+    tree = {"x": {}}
+    tree["x"]["leaf"] = shape_that(lambda: tree["x"].update(new=np.zeros(2)))
+    with pytest.raises(RuntimeError, match="dict changed size while it was walked") as info:
+        sr.match_partition_rules(CATCH_ALL, tree)
+    assert info.value.__notes__ == ["shardrules: at 'x' in the tree"]
+
+    items = [None, np.zeros(2), np.zeros(2)]
+    items[0] = shape_that(items.clear)
+    with pytest.raises(RuntimeError, match="list changed size while it was walked"):
+        sr.match_partition_rules(CATCH_ALL, items)
+
+
+def test_the_note_tells_a_key_that_only_the_walk_knew():
+    """A leaf takes its own key out of the tree and fails; a key's text is made for the walk."""
+    tree = {}
+
+    class Vanishing:
+        @property
+        def shape(self):
+            tree.clear()
+            raise RuntimeError("gone")
+
+    def key():
+        return "".join(["k", "ey"])  # no constant, which would live on
+
+    tree[key()] = Vanishing()
+    with pytest.raises(RuntimeError) as info:
+        sr.match_partition_rules(CATCH_ALL, tree)
+    assert info.value.__notes__ == ["shardrules: at 'key' in the tree"]
+    tree[1000] = [Vanishing()]
+    with pytest.raises(RuntimeError) as info:
+        sr.Rules(CATCH_ALL, sr.KEYSTR).match(tree)
+    assert info.value.__notes__ == ["shardrules: at '[1000][0]' in the tree"]
+
+
+def test_replaced_values_and_dropped_references_do_no_harm():
+    tree = {"a": {"b": None, "c": [np.zeros(2)]}}
+
+    def drop():
+        tree["a"] = None
+        gc.collect()
+
+    tree["a"]["b"] = shape_that(drop)
+    assert sr.match_partition_rules(CATCH_ALL, tree) == {"a": {"b": P(), "c": [P()]}}
+
+
+class BadKey:
+    def __str__(self):
+        raise ValueError("no text")
+
+    def __lt__(self, other):
+        return False
+
+
+def test_a_key_without_text():
+    with pytest.raises(ValueError, match="no text"):
+        sr.match_partition_rules([("a", P())], {"x": {BadKey(): np.zeros(2)}})
+
+
+def test_bad_arguments_of_methods():
+    rules = sr.Rules(CATCH_ALL)
+    with pytest.raises(TypeError):
+        rules.first_match(b"bytes")
+    with pytest.raises(TypeError):
+        rules.match({"a": np.zeros(2)}, min_size="large")
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        sr.Rules(CATCH_ALL, memory_budget=-1)
+
+
+def test_nothing_leaks():
+    """References are balanced, on the way of results and on that of errors."""
+    spec, leaf = P("tp"), np.zeros((2, 2))
+    key = "kernel of a test that leaks nothing"
+    tree = {"a": [leaf, {key: leaf}], "t": (leaf, None)}
+    bad = {"a": [{key: leaf}, Raises(RuntimeError())]}
+    rules = sr.Rules([("^a", spec), (r"t(?=/)", spec)])
+
+    def use():
+        rules.match(tree)
+        sr.match_partition_rules([("kernel", spec), (".*", spec), ("é|x$", spec)], tree)
+        with pytest.raises(RuntimeError):
+            rules.match(bad)
+        with pytest.raises(ValueError, match="not found"):
+            sr.match_partition_rules([("none", spec)], tree)
+
+    for _ in range(3):
+        use()
+    gc.collect()
+    before = [sys.getrefcount(x) for x in (spec, leaf, key)]
+    for _ in range(50):
+        use()
+    gc.collect()
+    assert [sys.getrefcount(x) for x in (spec, leaf, key)] == before
+
+
+@measures_memory
+def test_memory_does_not_grow():
+    resource = pytest.importorskip("resource")
+    rules = CATCH_ALL
+    tree = {f"layer{i}": {"kernel": np.zeros(2), "bias": [np.zeros(1)]} for i in range(500)}
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for _ in range(50):
+        sr.match_partition_rules([("kernel|é", P("tp")), *rules], tree)
+    before = peak()
+    for _ in range(2000):
+        sr.match_partition_rules([("kernel|é", P("tp")), *rules], tree)
+    assert peak() - before < 20_000  # KiB; a leaked tree a call would be a hundred times that
+
+
+def test_the_collector_is_as_it_was():
+    assert gc.isenabled()
+    sr.match_partition_rules(CATCH_ALL, {"a": np.zeros(2)})
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        sr.match_partition_rules(CATCH_ALL, {"a": np.zeros(2)})
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+UNINITIALISED = [
+    _core.Answers, _core.SpecTable, _core.ShardingTable, _core.Corrector, _core.LogicalRules,
+    _core.Choices, _core.RuleSet,
+]  # fmt: skip
+
+
+def test_every_class_of_the_core_is_tried_below():
+    assert set(UNINITIALISED) == {v for v in vars(_core).values() if isinstance(v, type)}
+
+
+@pytest.mark.parametrize("cls", UNINITIALISED, ids=lambda cls: cls.__name__)
+def test_there_are_no_uninitialised_objects(cls):
+    """RuleSet.__new__(RuleSet).counters() crashed."""
+    for make in (cls.__new__, object.__new__, lambda cls: copyreg.__newobj__(cls)):
+        with pytest.raises(TypeError):
+            make(cls)
+    # Its __init__ could show others what is not made yet.
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type("Own", (cls,), {})
+
+
+def test_init_again_changes_no_object_of_the_core():
+    corrector = _core.Corrector([([3], 1)], absent="drop", indivisible="drop")
+    for dims in ([([2], 1)], [([-3], 1)]):
+        corrector.__init__(dims, absent="drop", indivisible="drop")
+    assert corrector.kept((9,)) == 1
+
+
+def test_what_the_core_refuses_is_not_printed():
+    """Of strict="no" the message had the whole tree."""
+    tree = {f"kernel {i}": np.zeros(2) for i in range(1000)}
+    rules = sr.Rules(CATCH_ALL)._rule_set
+    answers = sr.Rules(CATCH_ALL).numbers()
+    options = {"min_size": 0, "replicated": 0, "unmatched": 0, "ambiguous": 0}
+    calls = [
+        lambda: rules.match(tree, answers=answers, strict="no", record_events=False, **options),
+        lambda: rules.count_matches(tree, strict=[]),
+        lambda: rules.first_match(list(tree)),
+        lambda: rules.all_matches(list(tree)),
+        lambda: _core.Corrector([(list(tree), 1)], absent="drop", indivisible="drop"),
+        lambda: _core.Corrector([([2**63], 1)] * 1000, absent="drop", indivisible="drop"),
+        lambda: _core.Corrector([], absent="drop", indivisible="drop").kept(list(tree)),
+        lambda: _core.LogicalRules([], list(tree), last_wins=False, indivisible="drop"),
+        lambda: _core.LogicalRules([], [], last_wins=False, indivisible="drop").resolve(list(tree)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="the core does not take") as info:
+            call()
+        assert len(str(info.value)) < 200
+
+
+def test_what_only_the_core_is_given():
+    """Not to be reached by way of Python's side; no crash all the same."""
+    with pytest.raises(ValueError, match="a corrector is missing"):
+        _core.ShardingTable(correctors=[None], spec_of=[0], make=print)
+    names, shapes = ["a", "b"], [(1,), (2,)]
+
+    def make(*_):
+        names.clear()
+        shapes.clear()
+
+    with pytest.raises(IndexError):
+        _core.resolve_all(names, shapes, {}, make)

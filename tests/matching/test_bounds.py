@@ -1,0 +1,153 @@
+"""Any pattern that `re` accepts, in bounded time and memory: shown by counters, not by the clock."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import shardrules as sr
+from tests.support.contexts import measures_memory
+from tests.support.random_patterns import compiles, random_pattern, random_text
+
+STATE_BYTES = 2000  # more than any state of these patterns takes
+
+# Exponential for `re`, or for a DFA that is built in advance.
+ADVERSARIAL = [
+    (r"(a|b)*a(a|b){20}", "ab" * 200, True),
+    (r"(a|b)*a(a|b){20}", "b" * 400 + "a" * 20, False),
+    (r"(a|b)*a(a|b){20}c", "ab" * 200, False),
+    (r"(x+x+)+y", "x" * 2000, False),
+    (r"(x+x+)+y", "x" * 2000 + "y", True),
+    (r".*.*.*.*=.*", "a" * 2000, False),
+    (r".*.*.*.*=.*", "a" * 2000 + "=", True),
+    (r"(a?){50}a{50}", "a" * 49, False),
+    (r"(a?){50}a{50}", "a" * 50, True),
+    (r"[\s\S]{1000}", "a" * 999, False),
+    (r"[\s\S]{1000}", "a" * 1000, True),
+    (r"((a*)*)*b", "a" * 2000, False),
+    (r"(.*){10}(.*){10}z", "a" * 500, False),
+]
+
+
+@pytest.mark.parametrize("memory_budget", [0, 10_000, 32 << 20])
+@pytest.mark.parametrize(("pattern", "text", "found"), ADVERSARIAL)
+def test_adversarial_patterns(pattern, text, found, memory_budget):
+    rules = sr.Rules([(pattern, None)], memory_budget=memory_budget)
+    assert rules.fallbacks == ()
+    for calls in range(1, 4):
+        assert rules.first_match(text) == (0 if found else None)
+        counters = rules.counters
+        # Each character is stepped over once a call: simulated, or by building at most one state.
+        assert counters.simulated_steps + counters.states_built <= calls * (2 * len(text) + 1) + 1
+    assert counters.program_nodes < 2500
+    if memory_budget == 0:
+        assert counters.states_built == 1
+
+
+def test_many_random_rules(rng):
+    patterns = []
+    while len(patterns) < 10_000:
+        pattern = random_pattern(rng)
+        if compiles(pattern) is not None:
+            patterns.append(pattern)
+    rules = sr.Rules([(f"no/{i}/{p}|{p}x{i}y", i) for i, p in enumerate(patterns)])
+    texts = [random_text(rng, 12) for _ in range(300)]
+    for text in texts:
+        rules.first_match(text)
+    steps = sum(map(len, texts))
+    counters = rules.counters
+    assert counters.simulated_steps + counters.states_built <= 2 * steps + 1
+    assert counters.states_built * STATE_BYTES < 32 << 20 or counters.cache_clears > 0
+
+
+def test_memory_budget_is_kept_and_answers_stay_right(rng):
+    pattern = re.compile("[ab]*a[ab]{12}c|b[ab]{9}a[ab]{3}/")
+    rules = sr.Rules([(pattern, None), ("aaaab", None)], memory_budget=20_000)
+    for _ in range(300):
+        text = "".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60))
+        expected = 0 if pattern.search(text) else 1 if "aaaab" in text else None
+        assert rules.first_match(text) == expected
+    counters = rules.counters
+    assert counters.cache_clears > 0
+    # Without the budget it would have kept them all.
+    roomy = sr.Rules(list(rules))
+    for _ in range(300):
+        roomy.first_match("".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60)))
+    assert roomy.counters.states_built > counters.states_built / (counters.cache_clears + 1)
+
+
+def test_counters_start_at_nothing_and_only_grow():
+    rules = sr.Rules([("a", None)])
+    assert rules.counters == sr.Counters(0, 0, 0, rules.counters.program_nodes)
+    seen = rules.counters
+    for text in ("b", "bb", "a", "bbb"):
+        rules.first_match(text)
+        rules.all_matches(text)
+        assert all(now >= then for now, then in zip(rules.counters, seen, strict=True))
+        seen = rules.counters
+
+
+@pytest.mark.parametrize("memory_budget", [-1, 1.5, "1", None, False, 2**64])
+def test_a_memory_budget_that_is_none(memory_budget):
+    with pytest.raises((TypeError, ValueError), match="memory_budget is .* number of bytes"):
+        sr.Rules([], memory_budget=memory_budget)
+
+
+@pytest.mark.parametrize("memory_budget", [0, 4000, 100_000, 32 << 20])
+def test_what_the_budget_makes_the_walk_forget_is_found_again(memory_budget, rng):
+    """The way back up a tree: answers are those for each path alone, whatever is remembered."""
+    pattern = r"b[ab/]{0,60}a[ab/]{7}z|a[ab/]{300}z"
+    rules = sr.Rules([(pattern, None), (r"ab/.{0,40}z", "tp")], memory_budget=memory_budget)
+    alone = sr.Rules(list(rules))
+
+    def tree(depth):
+        if depth == 0:
+            return 0
+        keys = rng.sample(["a", "b", "ab", "ba", "bbbb", "z"], 3 if depth % 5 == 0 else 2)
+        return {key: 0 if i else tree(depth - 1) for i, key in enumerate(keys)}
+
+    for _ in range(5):
+        nested = {"a": tree(60), "b": tree(30)}
+        outcome = rules.decide(nested, rules.numbers(), None, -1, strict=False)
+        paths, found = paths_of(nested), paths_of(outcome.tree)
+        assert len(paths) > 60
+        expected = {path: alone.first_match(path) for path in paths}
+        assert found == {path: -1 if rule is None else rule for path, rule in expected.items()}
+
+
+def paths_of(tree, path=""):
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {
+        found: leaf
+        for key, child in tree.items()
+        for found, leaf in paths_of(child, f"{path}/{key}" if path else key).items()
+    }
+
+
+DEEP = """
+import resource, sys
+import shardrules as sr
+
+sys.setrecursionlimit(10_000)
+tree = 0
+for _ in range(800):
+    tree = {"ab": tree}
+rules = sr.Rules([("a.{0,8000}b.{0,8000}c", None)], memory_budget=int(sys.argv[1]))
+rules.first_match("ab" * 50)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rules.decide(tree, rules.numbers(), None, -1, strict=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@measures_memory
+@pytest.mark.parametrize("memory_budget", [0, 1 << 20])
+def test_the_way_down_a_deep_tree_is_in_the_memory_budget(memory_budget):
+    ran = subprocess.run(
+        [sys.executable, "-c", DEEP, str(memory_budget)], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) < 6000  # KiB

@@ -1,0 +1,619 @@
+"""Each dialect against a plain restatement of its library, and against the library where it is."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import tomllib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
+from shardrules.compat.keras import LayoutMap
+from tests.support import corpus, references
+from tests.support.folders import DATA
+from tests.support.random_patterns import compiles, random_pattern, random_text
+from tests.support.trees import kinds_of_trees, trees_of_libraries
+
+CASES = tomllib.loads((DATA / "dialects.toml").read_text("utf-8"))
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def hashable(pattern):
+    return tuple(pattern) if isinstance(pattern, list) else pattern
+
+
+def chosen(rules, path):
+    """The winner's index, in the words of the restatements; and that of a walk, which must agree."""
+    matching = rules.all_matches(path)
+    first = rules.first_match(path)
+    assert (first is None) == (matching == [])
+    if rules.dialect.precedence == "only":
+        leaf = {path: array(8, 8)}
+        try:
+            payload = rules.match(leaf)[path]
+        except ValueError as error:
+            assert "several rules" in str(error)
+            return references.SEVERAL
+        return getattr(payload, "rule", None)
+    return first
+
+
+class Payload:
+    """A spec that says which rule it is of."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+
+def payload_rules(patterns, dialect):
+    return sr.Rules([(pattern, Payload(i)) for i, pattern in enumerate(patterns)], dialect)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, id=f"{name}: {case['name']}")
+        for name, cases in CASES.items()
+        for case in cases
+    ],
+)
+def test_corpus(name, case):
+    dialect = getattr(sr, name)
+    patterns = [hashable(pattern) for pattern in case["rules"]]
+    rules = payload_rules(patterns, dialect)
+    words = {-1: None, -2: references.SEVERAL}
+    for path, index in case["paths"]:
+        expected = words.get(index, index)
+        assert references.CHOSEN_BY[name](patterns, path) == expected, path
+        assert chosen(rules, path) == expected, path
+
+
+@pytest.mark.parametrize("model", ["easylm-llama-3.1-405b", "easylm-llama-3.1-405b-trainstate"])
+def test_easylm_on_its_model(model):
+    rules, tree = corpus.rules("EasyLM__llama"), corpus.manifest(model).nested(corpus.abstract)
+    assert easylm.match_partition_rules(rules, tree) == references.easylm(rules, tree)
+
+
+@pytest.mark.parametrize(
+    ("rule_set", "model"),
+    [("JAXSeq__T5", "flax-t5-v1_1-xxl"), ("JAXSeq__gptj", "flax-gpt-j-6b")],
+)
+def test_jaxseq_on_its_models(rule_set, model):
+    rules, tree = corpus.rules(rule_set), corpus.manifest(model).nested(corpus.abstract)
+    assert jaxseq.match_partition_rules(rules, tree) == references.jaxseq(rules, tree)
+
+
+@pytest.mark.parametrize(
+    "model", ["flax-gpt-j-6b", "flax-gpt2", "flax-t5-v1_1-xxl", "flax-vit-base-patch16-224"]
+)
+@pytest.mark.parametrize("rule_set", corpus.rule_sets("regex-window"))
+def test_windows_on_models(rule_set, model):
+    rules = [*corpus.rules(rule_set), ((".*",), P("rest"))]
+    tree = corpus.manifest(model).nested(corpus.abstract)
+    assert windows.set_partitions(tree, rules) == references.windows(rules, tree)
+
+
+def test_windows_and_their_model():
+    rules = corpus.rules("community__gptj-window")
+    specs = windows.set_partitions(corpus.manifest("flax-gpt-j-6b").nested(corpus.abstract), rules)
+    layer = specs["transformer"]["h"]["0"]
+    assert layer["attn"]["q_proj"]["kernel"] == P(None, "mp")
+    assert layer["attn"]["out_proj"]["kernel"] == P("mp", None)
+    assert layer["ln_1"]["scale"] == P()
+
+
+@pytest.mark.parametrize(
+    "model", ["gpt2", "llama-3.1-405b", "mixtral-8x22b", "deepseek-v3-fused", "whisper-large-v3"]
+)
+@pytest.mark.parametrize("rule_set", corpus.rule_sets("glob"))
+def test_plans_on_models(rule_set, model):
+    plan = {f"model.{name}": name for name, _ in corpus.rules(rule_set)}
+    tree = corpus.manifest(model).flat(corpus.abstract)
+    rules = payload_rules(list(plan), sr.TP_PLAN)
+    names = list(plan.values())
+    found = {path: names[p.rule] if p else "" for path, p in rules.match(tree).items()}
+    assert found == references.tp_styles(plan, tree)
+    nested = corpus.manifest(model).nested(corpus.abstract)
+    assert jax.tree.leaves(rules.match(nested)) == jax.tree.leaves(
+        corpus.manifest(model).nested(lambda parameter: rules.match(tree)[parameter.name])
+    )
+
+
+def test_a_plan_cuts_what_transformers_cuts():
+    tree = {
+        "model.layers.0.self_attn.q_proj.weight": array(64, 32),
+        "model.layers.0.self_attn.q_proj.bias": array(64),
+        "model.layers.0.self_attn.o_proj.weight": array(32, 64),
+        "model.layers.0.self_attn.o_proj.bias": array(32),
+        "model.layers.0.mlp.experts.gate_up_proj": array(8, 128, 32),
+        "model.layers.0.mlp.experts.down_proj": array(8, 32, 64),
+        "model.embed_tokens.weight": array(1000, 32),
+        "model.norm.weight": array(32),
+        "step": array(),
+    }
+    plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "embed_tokens": "embedding_rowwise",
+        "norm": "sequence_parallel",
+    }
+    specs = tp_plan.match_tp_plan(plan, tree, prefix="model", axis="mp")
+    assert [specs[name] for name in tree] == [
+        P("mp", None), P("mp"), P(None, "mp"), P(), P(None, "mp", None), P(None, None, "mp"),
+        P("mp", None), P(), P(),
+    ]  # fmt: skip
+    assert tp_plan.parameter_tp_plan("embed_tokens.weight", plan) == "embedding_rowwise"
+    assert tp_plan.parameter_tp_plan("embed_tokens.weight", plan, is_weight=False) is None
+
+
+def random_windows(rng):
+    return [
+        tuple(random_pattern(rng, depth=1, irregular=rng.random() < 0.2) for _ in range(length))
+        for length in rng.choices((1, 1, 2, 3), k=rng.randint(1, 3))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_windows(seed):
+    rng = random.Random(seed)
+    patterns = random_windows(rng)
+    if not all(compiles(regex + "$") for window in patterns for regex in window):
+        return
+    rules = payload_rules(patterns, sr.WINDOW)
+    for _ in range(40):
+        path = "/".join(random_text(rng, 4) for _ in range(rng.randint(1, 4))).replace("\n", "b")
+        expected = references.by_window(patterns, path)
+        assert rules.first_match(path) == expected, (patterns, path)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_full_matches(seed):
+    rng = random.Random(seed)
+    patterns = [random_pattern(rng, depth=2, irregular=rng.random() < 0.2) for _ in range(2)]
+    patterns = list(dict.fromkeys(patterns))  # keys of a mapping
+    if not all(map(compiles, patterns)):
+        return
+    rules = payload_rules(patterns, sr.KERAS)
+    for path in [*(random_text(rng, 6) for _ in range(30)), "", "\n"]:
+        assert chosen(rules, path) == references.by_layout_map(patterns, path), (patterns, path)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_plans(seed):
+    rng = random.Random(seed)
+
+    def name(parts):
+        return ".".join(rng.choice(parts) for _ in range(rng.randint(1, 5)))
+
+    plan = list(dict.fromkeys(name(("a", "b", "*", "7", "w1", "")) for _ in range(12)))
+    rules = sr.Rules([(key, None) for key in plan], sr.TP_PLAN)
+    for _ in range(60):
+        path = name(("a", "b", "0", "7", "12", "w1", "٣", ""))
+        assert rules.first_match(path) == references.by_tp_plan(plan, path), (plan, path)
+
+
+@pytest.mark.parametrize("libraries", [False, True])
+def test_keystr_paths_are_those_of_jax(libraries):
+    trees = trees_of_libraries() if libraries else kinds_of_trees()
+    everything = replace(sr.KEYSTR, scalars="none")
+    for kind, tree in trees.items():
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        # "(?=...)": also through `re`, which sees the whole path as text.
+        for prefix in ("", "(?=)"):
+            patterns = [rf"{prefix}\A{re.escape(path)}\Z" for path in paths]
+            payloads = treedef.flatten_up_to(payload_rules(patterns, everything).match(tree))
+            assert [p.rule for p in payloads] == [paths.index(path) for path in paths], kind
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 5]), max_size=3).map(tuple)
+LEAVES = SHAPES.map(lambda shape: jax.ShapeDtypeStruct(shape, "float32"))
+KEYS = st.sampled_from(["layers", "kernel", "bias", "0", "wq", "é", "it's"])
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=12,
+)
+RULES = st.lists(
+    st.tuples(
+        st.sampled_from(["kernel", "layers.*0", r"\d", "^.*wq", r"\['é'\]", "(?!k)bias"]),
+        st.lists(st.sampled_from([None, "tp", "dp"]), max_size=4).map(lambda entries: P(*entries)),
+    ),
+    max_size=4,
+).map(lambda rules: [*rules, (".*", P("rest"))])
+
+
+def is_spec(node):
+    return isinstance(node, P)
+
+
+def same(ours, theirs):
+    return jax.tree.leaves(ours, is_leaf=is_spec) == jax.tree.leaves(theirs, is_leaf=is_spec)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RULES, TREES, st.sampled_from([None, 0, 1, 2, 6]), st.booleans())
+def test_generated_trees(rules, tree, min_size, strict):
+    assert same(easylm.match_partition_rules(rules, tree), references.easylm(rules, tree))
+    assert same(jaxseq.match_partition_rules(rules, tree), references.jaxseq(rules, tree))
+    ours = spectrax.match_partition_rules(rules, tree, min_size, strict)
+    assert same(ours, references.spectrax(rules, tree, min_size, strict))
+
+
+@pytest.fixture(scope="module")
+def scalax():
+    return pytest.importorskip("scalax.sharding", reason="scalax is not installed")
+
+
+@pytest.fixture(scope="module")
+def keras(tmp_path_factory):
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ.setdefault("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
+    return pytest.importorskip("keras.distribution", reason="keras is not installed")
+
+
+@pytest.fixture(scope="module")
+def their_spectrax():
+    return pytest.importorskip(
+        "spectrax.sharding.partition", reason="spectrax-lib is not installed"
+    )
+
+
+class TestAgainstScalax:
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("rule_set", ["EasyLM__llama", "scalax__llama_fsdp_tp", "JAXSeq__T5"])
+    def test_on_a_model(self, scalax, rule_set, strict):
+        rules = corpus.rules(rule_set)
+        tree = corpus.manifest("easylm-llama-3.1-405b").nested(corpus.abstract)
+        tree["count"], tree["one"] = array(), array(1, 1)
+
+        def outcome(rule_class):
+            try:
+                return rule_class(*rules, strict=strict).apply(tree)
+            except ValueError as error:
+                return str(error).splitlines()[0].split(":")[0]
+
+        assert outcome(easylm.TreePathShardingRule) == outcome(scalax.TreePathShardingRule)
+
+    @settings(max_examples=100, deadline=None)
+    @given(RULES, TREES)
+    def test_generated_trees(self, scalax, rules, tree):
+        ours = easylm.TreePathShardingRule(*rules).apply(tree)
+        assert same(ours, scalax.TreePathShardingRule(*rules).apply(tree))
+
+
+class TestAgainstKeras:
+    @staticmethod
+    def outcome(layouts, path):
+        try:
+            layout = layouts[path]
+        except ValueError:
+            return references.SEVERAL
+        return None if layout is None else tuple(getattr(layout, "axes", layout))
+
+    def both(self, keras, patterns):
+        made = LayoutMap(), keras.LayoutMap(None)
+        for layouts in made:
+            for i, pattern in enumerate(patterns):
+                layouts[pattern] = (None, f"axis{i}")
+        return made
+
+    @pytest.mark.parametrize("case", CASES["KERAS"], ids=lambda case: case["name"])
+    def test_corpus(self, keras, case):
+        ours, keras_map = self.both(keras, case["rules"])
+        for path, _ in case["paths"]:
+            assert self.outcome(ours, path) == self.outcome(keras_map, path)
+
+    @pytest.mark.parametrize(
+        "rule_set", ["keras-hub__gemma", "keras-hub__qwen", "keras-hub__qwen_moe"]
+    )
+    def test_keras_hub(self, keras, rule_set):
+        patterns = [f".*{pattern}" for pattern, _ in corpus.rules(rule_set)]
+        ours, keras_map = self.both(keras, patterns)
+        for layer in (
+            "decoder_block_0/attention/query",
+            "ffw_gating",
+            "token_embedding",
+            "mlp/gate",
+        ):
+            for path in (f"gemma/{layer}/kernel", f"{layer}/embeddings", layer):
+                assert self.outcome(ours, path) == self.outcome(keras_map, path)
+
+    def test_the_mapping(self, keras):
+        ours, keras_map = self.both(keras, ["a", "b.*"])
+        for layouts in (ours, keras_map):
+            assert (list(layouts), len(layouts)) == (["a", "b.*"], 2)
+            with pytest.raises(ValueError, match="already"):
+                layouts["a"] = ("x",)
+            with pytest.raises(ValueError, match="TensorLayout"):
+                layouts["c"] = ["x"]
+            with pytest.raises(KeyError):
+                del layouts["c"]
+            del layouts["b.*"]
+            assert layouts["bc"] is None
+
+    def test_the_advice_for_a_layout_map_of_keras(self, keras):
+        rules = keras.LayoutMap(None)
+        rules[".*kernel"] = keras.TensorLayout((None, "tp"))
+        tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
+        with pytest.raises(TypeError, match=r"LayoutMap\(rules.device_mesh\) .*\.update\(rules\)"):
+            sr.named_shardings(tree, rules, {"tp": 2})
+        layouts = LayoutMap(rules.device_mesh)
+        layouts.update(rules)
+        shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
+        assert shardings["a"]["kernel"].spec == P(None, "tp")
+        assert shardings["a"]["bias"].spec == P()  # no rule matches it, which Keras replicates
+
+    def test_tensor_layouts(self, keras):
+        layouts = LayoutMap()
+        layout = layouts[".*kernel"] = keras.TensorLayout((None, "model"))
+        assert layouts["dense/kernel"] is layout
+        assert layouts.specs({"dense": {"kernel": array(2, 2)}}) == {
+            "dense": {"kernel": P(None, "model")}
+        }
+
+
+class TestAgainstSpectrax:
+    @settings(max_examples=100, deadline=None)
+    @given(RULES, TREES, st.sampled_from([None, 0, 2, 6]), st.booleans())
+    def test_generated_trees(self, their_spectrax, rules, tree, min_size, strict):
+        ours = spectrax.match_partition_rules(rules, tree, min_size, strict)
+        assert same(ours, their_spectrax.match_partition_rules(rules, tree, min_size, strict))
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(st.sampled_from([1, 2, 6, 8]), max_size=3).map(tuple),
+        st.lists(
+            st.sampled_from([None, "fsdp", "tp", "pp", ("fsdp", "tp"), ("dp", "pp"), ("pp", "ep")]),
+            max_size=4,
+        ),
+    )
+    def test_corrections(self, their_spectrax, mesh, shape, entries):
+        axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
+        assume(len(set(axes)) == len(axes))
+        rules = sr.Rules([(".*", P(*entries))], replace(sr.SPECTRAX, scalars="none"))
+        sharding = sr.named_shardings({"a": array(*shape)}, rules, mesh)["a"]
+        assert sharding.spec == their_spectrax.sanitize_partition_spec_for_mesh_and_shape(
+            P(*entries), mesh=mesh, shape=shape
+        )
+
+
+class TestChoices:
+    def test_size_one_is_a_scalar_but_size_zero_is_none(self):
+        tree = {"a": array(1, 1), "b": array(0, 1), "c": array(1, 2)}
+        rules = [(".", P("x", "y"))]
+        assert easylm.match_partition_rules(rules, tree) == {
+            "a": P(), "b": P("x", "y"), "c": P("x", "y")
+        }  # fmt: skip
+
+    def test_leaves_without_a_shape(self):
+        assert easylm.match_partition_rules([], {"a": 3, "b": "text"}) == {"a": P(), "b": P()}
+        assert sr.Rules([("a", P("x"))], replace(sr.EASYLM, scalars="none")).match({"a": 3}) == {
+            "a": P("x")
+        }
+
+    def test_specs_given_whole(self):
+        assert easylm.match_partition_rules([("a", ("x", None, "y"))], {"a": array(4)}) == {
+            "a": P("x", None, "y")
+        }
+
+    def test_specs_too_long_replicate(self):
+        rules = sr.Rules([("a", ("x", "y"))], replace(sr.EASYLM, rank="replicate"))
+        assert rules.match({"a": array(4)}) == {"a": P()}
+
+    def test_min_size_before_the_match(self):
+        assert sr.Rules([], sr.SPECTRAX).match({"a": array(3)}, min_size=4) == {"a": P()}
+        with pytest.raises(ValueError, match="Partition rule not found"):
+            sr.Rules([], sr.EASYLM).match({"a": array(3)}, min_size=4)
+
+    def test_scanned_layers(self):
+        tree = {"FlaxBartEncoderLayers": {"kernel": 0, "bias": 0}, "kernel": 0}
+        rules = [(("kernel",), P("mp", None)), (("bias",), None)]
+        assert windows.set_partitions(tree, rules, scanned=["FlaxBartEncoderLayers"]) == {
+            "FlaxBartEncoderLayers": {"kernel": P(None, "mp", None), "bias": P()},
+            "kernel": P("mp", None),
+        }
+
+    def test_shardings_of_every_dialect(self):
+        tree = {"wq": {"kernel": array(8, 6)}}
+        mesh = {"fsdp": 4, "tp": 2}
+        patterns = {
+            "EASYLM": "wq/kernel", "SPECTRAX": "wq/kernel", "KERAS": ".*/kernel",
+            "KEYSTR": r"\['wq'\]", "WINDOW": ("wq", "kernel"), "TP_PLAN": "wq",
+        }  # fmt: skip
+        for name, pattern in patterns.items():
+            rules = sr.Rules([(pattern, ("fsdp", "tp"))], getattr(sr, name))
+            shardings = sr.named_shardings(tree, rules, mesh)
+            assert shardings["wq"]["kernel"].spec == P("fsdp", "tp"), name
+
+    def test_spec_for_in_every_dialect(self):
+        for name, path in {
+            "KEYSTR": "['wq'][0]",
+            "WINDOW": "h/wq/kernel",
+            "TP_PLAN": "wq.x",
+        }.items():
+            pattern = {"KEYSTR": r"\['wq'\]\[0\]", "WINDOW": ("wq",), "TP_PLAN": "wq"}[name]
+            rules = sr.Rules([(pattern, ("tp",))], getattr(sr, name))
+            assert sr.spec_for(path, (4, 4), rules) == P("tp")
+            assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
+
+    def test_coverage_counts_a_rule_once(self):
+        rules = sr.Rules([("a", None), ("a|b", None), ("c", None)], sr.KERAS)
+        coverage = rules.coverage({"a": array(2), "b": array()})
+        assert (coverage.matched, coverage.won, coverage.dead) == ((1, 2, 0), (1, 1, 0), (2,))
+        assert rules.all_matches("a") == [0, 1]
+
+    def test_corrections(self):
+        """What spectrax-lib's sanitize_partition_spec_for_mesh_and_shape gives."""
+        mesh = {"dp": 2, "tp": 4}
+        rules = [("a", (("dp", "pp"), "tp")), ("b", ("dp", "tp")), ("c", ("tp",))]
+        tree = {"a": array(4, 8), "b": array(8), "c": array(6)}
+        specs = sr.named_shardings(tree, sr.Rules(rules, sr.SPECTRAX), mesh)
+        assert [s.spec for s in specs.values()] == [P("dp", "tp"), P(), P(None)]
+
+
+class TestBadInput:
+    def test_several_keras_keys(self):
+        rules = sr.Rules([(".*kernel", ("x",)), ("a/.*", ("y",))], sr.KERAS)
+        with pytest.raises(ValueError, match="several rules") as info:
+            rules.match({"a": {"kernel": array(4), "bias": array(4)}})
+        assert str(info.value) == (
+            "1 leaf matches several rules, where one alone may:\n"
+            "    a/kernel  shape (4,)  rule 0: '.*kernel', rule 1: 'a/.*'\n"
+            "  Make the patterns exclude each other, or add a rule whose pattern is the path itself."
+        )
+        with pytest.raises(ValueError, match="cannot be sharded as the rules say") as info:
+            sr.named_shardings(
+                {"b": array(3), "a": {"c": array(3)}},
+                sr.Rules([("a/.*|b", "x")], sr.KERAS),
+                {"x": 2},
+            )
+        assert "rule 0: 'a/.*|b'" in str(info.value)
+
+    def test_a_layout_longer_than_the_rank(self):
+        with pytest.raises(ValueError, match="fewer dimensions") as info:
+            sr.Rules([(".*", ("x", None))], sr.KERAS).match({"bias": array(4), "b": array()})
+        assert str(info.value) == (
+            "2 leaves have fewer dimensions than the spec has entries:\n"
+            "    bias  shape (4,)  rule 0: '.*' -> ('x', None)\n"
+            "    b  shape ()  rule 0: '.*' -> ('x', None)\n"
+            "  Shorten the specs, or take a dialect with rank='truncate'."
+        )
+
+    def test_unmatched_windows_show_plain_paths(self):
+        with pytest.raises(ValueError, match="not found") as info:
+            windows.set_partitions({"a": {"b": 0}}, [(("c",), None)])
+        assert str(info.value) == (
+            "Partition rule not found for param: a/b\n"
+            "  1 leaf matches none of the 1 rules:\n    a/b\n  Add a rule for them."
+        )
+
+    def test_notes_show_plain_paths(self):
+        class Broken:
+            @property
+            def shape(self):
+                raise RuntimeError("broken")
+
+        for dialect, shown in ((sr.WINDOW, "'a/0'"), (sr.KEYSTR, "\"['a'][0]\"")):
+            with pytest.raises(RuntimeError, match="broken") as info:
+                sr.Rules([], dialect).match({"a": [Broken()]})
+            assert info.value.__notes__ == [f"shardrules: at {shown} in the tree"]
+
+    def test_a_window_that_is_a_string(self):
+        with pytest.raises(TypeError, match=r"rule 1: .* tuple of strings.* write \('\(bias\)',\)"):
+            sr.Rules([(("a",), None), ("(bias)", None)], sr.WINDOW)
+
+    @pytest.mark.parametrize("pattern", [(), [], ("a", 1), (re.compile("a"),), None])
+    def test_what_is_no_window(self, pattern):
+        with pytest.raises(TypeError, match="rule 0: the pattern must be a tuple of strings"):
+            sr.Rules([(pattern, None)], sr.WINDOW)
+
+    def test_an_invalid_regex_in_a_window_is_shown_as_written(self):
+        with pytest.raises(re.error) as info:
+            sr.Rules([(("fine", "a(b"), None)], sr.WINDOW)
+        assert str(info.value) == (
+            "rule 0: missing ), unterminated subpattern at position 1\n    a(b\n     ^"
+        )
+        assert info.value.pattern == "a(b"
+
+    def test_a_compiled_pattern_in_a_plan(self):
+        with pytest.raises(TypeError, match="rule 0: the pattern must be a string, not"):
+            sr.Rules([(re.compile("a"), None)], sr.TP_PLAN)
+
+    def test_compiled_patterns_in_a_layout_map(self):
+        rules = sr.Rules([(re.compile("DENSE", re.I), None)], sr.KERAS)
+        assert [rules.first_match(path) for path in ("dense", "dense2")] == [0, None]
+
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            {"keys": "x"}, {"match": ("regex",)}, {"match": ()}, {"match": ("window", "search")},
+            {"precedence": "last"}, {"scalars": "all"}, {"min_size": "never"}, {"rank": "cut"},
+            {"unmatched": "drop"},
+        ],
+    )  # fmt: skip
+    def test_choices_that_do_not_exist(self, choice):
+        with pytest.raises(ValueError, match="must be one of|do not mix|at least one"):
+            replace(sr.EASYLM, **choice)
+
+    def test_axes_that_the_mesh_of_a_layout_map_does_not_have(self):
+        layouts = LayoutMap(SimpleNamespace(axis_names=("model",)))
+        layouts["a"] = (None, "model")
+        with pytest.raises(ValueError, match=r"'b': the mesh has no axes \['data'\]"):
+            layouts["b"] = ("data",)
+
+
+def test_the_advice_for_a_layout_map_keeps_the_dialect():
+    layouts = LayoutMap()
+    layouts[".*kernel"] = (None, "tp")
+    tree = {"a": {"kernel": array(8, 8), "bias": array(8)}}
+    with pytest.raises(TypeError, match=r"not LayoutMap; pass its \.rules$"):
+        sr.named_shardings(tree, layouts, {"tp": 2})
+    shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
+    assert shardings["a"]["bias"].spec == P()
+    with pytest.raises(TypeError, match=r"not dict; pass list\(rules\.items\(\)\)$"):
+        sr.named_shardings(tree, {".*": None}, {"tp": 2})
+
+
+def test_pickled_and_compared():
+    import pickle
+
+    rules = sr.Rules([(["a", "b"], ("x",))], sr.WINDOW)
+    again = pickle.loads(pickle.dumps(rules))
+    assert again == rules
+    assert hash(again) == hash(rules)
+    assert again.first_match("z/a/b") == 0
+    assert rules != sr.Rules([("a", ("x",))])
+
+
+def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):
+    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
+    assert easylm.match_partition_rules([("a", ("x", "y"))], {"a": np.zeros(4)}) == {
+        "a": P("x", "y")
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("layers.*.wq", "layers.*.wq"),
+        ("layers.*.experts.*.w", "layers.*.experts.3.w"),
+        ("*.*.w", "*.3.w"),
+        ("a.*.*.w", "a.*.3.w"),
+        ("a.*.*.w", "a.3.*.w"),
+        ("a.*.*.w", "a.3.4.w"),
+        ("a.*.3.w", "a.4.3.w"),
+        ("a.*.3.w", "a.*.3.w"),
+        ("a.3.w", "a.3.w"),
+        ("*.w", "3.w"),
+    ],
+)
+def test_a_tp_plan_component_that_is_literally_a_star(key, path):
+    tree = {path: array(8, 8)}
+    found = payload_rules([key], sr.TP_PLAN).match(tree)[path]
+    assert bool(found) == bool(references.tp_styles({key: "style"}, tree)[path])
+
+
+def test_a_window_meets_an_array_that_is_the_whole_tree_as_an_empty_component():
+    rules = sr.Rules([(("a",), "a"), (("",), "whole")], sr.WINDOW)
+    assert rules.match(array(8)) == rules.match({"": array(8)})[""] == P("whole")

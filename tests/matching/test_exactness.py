@@ -1,0 +1,137 @@
+"""The chosen rule is the first whose re.search hits: checked against `re` itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardrules as sr
+from tests.support.differential import differences, run
+from tests.support.random_patterns import compiles
+
+
+def assert_as_re(compiled, texts, **options):
+    assert differences(compiled, texts, **options) == []
+
+
+@pytest.fixture
+def re_tests():
+    reason = "this Python was built without its test package"
+    return pytest.importorskip("test.re_tests", reason=reason)
+
+
+@pytest.mark.parametrize("share", range(6))
+def test_random_rule_lists(rng, share):
+    outcome = run(rng, 1500)
+    assert outcome.differences == []
+    assert outcome.slow < 30
+
+
+def test_patterns_of_cpython(re_tests):
+    """The tables of CPython's own tests: (pattern, string, outcome, ...)."""
+    tried = 0
+    for pattern, text, *_ in re_tests.tests:
+        compiled = compiles(pattern)
+        if compiled is None:
+            with pytest.raises(re.error):
+                sr.Rules([(pattern, None)])
+        else:
+            assert_as_re([compiled], [text, text + "\n", "", "x" + text])
+            assert sr.Rules([(pattern, None)]).first_match(text) == (
+                0 if re.search(pattern, text) else None
+            )
+        tried += 1
+    assert tried > 400
+
+
+def test_all_patterns_of_cpython_as_one_rule_list(re_tests):
+    compiled = [c for pattern, *_ in re_tests.tests if (c := compiles(pattern)) is not None]
+    assert_as_re(compiled, [text for _, text, *_ in re_tests.tests])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "", "a", "a$", "^a", r"\Aa\Z", r"a\b", r"\Ba", r"\b", r"\B", "$", "^", "$^", "^$", "(?m)^a$",
+        "(?m)$^", "(?s).", ".", "(?i)É", "(?i)ß", "(?i)ſ", "(?i)k", "(?a)(?i)k", r"\w", r"(?a)\w", r"\d",
+        r"(?a)\d", "[^a]", "[^é]", "(?i)[a-z]", "(?i)[^s]", "a|b|", "(a|ab)(c|bcd)", "(?:a?){3}a{3}",
+        "a{0}", "(?!)", "a(?!)b|c", "(?x) a b # c", "(?i:A)b", "(?-i:A)b", r"\x41|\u00e9", "[]a]", "a$\n",
+        r"a$\n\Z", r"(?m)a$\nb", r"a\Z\n", r"\n$", "[\\s\\S]{3}", "a.c", "(?s)a.c", "\U0001f600", "[\ud800-\udfff]",
+    ],
+)  # fmt: skip
+def test_each_construct(pattern):
+    texts = [
+        "", "a", "b", "A", "é", "É", "ß", "ẞ", "s", "S", "ſ", "k", "K", "\u212a", "\n", "a\n", "\na", "a\nb", "a\n\n",
+        "ab", "abc", "aaa", "a b", "٣", "3", "_", "a\u00e9", "-a-", "abcd", "c", "a\x0bc", "\U0001f600", "\ud800",
+        "x\U0001f600\n",
+    ]  # fmt: skip
+    assert_as_re([re.compile(pattern)], texts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(alphabet="ab/é\n", max_size=4), max_size=5), st.text(max_size=12))
+def test_literals(literals, text):
+    assert_as_re([re.compile(re.escape(x)) for x in literals], [text, "".join(literals)])
+    rules = sr.Rules([(x, None) for x in literals])
+    assert rules.first_match(text) == next((i for i, x in enumerate(literals) if x in text), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=20))
+def test_any_character(text):
+    assert_as_re(
+        [re.compile(p) for p in (r"\w\W", r"(?i)[à-ÿ]", r"\s\S", r"[^\x00-\uffff]", r"\b\d", ".$")],
+        [text],
+    )
+
+
+def test_every_code_point_of_a_class():
+    """Non-ASCII members of a class are asked from `re` when first met."""
+    pattern = re.compile(r"^(?:\w|[^\W\d]|(?i:[k-sß]))$")
+    rules = sr.Rules([(pattern, None)])
+    step = 17  # all planes, in a few seconds
+    for code in range(0, sys.maxunicode + 1, step):
+        assert (rules.first_match(chr(code)) == 0) == bool(pattern.search(chr(code))), code
+
+
+def test_rules_before_and_after_fallbacks_keep_their_order(first_match):
+    patterns = ["x(?=y)", "xy", r"(a)\1", "aa"]
+    assert first_match(patterns, "xy") == 0
+    assert first_match(patterns, "x_xyz") == 0
+    assert first_match(patterns[1:], "xy") == 0
+    assert first_match(patterns, "baab") == 2
+    assert first_match(["aa", r"(a)\1"], "baab") == 0
+    assert first_match(patterns, "zz") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("a(?=b)", "lookahead"),
+        ("a(?!b)", "negative lookahead"),
+        ("(?<=a)b", "lookbehind"),
+        ("(?<!a)b", "negative lookbehind"),
+        (r"(a)\1", "backreference"),
+        ("(a)?(?(1)b|c)", "conditional on a group"),
+        ("(?>a+)b", "atomic group"),
+        ("a++b", "possessive repeat"),
+        ("(?a:\\w)b", "scoped ASCII or UNICODE flag"),
+        ("((x{100}){100}){100}y", "too large for the automaton once its repeats are unrolled"),
+        ("(" * 120 + "a" + ")" * 120, "nested too deeply for the automaton"),
+    ],
+)
+def test_fallbacks_are_named(pattern, reason):
+    rules = sr.Rules([("first", None), (pattern, None)])
+    assert rules.fallbacks == ((1, reason),)
+
+
+def test_a_huge_literal_is_left_to_re(monkeypatch):
+    for limit in ("_MAX_NODES_OF_PATTERN", "_MAX_NODES_OF_RULES"):
+        monkeypatch.setattr(f"shardrules._matching.patterns.{limit}", 4_000)
+    rules = sr.Rules([("x" * 5_000, None), ("y", None)])
+    assert rules.fallbacks == ((0, "too large for the automaton once its repeats are unrolled"),)
+    assert rules.first_match("xy") == 1

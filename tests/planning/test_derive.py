@@ -1,0 +1,711 @@
+"""Derived plans: optax says what an optimizer's state is, MaxText's and LWM's own rules what stacks are."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+
+optax = pytest.importorskip("optax")
+
+SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
+RULES = [
+    ("embed", P("tp", "fsdp")),
+    ("experts", P(None, "fsdp", "tp")),
+    ("kernel", P("fsdp", "tp")),
+    ("bias", P("tp")),
+]
+
+
+def abstract(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def params():
+    return {
+        "embed": abstract(64, 32),
+        "layers": [
+            {"kernel": abstract(32, 32), "bias": abstract(32)},
+            {"kernel": abstract(32, 48), "bias": abstract(30)},
+        ],
+        "experts": abstract(4, 32, 16),
+        "odd": {"kernel": abstract(7, 16)},
+        "temperature": abstract(),
+    }
+
+
+def plan_of(tree=None, mesh=None, **kwargs):
+    return sr.plan(params() if tree is None else tree, RULES, mesh or SIZES, **kwargs)
+
+
+def labels(tree):
+    return {key: "frozen" if key == "embed" else "trained" for key in tree}
+
+
+def bare(tree):
+    """A tree of specs as a tree of tuples that a tree_map passes as they are."""
+    return jax.tree.map(lambda spec: Box(spec), tree, is_leaf=lambda x: isinstance(x, P))
+
+
+class Box:
+    def __init__(self, spec):
+        self.spec = spec
+
+
+TRANSFORMATIONS = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+    "momentum": lambda: optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-3), optax.ema(0.9)
+    ),
+    "masked": lambda: optax.masked(optax.adam(1e-3), {k: k != "embed" for k in params()}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"trained": optax.adam(1e-3), "frozen": optax.sgd(1e-3, momentum=0.9)}, labels(params())
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_specs_are_those_that_optax_maps(name):
+    tx = TRANSFORMATIONS[name]()
+    plan = plan_of()
+    state = jax.eval_shape(tx.init, params())
+    specs = plan.for_optimizer(state).specs()
+    expected = optax.tree_map_params(
+        tx,
+        lambda leaf, box: leaf if isinstance(leaf, optax.MaskedNode) else box.spec,
+        state,
+        bare(plan.specs()),
+        transform_non_params=lambda _: P(),
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    )
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert jax.tree.leaves(specs) == jax.tree.leaves(expected)
+
+
+def test_multi_steps():
+    plan = plan_of()
+    state = jax.eval_shape(optax.MultiSteps(optax.adam(1e-3), 4).init, params())
+    specs = plan.for_optimizer(state).specs()
+    assert specs.acc_grads == plan.specs()
+    assert specs.inner_opt_state[0].mu == specs.inner_opt_state[0].nu == plan.specs()
+    assert specs.mini_step == P()
+
+
+@pytest.mark.parametrize("least", [1, 16, 32, 128])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_adafactor(least, momentum):
+    factored_dims = pytest.importorskip("optax._src.factorized")._factored_dims
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=least, momentum=momentum)
+    plan = plan_of()
+    specs = plan.for_optimizer(jax.eval_shape(tx.init, params())).specs()[0]
+
+    def without(dim, spec):
+        entries = [e for i, e in enumerate(spec) if i != dim]
+        return P(*entries) if any(entries) else P()
+
+    def check(leaf, box, row, col, v):
+        factors = factored_dims(leaf.shape, True, least)
+        if factors is None:
+            assert (row, col, v) == (P(), P(), box.spec)
+        else:
+            d1, d0 = factors
+            assert row == without(d0, box.spec)
+            assert col == without(d1, box.spec)
+            assert v == P()
+
+    is_spec = {"is_leaf": lambda x: isinstance(x, P)}
+    jax.tree.map(check, params(), bare(plan.specs()), specs.v_row, specs.v_col, specs.v, **is_spec)
+
+
+def test_square_factors_differ():
+    plan = plan_of()
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
+    derived = plan.for_optimizer(jax.eval_shape(tx.init, params()))
+    factors = {derived.kind(f"{name}/layers/0/kernel").spec for name in ("v_row", "v_col")}
+    assert factors == {P("fsdp"), P("tp")}
+    told = str(derived.explain("v_row/layers/0/kernel"))
+    assert re.search(r"derived +the parameter's without dim \d \(factored moment\)", told)
+    assert "follows        layers/0/kernel" in told
+    assert "rule 2: 'kernel' wins" in told
+
+
+def test_histories_and_layer_norms():
+    plan = plan_of()
+    lbfgs = jax.eval_shape(optax.scale_by_lbfgs(5).init, params())
+    derived = plan.for_optimizer(lbfgs)
+    assert derived.kind("diff_params_memory/embed").spec == P(None, "tp", "fsdp")
+    assert derived.kind("params/embed").spec == P("tp", "fsdp")
+    novograd = plan.for_optimizer(jax.eval_shape(optax.novograd(1e-3).init, params()))
+    assert novograd.specs()[0].nu["embed"] == P()
+
+
+def test_flax_train_state():
+    TrainState = pytest.importorskip("flax.training.train_state").TrainState
+    tx = optax.adam(1e-3)
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), params())
+    plan = plan_of()
+    derived = plan.for_optimizer(state)
+    specs = derived.specs()
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert specs.params == specs.opt_state[0].mu == plan.specs()
+    assert specs.step == specs.opt_state[0].count == P()
+    # The parameters are not the optimizer's.
+    cut = plan.for_optimizer(state, zero1="dp")
+    assert cut.specs().params == plan.specs()
+    assert cut.specs().opt_state[0].mu["embed"] == P(("tp", "dp"), "fsdp")
+    whole = plan.bytes_per_device()
+    assert (cut.bytes_per_device().params == whole.params + 4).all()  # the step
+
+
+def test_nnx_optimizer():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(32, 64, rngs=rngs)
+            self.second = nnx.Linear(64, 32, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    try:
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    except TypeError:
+        pytest.skip("this flax's Optimizer has other arguments")
+    plan = plan_of(nnx.state(model, nnx.Param))
+    state = nnx.state(optimizer)
+    derived = plan.for_optimizer(state)
+    assert jax.tree.structure(derived.specs()) == jax.tree.structure(state)
+    moments = [path for path in derived.paths if "/mu/" in path or "/nu/" in path]
+    assert len(moments) == 8
+    for path in moments:
+        assert derived.kind(path).spec == (P("fsdp", "tp") if "kernel" in path else P("tp")), path
+
+
+@pytest.mark.parametrize("zero1", [None, "dp", "tp"])
+@pytest.mark.parametrize("name", ["adam", "adafactor", "multi_transform"])
+def test_it_runs(mesh, name, zero1):
+    make = {"adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=16)}
+    tx = {**TRANSFORMATIONS, **make}[name]()
+    plan = plan_of(mesh=mesh)
+    derived = plan.for_optimizer(jax.eval_shape(tx.init, params()), zero1=zero1)
+    wanted = derived.shardings()
+    values = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params())
+    values = jax.device_put(values, plan.shardings())
+    state = jax.jit(tx.init, out_shardings=wanted)(values)
+
+    def step(state, values):
+        updates, state = tx.update(values, state, values)
+        return optax.apply_updates(values, updates), state
+
+    _, state = jax.jit(step, out_shardings=(plan.shardings(), wanted))(state, values)
+    held = jax.tree.leaves(jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, state))
+    assert sum(held) == derived.bytes_per_device().max
+    for array, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    abstract_state = derived.abstract()
+    assert jax.tree.leaves(abstract_state)[1].sharding == jax.tree.leaves(wanted)[1]
+
+
+def test_zero1_divides_the_bytes():
+    tree = {"a": {"kernel": abstract(32, 64)}, "b": {"kernel": abstract(64, 128)}}
+    plan = plan_of(tree)
+    state = jax.eval_shape(optax.adam(1e-3).init, tree)
+    for axis, sizes in (("dp", SIZES), ("dp", {**SIZES, "dp": 4})):
+        plan = plan_of(tree, sizes)
+        whole = plan.for_optimizer(state).bytes_per_device().max - 4  # the count
+        cut = plan.for_optimizer(state, zero1=axis).bytes_per_device().max - 4
+        assert cut * sizes["dp"] == whole
+    total = plan.bytes_per_device(optimizer=plan.for_optimizer(state, zero1="dp"))
+    assert total.max == plan.bytes_per_device().max + cut + 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        ((64, 32), P(), P("dp", None)),
+        ((32, 64), P(), P(None, "dp")),
+        ((32, 32), P(), P("dp", None)),  # the first of equals
+        ((64, 48), P("fsdp"), P("fsdp", "dp")),  # 16 are held of 64
+        ((64, 7), P("fsdp"), P(("fsdp", "dp"), None)),
+        ((4, 7), P("fsdp"), P("fsdp", None)),  # nothing divides
+        ((64, 64), P("dp"), P("dp", None)),  # it cuts already
+        ((64, 64), P(("fsdp", "dp")), P(("fsdp", "dp"), None)),
+        ((0, 8), P(), P(None, "dp")),
+    ],
+)
+def test_zero1_chooses_the_largest_part(shape, spec, expected):
+    plan = sr.plan({"w": abstract(*shape)}, [("w", spec)], SIZES)
+    derived = plan.for_optimizer({"mu": {"w": abstract(*shape)}}, zero1="dp")
+    assert derived.specs()["mu"]["w"] == expected
+    told = derived.kind("mu/w").origin.endswith(", cut by dp too (ZeRO-1)")
+    assert told == (expected != plan.specs()["w"])
+
+
+def test_zero1_of_an_axis_of_one_or_none():
+    plan = plan_of(mesh={"dp": 1, "fsdp": 4, "tp": 2})
+    state = jax.eval_shape(optax.adam(1e-3).init, params())
+    assert plan.for_optimizer(state, zero1="dp").specs() == plan.for_optimizer(state).specs()
+    with pytest.raises(ValueError, match=r"zero1: the mesh .* has no axis 'data'"):
+        plan.for_optimizer(state, zero1="data")
+
+
+@pytest.fixture(scope="module")
+def keras():
+    before = os.environ.setdefault("KERAS_BACKEND", "jax")
+    module = pytest.importorskip("keras")
+    if before != "jax" or module.backend.backend() != "jax":
+        pytest.skip("Keras runs on another backend here")
+    return module
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "Nadam", "Lion", "RMSprop", "Muon", "Adafactor", "Ftrl"])
+def test_keras_optimizers_find_their_parameters(keras, name, nested):
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((16,)), layers.Dense(32, name="up")], name="net_1")
+    entry = keras.Input((16,))
+    mixed = layers.MultiHeadAttention(2, 4, name="attn")(*[inner(entry)[:, None]] * 2)
+    model = keras.Model(entry, layers.LayerNormalization(name="norm")(mixed))
+    optimizer = getattr(keras.optimizers, name)(use_ema=True)
+    model.compile(optimizer)
+    optimizer.build(model.trainable_variables)
+    state = {variable.path: variable.value for variable in optimizer.variables}
+    parameters = {variable.path: variable.value for variable in model.trainable_variables}
+    if nested and name == "Adafactor":
+        pytest.skip("Keras gives its factors equal paths, of which it makes no tree itself")
+    if nested:
+        trees = model.get_state_tree()
+        state, parameters = trees["optimizer_variables"], trees["trainable_variables"]
+    rules = [("kernel", P("fsdp", "tp")), (".*", P("tp"))]
+    plan = sr.plan(parameters, rules, SIZES)
+    derived = plan.for_optimizer(state)
+    followed = 0
+    for variable in model.trainable_variables:
+        flat = variable.path.replace("/", "_")
+        for path in derived.paths:
+            if re.fullmatch(rf".*/{flat}_[a-z_]+", path):
+                assert derived.source(path) == variable.path, path
+                assert derived.kind(path).spec == plan.kind(variable.path).spec, path
+                followed += 1
+    assert followed >= 2 * len(model.trainable_variables)
+    assert tuple(derived.kind(f"{optimizer.name}/iteration").spec) == ()
+
+
+def test_a_flat_name_of_several_parameters_is_that_of_none():
+    same = {"a_b": {"c": abstract(8, 8)}, "a": {"b_c": abstract(8, 8)}}
+    plan = sr.plan(same, [("", P("fsdp", "tp"))], SIZES)
+    assert plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds[0].spec == P("fsdp", "tp")
+    plan = sr.plan(same, [("a_b", P("fsdp", "tp")), ("", P("tp"))], SIZES)
+    (kind,) = plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds
+    assert tuple(kind.spec) == ()
+    assert kind.origin == "no parameter is found by its path: replicated"
+
+
+def test_the_longest_path_of_whole_components():
+    rules = [("ab/w", P("tp")), ("^b/w", P("fsdp")), ("^w", P("dp"))]
+    tree = {"b": {"w": abstract(8)}, "w": abstract(8)}
+    plan = sr.plan(tree, rules, SIZES)
+    derived = plan.for_optimizer({"mu": {"ab": {"w": abstract(8)}, "b": {"w": abstract(8)}}})
+    assert derived.sources == ["w", "b/w"]
+    assert derived.kind("mu/ab/w").spec == P("dp")
+    nested = sr.plan({"mu": {"w": abstract(8)}, "w": abstract(8)}, [("mu", P("tp")), *rules], SIZES)
+    assert nested.for_optimizer({"0": {"mu": {"w": abstract(8)}}}).sources == ["mu/w"]
+
+
+def test_keystr_paths():
+    rules = sr.Rules([("kernel", P("fsdp", "tp")), ("", P())], sr.KEYSTR)
+    tree = {"a": {"kernel": abstract(32, 32)}, "x": abstract(32)}
+    plan = sr.plan(tree, rules, SIZES)
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
+    derived = plan.for_optimizer(jax.eval_shape(tx.init, tree))
+    assert {s for s in derived.sources if s in plan.paths} == set(plan.paths)
+    assert {derived.specs().v_row["a"]["kernel"], derived.specs().v_col["a"]["kernel"]} == {
+        P("fsdp"),
+        P("tp"),
+    }
+
+
+def test_what_is_not_known_is_told():
+    plan = plan_of()
+    state = {"embed": abstract(64, 33), "layers": abstract(128, 128), "count": abstract()}
+    derived = plan.for_optimizer(state, zero1=None)
+    assert set(jax.tree.leaves(derived.specs())) == {P()}
+    assert "no known relation to the parameter's (64, 32)" in derived.kind("embed").origin
+    for path in ("layers", "count"):
+        assert "no parameter is found by its path" in derived.kind(path).origin
+    assert derived.kind("layers").rule is None
+    assert derived.kind("layers").problem is None
+
+
+def test_ambiguous_without_a_name():
+    """A square kernel's moment that is no v_row or v_col could lack either dimension."""
+    plan = plan_of()
+    state = {
+        "m": {"layers": [{"kernel": abstract(32)}]},
+        "k": {"layers": [{}, {"kernel": abstract(48)}]},
+    }
+    derived = plan.for_optimizer(state)
+    assert "no known relation" in derived.kind("m/layers/0/kernel").origin
+    assert derived.kind("k/layers/1/kernel").spec == P("tp")
+
+
+def test_losses_and_problems_are_the_parameters():
+    plan = plan_of()
+    derived = plan.for_optimizer({"mu": params()})
+    mine, theirs = derived.kind("mu/odd/kernel"), plan.kind("odd/kernel")
+    assert mine.losses == theirs.losses != ()
+    assert (mine.notes, mine.costs) == (theirs.notes, theirs.costs)
+    half = plan.for_optimizer({"mu": {"odd": {"kernel": abstract(7, 16, dtype="bfloat16")}}})
+    assert half.kind("mu/odd/kernel").costs == tuple(cost // 2 for cost in theirs.costs)
+    unmatched = sr.plan({"x": abstract(4)}, RULES, SIZES).for_optimizer({"mu": {"x": abstract(4)}})
+    assert unmatched.kind("mu/x").problem == "unmatched"
+
+
+def lwm(scanned):
+    name = "scanned" if scanned else "unscanned"
+    tree = corpus.manifest(f"lwm-7b-{name}").nested(corpus.abstract)
+    return tree, corpus.rules(f"LWM__llama-scan_layers{scanned}")
+
+
+LWM_MESH = {"dp": 1, "fsdp": 8, "tp": 4, "sp": 2}
+AT, LAYER = "transformer/h/scan_decoder", "transformer/h/*"
+
+
+def test_lwm_stacked():
+    tree, rules = lwm(True)
+    _, per_layer = lwm(False)
+    derived = sr.plan(tree, per_layer, LWM_MESH, companions=[sr.stacked(AT, LAYER)])
+    assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
+    path = "params/transformer/h/scan_decoder/attention/wq/kernel"
+    assert derived.source(path) == "params/transformer/h/0/attention/wq/kernel"
+
+
+def test_lwm_unstacked():
+    tree, rules = lwm(False)
+    _, of_stack = lwm(True)
+    derived = sr.plan(tree, of_stack, LWM_MESH, companions=[sr.unstacked(AT, LAYER)])
+    assert derived.specs() == sr.plan(tree, rules, LWM_MESH).specs()
+
+
+def maxtext(name):
+    """The tree, and rules of literal paths with the specs of its logical names."""
+    tree = corpus.manifest(name).nested(corpus.abstract)
+    logical = corpus.logical_rules("maxtext__base")
+    names = corpus.logical_axes(name)
+    specs = sr.logical_to_mesh({path: P(*axes) for path, axes in names.items()}, logical)
+    return tree, [(f"^{re.escape(path)}$", spec) for path, spec in specs.items()]
+
+
+MAXTEXT_MESH = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "stage": 2}
+
+
+@pytest.mark.parametrize("model", ["deepseek3-671b", "llama3.1-405b"])
+def test_maxtext_both_ways(model):
+    stacks = {"deepseek3-671b": ("dense_layers", "moe_layers"), "llama3.1-405b": ("layers",)}[model]
+    by_stage = {"layers": "stage", "dense_layers": None, "moe_layers": None}
+    scanned, of_stack = maxtext(f"maxtext-{model}-scanned")
+    unscanned, per_layer = maxtext(f"maxtext-{model}-unscanned")
+    # The rules cut what they call "layers" by the pipeline's axis, and no other stack.
+    stack = [
+        sr.stacked(f"decoder/{at}", f"decoder/{at}_*", axis=1, mesh_axis=by_stage[at])
+        for at in stacks
+    ]
+    layer = [sr.unstacked(f"decoder/{at}", f"decoder/{at}_*", axis=1) for at in stacks]
+    for tree, rules, others, companions in (
+        (scanned, of_stack, per_layer, stack),
+        (unscanned, per_layer, of_stack, layer),
+    ):
+        ours = sr.plan(tree, others, MAXTEXT_MESH, companions=companions)
+        theirs = sr.plan(tree, rules, MAXTEXT_MESH)
+        assert jax.tree.leaves(ours.specs()) == jax.tree.leaves(theirs.specs())
+
+
+def test_stacks_with_units_corrections_and_truncation():
+    exact = sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error"), units=(None, 8))
+    rules = [("layers/0/exact", exact), ("layers/0/cut", ("fsdp", "tp", "dp")), (".*", None)]
+    tree = {"layers": {"exact": abstract(4, 16, 24), "cut": abstract(4, 16, 16), "b": abstract(4)}}
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers", mesh_axis="dp")])
+    assert (
+        "dim 2 of size 24 is not divisible by tp=2 in multiples of 8"
+        in plan.kind("layers/exact").problem
+    )
+    assert plan.kind("layers/cut").spec == ("dp", "fsdp", "tp")
+    assert plan.kind("layers/b").spec == ("dp",)
+    wide = sr.plan(
+        {"layers": {"exact": abstract(4, 16, 32)}}, rules, SIZES, companions=[sr.stacked("layers")]
+    )
+    assert wide.kind("layers/exact").spec == (None, "fsdp", "tp")
+    assert "dims (-, 0, 1)" in wide.kind("layers/exact").origin
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [("truncate", (None, "fsdp")), ("replicate", ()), ("error", None)]
+)
+def test_what_is_too_long_for_a_layer_is_too_long_for_its_stack(rank, expected):
+    rules, correction = [("h/0/w", ("fsdp", "tp"))], sr.Correction(rank=rank)
+    layer = sr.plan({"h": [{"w": abstract(8)}]}, rules, SIZES, correction=correction)
+    stack = sr.plan(
+        {"h": {"w": abstract(4, 8)}}, rules, SIZES,
+        correction=correction, companions=[sr.stacked("h")],
+    )  # fmt: skip
+    assert stack.kinds[0].spec == expected
+    assert [loss.kind for loss in stack.kinds[0].losses] == ["rank"]
+    assert [loss.kind for loss in layer.kinds[0].losses] == ["rank"]
+    back = sr.plan(
+        {"h": [{"w": abstract(8)}]}, [("h/w", ("dp", None, "tp"))], SIZES,
+        correction=correction, companions=[sr.unstacked("h", axis=1)],
+    )  # fmt: skip
+    assert back.kinds[0].spec == (("dp",) if expected else expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_there_and_back(axis):
+    """What unstacked takes out of a spec is what stacked puts into it."""
+    spec = ["fsdp", "tp", "dp"]
+    of_stack = P(*spec[:axis], None, *spec[axis:])
+    shape = (8, 8, 8)
+    stack_shape = (*shape[:axis], 6, *shape[axis:])
+    there = sr.plan(
+        {"h": {"w": abstract(*stack_shape)}}, [("h/0/w", P(*spec))], SIZES,
+        companions=[sr.stacked("h", axis=axis)],
+    )  # fmt: skip
+    back = sr.plan(
+        {"h": [{"w": abstract(*shape)}]}, [("h/w", of_stack)], SIZES,
+        companions=[sr.unstacked("h", axis=axis)],
+    )  # fmt: skip
+    assert there.specs()["h"]["w"] == of_stack
+    assert back.specs()["h"][0]["w"] == P(*spec)
+
+
+def test_vectors_of_stacks_along_a_later_axis():
+    rules = [("h/scale", P("tp", None)), ("h/w", P("fsdp", None, "tp"))]
+    tree = {"h": [{"scale": abstract(8), "w": abstract(8, 8)}]}
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.unstacked("h", axis=1)])
+    assert plan.specs()["h"][0] == {"scale": P("tp"), "w": P("fsdp", "tp")}
+
+
+NAMES = [
+    # (leaf, shape, base, spec on a mesh that divides all)
+    ("q/lora_a", (64, 16), "q/kernel", ("in", None)),
+    ("q/lora_b", (16, 64), "q/kernel", (None, "out")),
+    ("q/lora/lora_a/value", (64, 16), "q/kernel/value", ("in", None)),
+    ("q/lora_A/kernel", (64, 16), "q/kernel", ("in", None)),
+    ("q/kernel_lora_a/value", (64, 16), "q/kernel/value", ("in", None)),
+    ("q/w_proj_lora_b", (16, 2, 64), "q/w_proj", (None, "in", "out")),
+    ("q.lora_A.weight", (16, 64), "q.weight", (None, "in")),
+    ("q.lora_A.default.weight", (16, 64), "q.weight", (None, "in")),
+    ("q/lora_B/default/weight", (64, 16), "q/weight", ("out", None)),
+    ("q.lora_magnitude_vector.default.weight", (64,), "q.weight", ("out",)),
+    ("e.lora_embedding_A.default", (16, 64), "e.weight", (None, "out")),
+    ("e.lora_embedding_B", (64, 16), "e.weight", ("in", None)),
+    ("q.weight_scale_inv", (8, 4), "q.weight", ("out", "in")),
+    ("q.weight_scale", (64, 1), "q.weight", ("out", None)),
+    ("q.weight_scale", (64,), "q.weight", ("out",)),
+    ("q.weight_packed", (64, 8), "q.weight", ("out", "in")),
+    ("q.qweight", (8, 64), "q.weight", ("in", "out")),
+    ("q.qzeros", (4, 8), "q.weight", ("in", "out")),
+    ("q.scales", (4, 64), "q.weight", ("in", "out")),
+    ("q.g_idx", (64,), "q.weight", ("in",)),
+    ("m/down_proj_blocks", (4, 64, 4, 16), "m/down_proj", ("expert", "out", "in", None)),
+    ("m/down_proj_scales", (4, 64, 4), "m/down_proj", ("expert", "out", "in")),
+    ("q/kernel/array/qvalue/value", (64, 64), "q/kernel/value", ("in", "out")),
+    ("q/kernel/array/scale", (1, 64), "q/kernel", (None, "out")),
+    ("q/kernel_scale", (64,), "q/kernel", ("out",)),
+    ("q/kernel_scale", (1, 64), "q/kernel", (None, "out")),
+]
+
+
+@pytest.mark.parametrize(("leaf", "shape", "base", "spec"), NAMES)
+def test_tables(leaf, shape, base, spec):
+    rules = [
+        ("kernel(/value)?$", P("in", "out")),
+        (r"[./]weight$", P("out", "in")),
+        (r"_proj$", P("expert", "in", "out")),
+        (".*", P()),
+    ]
+    mesh = {"in": 2, "out": 4, "expert": 2}
+    tree = {leaf: abstract(*shape)}
+    plan = sr.plan(tree, rules, mesh, companions=(*sr.LORA, *sr.QUANTIZED))
+    assert plan.sources == [base]
+    assert plan.specs()[leaf] == P(*spec)
+    assert plan.explain(leaf).tried[plan.kinds[0].rule].outcome == "wins"
+
+
+def test_flax_lora_has_these_shapes():
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.LoRALinear(32, 64, lora_rank=4, rngs=nnx.Rngs(0))
+    plan = plan_of({"layer": nnx.state(layer)}, companions=sr.LORA)
+    specs = {path.split("/")[-2]: plan.kind(path).spec for path in plan.paths}
+    assert specs["lora_a"] == P("fsdp", None)
+    assert specs["lora_b"] == P(None, "tp")
+
+
+# What qwix 0.1.8 makes of these weights: nnx.Linear, LinearGeneral in both directions, a square
+# one, a convolution, and einsums BD,NDH->BNH, BNH,NHD->BD and (of experts) ECD,EDF->ECF.
+QWIX = [
+    # (weight, a, b, spec of a, spec of b), the weight's dimensions cut by x, y and z
+    ((32, 64), (32, 4), (4, 64), ("x", None), (None, "y")),
+    ((64, 8, 16), (64, 4), (4, 128), ("x", None), (None, "y")),
+    ((8, 16, 32), (128, 4), (4, 32), ("x", None), (None, "z")),
+    ((64, 64), (64, 4), (4, 64), ("x", None), (None, "y")),
+    ((6, 32, 48), (6, 32, 4), (4, 48), ("x", "y", None), (None, "z")),
+    ((2, 32, 8), (32, 4), (4, 2, 8), ("y", None), (None, "x", "z")),
+    ((2, 8, 32), (2, 8, 4), (4, 32), ("x", "y", None), (None, "z")),
+    ((6, 32, 48), (6, 32, 4), (6, 4, 48), ("x", "y", None), ("x", None, "z")),
+]
+
+
+@pytest.mark.parametrize(("weight", "a", "b", "of_a", "of_b"), QWIX)
+def test_the_rank_of_qwixs_lora_is_not_cut(weight, a, b, of_a, of_b):
+    tree = {"w": abstract(*weight), "w_lora_a": abstract(*a), "w_lora_b": abstract(*b)}
+    rules = [("w", P("x", "y", "z"))]
+    specs = sr.plan(tree, rules, {"x": 2, "y": 2, "z": 2}, companions=sr.LORA).specs()
+    assert (specs["w_lora_a"], specs["w_lora_b"]) == (P(*of_a), P(*of_b))
+
+
+def test_sizes_without_relation_are_not_cut():
+    tree = {"w": abstract(32, 64), "w_lora_a": abstract(40, 4), "w_lora_b": abstract(4, 40)}
+    specs = sr.plan(tree, [("w", P("fsdp", "tp"))], SIZES, companions=sr.LORA).specs()
+    assert specs["w_lora_a"] == specs["w_lora_b"] == P()
+
+
+def test_qwix_has_these_shapes():
+    qwix, nnx = pytest.importorskip("qwix"), pytest.importorskip("flax.nnx")
+    layer = nnx.Einsum("BD,NDH->BNH", (2, 32, 8), rngs=nnx.Rngs(0))
+    lora = qwix.LoraProvider(module_path=".*", rank=4, alpha=1.0)
+    model = qwix.apply_lora_to_model(layer, lora, jnp.ones((2, 32)), rngs=nnx.Rngs(1))
+    plan = sr.plan(nnx.state(model), [("kernel", P("tp", "fsdp"))], SIZES, companions=sr.LORA)
+    assert plan.kind("kernel_lora_a/value").spec == P("fsdp", None)
+    assert plan.kind("kernel_lora_b/value").spec == P(None, "tp", None)
+
+
+def test_deepseek_scales_are_cut_like_their_weights():
+    tree = corpus.manifest("deepseek-v3").flat(corpus.abstract)
+    rules = [(r"\.weight$", P("tp", "fsdp")), (".*", P())]
+    plan = sr.plan(tree, rules, {"tp": 2, "fsdp": 4}, companions=sr.QUANTIZED)
+    scales = [path for path in plan.paths if path.endswith("_scale_inv")]
+    assert len(scales) > 40_000
+    odd = set()
+    for path in scales:
+        weight = plan.kind(path.removesuffix("_scale_inv"))
+        if plan.kind(path).spec != weight.spec:
+            odd.add(weight.shape)
+    assert odd == {(576, 7168)}  # five blocks, the last of them not whole
+
+
+def test_companions_fall_back_and_come_in_order():
+    rules = [("^base$", P("tp")), ("follower", P("fsdp"))]
+    tree = {"follower": abstract(8)}
+    to_nothing, to_base = sr.Companion("follower", "none"), sr.Companion("^fol.*", "base")
+    assert sr.plan(tree, rules, SIZES, companions=[to_nothing]).specs()["follower"] == P("fsdp")
+    assert sr.plan(tree, rules, SIZES, companions=[to_base]).specs()["follower"] == P("tp")
+    assert sr.plan(tree, rules, SIZES, companions=[to_nothing, to_base]).sources == ["follower"]
+    # A record for another rank is none.
+    other_rank = replace(to_nothing, dims=(0, 1))
+    assert sr.plan(tree, rules, SIZES, companions=[other_rank, to_base]).sources == ["base"]
+
+
+def test_companion_of_an_unmatched_leaf_leaves_no_problem_behind():
+    companion = sr.Companion("scale", "kernel")
+    plan = sr.plan({"scale": abstract(8)}, [("kernel", P("tp"))], SIZES, companions=[companion])
+    assert [kind.problem for kind in plan.kinds] == [None]
+    small = sr.plan(
+        {"scale": abstract(8)}, [("kernel", P("tp"))], SIZES, companions=[companion], min_size=9
+    )
+    assert small.specs() == {"scale": P()}
+
+
+@pytest.mark.parametrize("dialect", [sr.EFORMER, sr.EASYLM, sr.SPECTRAX, sr.KERAS, sr.KEYSTR])
+def test_dialects(dialect):
+    fitting = {sr.KERAS: "a/kernel", sr.KEYSTR: r"\['kernel'\]"}
+    rules = sr.Rules([(fitting.get(dialect, "kernel$"), P("fsdp", "tp"))], dialect)
+    tree = {"a": {"scale": abstract(8)}}
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale", "kernel", dims=(1,))])
+    assert plan.specs() == {"a": {"scale": P("tp")}}
+
+
+def test_windows():
+    rules = sr.Rules([(("a", "kernel"), P("fsdp", "tp"))], sr.WINDOW)
+    tree = {"a": {"scale": abstract(8)}}
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale$", "kernel", dims=(1,))])
+    assert plan.specs() == {"a": {"scale": P("tp")}}
+
+
+def test_units_count_blocks():
+    """Of 128 x 128 blocks, heads of 192 end where three blocks do."""
+    rules = [("weight$", sr.RuleSpec(("tp",), units=(192,)))]
+    for rows, spec in ((12, P("tp", None)), (10, P()), (8, P())):
+        tree = {"a.weight_scale_inv": abstract(rows, 4)}
+        plan = sr.plan(tree, rules, {"tp": 2}, companions=sr.QUANTIZED)
+        assert plan.specs()["a.weight_scale_inv"] == spec, rows
+
+
+def test_optimizer_states_of_companions():
+    tree = {"q": {"kernel": abstract(32, 32), "lora_a": abstract(32, 4)}}
+    plan = plan_of(tree, companions=sr.LORA)
+    derived = plan.for_optimizer(jax.eval_shape(optax.adam(1e-3).init, tree))
+    assert derived.specs()[0].mu == plan.specs()
+    assert derived.source("0/mu/q/lora_a") == "q/kernel"
+
+
+def test_bad_companions():
+    with pytest.raises(re.error):
+        sr.Companion("(", "x")
+    with pytest.raises(re.error):
+        sr.Companion("x", r"\2")
+    for dims in ((-1,), (..., 0), (1.5,), ((1,),)):
+        with pytest.raises(ValueError, match="dims has"):
+            sr.Companion("x", "y", dims=dims)
+    with pytest.raises(ValueError, match=r"blocks\[0\] is .*integer"):
+        sr.Companion("x", "y", blocks=(0,))
+    for make in (sr.stacked, sr.unstacked):
+        with pytest.raises(ValueError, match="axis is -1"):
+            make("h", axis=-1)
+
+
+def test_random_trees_of_one_layer(rng):
+    """Specs of stacks are the layers' with None in front, whatever the layers are."""
+    for _ in range(30):
+        layer = {
+            f"w{i}": tuple(rng.choice((1, 3, 8, 12)) for _ in range(rng.randint(1, 3)))
+            for i in range(5)
+        }
+        rules = [
+            (f"h/\\d+/w{i}", P(*rng.sample(["fsdp", "tp", "dp", None], rng.randint(0, 3))))
+            for i in range(5)
+        ]
+        single = sr.plan({"h": [{k: abstract(*s) for k, s in layer.items()}]}, rules, SIZES)
+        stack = {"h": {k: abstract(5, *s) for k, s in layer.items()}}
+        plan = sr.plan(stack, rules, SIZES, companions=[sr.stacked("h")])
+        for name, spec in single.specs()["h"][0].items():
+            derived = plan.specs()["h"][name]
+            assert derived == (P(None, *spec) if any(spec) else P()), (rules, layer)
+
+
+def test_no_jax_is_needed():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, types, shardrules as sr\n"
+        "leaf = types.SimpleNamespace(shape=(8, 8), dtype='float32')\n"
+        "plan = sr.plan({'h': {'w': leaf}}, [('h/0/w', ('tp',))], {'dp': 2, 'tp': 2},"
+        " companions=[sr.stacked('h')])\n"
+        "state = plan.for_optimizer({'mu': {'h': {'w': leaf}}}, zero1='dp')\n"
+        "assert state.kinds[0].spec == ('dp', 'tp'), state.kinds\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

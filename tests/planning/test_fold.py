@@ -1,0 +1,235 @@
+"""Folding: what the patterns stand for are the paths of each group, all and only these."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import shardrules as sr
+from shardrules._core import templates
+from shardrules._planning.fold import fold, parts_of
+from tests.support import corpus
+
+
+def expanded(pattern):
+    """The paths of a pattern, by its grammar read from left to right, character by character."""
+    choices, i = [], 0
+    while i < len(pattern):
+        two = pattern[i : i + 2]
+        if two in ("{{", "}}"):
+            choices.append([two[0]])
+            i += 2
+        elif pattern[i] == "{":
+            end = pattern.index("}", i)
+            numbers = []
+            for item in pattern[i + 1 : end].split(","):
+                first, *last = map(int, item.split(".."))
+                numbers += range(first, (last or [first])[0] + 1)
+            choices.append(list(map(str, numbers)))
+            i = end + 1
+        else:
+            assert pattern[i] != "}", pattern
+            choices.append([pattern[i]])
+            i += 1
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def check_lossless(paths, groups):
+    folded = fold(paths, np.array(groups, np.int32))
+    rows = [row for one in folded for row in one.rows.tolist()]
+    assert sorted(rows) == list(range(len(paths)))
+    assert [one.rows[0] for one in folded] == sorted(one.rows[0] for one in folded)
+    for one in folded:
+        mine = [paths[row] for row in one.rows]
+        assert list(one.rows) == sorted(one.rows)
+        assert {groups[row] for row in one.rows} == {one.group}
+        stands_for = expanded(one.pattern)
+        assert len(stands_for) == len(set(stands_for))
+        assert set(stands_for) == set(mine), one.pattern
+    # And each path of a group stands in one pattern alone.
+    told = Counter((one.group, path) for one in folded for path in expanded(one.pattern))
+    assert set(told) == set(zip(groups, paths, strict=True))
+    assert set(told.values()) <= {1}
+    return [one.pattern for one in folded]
+
+
+NUMBERS = st.sampled_from(["0", "1", "2", "3", "9", "10", "11", "00", "01", "007", "9" * 18, "1" + "0" * 17,
+                           "9" * 19, "1" + "0" * 18, str(2**63), "٣", "１", "²"])  # fmt: skip
+TEXTS = st.sampled_from(["a", "b", "/", "{", "}", "{{", "}}", "{0..2}", ",", "..", "\0", "\0#", "\\0", "\\",
+                         "\n", "é", "\ud800", "\udfff", "\U0001f600", "#", "-", "", "N"])  # fmt: skip
+PATHS = st.lists(NUMBERS | TEXTS, max_size=5).map("".join) | st.text(max_size=4)
+
+
+@given(st.lists(st.tuples(PATHS, st.integers(0, 2)), max_size=40))
+@example([("a\0", 0), ("a\\0", 0), ("a\0#", 0), ("a1", 0)])
+@example([("{1}", 0), ("{2}", 0), ("{{1}}", 0), ("{0..1}", 0)])
+@example([("x/1", 0), ("x/01", 0), ("x/2", 0), ("x/1", 0), ("x/1", 1), ("", 0)])
+@example([(f"a/{i}/b/{i}", 0) for i in range(5)])
+def test_any_paths(pairs):
+    check_lossless([path for path, _ in pairs], [group for _, group in pairs])
+
+
+@given(
+    st.sets(st.tuples(*[st.integers(0, 3)] * 3), max_size=64),
+    st.integers(1, 3),
+)
+def test_sets_of_numbers_that_are_no_product(numbers, groups):
+    numbers = sorted(numbers)
+    paths = [f"a/{i}/b{j}/{k}" for i, j, k in numbers]
+    patterns = check_lossless(paths, [(i * j) % groups for i, j, _ in numbers])
+    assert len(patterns) <= len(paths)
+
+
+def patterns_of(paths):
+    return check_lossless(paths, [0] * len(paths))
+
+
+def test_products_of_numbers_are_one_pattern():
+    assert patterns_of([f"l/{i}/e/{j}/w" for i in range(3, 61) for j in range(256)]) == [
+        "l/{3..60}/e/{0..255}/w"
+    ]
+    assert patterns_of([f"{i}" for i in (0, 1, 3, 4, 5, 9)]) == ["{0,1,3..5,9}"]
+    assert patterns_of(["w7", "w7"]) == ["w7"]
+
+
+def test_only_the_columns_that_depend_on_each_other_are_split():
+    """The first number stands beside all others alike, so it stays one set."""
+    paths = [f"l/{i}/e/{j}/{k}" for i in range(50) for j, k in [(0, 0), (0, 1), (1, 1)]]
+    assert sorted(patterns_of(paths)) == ["l/{0..49}/e/0/{0,1}", "l/{0..49}/e/1/1"]
+
+
+@pytest.mark.parametrize("count", [15, 16, 17, 64, 65, 1000])
+def test_a_path_with_many_numbers(count):
+    """64 were more than NumPy can index by. The first 16 make sets; others are text."""
+    numbers = "/1" * count
+    assert patterns_of([f"{i}{numbers}" for i in range(3)]) == ["{0..2}" + numbers]
+    patterns = patterns_of([f"{numbers}/{i}" for i in range(3)])
+    assert len(patterns) == (1 if count < 16 else 3)
+
+
+FOLDABLE = [f"layers/{i}/w" for i in range(50_000)]
+
+
+@pytest.mark.parametrize(
+    "number", [lambda i, j: i == j, lambda i, j: i < j, lambda i, j: i * j % 7]
+)
+def test_300_leaves_of_300_numbers(number):
+    """They took minutes: for each number all other columns were sorted."""
+    paths = ["".join(f"/{int(number(i, j))}" for j in range(300)) for i in range(300)]
+    assert seconds_to_fold(paths) < 100 * seconds_to_fold(FOLDABLE)
+
+
+def seconds_to_fold(paths):
+    group_of = np.zeros(len(paths), np.int32)
+    start = time.process_time()
+    fold(paths, group_of)
+    return time.process_time() - start
+
+
+def test_names_that_do_not_fold_cost_what_others_cost():
+    """Each pattern had its own arrays split off and sorted: 80 times what folds, and now 7 to 20."""
+    count = len(FOLDABLE)
+    alone = [f"layers/{number_in_letters(i)}/w" for i in range(count)]
+    pairs = [f"layers/{number_in_letters(i // 2)}/{i % 2}" for i in range(count)]
+    stairs = [f"{number_in_letters(i // 3)}/{(i % 3) // 2}/{(i % 3) % 2}" for i in range(count)]
+    fold(alone[:3], np.zeros(3, np.int32))
+    most = 45 * seconds_to_fold(FOLDABLE)
+    assert max(map(seconds_to_fold, (alone, pairs, stairs))) < most
+
+
+def number_in_letters(number):
+    return str(number).translate(str.maketrans("0123456789", "abcdefghij"))
+
+
+def test_a_hole_in_a_product():
+    paths = [f"l/{i}/e/{j}" for i in range(9) for j in range(9) if (i, j) != (4, 7)]
+    assert sorted(patterns_of(paths)) == ["l/4/e/{0..6,8}", "l/{0..3,5..8}/e/{0..8}"]
+
+
+def test_groups_are_kept_apart():
+    paths = [f"layers/{i}/w" for i in range(6)]
+    groups = [0, 0, 0, 1, 1, 1]
+    assert check_lossless(paths, groups) == ["layers/{0..2}/w", "layers/{3..5}/w"]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_number"),
+    [("7", True), ("0", True), ("9" * 18, True), ("07", False), ("00", False), ("9" * 19, False),
+     ("٣", False), ("７", False), ("²", False)],
+)  # fmt: skip
+def test_what_a_number_is(path, is_number):
+    """What str(int) writes in ASCII, up to 18 digits."""
+    texts, of_path, numbers = templates([path])
+    assert texts == (["\0#"] if is_number else [path])
+    assert np.frombuffer(numbers, np.int64).tolist() == ([int(path)] if is_number else [])
+    assert np.frombuffer(of_path, np.int32).tolist() == [0]
+
+
+def test_templates_tell_names_from_numbers():
+    texts, of_path, numbers = templates(["a/1/b", "a/22/b", "a/x/b", "a\0b", "é3", "\ud8004"])
+    assert texts == ["a/\0#/b", "a/x/b", "a\x000b", "é\0#", "\ud800\0#"]
+    assert np.frombuffer(of_path, np.int32).tolist() == [0, 0, 1, 2, 3, 4]
+    assert np.frombuffer(numbers, np.int64).tolist() == [1, 22, 3, 4]
+
+
+@pytest.mark.parametrize("entry", [b"a/1", 3, None, ("a",)])
+def test_templates_of_what_is_no_str(entry):
+    with pytest.raises(TypeError, match=f"a path is a {type(entry).__name__}, not a str"):
+        templates(["fine", entry])
+    with pytest.raises(TypeError):
+        templates((entry,))
+
+
+def test_a_subclass_of_str_is_a_path():
+    class Name(str):
+        __slots__ = ()
+
+    assert templates([Name("a/1")])[0] == ["a/\0#"]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{", "}", "a{b}", "{1", "1}", "{}", "{,1}", "}{", "{{}", "{-1}", "{１}"]
+)
+def test_braces_that_make_no_sense(pattern):
+    with pytest.raises(ValueError, match="braces make no sense from character"):
+        list(parts_of(pattern))
+
+
+@pytest.mark.parametrize("model", corpus.manifest_names())
+def test_real_models_fold_without_loss(model):
+    manifest = corpus.manifest(model)
+    tree = manifest.flat(lambda p: {"shape": p.shape, "dtype": p.dtype})
+    kinds = {}
+    groups = [
+        kinds.setdefault((p["shape"], p["dtype"]), len(kinds)) for p in map(dict, tree.values())
+    ]
+    check_lossless(list(tree), [int(g) for g in groups])
+
+
+# Rows of a table that a person reads; each is what the model's own code says it has. DeepSeek-V3:
+# three layers with a dense MLP (3 arrays), 58 with experts (a router and its bias, 3 arrays of 256
+# experts, 3 of the shared one), 7 arrays of attention and 2 norms in both, and 3 outside of layers.
+# LLaMA and Mixtral: 4 arrays of attention, 3 of the MLP of which w1 and w3 are alike, 2 norms, 3
+# outside of layers; Mixtral a router, LLaMA's train state each twice again, a step and a count.
+@pytest.mark.parametrize(
+    ("model", "patterns"),
+    [
+        (corpus.DEEPSEEK, 3 + 3 + 2 + 3 + 3 + 7 + 2),
+        ("easylm-llama-3.1-405b", 4 + 2 + 2 + 3),
+        ("easylm-llama-3.1-405b-trainstate", 3 * 11 + 1 + 1),
+        ("mixtral-8x22b", 4 + 2 + 2 + 3 + 1),
+    ],
+)
+def test_few_patterns_for_real_models(model, patterns):
+    tree = corpus.manifest(model).nested(corpus.abstract)
+    plan = sr.plan(tree, [("", ())], {"tp": 2})
+    assert len(plan.folded) == patterns
+    assert sum(len(one.rows) for one in plan.folded) == len(plan)
+    assert all(re.fullmatch(r"[^{}]*(\{[0-9.,]+\}[^{}]*)*", one.pattern) for one in plan.folded)

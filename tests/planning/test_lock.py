@@ -1,0 +1,747 @@
+"""Lockfiles: what is read is what was written; whatever else is read is a FileError."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+
+MESH = {"dp": 2, "fsdp": 4, "tp": 2}
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def plain(spec):
+    """Entries in the form that newer versions of JAX give them."""
+    axes = [(entry,) if isinstance(entry, str) else entry for entry in spec]
+    return [(one or None) if isinstance(one, tuple) else one for one in axes]
+
+
+def check_round_trip(plan):
+    text = plan.lock()
+    back = sr.Plan.from_lock(text)
+    assert back.lock() == text
+    assert back.fingerprint() == plan.fingerprint()
+    assert list(back.axis_sizes.items()) == list(plan.axis_sizes.items())
+    assert back.rules.dialect == plan.rules.dialect
+    rows = dict(zip(back.paths, back.kind_of.tolist(), strict=True))
+    assert rows.keys() == set(plan.paths)
+    for path, kind in zip(plan.paths, plan.kind_of.tolist(), strict=True):
+        a, b = plan.kinds[kind], back.kinds[rows[path]]
+        assert (a.shape, a.dtype_shown, a.rule, a.problem) == (
+            b.shape,
+            b.dtype_shown,
+            b.rule,
+            b.problem,
+        )
+        assert (a.spec is None) == (b.spec is None)
+        if a.spec is not None:
+            assert plain(a.spec) == plain(b.spec)
+    np.testing.assert_array_equal(back.bytes_per_device().total, plan.bytes_per_device().total)
+    assert not plan.diff(back)
+    return back
+
+
+@pytest.mark.parametrize("model", corpus.manifest_names())
+def test_real_models(model):
+    tree = corpus.manifest(model).flat(corpus.with_dtype)
+    rules = corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
+    plan = sr.plan(tree, rules, MESH)
+    back = check_round_trip(plan)
+    assert len(plan.lock().splitlines()) <= len(plan.rules) + 10 + min(len(plan), 70)
+    if not any(kind.problem for kind in plan.kinds):
+        assert back.specs() == plan.specs()
+
+
+TREE = {
+    "layers": [
+        {"wq": array(16, 8), "wk": array(16, 2, dtype="bfloat16"), "b": array(7)} for _ in range(3)
+    ],
+    "step": array(dtype="int32"),
+    "name": "no array",
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "rules"),
+    [
+        ("EFORMER", [("wq|wk", P("fsdp", "tp")), (".*", P())]),
+        ("EASYLM", [("wq|wk", ("fsdp", "tp")), (".*", None)]),
+        ("SPECTRAX", [("wq|wk", P(("fsdp", "tp"), None)), ("x", "dp"), (".*", P())]),
+        ("KERAS", [(".*wq", P(None, "tp")), (".*q", P("dp")), ("layers/0/b", None)]),
+        ("KEYSTR", [(r"\['wq'\]", P(("fsdp", "dp"), "tp")), (".*", P())]),
+        ("WINDOW", [(("layers", r"\d", "w."), P("fsdp", "tp")), (("b",), None)]),
+        ("TP_PLAN", [("layers.*.wq", P("fsdp", "tp")), ("layers.0.b", None)]),
+    ],
+)
+def test_dialects(dialect, rules):
+    dialect = getattr(sr, dialect)
+    plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
+    back = check_round_trip(plan)
+    assert [pattern for pattern, _ in back.rules] == [pattern for pattern, _ in plan.rules]
+    assert [back.explain(p).kind.rule for p in plan.paths] == [
+        plan.explain(p).kind.rule for p in plan.paths
+    ]
+    assert back.coverage.dead == plan.coverage.dead
+    assert back.coverage.matched == plan.coverage.matched
+
+
+def test_corrections_units_and_flags():
+    rules = [
+        (
+            "wq",
+            sr.RuleSpec(
+                (None, "tp"), sr.Correction(indivisible="prefix", pad=False), units=(None, 4)
+            ),
+        ),
+        (
+            re.compile("WK", re.I | re.X),
+            sr.RuleSpec(("fsdp", ("tp", "zz")), sr.Correction(absent="drop_axis")),
+        ),
+        (re.compile("(?s)b.?", re.A), P(P.UNCONSTRAINED)),
+        (re.compile("never", re.M), "tp"),
+    ]
+    dialect = replace(sr.EASYLM, name="mine", separator=":")
+    plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
+    back = check_round_trip(plan)
+    for (a, wanted), (b, found) in zip(plan.rules, back.rules, strict=True):
+        assert a == b
+        wanted = wanted if isinstance(wanted, sr.RuleSpec) else sr.RuleSpec(wanted)
+        assert (tuple(wanted.spec), wanted.correction, wanted.units) == (
+            tuple(found.spec), found.correction, found.units)  # fmt: skip
+    assert back.kind("layers:0:b").spec[0] is P.UNCONSTRAINED
+
+
+def test_a_flag_that_only_prints_is_left_out(capfd):
+    plan = sr.plan({"w": array(4)}, [(re.compile("w", re.DEBUG), None)], MESH)
+    assert "LITERAL" in capfd.readouterr().out
+    sr.Plan.from_lock(plan.lock())
+    assert capfd.readouterr().out == ""
+
+
+def test_problems_are_locked_too():
+    rules = sr.Rules([("layers", P("tp", "tp"))], replace(sr.EASYLM, scalars="none"))
+    plan = sr.plan(TREE, rules, MESH)
+    back = check_round_trip(plan)
+    told = {(one.kind, one.leaves, one.paths) for one in plan.check() if one.level == "error"}
+    assert {kind for kind, _, _ in told} == {"unmatched", "misfit"}
+    assert {
+        (one.kind, one.leaves, one.paths) for one in back.check() if one.level == "error"
+    } == told
+
+
+def test_axes_that_cannot_be_locked():
+    try:
+        spec = P("dp", unreduced={"tp"})
+    except TypeError:
+        pytest.skip("this JAX has no unreduced axes")
+    with pytest.raises(
+        ValueError, match=r"unreduced or reduced axes of P\('dp', unreduced=\['tp'\]\)"
+    ):
+        sr.plan({"w": array(4)}, [("w", spec)], MESH).lock()
+
+
+HOSTILE = ["{", "}", "{{0}}", "{0..9}", "a{1}b", '"', "'", "\\", "\\0", "\0", "\n", "\r\n", "\t(4,)\tfloat32\tP()\n",
+           "é", "\ud800", "\U0001f600", "٣", "007", "9" * 30, "-1", "", " ", "%2C", "</script>"]  # fmt: skip
+
+
+def test_hostile_names():
+    plan = sr.plan({name: array(4) for name in HOSTILE}, [("", "tp")], MESH)
+    assert set(check_round_trip(plan).paths) == set(HOSTILE)
+
+
+@given(st.dictionaries(st.lists(st.sampled_from([*HOSTILE, "0", "1", "2", "w"]), max_size=4).map("".join),
+                       st.integers(1, 3), max_size=12))  # fmt: skip
+def test_any_names(sizes):
+    check_round_trip(
+        sr.plan({name: array(size) for name, size in sizes.items()}, [("[0w]", "tp")], {"tp": 2})
+    )
+
+
+def test_leaves_with_the_same_path_are_told_apart_by_nothing():
+    plan = sr.plan({"a/b": array(4), "a": {"b": array(4)}}, [("", "tp")], MESH)
+    with pytest.raises(ValueError, match="two leaves have the path 'a/b'"):
+        plan.lock()
+
+
+def test_files(tmp_path):
+    plan = sr.plan(TREE, [("", "tp")], MESH)
+    text = plan.lock(tmp_path / "plan.lock")
+    assert (tmp_path / "plan.lock").read_text("utf-8") == text
+    for given_as in (tmp_path / "plan.lock", str(tmp_path / "plan.lock"), text, "\n " + text):
+        assert sr.Plan.from_lock(given_as).fingerprint() == plan.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.lock", "", "\0", "x" * 5000, "\ud800", "[]", "null", "a directory"]
+)
+def test_files_that_cannot_be_read(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a directory").mkdir()
+    with pytest.raises(sr.FileError, match="neither a lock nor a file with one") as caught:
+        sr.Plan.from_lock(name)
+    assert len(str(caught.value)) < 20_000
+    (tmp_path / "latin1").write_bytes(b"{\xff}")
+    with pytest.raises(sr.FileError, match="latin1: byte 1: this is no UTF-8"):
+        sr.Plan.from_lock(tmp_path / "latin1")
+
+
+def test_a_locked_plan_is_for_its_mesh_alone():
+    back = sr.Plan.from_lock(sr.plan(TREE, [("", "tp")], MESH).lock())
+    assert back.on_mesh(MESH).fingerprint() == back.fingerprint()
+    for other in ({"tp": 2}, dict(reversed(MESH.items()))):
+        with pytest.raises(ValueError, match="a locked plan is for the mesh"):
+            back.on_mesh(other)
+
+
+class TestFingerprint:
+    RULES = (("wq", ("fsdp", "tp")), ("", "tp"))
+
+    def of(self, tree, rules=RULES, mesh=MESH):
+        return sr.plan(tree, list(rules), mesh).fingerprint()
+
+    def test_changes_with_what_counts(self):
+        others = [
+            self.of({"wq": array(8, 8), "c": array(8)}),
+            self.of({"wq": array(8, 8)}),
+            self.of({"wq": array(8, 4), "b": array(8)}),
+            self.of({"wq": array(8, 8), "b": array(8, dtype="int32")}),
+            self.of({"wq": array(8, 8), "b": 3}),
+            self.of({"wq": array(8, 8), "b": array(8)}, [("wq", "tp"), ("", "tp")]),
+            self.of({"wq": array(8, 8), "b": array(8)}, mesh={"dp": 2, "fsdp": 2, "tp": 2}),
+            self.of({"wq": array(8, 8), "b": array(8)}, mesh={**MESH, "x": 1}),
+            self.of({"wq": array(8, 8), "b": array(8)}, mesh=dict(reversed(MESH.items()))),
+        ]
+        assert len({self.of({"wq": array(8, 8), "b": array(8)}), *others}) == len(others) + 1
+
+    def test_does_not_change_with_what_does_not(self):
+        one = self.of({"wq": array(8, 8), "b": array(8)})
+        assert self.of({"b": array(8), "wq": array(8, 8)}) == one
+        assert self.of({"wq": np.ones((8, 8), "float32"), "b": np.zeros(8, "float32")}) == one
+        assert self.of({"wq": array(8, 8), "b": array(8)}, [("never", None), *self.RULES]) == one
+        assert (
+            self.of({"wq": array(8, 8), "b": array(8)}, [("wq", P("fsdp", "tp")), ("", P("tp"))])
+            == one
+        )
+        assert re.fullmatch("[0-9a-f]{64}", one)
+
+    @pytest.mark.parametrize(
+        "specs",
+        [["tp", ("tp",), (("tp",),), P("tp"), P(("tp",))], [((), "tp"), (None, "tp"), P((), "tp")]],
+    )
+    def test_specs_that_are_equal(self, specs):
+        plans = [sr.plan({"w": array(8, 8)}, [("w", spec)], MESH) for spec in specs]
+        assert len({plan.fingerprint() for plan in plans}) == 1
+        assert len({plan.lock() for plan in plans}) == 1
+        assert not any(plan.diff(plans[0]) for plan in plans)
+
+    def test_a_name_cannot_pass_for_another_leaf(self):
+        leaf = array(4)
+        two = self.of({"a": leaf, "b": leaf}, [("", ())])
+        assert self.of({"a\t(4,)\tfloat32\tP()\nb": leaf}, [("", ())]) != two
+        assert self.of({"'a'\t(4,)\tfloat32\tP()\n'b'": leaf}, [("", ())]) != two
+
+    def test_is_the_same_in_other_processes(self):
+        code = (
+            "import shardrules as sr; from types import SimpleNamespace as S;"
+            "tree = {k: S(shape=(8, n + 1), dtype='float32') for n, k in enumerate(set('abcdefgh'))};"
+            "tree = {k: S(shape=(8, ord(k)), dtype='float32') for k in tree};"
+            "plan = sr.plan(tree, [('[a-d]', ('fsdp', 'tp')), ('', {*()} or None)], {'fsdp': 4, 'tp': 2});"
+            "print(plan.fingerprint(), hash(plan.lock()) and plan.lock().replace('\\n', ' '))"
+        )
+        printed = {
+            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True,
+                           env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+            for seed in ("1", "2", "77")
+        }  # fmt: skip
+        assert len(printed) == 1
+
+
+class TestDiff:
+    RULES = (("wq", ("fsdp", "tp")), ("", "tp"))
+
+    def plan(self, tree, rules=RULES, mesh=MESH):
+        return sr.plan(tree, list(rules), mesh)
+
+    def test_nothing(self):
+        tree = {"wq": array(8, 8), "b": array(8)}
+        diff = self.plan(tree).diff(self.plan(dict(reversed(tree.items()))))
+        assert not diff
+        assert str(diff) == "no differences"
+        assert (diff.changes, diff.mesh, diff.bytes) == ((), (MESH, MESH), (32 + 16, 32 + 16))
+        assert not self.plan({}).diff(self.plan({}))
+
+    def test_added_removed_and_changed(self):
+        layers = {f"layers/{i}/wq": array(8, 8) for i in range(4)}
+        before = self.plan({**layers, "gone": array(4), "same": array(2)})
+        after = self.plan(
+            {**layers, "same": array(2), "new/0": array(6), "new/1": array(6)}, [("wq", ("fsdp",)), *self.RULES])  # fmt: skip
+        diff = before.diff(after)
+        assert diff
+        found = {(c.path, c.leaves, c.before is None, c.after is None) for c in diff.changes}
+        assert found == {
+            ("layers/{0..3}/wq", 4, False, False),
+            ("gone", 1, False, True),
+            ("new/{0,1}", 2, True, False),
+        }
+        # Each wq has 8*8*4/8 = 32 bytes on a device before, and twice as many after.
+        assert diff.bytes == (4 * 32 + 8 + 4, 4 * 64 + 4 + 2 * 12)
+        lines = str(diff).splitlines()
+        assert lines[-1] == "7 leaves changed; 140 B -> 284 B on the fullest device"
+        assert set(lines[:-1]) == {
+            "~ layers/{0..3}/wq  P('fsdp', 'tp') -> P('fsdp', None)  (+128 B on each device)",
+            "- gone  (4,)  float32  P('tp')",
+            "+ new/{0,1}  (6,)  float32  P('tp')",
+            "rules changed: rules 0, 1, 2",
+        }
+        back = {
+            (c.path, c.leaves, c.before is None, c.after is None)
+            for c in after.diff(before).changes
+        }
+        assert back == {(path, leaves, new, gone) for path, leaves, gone, new in found}
+
+    @pytest.mark.parametrize(
+        ("rules", "told"),
+        [
+            ([("wq", ("fsdp", "tp")), ("b", "tp")], "rule 1"),
+            ([("wq", ("fsdp", "tp")), (re.compile(""), "tp")], "rule 1"),
+            ([("wq", ("fsdp", "tp")), ("never", "dp"), ("", "tp")], "rules 1, 2"),
+            ([("wq", sr.RuleSpec(("fsdp", "tp"), units=(2, None))), ("", "tp")], "rule 0"),
+            ([(f"x{i}", None) for i in range(2000)] + list(RULES), "rules 0, 1, 2, 3, 4, 5, 6, 7 and 1,994 more"),
+            (sr.Rules(RULES, replace(sr.EFORMER, name="mine")), "the dialect"),
+            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.EASYLM), "the dialect, rule 1"),
+        ],
+        ids=range(7),
+    )  # fmt: skip
+    def test_the_rules_alone(self, rules, told):
+        """Other rules that give all leaves the same were no difference."""
+        tree = {"wq": array(8, 8), "b": array(8)}
+        before, after = self.plan(tree), sr.plan(tree, rules, MESH)
+        for diff in (before.diff(after), sr.Plan.from_lock(before.lock()).diff(after)):
+            assert diff
+            assert diff.changes == ()
+            assert diff.rules == tuple(told.split(", ", 1) if "dialect, " in told else [told])
+            assert (
+                str(diff)
+                == f"rules changed: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
+            )
+
+    def test_the_rule_that_decides_alone(self):
+        tree = {"a": array(8), "b": array(8)}
+        rules = [("a", "tp"), ("", "tp")]
+        content = json.loads(sr.plan(tree, rules, MESH).lock())
+        content["format"] = "shardrules lock 1"
+        del content["rules_fingerprint"]
+        content["leaves"][0]["rule"] = 1
+        diff = sr.plan(tree, rules, MESH).diff(sr.Plan.from_lock(json.dumps(content)))
+        assert diff.rules == ("which rule decides 1 leaf",)
+
+    @pytest.mark.parametrize(
+        ("other", "told"),
+        [
+            (array(4, 8), "(8, 8) -> (4, 8)  (-16 B on each device)"),
+            (array(8, 8, dtype="bfloat16"), "float32 -> bfloat16  (-16 B on each device)"),
+            (
+                array(8, 7),
+                "(8, 8) -> (8, 7)  P('fsdp', 'tp') -> P('fsdp', None)  (+24 B on each device)",
+            ),
+        ],
+    )
+    def test_a_shape_or_dtype(self, other, told):
+        (change,) = self.plan({"wq": array(8, 8)}).diff(self.plan({"wq": other})).changes
+        assert str(change) == f"~ wq  {told}"
+
+    def test_the_mesh_alone(self):
+        tree = {"wq": array(8, 8)}
+        diff = self.plan(tree).diff(self.plan(tree, mesh={"dp": 1, "fsdp": 8, "tp": 1}))
+        assert diff
+        assert diff.changes == ()
+        assert "dp=2,fsdp=4,tp=2 -> dp=1,fsdp=8,tp=1" in str(diff).splitlines()[0]
+        assert self.plan(tree).diff(self.plan(tree, mesh=dict(reversed(MESH.items()))))
+
+    def test_problems(self):
+        (change,) = self.plan({"wq": array(8, 8)}).diff(self.plan({"wq": array(8, 8)}, [])).changes
+        assert str(change) == "~ wq  P('fsdp', 'tp') -> unmatched  (+224 B on each device)"
+
+    def test_with_a_lock(self):
+        plan = self.plan({"wq": array(8, 8)})
+        assert not sr.Plan.from_lock(plan.lock()).diff(plan)
+
+    def test_equal_paths(self):
+        tree = {"a/b": array(4), "a": {"b": array(2)}, "x": array(2)}
+        assert not self.plan(tree).diff(self.plan(tree))
+        (change,) = self.plan(tree).diff(self.plan({**tree, "a": {}})).changes
+        assert (change.path, change.leaves, change.after) == ("a/b", 1, None)
+
+    def test_real_models(self):
+        """EasyDeL's rules of two versions: the leaves are those about which `compare` tells."""
+        tree = corpus.manifest("easydel-deepseek-v3").nested(corpus.with_dtype)
+        old, new = (corpus.rules(f"easydel__deepseek_{v}") for v in (
+            "v2-DeepseekV2Config-v0.0.80", "v3-DeepseekV3Config-v0.2.0"))  # fmt: skip
+        mesh = {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2}
+        a, b = sr.plan(tree, old, mesh), sr.plan(tree, new, mesh)
+        changed = {
+            a.paths[row]
+            for row in range(len(a))
+            if a.kinds[a.kind_of[row]].spec != b.kinds[b.kind_of[row]].spec
+        }
+        diff = a.diff(b)
+        assert sum(change.leaves for change in diff.changes) == len(changed) > 100
+        assert len(diff.changes) < 30
+
+
+def lock_of(tree=None):
+    rules = [("wq", sr.RuleSpec(("fsdp", "tp"), sr.Correction(), (None, 2))), (re.compile("b", re.I), "tp"),
+             (".*", (("fsdp", "dp"), None))]  # fmt: skip
+    return sr.plan(tree or TREE, rules, MESH).lock()
+
+
+LOCK = lock_of()
+
+
+def edited(edit):
+    content = json.loads(LOCK)
+    edit(content)
+    return json.dumps(content)
+
+
+def setting(*keys_and_value):
+    *keys, last, value = keys_and_value
+
+    def edit(content):
+        for key in keys:
+            content = content[key]
+        content[last] = value
+
+    return edit
+
+
+def removing(*keys):
+    def edit(content):
+        for key in keys[:-1]:
+            content = content[key]
+        del content[keys[-1]]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        setting("rules", 0, "pattern", "wk"),
+        setting("rules", 0, "spec", ["tp"]),
+        setting("rules", 0, "units", [None, 4]),
+        setting("rules", 0, "correction", "pad", False),
+        setting("rules", 1, "flags", int(re.M)),
+        setting("rules", 2, "spec", []),
+        setting("leaves", 1, "rule", 0),
+        setting("leaves", 0, "rule", None),
+        setting("dialect", "precedence", "only"),
+        setting("dialect", "correction", "absent", "error"),
+        setting("dialect", "name", "eformer2"),
+        setting("dialect", "separator", "."),
+        lambda content: content["rules"].append({"rule": 3, "pattern": "x", "spec": []}),
+        lambda content: content["rules"].pop(),
+    ],
+    ids=range(14),
+)
+def test_rules_that_were_changed_by_hand(edit):
+    """The fingerprint is that of the leaves: whoever decides them could be anyone."""
+    text = edited(edit)
+    assert json.loads(text)["fingerprint"] == json.loads(LOCK)["fingerprint"]
+    with pytest.raises(sr.FileError, match="is that of another plan|there is no rule"):
+        sr.Plan.from_lock(text)
+
+
+def test_a_lock_of_version_1_is_still_read():
+    def older(content):
+        content["format"] = "shardrules lock 1"
+        del content["rules_fingerprint"]
+
+    plan = sr.Plan.from_lock(edited(older))
+    assert plan.lock() == LOCK
+    with pytest.raises(sr.FileError, match="fields that are not known"):
+        sr.Plan.from_lock(edited(setting("format", "shardrules lock 1")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOCK.replace('"mesh": {', '"mesh": {"tp": 1, ', 1),
+        LOCK.replace('"mesh":', '"mesh": {}, "mesh":', 1),
+        LOCK.replace('"rules": [', '"rules": [], "rules": [', 1),
+        LOCK.replace('"spec":', '"spec": null, "spec":', 1),
+        LOCK.replace('"shape":', '"shape": [1], "shape":', 1),
+        LOCK.replace('"absent":', '"absent": "keep", "absent":', 1),
+    ],
+    ids=range(6),
+)
+def test_keys_that_are_there_twice(text):
+    """Python's reader takes the last, a reviewer reads the first."""
+    assert json.loads(text) == json.loads(LOCK)
+    with pytest.raises(sr.FileError, match="is there twice in one object"):
+        sr.Plan.from_lock(text)
+
+
+BOMBS = ["{0..99999999999}", "{0..9999999}", "{0..9}" * 30, "{0..999999}" + "x" * 100_000, "{0..99999," * 1 + "0..99999," * 999 + "1}",
+         "{0..99999999999999999999999999}", "{" + "9" * 5000 + "}", "{" * 99_999, "{1}" * 50_000 + "{"]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", BOMBS, ids=range(len(BOMBS)))
+def test_patterns_that_stand_for_too_much(pattern):
+    text = edited(setting("leaves", 0, "path", pattern))
+    tracemalloc.start()
+    start = time.process_time()
+    try:
+        with pytest.raises(sr.FileError) as caught:
+            sr.Plan.from_lock(text)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+        assert time.process_time() - start < 5
+    finally:
+        tracemalloc.stop()
+    assert "leaves[0]" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("most", "pattern"),
+    [
+        ("{0..999998}" + "x" * 80, "{0..999999}" + "x" * 90),
+        ("{0..999998}" + "é" * 8, "{0..999999}" + "\U0001f600" * 9),
+        ("{0..8}" + "x" * 10**6, "{0..9}" + "x" * 10**7),
+    ],
+    ids=range(3),
+)
+def test_paths_that_are_too_long_together(most, pattern):
+    """A million of them may be read, or a few of megabytes: their text is what fills memory."""
+    with pytest.raises(sr.FileError, match="more leaves than a lock may have"):
+        sr.Plan.from_lock(edited(setting("leaves", 0, "path", pattern)))
+    alone = json.loads(LOCK)["leaves"][:1]
+    with pytest.raises(sr.FileError, match="its fingerprint is that of another plan"):
+        sr.Plan.from_lock(edited(setting("leaves", [{**alone[0], "path": most}])))
+
+
+def test_a_lock_of_many_devices():
+    """Each kind had a number for each of the 2**24 devices: 6.7 GB."""
+    size = 2**24
+    tree = {f"w{chr(97 + i)}": array(size + 1 + i) for i in range(26)}
+    uncut = sr.Correction(indivisible="keep", pad=False)
+    text = sr.plan(tree, [("w", "tp")], {"tp": size}, correction=uncut).lock()
+    tracemalloc.start()
+    try:
+        plan = sr.Plan.from_lock(text)
+        told = str(plan), str(plan.diff(plan)), str(plan.check())
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert "26 leaves" in told[0]
+
+
+def test_many_leaves_together():
+    leaf = json.loads(LOCK)["leaves"][0]
+    leaves = [{**leaf, "path": f"a{letter}/{{0..399999}}"} for letter in "xyz"]
+    with pytest.raises(sr.FileError, match=r"leaves\[2\]: .* more leaves than a lock may have"):
+        sr.Plan.from_lock(edited(setting("leaves", leaves)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (setting("format", "shardrules lock 3"), "its format is not 'shardrules lock 2'"),
+        (setting("format", ["shardrules lock 2"]), "its format is not"),
+        (setting("more", 1), r"fields that are not known: \['more'\]"),
+        (removing("rules_fingerprint"), "the field 'rules_fingerprint' is missing"),
+        (removing("format"), "its format is not"),
+        (removing("mesh"), "the field 'mesh' is missing"),
+        (setting("mesh", "tp", 0), "the size of the mesh axis 'tp' is 0"),
+        (setting("mesh", {}), "a mesh without axes"),
+        (setting("mesh", "tp", 10**12), "a mesh of 8000000000000 devices"),
+        (setting("mesh", {f"a{i}": 1 for i in range(200)}), "a mesh of 200 axes"),
+        (setting("mesh", "tp", 2.5), "must be an integer"),
+        (setting("mesh", [["tp", 2]]), "stands where a dict belongs"),
+        (setting("rules", {}), "stands where a list belongs"),
+        (setting("rules", 0, "pattern", "("), "rules: rule 0: missing \\)"),
+        (setting("rules", 0, "pattern", "a{99999999999999999999}"), "rules: rule 0"),
+        (setting("rules", 0, "pattern", "(" * 30_000), "rules: rule 0"),
+        (setting("rules", 0, "pattern", ["wq"]), "rules: rule 0: the pattern must be a string"),
+        (setting("rules", 1, "flags", 1 << 80), "flags that do not exist"),
+        (setting("rules", 1, "flags", int(re.DEBUG)), "flags that do not exist"),
+        (setting("rules", 1, "rule", 0), "rule 1 is"),
+        (setting("rules", 0, "units", [0]), r"units\[0\] is 0"),
+        (setting("rules", 0, "correction", {"absent": "maybe"}), "absent is 'maybe'"),
+        (setting("rules", 0, "correction", {"unknown": 1}), "unknown"),
+        (setting("rules", 0, "spec", "fsdp"), "stands where a list belongs"),
+        (
+            setting("rules", 0, "spec", [["a", {"unconstrained": True}]]),
+            "stands where a str belongs",
+        ),
+        (setting("rules", 0, "more", 1), r"rules: there are fields that are not known: \['more'\]"),
+        (setting("rules", 1, "rule", True), "True .* stands where a int belongs"),
+        (setting("rules", 1, "rule", 1.0), "1.0 .* stands where a int belongs"),
+        (setting("rules", 1, "spec", [{"unconstrained": 1}]), "an entry of a spec is"),
+        (setting("dialect", "keys", "other"), "keys is 'other'"),
+        (setting("dialect", "separator", 5), "rules: "),
+        (setting("dialect", "more", 5), "rules: "),
+        (setting("dialect", "name", []), "stands where a str belongs"),
+        (setting("dialect", "match", []), "match is empty"),
+        (setting("leaves", {}), "stands where a list belongs"),
+        (setting("leaves", 1, 5), r"leaves\[1\]: 5 .* stands where a dict belongs"),
+        (setting("leaves", 1, "rule", 3), r"leaves\[1\]: there is no rule 3"),
+        (setting("leaves", 1, "rule", -1), r"leaves\[1\]: there is no rule -1"),
+        (setting("leaves", 1, "rule", True), r"leaves\[1\]: True .* stands where a int belongs"),
+        (setting("leaves", 1, "shape", "44"), "stands where a list belongs"),
+        (setting("leaves", 1, "shape", [4, -4]), "is negative"),
+        (setting("leaves", 1, "shape", [4, 2.0]), "not an integer"),
+        (setting("leaves", 1, "shape", [2**62, 2**62]), "more bytes than can be counted"),
+        (setting("leaves", 1, "shape", [2**80, 0]), "more bytes than can be counted"),
+        (setting("leaves", 1, "dtype", "float7"), "float7"),
+        (setting("leaves", 1, "dtype", {"a": 1}), "stands where a str belongs"),
+        (setting("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
+        (setting("leaves", 1, "spec", None), "either a spec or a problem"),
+        (setting("leaves", 1, "problem", "unmatched"), "either a spec or a problem"),
+        (setting("leaves", 1, "spec", [3]), "an entry of a spec is 3"),
+        (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
+        (
+            setting("leaves", 1, "spec", [["tp", "dp", "tp"]]),
+            r"leaves\[1\]: .* names an axis twice",
+        ),
+        (setting("leaves", 1, "path", 3), "stands where a str belongs"),
+        (setting("leaves", 1, "path", "{3..1}"), "no numbers are 3..1"),
+        (setting("leaves", 1, "path", "{1..2..3}"), "leaves"),
+        (setting("leaves", 1, "path", "{1..2"), "braces make no sense"),
+        (setting("leaves", 1, "color", "red"), "fields that are not known"),
+        (
+            setting("leaves", 1, "path", "layers/{0,1}/b"),
+            "two of its patterns stand for the same path",
+        ),
+        (setting("leaves", 1, "path", "other"), "its fingerprint is that of another plan"),
+        (setting("mesh", "tp", 4), "its fingerprint is that of another plan"),
+        (setting("fingerprint", None), "its fingerprint is that of another plan"),
+        (setting("rules_fingerprint", None), "its rules' fingerprint is that of another plan"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_lock(edit, message):
+    with pytest.raises(sr.FileError, match=message) as caught:
+        sr.Plan.from_lock(edited(edit))
+    assert str(caught.value).startswith("the lock: ")
+    assert str(caught.value).endswith("; make the lock again with Plan.lock")
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"format": 1}',
+        "{" + '"a":{' * 100_000,
+        '{"a": ' + "[" * 100_000,
+        '{"a": ' + "1" * 5000 + "}",
+        edited(setting("mesh", "tp", float("nan"))),
+        edited(setting("leaves", 1, "shape", [4, float("inf")])),
+    ],
+)
+def test_what_is_no_json(text):
+    with pytest.raises(sr.FileError, match="^the lock: "):
+        sr.Plan.from_lock(text)
+
+
+def test_truncated_locks():
+    for end in range(1, len(LOCK) - 2, 7):
+        with pytest.raises(sr.FileError):
+            sr.Plan.from_lock(LOCK[:end])
+
+
+def places(content, path=()):
+    yield path
+    if isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in items:
+            yield from places(value, (*path, key))
+
+
+PLACES = [place for place in places(json.loads(LOCK)) if place]
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
+    st.sampled_from(["{0..3}", "{0,2}/w", "tp", "fsdp", "float32", "bfloat16", "unmatched", "rank 0", "(", "\\d", ".*"]),
+    st.lists(st.integers(-1, 8), max_size=3), st.lists(st.sampled_from(["tp", "dp", None, "zz"]), max_size=3),
+    st.sampled_from(PLACES).map(lambda place: copy.deepcopy(at(json.loads(LOCK), place))),
+)  # fmt: skip
+
+
+def at(content, place):
+    for key in place:
+        content = content[key]
+    return content
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(...)), min_size=1, max_size=2))
+def test_mutated_locks_are_file_errors_or_plans(mutations):
+    from shardrules._planning import lock as module
+
+    content = json.loads(LOCK)
+    for place, value in mutations:
+        try:
+            container = at(content, place[:-1])
+            if value is ...:
+                del container[place[-1]]
+            else:
+                # Of its own: it may be the one that another mutation is in.
+                container[place[-1]] = copy.deepcopy(value)
+        except (LookupError, TypeError):  # the other mutation has taken the place away
+            continue
+    # With a fingerprint that fits, so that what is behind that check is met too.
+    digests = []
+    with pytest.MonkeyPatch.context() as patch:
+        digest = module._digest
+        patch.setattr(
+            module,
+            "_digest",
+            lambda *args: digests.append(digest(*args)) or content.get("fingerprint"),
+        )
+        patch.setattr(module, "_rules_digest", lambda *args: content.get("rules_fingerprint"))
+        try:
+            plan = sr.Plan.from_lock(json.dumps(content))
+        except sr.FileError:
+            return
+    assert plan.fingerprint() == digests[0]
+    assert sum(len(one.rows) for one in plan.folded) == len(plan)
+    for text in (str(plan), str(plan.check()), plan.lock(), str(plan.diff(plan))):
+        text.encode("utf-8", "surrogatepass")
+    check_round_trip(plan)
+    for path in plan.paths:
+        str(plan.explain(path))
+
+
+@pytest.mark.parametrize("text", ["\ud83d\ude00", "a\ud800\udc00/1"])
+def test_adjacent_lone_surrogates_are_refused(text):
+    """JSON's reader makes one character of them: the lock would not come back."""
+    assert json.loads(json.dumps(text)) != text
+    tree = {text: array(8)}
+    with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
+        sr.plan(tree, [(".*", ())], {"tp": 2}).lock()
+    with pytest.raises(ValueError, match="a lock cannot hold adjacent lone surrogates"):
+        sr.plan({"a": array(8)}, [(text, ()), (".*", ())], {"tp": 2}).lock()
+    for held in ("\ude00\ud83d", "\ud83d", "\U0001f600"):
+        plan = sr.plan({held: array(8)}, [(".*", ())], {"tp": 2})
+        assert sr.Plan.from_lock(plan.lock()).paths == [held]

@@ -1,0 +1,587 @@
+"""The HTML report: its structure, what hostile names do to it, its size, and how a browser shows it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from itertools import groupby, product
+from time import perf_counter, process_time
+
+import jax
+import pytest
+
+import shardrules as sr
+from shardrules._words import bytes_shown
+from tests.support import corpus
+
+plotly = pytest.importorskip("plotly", reason="reports need plotly")
+
+MESH = {"fsdp": 64, "sp": 1, "tp": 8}
+CHROMIUM_ARGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+HOSTILE = [
+    "<script>window.hacked=1</script>",
+    "</script><script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    '<a href="javascript:window.hacked=1">click</a>',
+    "<b>bold</b>&lt;i&gt;&amp;",
+    "\"double\" 'single' `back` ${window.hacked=1} %{label} $1",
+    "line\nbreak\r\ttab\u2028line\u2029paragraph",
+    "<!--<script>",
+    "]]>",
+    "ünïcode-层-🎉-\u202eright to left",
+    "__proto__",
+    "constructor",
+    "nul\0byte",
+    "lone\ud800surrogate",
+    "{0..2}",
+]
+
+
+def finding(**changes):
+    fields = {
+        "level": "warning", "kind": "catch-all", "message": "rule 11 replicates", "rule": 11,
+        "paths": ("model/layers/{0..60}/self_attn/q_b_proj/kernel",), "leaves": 61,
+        "bytes": 4_605_345_792, "fix": "name them",
+    }  # fmt: skip
+    return sr.Finding(**{**fields, **changes})
+
+
+def sweep_row(fsdp, tp, fits=None):
+    return sr.SweepRow(
+        mesh={"fsdp": fsdp, "sp": 1, "tp": tp}, devices=fsdp * tp, bytes=10**10 + fsdp * 10**7,
+        replicated=8 * 10**9, largest_replicated="a", largest_replicated_bytes=4, corrections=3,
+        problems=0, fits=fits,
+    )  # fmt: skip
+
+
+FINDINGS = sr.Findings(
+    [
+        finding(level="info", kind="note", rule=None, paths=(), bytes=0, fix=""),
+        finding(bytes=5),
+        finding(kind="replicated"),
+        finding(level="error", kind="unmatched", rule=None, bytes=1),
+    ]
+)
+SWEEP = sr.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
+
+
+def sweep_of(plan):
+    """A sweep whose first row is of the plan's mesh, and counts its bytes."""
+    first = SWEEP[0]._replace(mesh=plan.axis_sizes, bytes=plan.bytes_per_device().max)
+    return sr.Sweep([first, *SWEEP[1:]])
+
+
+def rules():
+    return corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    return sr.plan(corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract), rules(), MESH)
+
+
+@pytest.fixture(scope="module")
+def train_state():
+    """DeepSeek-V3 with Adam's moments: 136,185 leaves, and 10,000 of them that do not fold."""
+    parameters = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    odd = {
+        f"adapter_{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": {
+            "kernel": jax.ShapeDtypeStruct((512, 64), "bfloat16")
+        }
+        for i in range(10_000)
+    }
+    tree = {
+        "params": parameters,
+        "opt_state": {"mu": parameters, "nu": parameters},
+        "adapters": odd,
+    }
+    return sr.plan(tree, rules(), MESH)
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    leaf = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    tree = {name: {name: leaf, "w": leaf} for name in HOSTILE}
+    evil = "<img src=x onerror=window.hacked=1>"
+    mesh = {"</script><script>window.hacked=1</script>": 2, "tp": 4}
+    plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
+    shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
+    return plan, {
+        "findings": sr.Findings([shown]),
+        "sweep": sr.Sweep(sweep_of(plan)[:1]),
+        "title": evil,
+        "hbm": 10**11,
+    }
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.attributes = [], [], []
+        self.inside, self.title = None, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[-1] += data
+        elif self.inside == "title":
+            self.title += data
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+def test_content(deepseek):
+    data = Page(
+        deepseek.to_html(findings=FINDINGS, sweep=sweep_of(deepseek), title="DeepSeek-V3")
+    ).data
+    assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
+    assert (data["leaves"], data["bytes"]) == (45_395, deepseek.bytes.sum())
+    assert data["fullest"] == deepseek.bytes_per_device().max
+    assert [(f["level"], f["bytes"]) for f in data["findings"]] == [
+        ("error", 1), ("warning", 4_605_345_792), ("warning", 5), ("info", 0),
+    ]  # fmt: skip
+    assert [r["leaves"] for r in data["rules"]] == [1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424]
+    assert sum(r["bytes"] for r in data["rules"]) == data["bytes"]
+    assert sum(leaves for _, _, leaves in data["rows"]) == 45_395
+    assert sum(n * data["kinds"][kind]["held"] for _, kind, n in data["rows"]) == data["fullest"]
+    assert [row["current"] for row in data["sweep"]] == [True, False, False]
+    large = {"".join(p) for p, kind, _ in data["rows"] if data["kinds"][kind]["large"]}
+    assert large == {
+        f"model/layers/{{0..60}}/self_attn/{name}/kernel"
+        for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
+    }
+
+
+ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
+
+
+def test_the_page_counts_what_the_command_line_counts(tmp_path):
+    pytest.importorskip("typer", reason="typer is not installed")
+    from typer.testing import CliRunner
+
+    from shardrules import demo
+    from shardrules._cli.app import app
+
+    html = tmp_path / "plan.html"
+    model = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
+    flags = ["--gradients", "bfloat16", "--optimizer", "adam", "--hbm", "12GB"]
+    result = CliRunner().invoke(app, ["plan", *model, *flags, "--html", str(html)])
+    assert result.exit_code == 0, result.output
+    data = Page(html.read_text(encoding="utf-8")).data
+    as_json = CliRunner().invoke(app, ["plan", *model, *flags, "--format", "json"])
+    told = json.loads(as_json.stdout)["device_bytes"]
+    assert told.pop("total") == data["fullest"]
+    assert told == data["budget"]
+    assert min(told.values()) > 0
+    (current,) = (row for row in data["sweep"] if row["current"])
+    assert (current["bytes"], current["fits"]) == (data["fullest"], False)
+    assert "DOES NOT FIT into 12GB" in result.stdout
+    assert data["fullest"] > data["hbm"] == 12 * 10**9
+
+
+def test_a_sweep_that_counts_something_else_is_refused(deepseek):
+    data = Page(deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(**ADAM), **ADAM)).data
+    assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
+    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
+        deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
+
+
+def test_browser_says_whether_it_fits(opened, deepseek):
+    page = opened(deepseek, sweep=deepseek.sweep(hbm=16 * 10**9, **ADAM), **ADAM)
+    held = deepseek.bytes_per_device(**ADAM)
+    header = page.inner_text("header")
+    assert "no, into 16.0 GB" in header
+    assert bytes_shown(held.max) in header
+    assert f"optimizer {bytes_shown(int(held.optimizer.max()))}" in header
+    assert "yes, into 16.0 GB" in opened(deepseek).inner_text("header")
+
+
+def test_leaves_without_a_rule():
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
+    data = Page(sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(findings=sr.Findings(()))).data
+    assert [(r["rule"], r["pattern"], r["leaves"]) for r in data["rules"]] == [
+        (0, "a", 1), (None, "no rule is needed", 2), (None, "no rule decides", 1),
+    ]  # fmt: skip
+    assert sr.plan({}, [], {"tp": 2}).to_html(findings=sr.Findings(())).endswith("</html>\n")
+
+
+def test_the_page_fetches_nothing(deepseek):
+    """The policy forbids it, each script is named by its hash, and no element asks for anything."""
+    page = Page(deepseek.to_html(findings=sr.Findings(())))
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "action")]
+    assert not [a for a in page.attributes if a[1].startswith("on")]
+    policy = next(v for t, _, v in page.attributes if t == "meta" and "default-src" in (v or ""))
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "http" not in policy
+    for script in page.scripts[1:]:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_hostile_names_are_data(hostile):
+    plan, shown = hostile
+    text = plan.to_html(**shown)
+    page = Page(text)
+    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(findings=sr.Findings(())))
+    assert page.tags == harmless.tags
+    assert page.scripts[1:] == harmless.scripts[1:]
+    start = text.index('id="data">') + len('id="data">')
+    raw = text[start : text.index("</script>", start)]
+    assert raw.isascii()
+    assert not set("<>&") & set(raw)
+    assert page.title == shown["title"]
+    patterns = {"".join(parts) for parts, _, _ in page.data["rows"]}
+    assert patterns >= {f"{name}/w" for name in HOSTILE}
+    text.replace("\ud800", "").encode()  # the surrogate is escaped where it is data
+
+
+def test_size_and_time(train_state):
+    """A report of 146,000 leaves costs what plotly.js costs, and a little per folded row."""
+    from plotly.offline import get_plotlyjs
+
+    _ = train_state.folded
+    start = process_time()  # whatever else the machine does
+    page = train_state.to_html(findings=FINDINGS, sweep=sweep_of(train_state))
+    seconds = process_time() - start
+    assert len(train_state.paths) == 146_185
+    assert len(page) - len(get_plotlyjs()) < 1_500_000
+    assert seconds < 3
+
+
+def test_file_is_replaced_at_once(deepseek, tmp_path):
+    target = tmp_path / "plan.html"
+    target.write_text("old")
+    page = deepseek.to_html(target, findings=sr.Findings(()))
+    assert target.read_text(encoding="utf-8") == page
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+    with pytest.raises(FileNotFoundError):
+        deepseek.to_html(tmp_path / "missing" / "plan.html", findings=sr.Findings(()))
+
+
+def test_without_plotly(deepseek, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'shardrules[report]'")):
+        deepseek.to_html(findings=sr.Findings(()))
+
+
+def test_notebook(deepseek, hostile):
+    table = deepseek._repr_html_()
+    assert table.count("<tr>") == 24
+    assert "more" not in table
+    rows = re.findall(r"<tr><td>(.*?)</td>", table)
+    assert rows[0] == "model/layers/{0..60}/self_attn/q_b_proj/kernel"
+    table = hostile[0]._repr_html_()
+    assert set(re.findall(r"<(\w+)", table)) == {
+        "table", "caption", "thead", "tbody", "tr", "th", "td",
+    }  # fmt: skip
+    many = sr.plan({chr(i): 0 for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
+    assert many.count("<tr>") == 52
+    assert "and 10 more rows" in many
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """opened(plan, **shown): its report in a browser, which must log nothing and fetch nothing."""
+    troubles, pages = [], []
+
+    def requested(request):
+        if not request.url.startswith("file://"):
+            troubles.append(request.url)
+
+    def call(plan, **shown):
+        file = tmp_path / "plan.html"
+        shown = {"findings": FINDINGS, "sweep": sweep_of(plan), "hbm": 16 * 10**9, **shown}
+        plan.to_html(file, **shown)
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", requested)
+        page.goto(file.as_uri())
+        page.wait_for_selector("#treemap svg .slice")
+        pages.append(page)
+        return page
+
+    yield call
+    for page in pages:
+        page.close()
+    assert troubles == []
+
+
+def leaf_rows(page, kind="leaf"):
+    return page.locator(f"#leaf-table tr.{kind} td:first-child").all_inner_texts()
+
+
+def search(page, text):
+    """Types into the search box, and waits until the table has answered."""
+    page.evaluate("document.getElementById('count').textContent = ''")
+    page.fill("#search", text)
+    page.wait_for_selector("#count:not(:empty)")
+
+
+def test_browser_shows_all_parts(opened, deepseek, tmp_path):
+    page = opened(deepseek, title="DeepSeek-V3")
+    assert page.title() == page.inner_text("h1") == "DeepSeek-V3"
+    assert "11.1 GB" in page.inner_text("header")
+    assert page.locator(".finding .badge").all_inner_texts() == [
+        "error", "warning", "warning", "info",
+    ]  # fmt: skip
+    assert "self_attn/(q_proj" in page.inner_text("tr.wins-nothing")
+    assert page.locator("#legend button").count() == 5
+    assert "q_b_proj/kernel" in page.inner_text("#treemap")
+    assert page.locator("#sweep-chart svg .bars path").count() == 6
+    assert "memory of a device: 16.0 GB" in page.inner_text("#sweep-chart")
+    assert page.locator("#leaf-table tr.large").count() == 3
+    shot = tmp_path / "report.png"
+    page.screenshot(path=shot, full_page=True)
+    assert shot.stat().st_size > 50_000
+
+
+def test_browser_without_a_sweep(opened, deepseek):
+    page = opened(deepseek, sweep=None, findings=sr.Findings(()))
+    assert not page.is_visible("#sweep")
+    assert "None." in page.inner_text("#findings")
+
+
+def test_browser_shows_corrections_and_problems(opened):
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    tree = {"odd": leaf(1001, 2**13), "odder": leaf(64, 30), "lost": leaf(512, 512)}
+    page = opened(sr.plan(tree, [("odd", ("tp", None))], {"tp": 2}))
+    assert "1001" in page.inner_text("tr.large td:nth-child(7)")
+    assert page.inner_text("tr.broken td:nth-child(5)") == "unmatched"
+    assert page.locator("#legend code").all_inner_texts() == [
+        "replicated", "no spec", "P('tp', None)",
+    ]  # fmt: skip
+
+
+def test_browser_search(opened, deepseek):
+    page = opened(deepseek)
+    assert "45,395 of 45,395 leaves, in 23 folded rows" in page.inner_text("#count")
+    for text, leaves, rows in (
+        ("kv_b", 61, 1),
+        ("layers/7/self_attn", 427, 7),  # sets that contain 7
+        ("layers/61/", 0, 0),
+        ("layers/2/mlp/gate_proj", 3, 1),
+        ("EXPERTS/255/up", 14_848, 1),
+        ("replicated", 547, 10),
+        ("p('tp', ('sp', 'fsdp'))", 62, 2),
+        ("rule 6", 58, 1),
+        ("no such thing", 0, 0),
+    ):
+        search(page, text)
+        shown = "row" if rows == 1 else "rows"
+        assert page.inner_text("#count") == f"{leaves:,} of 45,395 leaves, in {rows} folded {shown}"
+        assert len(leaf_rows(page)) == rows
+    search(page, "")
+    page.click("#legend button >> nth=0")
+    assert page.input_value("#search") == "replicated"
+    assert len(leaf_rows(page)) == 10
+
+
+def test_browser_folding(opened, deepseek):
+    page = opened(deepseek)
+    page.click("#collapse")
+    assert leaf_rows(page, "module") == ["▸\nmodel"]
+    assert leaf_rows(page) == ["lm_head/kernel"]
+    page.click("#expand")
+    assert len(leaf_rows(page)) == 23
+    search(page, "experts/{0..255}/gate")
+    row = page.locator("#leaf-table tr.leaf button.toggle")
+    assert row.get_attribute("aria-expanded") == "false"
+    row.press("Enter")  # by keyboard
+    assert row.get_attribute("aria-expanded") == "true"
+    assert page.evaluate("document.activeElement.dataset.key").startswith("model/layers")
+    singles = leaf_rows(page, "single")
+    assert len(singles) == 100
+    assert singles[0] == "model/layers/3/mlp/experts/0/gate_proj/kernel"
+    page.click("#leaf-table button.more")
+    singles = leaf_rows(page, "single")
+    assert len(singles) == 200
+    assert singles[-1] == "model/layers/3/mlp/experts/199/gate_proj/kernel"
+    # While a number is searched for, the paths that have it.
+    search(page, "layers/20/mlp/experts/77/gate")
+    page.click("#leaf-table tr.leaf button.toggle")
+    assert leaf_rows(page, "single") == ["model/layers/20/mlp/experts/77/gate_proj/kernel"]
+
+
+def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
+    for plan in (deepseek, hostile[0]):
+        page = opened(plan)
+        paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+        want = {p for p in plan.paths if "\ud800" not in p}
+        assert want <= set(paths)
+        assert len(paths) == len(plan.paths)
+
+
+def test_browser_numbers_beyond_2_to_the_53(opened):
+    """A browser's own numbers end there: it unfolded names that do not exist."""
+    leaf = jax.ShapeDtypeStruct((2**53 + 1, 4), "int8")
+    numbers = [2**53 + 1 + i for i in range(4)] + [10**18 - 2, 10**18 - 1]
+    page = opened(sr.plan({f"l/{i}/w": leaf for i in numbers}, [("", (None, "tp"))], {"tp": 4}))
+    paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+    assert paths == [f"l/{i}/w" for i in numbers]
+    assert f"({2**53 + 1}, 4)" in page.inner_text("#leaf-table")
+    for number, found in ((numbers[1], 6), (10**18 - 1, 6), (2**53, 0), (10**30, 0)):
+        search(page, f"l/{number}/")
+        assert page.inner_text("#count").startswith(f"{found} of 6 leaves")
+
+
+def test_browser_a_name_of_thousands_of_components(opened):
+    """The table stayed empty: a module for each component was more than the stack holds."""
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    names = ["/".join(["a"] * 4000), "/".join(["b"] * 4000), "/".join(["a"] * 3999), "c" * 100_000]
+    names += [f"{'/'.join(f'x{chr(97 + j % 26)}' for j in range(i))}/w" for i in range(1, 300, 7)]
+    page = opened(sr.plan(dict.fromkeys(names, leaf), [("", "tp")], {"tp": 4}))
+    assert f"{len(names)} of {len(names)} leaves" in page.inner_text("#count")
+    page.click("#expand")
+    assert len(leaf_rows(page)) == len(names)
+    page.uncheck("#grouped")
+    assert set(names) == set(leaf_rows(page))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tree", "shown"),
+    [
+        (
+            sr.EFORMER,
+            {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
+            ["m.layers", "{0,1}.up.w", "1.norm", "head"],
+        ),
+        (
+            sr.KEYSTR,
+            {"m": [{"up": {"w.v": 0}, "norm": 0}] * 2, "head": 0},
+            ["['m'][{0,1}]", "['norm']", "['up']['w.v']", "['head']"],
+        ),
+    ],
+)
+def test_browser_modules_of_other_paths(opened, dialect, tree, shown):
+    """Dotted names and keystr paths come apart into modules, too."""
+    tree = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), "float32"), tree)
+    page = opened(sr.plan(tree, sr.Rules([(".*", "tp")], dialect), {"tp": 4}))
+    labels = page.locator("#leaf-table td.path code").all_inner_texts()
+    assert sorted(labels) == sorted(shown)
+
+
+def test_browser_unfoldable(opened):
+    """100,000 leaves that do not fold at all: rows are made for what is open, and as much as fits."""
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
+    parts = {f"{a}_{b}": leaf for a, b in product("klmnopqrst", repeat=2)}
+    page = opened(sr.plan(dict.fromkeys(names, parts), [(".*", "tp")], {"tp": 4}))
+    assert "100,000 of 100,000 leaves, in 100,000 folded rows" in page.inner_text("#count")
+    page.click("#expand")
+    assert 500 < page.locator("#leaf-table tr").count() < 3000
+    search(page, "jjj/t_t")
+    assert leaf_rows(page) == ["jjj/t_t"]
+
+
+def test_browser_sorting(opened, deepseek):
+    page = opened(deepseek)
+    page.uncheck("#grouped")
+
+    def sorted_by(column, place):
+        page.click(f"#leaf-table th button:text-is('{column}')")
+        return page.locator(f"#leaf-table tr.leaf td:nth-child({place})").all_inner_texts()
+
+    assert "q_b_proj" in leaf_rows(page)[0]
+    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
+    assert leaves == sorted(leaves, reverse=True)
+    assert len(leaves) == 23
+    leaves = [int(text.replace(",", "")) for text in sorted_by("Leaves", 2)]
+    assert leaves == sorted(leaves)
+    assert page.get_attribute("#leaf-table th:nth-child(2)", "aria-sort") == "ascending"
+    assert sorted_by("Path", 1)[0].strip().endswith("lm_head/kernel")
+    specs = [text.removesuffix("replicated").strip() for text in sorted_by("Spec", 5)]
+    assert len(list(groupby(specs))) == len(set(specs))
+
+
+def test_browser_hostile_names(opened, hostile):
+    plan, shown = hostile
+    page = opened(plan, **shown)
+    page.click("#expand")
+    page.hover("#treemap .slice >> nth=-1")
+    page.wait_for_selector("#treemap .hoverlayer text")
+    drawn = page.text_content("#treemap")
+    assert "<b>bold</b>&lt;i&gt;&amp;" in drawn
+    assert '<a href="javascript:window.hacked=1">click</a>' in drawn
+    page.locator("#treemap .slice").nth(1).click(position={"x": 5, "y": 5})
+    search(page, "<")
+    page.wait_for_timeout(1000)  # an onerror would have come by now
+    assert page.evaluate("window.hacked") is None
+    for where in ("#treemap", "main", "header", "#sweep-chart"):
+        assert page.locator(f"{where} :is(img, a, b:not(.fix b), iframe)").count() == 0
+    assert page.inner_text("h1") == shown["title"]
+    assert "<img src=x onerror=window.hacked=1>" in page.inner_text("#leaf-table")
+    assert "</script><script>window.hacked=1</script>=2 tp=4" in page.text_content("#sweep-chart")
+
+
+def test_browser_large(opened, train_state):
+    """146,185 leaves, of which 10,000 do not fold, can be read and searched within seconds."""
+    start = perf_counter()
+    page = opened(train_state)
+    loaded = perf_counter() - start
+    assert page.locator("#leaf-table tr").count() < 200
+    start = perf_counter()
+    search(page, "mu/model/layers/20/mlp/experts/77/")
+    searched = perf_counter() - start
+    assert len(leaf_rows(page)) == 3
+    start = perf_counter()
+    search(page, "adapter")
+    page.click("#expand")
+    assert page.locator("#leaf-table tr.leaf").count() == 100
+    assert "100 of 10,000" in page.inner_text("#leaf-table tr.rest")
+    expanded = perf_counter() - start
+    print(f"loaded in {loaded:.1f} s, searched in {searched:.2f} s, expanded in {expanded:.2f} s")
+    assert loaded < 20
+    assert max(searched, expanded) < 5
+
+
+def test_browser_dark_and_print(opened, deepseek):
+    page = opened(deepseek)
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(background) != light
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(background) == light
+    assert not page.is_visible("#search")

@@ -1,0 +1,159 @@
+"""Sweeps: each row is what a plan made for that mesh has; the factorizations are all there are."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._planning.sweep import factorizations
+from tests.support import corpus
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 16, 36, 97])
+@pytest.mark.parametrize("axes", [("a",), ("tp", "dp"), ("dp", "fsdp", "tp")])
+def test_factorizations(count, axes):
+    found = list(factorizations(count, axes, {}))
+    sizes = itertools.product(range(1, count + 1), repeat=len(axes))
+    brute_force = {chosen for chosen in sizes if prod(chosen) == count}
+    assert {tuple(mesh.values()) for mesh in found} == brute_force
+    assert len(found) == len(brute_force)
+    assert all(tuple(mesh) == axes for mesh in found)
+
+
+def test_factorizations_of_a_large_number():
+    # 2**20 over 3 axes: C(22, 2) ways to share out 20 twos.
+    assert len(list(factorizations(2**20, ("a", "b", "c"), {}))) == 22 * 21 // 2
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "message"),
+    [
+        (8, (), "the axes of a mesh are names, each once"),
+        (8, ("a", "a"), "the axes of a mesh are names, each once"),
+        (0, ("a",), "devices is 0"),
+        (-4, ("a",), "devices is -4"),
+        (10**18, ("a", "b"), "a mesh of 1,000,000,000,000,000,000 devices"),
+    ],
+)
+def test_factorizations_that_there_are_not(count, axes, message):
+    plan = sr.plan({"w": array(8)}, [("w", "a")], {"a": 2})
+    with pytest.raises(ValueError, match=message):
+        plan.sweep(devices=count, axes=axes)
+
+
+RULES = [("wq|kernel", (("fsdp", "sp"), "tp")), ("embed", ("tp", "fsdp")), (".*", None)]
+
+
+@pytest.mark.parametrize(
+    "model", ["easydel-mixtral-8x22b", "easylm-llama-3.1-405b-trainstate", "flax-gpt2"]
+)
+def test_rows_are_those_of_fresh_plans(model):
+    tree = corpus.manifest(model).nested(corpus.with_dtype)
+    plan = sr.plan(tree, RULES, {"fsdp": 4, "tp": 2, "sp": 2})
+    rows = plan.sweep(gradients="float32", hbm=100 * 10**9)
+    assert {tuple(row.mesh.items()) for row in rows} == {
+        tuple(m.items()) for m in factorizations(16, ("fsdp", "tp", "sp"), {})
+    }
+    assert [row.bytes for row in rows] == sorted(row.bytes for row in rows)
+    for row in rows:
+        fresh = sr.plan(tree, RULES, row.mesh)
+        kinds = [fresh.kinds[kind] for kind in fresh.kind_of]
+        cut = [
+            any(
+                row.mesh[axis] > 1
+                for entry in kind.spec
+                for axis in ([entry] if isinstance(entry, str) else entry or ())
+            )
+            for kind in kinds
+        ]
+        whole = fresh.device_bytes[~np.array(cut)]
+        assert row.devices == 16
+        assert row.bytes == fresh.bytes_per_device(gradients="float32").max
+        assert row.fits == (row.bytes <= 100 * 10**9)
+        assert row.replicated == whole.sum()
+        assert row.largest_replicated_bytes == whole.max(initial=0)
+        assert row.corrections == sum(bool(kind.losses) for kind in kinds)
+        assert row.problems == 0
+        if len(whole):
+            largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, fresh.device_bytes, strict=True)
+                                      if not c and b == whole.max()))  # fmt: skip
+            (folded,) = [one for one in fresh.folded if one.pattern == row.largest_replicated]
+            assert fresh.kinds[folded.group].largest_bytes == largest.largest_bytes
+
+
+def test_meshes_of_ones_own():
+    plan = sr.plan({"w": array(8, 8), "n": array(4)}, [("w", "tp"), ("n", ())], {"tp": 2})
+    meshes = [{"tp": 8}, {"x": 3}, {"dp": 2, "tp": 4}, {"tp": 1}]
+    rows = plan.sweep(meshes)
+    assert [row.mesh for row in rows] == [{"tp": 8}, {"dp": 2, "tp": 4}, {"tp": 1}, {"x": 3}]
+    assert [row.bytes for row in rows] == [32 + 16, 64 + 16, 256 + 16, 256 + 16]
+    assert [row.replicated for row in rows] == [16, 16, 272, 272]
+    assert [row.largest_replicated for row in rows] == ["n", "n", "w", "w"]
+    assert [row.corrections for row in rows] == [0, 0, 0, 1]
+    assert all(row.fits is None for row in rows)
+    assert len(str(rows).splitlines()) == 4
+    assert str(rows).startswith("tp=8 ")
+    assert plan.sweep([]) == ()
+
+
+def test_fits_to_the_byte():
+    plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], {"tp": 2})
+    assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=128)] == [True]
+    assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=127)] == [False]
+    assert "does not fit" in str(plan.sweep([{"tp": 2}], hbm=0))
+
+
+def test_problems_are_counted_not_raised():
+    rules = [("w", sr.RuleSpec(("tp",), sr.Correction(indivisible="error")))]
+    plan = sr.plan({"w": array(6), "x": array(2)}, rules, {"tp": 2})
+    rows = plan.sweep([{"tp": 2}, {"tp": 4}])
+    assert {row.mesh["tp"]: (row.problems, row.bytes) for row in rows} == {
+        2: (1, 12 + 8),
+        4: (2, 24 + 8),
+    }
+
+
+def test_other_devices_and_axes():
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], {"dp": 2, "tp": 2})
+    assert {tuple(row.mesh.items()) for row in plan.sweep()} == {
+        (("dp", a), ("tp", b)) for a, b in [(1, 4), (2, 2), (4, 1)]}  # fmt: skip
+    assert {tuple(row.mesh.items()) for row in plan.sweep(devices=3, axes=["tp", "x"])} == {
+        (("tp", 1), ("x", 3)), (("tp", 3), ("x", 1))}  # fmt: skip
+
+
+def test_too_many_meshes():
+    plan = sr.plan({"w": array(8)}, [("w", "tp")], {"tp": 2})
+    with pytest.raises(ValueError, match="at most 10,000 meshes"):
+        plan.sweep(devices=2**20, axes=[f"a{i}" for i in range(12)])
+    with pytest.raises(ValueError, match="at most 10,000 meshes"):
+        plan.sweep({"tp": 2} for _ in itertools.count())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error"), [({"tp": 0}, ValueError), ({"tp": "2"}, TypeError), ({}, ValueError)]
+)
+def test_what_is_no_mesh(mesh, error):
+    plan = sr.plan({"w": array(8)}, [("w", P("tp"))], {"tp": 2})
+    with pytest.raises(error, match="mesh"):
+        plan.sweep([mesh])
+
+
+def test_fixed_axes_are_in_all_meshes():
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+    plan = sr.plan(tree, [("w", ("tp", "sp"))], {"dp": 2, "tp": 4, "sp": 1})
+    meshes = [row.mesh for row in plan.sweep(devices=8, fixed={"sp": 2})]
+    assert sorted(meshes, key=str) == [{"dp": dp, "tp": 4 // dp, "sp": 2} for dp in (1, 2, 4)]
+    with pytest.raises(ValueError, match="9 devices cannot make a mesh with sp=2"):
+        plan.sweep(devices=9, fixed={"sp": 2})
+    with pytest.raises(ValueError, match="names, each once"):
+        plan.sweep(axes=("dp", "sp"), fixed={"sp": 2})

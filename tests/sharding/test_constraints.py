@@ -1,0 +1,312 @@
+"""with_sharding_constraint inside and outside of jit, on auto, explicit, mixed and manual axes."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.contexts import legacy, needs_set_mesh
+
+constrain = sr.with_sharding_constraint
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def is_sharded(array, mesh, *entries):
+    return array.sharding.is_equivalent_to(NamedSharding(mesh, P(*entries)), array.ndim)
+
+
+def meshes():
+    if not hasattr(jax.sharding, "AxisType"):
+        return {}
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    return {
+        "auto": (auto, auto, auto),
+        "explicit": (explicit, explicit, explicit),
+        "mixed": (explicit, auto, auto),
+    }
+
+
+@pytest.fixture(params=meshes())
+def typed_mesh(request):
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    return Mesh(devices, ("a", "b", "c"), axis_types=meshes()[request.param])
+
+
+SPECS = [
+    ((8, 8), P("a", "b"), ("a", "b")),
+    ((8, 8), P(("a", "b"), "c"), (("a", "b"), "c")),
+    ((8, 7), P("a", "b"), ("a",)),
+    ((8, 8), P("zz", "b"), (None, "b")),
+    ((8,), P("b", "a"), ("b",)),
+    ((7, 5), P("a", "b"), ()),
+    ((8, 8), P(), ()),
+    ((8, 8, 3), P("c"), ("c",)),
+]
+
+
+@needs_set_mesh
+class TestUnderSetMesh:
+    @pytest.mark.parametrize(("shape", "spec", "expected"), SPECS)
+    def test_in_and_out_of_jit(self, typed_mesh, shape, spec, expected):
+        with jax.set_mesh(typed_mesh):
+            x = jnp.arange(np.prod(shape), dtype="float32").reshape(shape)
+            for call in (constrain, jax.jit(constrain, static_argnums=1)):
+                result = call(x, spec)
+                assert is_sharded(result, typed_mesh, *expected), (call, result.sharding)
+                np.testing.assert_array_equal(np.asarray(result), np.asarray(x))
+
+    def test_rules_on_a_tree(self, typed_mesh):
+        rules = sr.Rules([("q", P("a", "b")), ("", P("c"))])
+        tree = {"q": np.zeros((4, 4)), "w": [np.zeros(3), np.zeros(4)], "step": 3}
+        with jax.set_mesh(typed_mesh):
+            eager = constrain(tree, rules)
+            jitted = jax.jit(lambda tree: constrain(tree, rules))(tree)
+        assert eager["step"] == 3
+        for result in (eager, jitted):
+            assert is_sharded(result["q"], typed_mesh, "a", "b")
+            assert is_sharded(result["w"][0], typed_mesh)
+            assert is_sharded(result["w"][1], typed_mesh, "c")
+
+    def test_gradients_go_through(self, typed_mesh):
+        with jax.set_mesh(typed_mesh):
+            x = jnp.arange(8.0)
+            gradient = jax.jit(jax.grad(lambda x: (constrain(x, P("b")) ** 2).sum()))(x)
+            np.testing.assert_array_equal(np.asarray(gradient), 2 * np.arange(8.0))
+
+    def test_vmap_and_scan(self, typed_mesh):
+        def step(carry, x):
+            return constrain(carry + x, P("b")), carry
+
+        with jax.set_mesh(typed_mesh):
+            start = (
+                jax.sharding.reshard(jnp.zeros(8), P("b"))
+                if "Explicit" in str(typed_mesh.axis_types[1])
+                else jnp.zeros(8)
+            )
+            xs = jnp.broadcast_to(start, (3, 8))
+            result, _ = jax.jit(lambda xs: jax.lax.scan(step, start, xs))(xs)
+            assert result.shape == (8,)
+            mapped = jax.jit(jax.vmap(lambda x: constrain(x, P("c"))))(jnp.zeros((3, 8)))
+            assert is_sharded(mapped, typed_mesh, None, "c")
+
+    def test_manual_axes_are_left_out(self, typed_mesh):
+        """The same as the call of JAX's that a user would have to write for this mesh."""
+        seen = []
+        strict = sr.Correction(indivisible="error")
+        is_auto = typed_mesh.axis_types[1].name == "Auto"
+        bare = jax.lax.with_sharding_constraint if is_auto else jax.sharding.reshard
+        bodies = [
+            lambda x: bare(2 * x, P("b")),
+            lambda x: seen.append(x.shape) or constrain(2 * x, P(("a", "b"))),
+            # 4 local rows can be cut by "b" alone.
+            lambda x: constrain({"x": 2 * x}, [("x", P(("a", "b")))], correction=strict)["x"],
+        ]
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(8.0), P("a"))
+            expected, *results = (
+                jax.jit(jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}))(x)
+                for body in bodies
+            )
+        assert seen[0] == (4,)
+        for result in results:
+            assert result.sharding.is_equivalent_to(expected.sharding, 1)
+            np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(8.0))
+
+    @pytest.mark.parametrize("given", ["context", "mesh", "sharding", "rules", "rules and mesh"])
+    def test_a_dimension_whose_axis_is_manual_keeps_the_other_axes_cut(self, typed_mesh, given):
+        strict = sr.Correction(indivisible="error", unconstrained="drop")
+        spec = P("a", "c")
+        call = {
+            "context": lambda x: constrain(x, spec, correction=strict),
+            "mesh": lambda x: constrain(x, spec, typed_mesh, correction=strict),
+            "sharding": lambda x: constrain(x, NamedSharding(typed_mesh, spec), correction=strict),
+            "rules": lambda x: constrain([x], [("0", spec)], correction=strict)[0],
+            "rules and mesh": lambda x: constrain([x], [("0", spec)], typed_mesh)[0],
+        }[given]
+
+        def body(x):  # local: [4, 8]; its rows are cut by "b" already
+            return 2 * call(constrain(x, P("b", None)))
+
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(64.0).reshape(8, 8), P("a"))
+            result = jax.jit(
+                jax.shard_map(body, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+            )(x)
+        # JAX has no sharding that leaves a dimension alone where all other axes are Explicit.
+        rows = ("a", "b") if "Auto" in str(typed_mesh.axis_types) else "a"
+        assert is_sharded(result, typed_mesh, rows, "c")
+        np.testing.assert_array_equal(np.asarray(result), 2 * np.arange(64.0).reshape(8, 8))
+
+    def test_a_mesh_given_in_shard_map_is_that_of_the_local_shapes(self, typed_mesh):
+        strict = sr.Correction(indivisible="error")  # 2 local rows can be cut by "b" alone
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(4.0), P("a"))
+            mapped = jax.shard_map(
+                lambda x: 2 * constrain(x, P(("a", "b")), typed_mesh, correction=strict),
+                in_specs=P("a"),
+                out_specs=P("a"),
+                axis_names={"a"},
+            )
+            np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(x)), 2 * np.arange(4.0))
+
+    def test_unconstrained_beside_explicit_axes(self):
+        auto, explicit = meshes()["auto"][0], meshes()["explicit"][0]
+        mesh = Mesh(
+            np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(explicit, auto)
+        )
+        with jax.set_mesh(mesh):
+            x = jax.sharding.reshard(jnp.zeros((8, 8)), P("a", None))
+            result = jax.jit(lambda x: constrain(x, P(P.UNCONSTRAINED, "b")))(x)
+        assert is_sharded(result, mesh, "a", "b")
+
+    def test_all_axes_manual(self, typed_mesh):
+        with jax.set_mesh(typed_mesh):
+            x = constrain(jnp.arange(8.0), P("a"))
+            mapped = jax.shard_map(
+                lambda x: constrain(x, P("a", "b")), in_specs=P("a"), out_specs=P("a")
+            )
+            np.testing.assert_array_equal(np.asarray(jax.jit(mapped)(x)), np.arange(8.0))
+
+
+class TestWithoutSetMesh:
+    def test_a_mesh_given(self, mesh):
+        for call in (constrain, jax.jit(constrain, static_argnums=(1, 2))):
+            assert is_sharded(call(jnp.zeros((8, 8)), P("fsdp", "tp"), mesh), mesh, "fsdp", "tp")
+
+    def test_legacy(self, mesh):
+        with legacy(mesh):
+            for call in (constrain, jax.jit(constrain, static_argnums=1)):
+                assert is_sharded(call(jnp.zeros((8, 7)), P("fsdp", "tp")), mesh, "fsdp")
+
+    def test_numpy_arrays_are_placed(self, mesh):
+        assert is_sharded(constrain(np.zeros((8, 8)), P("fsdp"), mesh), mesh, "fsdp")
+
+    def test_shardings_and_trees_of_them(self, mesh):
+        tree = {"a": jnp.zeros((8, 8)), "b": {"c": jnp.zeros(8), "d": jnp.zeros(3)}, "n": 1}
+        specs = {"a": NamedSharding(mesh, P("fsdp")), "b": P("tp"), "n": None}
+        result = constrain(tree, specs, mesh)
+        assert is_sharded(result["a"], mesh, "fsdp")
+        assert is_sharded(result["b"]["c"], mesh, "tp")
+        assert is_sharded(result["b"]["d"], mesh)
+        assert result["n"] == 1
+
+    def test_none_leaves_a_leaf_alone(self, mesh):
+        x = jnp.zeros(8)
+        assert constrain({"x": x}, {"x": None}, mesh)["x"] is x
+
+    def test_unconstrained(self, mesh):
+        x = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, P(None, "tp")))
+        for call in (constrain, jax.jit(constrain, static_argnums=(1, 2))):
+            assert is_sharded(call(x, P("fsdp", P.UNCONSTRAINED), mesh), mesh, "fsdp", "tp")
+
+    def test_an_abstract_mesh_inside_jit(self):
+        """As when a step is traced before its devices are there."""
+        step = jax.jit(lambda x: constrain(x, P("tp"), {"tp": 2}))
+        assert "sharding" in str(step.trace(np.zeros(8)).jaxpr)
+
+
+ERROR = sr.Correction(indivisible="error")
+
+
+class TestErrors:
+    def test_no_mesh(self):
+        with pytest.raises(ValueError, match="no mesh"):
+            constrain(jnp.zeros(8), P("tp"))
+
+    def test_wrong_spec(self, mesh):
+        for specs in ("tp", {"a": 3}):
+            with pytest.raises(TypeError, match="it must be a PartitionSpec, a NamedSharding"):
+                constrain({"a": jnp.zeros(8)}, specs, mesh)
+
+    def test_an_axis_used_twice(self, mesh):
+        with pytest.raises(ValueError, match=r"\['a'\]: an array of shape [^$]*'tp' is used twice"):
+            constrain({"a": jnp.zeros((8, 8))}, P("tp", "tp"), mesh)
+
+    def test_all_leaves_are_looked_at_before_any_is_moved(self, mesh):
+        tree = {f"w{i:02}": np.zeros(3) for i in range(30)}
+        with pytest.raises(ValueError, match="w00") as caught:
+            constrain(tree, P("tp"), mesh, correction=ERROR)
+        assert str(caught.value).count("is not divisible by tp=2") == 20
+        assert str(caught.value).endswith("... and 10 more leaves")
+
+    def test_a_tree_of_specs_that_does_not_fit(self, mesh):
+        with pytest.raises(ValueError, match="a"):
+            constrain({"a": jnp.zeros(8)}, {"b": P()}, mesh)
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", "tp"), P(), P(P.UNCONSTRAINED, "tp")])
+@pytest.mark.parametrize("before", [P("fsdp", "tp"), P("tp"), None])
+def test_donating_what_came_back_leaves_the_array_alone(mesh, before, spec):
+    """As after jax.lax.with_sharding_constraint."""
+    there = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P("tp")))
+    if jax.lax.with_sharding_constraint(there, there.sharding) is there:
+        pytest.skip("this JAX gives the array itself")
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for function in (constrain, jax.lax.with_sharding_constraint):
+        x = jnp.arange(64.0).reshape(8, 8)
+        if before is not None:
+            x = jax.device_put(x, NamedSharding(mesh, before))
+        y = function(x, NamedSharding(mesh, spec))
+        assert y is not x
+        donated(y)
+        assert y.is_deleted()
+        np.testing.assert_array_equal(x, np.arange(64.0).reshape(8, 8))
+        y = function(x, NamedSharding(mesh, spec))
+        donated(x)
+        np.testing.assert_array_equal(y, np.arange(64.0).reshape(8, 8))
+
+
+class TestSymbolicDimensions:
+    """jax.export: an axis is kept where its size is known to divide, whatever the symbols are."""
+
+    def exported(self, symbols, mesh, wanted, **options):
+        export = pytest.importorskip("jax.export")
+        shape = export.symbolic_shape(symbols, constraints=options.pop("constraints", ()))
+        step = jax.jit(lambda x: constrain({"w": 2 * x}, wanted, mesh, **options)["w"])
+        return export.export(step)(jax.ShapeDtypeStruct(shape, "float32"))
+
+    def result(self, exported, mesh, *shape):
+        x = jax.device_put(np.ones(shape, "float32"), NamedSharding(mesh, P()))
+        after = jax.jit(exported.call)(x)
+        np.testing.assert_array_equal(after, 2 * np.ones(shape))
+        return after
+
+    @pytest.mark.parametrize("wanted", [P("fsdp", "tp"), [("w", P("fsdp", "tp"))]])
+    @pytest.mark.parametrize(
+        ("symbols", "shape", "entries"),
+        [
+            ("b, 4*c", (8, 8), (None, "tp")),
+            ("4*b, c", (8, 8), ("fsdp",)),
+            ("8*b, 6*c", (8, 12), ("fsdp", "tp")),
+            ("b, c", (8, 8), ()),
+            ("b, 8", (8, 8), (None, "tp")),
+            ("4*b + 8, 7", (16, 7), ("fsdp",)),
+        ],
+    )
+    def test_what_is_known_to_divide_is_cut(self, mesh, symbols, shape, entries, wanted):
+        exported = self.exported(symbols, mesh, wanted)
+        assert is_sharded(self.result(exported, mesh, *shape), mesh, *entries)
+
+    def test_a_constraint_on_a_symbol_says_that_it_divides(self, mesh):
+        exported = self.exported("b, 7", mesh, P("fsdp"), constraints=["mod(b, 4) == 0"])
+        assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
+
+    def test_the_correction_decides_about_the_others(self, mesh):
+        keep, error = (sr.Correction(indivisible=policy) for policy in ("keep", "error"))
+        exported = self.exported("b, 7", mesh, P("fsdp"), correction=keep)
+        assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
+        with pytest.raises(ValueError, match="dim 0 of size b is not divisible by fsdp=4"):
+            self.exported("b, 7", mesh, P("fsdp"), correction=error)

@@ -1,0 +1,128 @@
+"""Which mesh: the argument, jax.set_mesh, use_abstract_mesh, `with mesh:`, inside jit and shard_map."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.contexts import legacy, needs_set_mesh
+
+
+@pytest.fixture
+def other():
+    return Mesh(np.array(jax.devices()[:8]).reshape(8), ("x",))
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_the_argument_comes_first(mesh, other):
+    with legacy(mesh):
+        assert sr.resolve_mesh(other) is other
+
+
+def test_without_any():
+    with pytest.raises(ValueError, match=r"no mesh: pass mesh=..., or call this inside `with jax"):
+        sr.resolve_mesh()
+
+
+def test_legacy(mesh, other):
+    with legacy(mesh):
+        assert sr.resolve_mesh() is mesh
+        with legacy(other):
+            assert sr.resolve_mesh() is other
+        seen = []
+        jax.jit(lambda x: seen.append(sr.resolve_mesh()) or x)(1.0)
+        assert seen == [mesh]
+
+
+@needs_set_mesh
+def test_set_mesh(mesh):
+    with jax.set_mesh(mesh):
+        assert sr.resolve_mesh() is mesh
+        seen = []
+        jax.jit(lambda x: seen.append(sr.resolve_mesh()) or x)(1.0)
+        assert seen == [mesh]
+
+
+@needs_set_mesh
+def test_abstract_mesh():
+    abstract = AbstractMesh((4, 2), ("fsdp", "tp"))
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert sr.resolve_mesh() == abstract
+
+
+@needs_set_mesh
+def test_inside_shard_map_manual_axes_are_seen(mesh):
+    seen = []
+
+    def body(x):
+        seen.append(sr.resolve_mesh())
+        return x
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(body, in_specs=P("fsdp"), out_specs=P("fsdp"), axis_names={"fsdp"})
+        jax.jit(mapped)(np.zeros(8, "float32"))
+    assert isinstance(seen[0], AbstractMesh)
+    assert [type_.name for type_ in seen[0].axis_types] == ["Auto", "Manual", "Auto"]
+
+
+@needs_set_mesh
+def test_contexts_that_agree(mesh):
+    with legacy(mesh), jax.set_mesh(mesh):
+        assert sr.resolve_mesh() is mesh
+
+
+@needs_set_mesh
+def test_contexts_that_disagree(mesh, other):
+    with legacy(other), jax.set_mesh(mesh), pytest.raises(ValueError, match="two meshes") as caught:
+        sr.resolve_mesh()
+    assert "jax.set_mesh's dp=1,fsdp=4,tp=2 and `with mesh:`'s x=8" in str(caught.value)
+    devices = mesh.devices[:, ::-1]
+    reordered = Mesh(devices, mesh.axis_names)
+    with legacy(reordered), jax.set_mesh(mesh), pytest.raises(ValueError, match="other devices"):
+        sr.resolve_mesh()
+    with legacy(other), jax.set_mesh(mesh):
+        assert sr.resolve_mesh(mesh) is mesh
+
+
+def test_axis_sizes():
+    mesh = sr.resolve_mesh({"dp": 8, "tp": 4})
+    assert isinstance(mesh, AbstractMesh)
+    assert dict(mesh.shape) == {"dp": 8, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "a mesh without axes"),
+        (
+            {"dp": 0},
+            ValueError,
+            "the size of the mesh axis 'dp' is 0 (a int); it must be an integer from 1",
+        ),
+        ({"dp": -2}, ValueError, "the size of the mesh axis 'dp' is -2"),
+        (
+            {"dp": 2.0},
+            TypeError,
+            "the size of the mesh axis 'dp' is 2.0 (a float); it must be an integer",
+        ),
+        ({"dp": True}, TypeError, "the size of the mesh axis 'dp' is True"),
+        ({3: 2}, TypeError, "the name of a mesh axis is 3 (a int); it must be a string"),
+        ((8, 4), TypeError, "mesh is (8, 4) (a tuple); it must be a jax.sharding.Mesh"),
+    ],
+)
+def test_what_is_no_mesh(given, error, message):
+    with pytest.raises(error) as caught:
+        sr.resolve_mesh(given)
+    assert message in str(caught.value)

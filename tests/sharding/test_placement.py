@@ -1,0 +1,236 @@
+"""shard and gather in one process; tests/sharding/test_processes.py has several."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.contexts import legacy
+
+RULES = sr.Rules([("w", P("fsdp", "tp")), (".*", P())])
+
+
+def tree():
+    return {
+        "w": np.arange(64, dtype="float32").reshape(8, 8),
+        "w_odd": np.arange(21, dtype="int32").reshape(3, 7),
+        "on_device": {"w": jnp.ones((8, 2))},
+        "scalar": np.float32(2),
+        "step": 3,
+        "lr": 0.5,
+        "none": None,
+    }
+
+
+def test_all_leaves_become_arrays_in_their_places(mesh):
+    placed = sr.shard(tree(), RULES, mesh)
+    expected = sr.named_shardings(tree(), RULES, mesh)
+    assert jax.tree.structure(placed) == jax.tree.structure(tree())
+    for array, sharding in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
+        assert isinstance(array, jax.Array)
+        assert array.sharding == sharding
+    assert placed["w"].addressable_shards[0].data.shape == (2, 4)
+    assert placed["step"].dtype == jnp.asarray(3).dtype
+
+
+def test_there_and_back(mesh):
+    fetched = sr.gather(sr.shard(tree(), RULES, mesh))
+    for got, sent in zip(jax.tree.leaves(fetched), jax.tree.leaves(tree()), strict=True):
+        assert isinstance(got, (np.ndarray, np.generic))
+        np.testing.assert_array_equal(got, np.asarray(sent))
+
+
+def test_what_is_in_place_is_not_copied(mesh):
+    placed = sr.shard(tree(), RULES, mesh)
+    again = sr.shard(placed, RULES, mesh)
+    pointer = [x["w"].addressable_shards[0].data.unsafe_buffer_pointer() for x in (placed, again)]
+    assert pointer[0] == pointer[1]
+
+
+def test_donation_after_shard_is_that_after_device_put(mesh):
+    sharding = NamedSharding(mesh, P("fsdp", "tp"))
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for function in (sr.shard, jax.device_put):
+        x = jax.device_put(np.ones((8, 8), "float32"), sharding)
+        y = function(x, sharding)
+        assert y is x
+        donated(y)
+        assert x.is_deleted()
+    # What is moved is copied.
+    x = jax.device_put(np.ones((8, 8), "float32"), sharding)
+    y = sr.shard(x, NamedSharding(mesh, P("tp", "fsdp")))
+    donated(y)
+    assert not x.is_deleted()
+    np.testing.assert_array_equal(x, np.ones((8, 8)))
+
+
+@pytest.mark.parametrize("wanted", [P(), P("fsdp")])
+def test_an_array_of_one_device_and_its_shards_are_donated_apart(mesh, wanted):
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.arange(64.0).reshape(8, 8)
+    y = sr.shard(x, wanted, mesh)
+    donated(y)
+    np.testing.assert_array_equal(x, np.arange(64.0).reshape(8, 8))
+    y = sr.shard(x, wanted, mesh)
+    donated(x)
+    np.testing.assert_array_equal(y, np.arange(64.0).reshape(8, 8))
+
+
+TRACED = {
+    "jit": lambda function: jax.jit(function),
+    "vmap": lambda function: jax.vmap(function),
+    "grad": lambda function: jax.grad(lambda x: function(x).sum()),
+    "eval_shape": lambda function: functools.partial(jax.eval_shape, function),
+}
+
+
+@pytest.mark.parametrize("traced", TRACED)
+def test_inside_jit_the_message_names_with_sharding_constraint(mesh, traced):
+    call = TRACED[traced]
+    with pytest.raises(TypeError, match="use with_sharding_constraint, which takes the same"):
+        call(lambda x: sr.shard({"w": x}, RULES, mesh)["w"])(jnp.ones((8, 8)))
+    with pytest.raises(TypeError, match="gather fetches arrays from devices, and inside jit"):
+        call(lambda x: sr.gather({"w": x})["w"])(jnp.ones((8, 8)))
+
+
+class TestEquinox:
+    def model(self):
+        eqx = pytest.importorskip("equinox")
+
+        class Model(eqx.Module):
+            mlp: eqx.nn.MLP
+            dropout: eqx.nn.Dropout
+            norm: eqx.nn.BatchNorm
+            scale: float = 2.0
+            activation: object = jax.nn.relu
+            is_causal: bool = True
+            missing: None = None
+
+        key = jax.random.key(0)
+        has_modes = "mode" in inspect.signature(eqx.nn.BatchNorm).parameters
+        mode = {"mode": "ema"} if has_modes else {}
+        return Model(
+            eqx.nn.MLP(8, 8, 16, 2, key=key),
+            eqx.nn.Dropout(0.5, inference=False),
+            eqx.nn.BatchNorm(8, "batch", **mode),
+        )
+
+    def test_a_model_with_functions_and_flags(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        model = self.model()
+        rules = sr.Rules([("weight", P("fsdp", "tp")), (".*", P())])
+        placed = sr.shard(model, rules, mesh)
+        assert jax.tree.structure(placed) == jax.tree.structure(model)
+        assert placed.mlp.layers[0].weight.sharding == NamedSharding(mesh, P("fsdp", "tp"))
+        assert placed.dropout.inference is False
+        assert placed.is_causal is True
+        assert placed.activation is jax.nn.relu
+        assert placed.norm.axis_name == "batch"
+        assert isinstance(placed.scale, jax.Array)
+        expected, _ = eqx.partition(model, eqx.is_array)
+        arrays, _ = eqx.partition(placed, eqx.is_array)
+        for got, sent in zip(*map(jax.tree.leaves, (arrays.mlp, expected.mlp)), strict=True):
+            np.testing.assert_array_equal(got, sent)
+        x = jnp.ones(8)
+        run = eqx.filter_jit(lambda model, x, key: model.dropout(model.mlp(x), key=key))
+        key = jax.random.key(1)
+        np.testing.assert_allclose(run(placed, x, key), run(model, x, key), rtol=1e-5)
+
+    def test_as_filter_shard_with_one_spec(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        model = self.model().mlp
+        sharding = NamedSharding(mesh, P())
+        for got, theirs in zip(
+            *map(jax.tree.leaves, (sr.shard(model, sharding), eqx.filter_shard(model, sharding))),
+            strict=True,
+        ):
+            assert got is theirs or got.sharding == theirs.sharding
+
+    def test_a_mistake_names_the_fix(self, mesh):
+        eqx = pytest.importorskip("equinox")
+
+        class Model(eqx.Module):
+            params: dict
+
+        with pytest.raises(
+            TypeError, match=r"leaf .params\['w'\] is 'x' .*eqx.partition\(model, eqx.is_array"
+        ):
+            sr.shard(Model({"w": "x", "b": jnp.ones(8)}), RULES, mesh)
+
+    def test_an_abstract_model_is_a_mistake(self, mesh):
+        eqx = pytest.importorskip("equinox")
+        with pytest.raises(TypeError, match="layers.0..weight is ShapeDtypeStruct"):
+            sr.shard(eqx.filter_eval_shape(lambda: self.model().mlp), RULES, mesh)
+
+
+def test_flags_and_functions_stay_wherever_they_are(mesh):
+    given = {"w": np.ones((8, 8)), "use_bias": True, "act": jax.nn.gelu, "dtype": jnp.float32}
+    placed = sr.shard(given, RULES, mesh)
+    assert placed["use_bias"] is True
+    assert placed["act"] is jax.nn.gelu
+    assert placed["dtype"] is jnp.float32
+    assert isinstance(sr.shard(np.True_, P(), mesh), jax.Array)
+
+
+def test_a_tree_of_functions_alone_is_a_mistake(mesh):
+    optax = pytest.importorskip("optax")
+    with pytest.raises(TypeError, match="is no tree of arrays; give the optimizer's state"):
+        sr.shard(optax.sgd(1e-3), RULES, mesh)
+    with pytest.raises(TypeError, match=r"the leaf \['is_causal'\] is True"):
+        sr.shard({"is_causal": True}, RULES, mesh)
+
+
+def test_nothing_is_compiled(mesh):
+    arrays = {f"w{i}": np.ones((8, 8 * (i + 1)), "float32") for i in range(20)}
+    arrays |= {f"on_device/w{i}": jnp.asarray(array) for i, array in enumerate(arrays.values())}
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if "compile" in event else None
+    )
+    fetched = sr.gather(sr.shard(arrays, RULES, mesh))
+    resharded = sr.shard(sr.shard(arrays, RULES, mesh), [("w", P("tp"))], mesh)
+    assert resharded["w0"].sharding.spec == P("tp", None)
+    assert compiled == []
+    jax.jit(lambda x: x + 1)(fetched["w0"])
+    assert compiled  # the listener would have seen it
+
+
+def test_specs_instead_of_rules(mesh):
+    arrays = {"a": np.zeros(8), "b": jnp.zeros(8)}
+    placed = sr.shard(arrays, {"a": P("tp"), "b": None}, mesh)
+    assert placed["a"].sharding == NamedSharding(mesh, P("tp"))
+    assert placed["b"] is arrays["b"]
+
+
+def test_the_contexts_mesh(mesh):
+    with legacy(mesh):
+        assert sr.shard({"w": np.zeros((8, 8))}, RULES)["w"].sharding.mesh is mesh
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shown"),
+    [("text", "'text' (a str)"), (jax.ShapeDtypeStruct((8,), "int8"), "ShapeDtypeStruct(shape=(8,)")],
+)  # fmt: skip
+def test_what_cannot_be_placed(mesh, leaf, shown):
+    with pytest.raises(TypeError) as caught:
+        sr.shard({"a": {"w": leaf}}, RULES, mesh)
+    assert "the leaf ['a']['w'] is " + shown in str(caught.value)
+
+
+def test_a_mesh_without_devices():
+    with pytest.raises(TypeError, match="arrays can be placed on a jax.sharding.Mesh of devices"):
+        sr.shard({"w": np.zeros(8)}, RULES, {"fsdp": 4, "tp": 2})
+
+
+def test_nothing_is_placed_if_something_cannot_be(mesh):
+    strict = sr.Correction(indivisible="error")
+    with pytest.raises(ValueError, match="w_odd  shape"):
+        sr.shard(tree(), RULES, mesh, correction=strict)

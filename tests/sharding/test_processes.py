@@ -1,0 +1,236 @@
+"""Several real JAX processes on loopback: they agree on the plan, and to the bit on the result.
+
+Each process has four CPU devices; tests/support/process_worker.py is what they run. Whatever happens, no
+process outlives its test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._sharding.listing import first_difference
+from tests.support import process_worker
+from tests.support.folders import ROOT
+
+SECONDS = 150
+# With nothing of shardrules: of 58 runs of seven calls each, by two or four processes, four never ended.
+needs_collectives = pytest.mark.skipif(
+    not hasattr(jax, "set_mesh"),
+    reason="collectives of this JAX stop or crash at times on CPU",
+)
+
+
+def run(task, processes, devices, folder):
+    """What each of the processes has found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        # Most of the time goes into compiling the step, in each process; unoptimized, half of it.
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, "-m", "tests.support.process_worker", task]
+    command += [f"--processes={processes}", f"--port={port}"]
+    logs = [folder / f"{index}.log" for index in range(processes)]
+    outs = [folder / f"{index}.json" for index in range(processes)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for index in range(processes):
+            with logs[index].open("wb") as log:
+                workers.append(
+                    subprocess.Popen(
+                        [*command, f"--index={index}", f"--out={outs[index]}"],
+                        cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+        deadline = time.monotonic() + SECONDS
+        while None in (codes := [worker.poll() for worker in workers]):
+            # One that has failed leaves the others waiting.
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    if any(code != 0 for code in codes):
+        tails = [f"process {i}: {log.read_text()[-2000:]}" for i, log in enumerate(logs)]
+        pytest.fail("\n".join([f"exit codes {codes} (None: stopped here)", *tails]))
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [(1, 8), *(pytest.param(n, 4, marks=needs_collectives) for n in (2, 4))],
+)
+def test_same_plan_and_same_bits(processes, devices, tmp_path):
+    found = run("agree", processes, devices, tmp_path)
+    assert len({process["fingerprint"] for process in found}) == 1
+    wanted = process_worker.unsharded()
+    for process in found:
+        assert process["digests"] == wanted
+
+
+few_and_many = pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+# What one process does wrong, and how its own error starts.
+FAILURES = {
+    "no rule": "ValueError: Partition rule not found",
+    "no array": "TypeError: the leaf ['b'] is 'text'",
+    "no array, with shardings": "TypeError: the leaf ['b'] is 'text'",
+    "no mesh": "ValueError: no mesh",
+    "dict mesh": "TypeError: arrays can be placed on a jax.sharding.Mesh",
+    "str mesh": "TypeError: mesh is 'mesh'",
+    "another tree of shardings": "ValueError: specs_or_rules: the tree of specs does not fit",
+    "no tree": "TypeError: tree is 'checkpoint.npz'",
+    "constraint": "ValueError: Partition rule not found",
+    "gather": "ValueError: no gathering",
+    "SystemExit": "SystemExit: 3",
+    "KeyboardInterrupt": "KeyboardInterrupt",
+}
+# What one process does otherwise: where, what the others have there, and what it has.
+PLACED = "float32[8, 8] for P('fsdp', None) on fsdp={n},sp=2,tp=2"
+VECTOR = "float32[8] for P() on fsdp={n},sp=2,tp=2"
+DIFFERENCES = {
+    "rule": ("['a']", PLACED, "float32[8, 8] for P('tp', None) on fsdp={n},sp=2,tp=2"),
+    "axes": ("['a']", PLACED, "float32[8, 8] for P('fsdp', None) on sp={n},tp=2,fsdp=2"),
+    "devices": ("the order of the mesh's devices", "{order}", "{backwards}"),
+    "shape": ("['b']", VECTOR, "float32[16] for P() on fsdp={n},sp=2,tp=2"),
+    "dtype": ("['b']", VECTOR, "int32[8] for P() on fsdp={n},sp=2,tp=2"),
+    "x64": ("['b']", VECTOR, "float64[8] for P() on fsdp={n},sp=2,tp=2"),
+    "weak type": ("['b']", VECTOR, "float32[8] weakly typed for P() on fsdp={n},sp=2,tp=2"),
+    "global": (
+        "['a']",
+        PLACED,
+        "float32[8, 8] spread as P('fsdp', None) on fsdp={n},sp=2,tp=2 for",
+    ),
+    "empty tree": ("leaf 0 of the tree", "['a'] " + PLACED, "no such leaf"),
+    "no specs": ("['a']", PLACED, "float32[8, 8], which stays"),
+    "memory": ("['a']", PLACED, "float32[8, 8] for P('fsdp', None) memory=pinned_host on fsdp={n}"),
+    "axis types": ("['a']", PLACED, PLACED + " Explicit=fsdp,sp,tp"),
+}
+CALLS = {"another function": "with_sharding_constraint", "gathered": "gather"}
+
+
+@few_and_many
+def test_processes_that_waited_forever(processes, tmp_path):
+    """One fails, or differs, in each way; all have an error, and the next call is right in all."""
+    found = run("disagree", processes, 4, tmp_path)
+    seen = set()
+    for rows in zip(*(process["found"] for process in found), strict=True):
+        odd, case = rows[0][:2]
+        seen.add((odd, case))
+        for index, (*same, error, next_is_right) in enumerate(rows):
+            assert same == [odd, case]
+            assert next_is_right
+            check_error(error, odd, case, index, found[0]["devices"])
+    assert {case for odd, case in seen if odd is None} == set(FAILURES)
+    ways = {*FAILURES, *DIFFERENCES, *CALLS}
+    for odd in (0, 1):
+        left_out = ways - {case for other, case in seen if other == odd}
+        assert left_out <= {"memory", "axis types"}
+        assert not left_out or not hasattr(jax, "set_mesh")
+    # Of 120 calls, the last two are still in the store, and perhaps the exit of a process that is ahead.
+    for process in found:
+        assert len({key.split("/")[2] for key in process["keys"]}) <= 3
+
+
+def check_error(error, odd, case, index, devices):
+    """That `error` is what the process of this index has to get."""
+    if case in FAILURES and odd in (None, index):
+        assert error.startswith(FAILURES[case])
+    elif case in FAILURES:
+        failed = f"RuntimeError: shard: process {odd} failed before anything was done: "
+        assert error.startswith(failed + FAILURES[case])
+    else:
+        assert error.endswith(f"; this is process {index}")
+        for text in differing(case, odd, devices):
+            assert text in error, error
+
+
+def differing(case, odd, devices):
+    """What the message has to say of process 0, and of the first that differs from it."""
+    if case in CALLS:
+        zero, one = (CALLS[case], "shard") if odd == 0 else ("shard", CALLS[case])
+        return [f"processes make different calls: process 0 calls {zero}, and process", f" {one};"]
+    where, *texts = DIFFERENCES[case]
+    fields = {
+        "n": len(devices) // 4,
+        "order": " ".join(map(str, devices)),
+        "backwards": " ".join(map(str, devices[::-1])),
+    }
+    usual, other = (text.format(**fields) for text in texts)
+    zero, one = (other, usual) if odd == 0 else (usual, other)
+    return [f"{where}: process 0 has {zero}", f", and process 1 has {one}", "jax_enable_x64"]
+
+
+@few_and_many
+def test_waiting_ends(processes, tmp_path):
+    """For a process that does something of its own, that is interrupted, or that has ended."""
+    found = run("wait", processes, 4, tmp_path)
+    for rows in zip(*(process["found"] for process in found), strict=True):
+        for index, (odd, case, error, next_is_right) in enumerate(rows):
+            assert next_is_right
+            told = f"{error}\n"
+            if case == "late":
+                assert told.startswith("RuntimeError: shard: given up after waiting ")
+                assert f"for process {odd}; process {odd} last called shard on devices of" in told
+                assert "SHARDRULES_WAIT_SECONDS" in told
+            elif index == odd:
+                assert told.startswith("KeyboardInterrupt")
+            else:
+                assert f"process {odd} failed before anything was done: KeyboardInterrupt" in told
+    assert len(found[0]["found"]) == 4
+    for index, process in enumerate(found):
+        starts, ends = f"shard: process {index} waits ", f" s for process {int(index != 1)};"
+        assert any(line.startswith(starts) and ends in line for line in process["log"])
+        if index != 1:
+            assert process["left"].startswith("RuntimeError: shard: process 1 has ended")
+
+
+class TestWithoutACluster:
+    """In this process, which takes itself for one of two."""
+
+    @pytest.fixture(autouse=True)
+    def second(self, monkeypatch):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def test_several_processes_without_a_coordination_service(self):
+        mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+        # Of its own devices alone, it asks nobody.
+        assert sr.shard(np.ones(2), P("tp"), mesh).shape == (2,)
+        assert sr.gather(jax.numpy.ones(2)).shape == (2,)
+        with pytest.raises(RuntimeError, match=r"call jax\.distributed\.initialize\(\) in each"):
+            sr.shard(np.ones(2), None)
+        with pytest.raises(ValueError, match="no mesh"):
+            sr.shard(np.ones(2), P("tp"))
+
+    @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan"])
+    def test_a_time_limit_that_is_none(self, given, monkeypatch):
+        monkeypatch.setenv("SHARDRULES_WAIT_SECONDS", given)
+        with pytest.raises(ValueError, match=f"SHARDRULES_WAIT_SECONDS is '{given}'; it must be"):
+            sr.shard(np.ones(2), None)
+
+
+def test_the_first_difference_is_shown_where_it_is():
+    """However long what comes before it."""
+    rows = [("['w']", "float32[8] for P()"), ("devices", " ".join(map(str, range(4096))))]
+    other = [rows[0], (rows[1][0], rows[1][1].replace(" 4000 ", " 9999 "))]
+    message = first_difference(rows, other, ("process 0", "process 1"))
+    assert " 4000 4001 " in message
+    assert " 9999 4001 " in message
+    assert len(message) < 600

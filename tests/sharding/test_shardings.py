@@ -1,0 +1,323 @@
+"""named_shardings and spec_for: against match and correct leaf by leaf, and their errors."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+
+MESHES = [
+    {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2},
+    {"fsdp": 3, "tp": 7},
+    {"tp": 64},
+]
+
+
+def plainly_corrected(spec, shape, sizes):
+    """eformer's correction, restated: a dimension keeps all its axes or none."""
+    entries = []
+    for dim, entry in enumerate(tuple(spec)[: len(shape)]):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        fits = all(axis in sizes for axis in axes)
+        parts = int(np.prod([sizes[axis] for axis in axes])) if fits else 0
+        entries.append(entry if fits and shape[dim] % parts == 0 else None)
+    entries += [None] * (len(shape) - len(entries))
+    return P(*entries) if any(entry is not None for entry in entries) else P()
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::20])
+@pytest.mark.parametrize("model", corpus.manifest_names()[::8])
+def test_real_rules_on_real_models(model, rule_set, sizes):
+    tree = corpus.manifest(model).flat(corpus.abstract)
+    rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])
+    shardings = sr.named_shardings(tree, rules, sizes)
+    specs = rules.match(tree)
+    assert list(shardings) == list(tree)
+    for path, leaf in tree.items():
+        assert shardings[path].spec == plainly_corrected(specs[path], leaf.shape, sizes), path
+    distinct = {sharding.spec for sharding in shardings.values()}
+    assert len({id(sharding) for sharding in shardings.values()}) == len(distinct)
+
+
+def test_leaves_that_need_no_rule_are_replicated(mesh):
+    tree = {"scalar": np.float32(1), "number": 3, "name": "x"}
+    shardings = sr.named_shardings(tree, [], mesh)
+    assert shardings == dict.fromkeys(tree, NamedSharding(mesh, P()))
+
+
+def test_small_leaves_are_replicated(mesh):
+    tree = {"small": np.zeros(8), "large": np.zeros(16)}
+    shardings = sr.named_shardings(tree, [("", P("tp"))], mesh, min_size=16)
+    assert [tuple(shardings[k].spec) for k in ("small", "large")] == [(), ("tp",)]
+
+
+def test_specs_in_other_forms(mesh):
+    tree = {k: np.zeros((4, 4)) for k in ("none", "axis", "tuple")}
+    rules = [("none", None), ("axis", "tp"), ("tuple", [("fsdp",), "tp"])]
+    specs = {k: tuple(s.spec) for k, s in sr.named_shardings(tree, rules, mesh).items()}
+    assert specs == {"none": (), "axis": ("tp", None), "tuple": tuple(P(("fsdp",), "tp"))}
+
+
+def test_a_mesh_without_devices_is_enough():
+    abstract = sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], {"tp": 2})["w"]
+    assert isinstance(abstract.mesh, AbstractMesh)
+    assert abstract.spec == P("tp")
+
+
+def test_rules_bound_to_meshes_are_remembered_and_let_go():
+    rules = sr.Rules([("w", "tp")])
+    tree = {"w": np.zeros(64)}
+    first = sr.named_shardings(tree, rules, {"tp": 2})["w"]
+    assert sr.named_shardings(tree, rules, {"tp": 2})["w"] is first
+    for size in range(2, 40):
+        assert sr.named_shardings(tree, rules, {"tp": size})["w"].mesh.size == size
+    assert len(rules._made) <= 16
+    assert pickle.loads(pickle.dumps(rules)) == rules
+
+
+def test_nothing_is_leaked():
+    class Marker(str):
+        __slots__ = ("__weakref__",)
+
+    marker = Marker("tp")
+    alive = weakref.ref(marker)
+    sr.named_shardings({"w": np.zeros(4)}, [("w", (None, marker))], {"tp": 2})
+    del marker
+    gc.collect()
+    from shardrules import _specs
+
+    _specs._made.cache_clear()
+    assert alive() is None
+
+
+ERROR = sr.Correction(absent="error", indivisible="error", rank="error")
+
+
+def test_all_that_would_fail_is_listed_at_once(mesh):
+    tree = {
+        "a": {"wk": np.zeros((6, 7))},
+        "b": np.zeros(8),
+        "c": np.zeros((2, 2)),
+        "fine": np.zeros((8, 8)),
+        "none": np.zeros(2),
+    }
+    rules = [("wk", P("fsdp", ("tp", "zz"))), ("b", P("tp", "dp")), ("c", P("tp", "tp")),
+             ("fine", P("fsdp", "tp"))]  # fmt: skip
+    with pytest.raises(ValueError, match="Partition rule not found for param: none") as caught:
+        sr.named_shardings(tree, rules, mesh, correction=ERROR)
+    message = str(caught.value)
+    for part in (
+        "3 leaves cannot be sharded as the rules say, on the mesh dp=1,fsdp=4,tp=2:",
+        "a/wk  shape (6, 7)  rule 0: 'wk' -> ",
+        "dim 0 of size 6 is not divisible by fsdp=4: use fewer axes",
+        "dim 1: the mesh has no axis 'zz': rename it in the rule",
+        "b  shape (8,)  rule 1",
+        "the spec has 2 entries, the array 1 dimensions: shorten the spec",
+        "c  shape (2, 2)  rule 2",
+        "dim 1: 'tp' is used twice",
+    ):
+        assert part in message
+    assert "fine" not in message
+
+
+def test_the_first_twenty_and_the_count(mesh):
+    tree = {f"w{i:03}": np.zeros(3) for i in range(100)}
+    with pytest.raises(ValueError, match="100 leaves cannot be sharded") as caught:
+        sr.named_shardings(tree, [("", "tp")], mesh, correction=ERROR)
+    message = str(caught.value)
+    assert ("w019 " in message, "w020 " in message) == (True, False)
+    assert message.endswith("... and 80 more leaves")
+
+
+def test_an_axis_used_twice_is_an_error_under_every_policy(mesh):
+    with pytest.raises(ValueError, match="'tp' is used twice"):
+        sr.named_shardings({"w": np.zeros((4, 4))}, [("w", P("tp", "tp"))], mesh)
+    with pytest.raises(ValueError, match="'tp' is used twice"):
+        sr.named_shardings({"w": np.zeros((16, 4))}, [("w", P(("tp", "fsdp", "tp")))], mesh)
+    # Where one of the two goes, nothing is wrong.
+    assert sr.named_shardings({"w": np.zeros((4, 3))}, [("w", P("tp", "tp"))], mesh)["w"].spec == P(
+        "tp", None
+    )
+
+
+@pytest.mark.parametrize("spec", [3, object(), frozenset({"tp"})])
+def test_a_spec_of_the_wrong_type(mesh, spec):
+    with pytest.raises(TypeError, match="rule 1: the spec .* cannot be put on a mesh"):
+        sr.named_shardings({"w": np.zeros(4)}, [("x", None), ("w", spec)], mesh)
+
+
+def test_a_mesh_of_zero_devices():
+    with pytest.raises(ValueError, match=r"a mesh without devices: its axes are tp=0"):
+        sr.named_shardings({"w": np.zeros(4)}, [("w", "tp")], Mesh(np.empty((0,)), ("tp",)))
+
+
+def test_threads_that_bind_the_same_rules(mesh):
+    from concurrent.futures import ThreadPoolExecutor
+
+    rules = sr.Rules([(str(i), ("fsdp", "tp")) for i in range(50)])
+    tree = {str(i): np.zeros((i % 12 + 1, 8)) for i in range(50)}
+    expected = sr.named_shardings(tree, list(rules), mesh)
+    with ThreadPoolExecutor(8) as pool:
+        results = pool.map(lambda _: sr.named_shardings(tree, rules, mesh), range(64))
+        assert all(result == expected for result in results)
+
+
+class TestSpecFor:
+    RULES = (("wk", P("fsdp", "tp")),)
+
+    def test_on_a_mesh(self, mesh):
+        assert sr.spec_for("layers/0/wk", (8, 7), self.RULES, mesh) == P("fsdp", None)
+
+    def test_without_a_mesh(self):
+        assert sr.spec_for("layers/0/wk", (8,), self.RULES) == P("fsdp")
+
+    def test_errors_name_the_path(self, mesh):
+        with pytest.raises(ValueError, match="Partition rule not found for param: layers/0/wq"):
+            sr.spec_for("layers/0/wq", (8,), self.RULES, mesh)
+        with pytest.raises(ValueError, match="layers/0/wk  shape"):
+            sr.spec_for("layers/0/wk", (8, 7), self.RULES, mesh, correction=ERROR)
+
+
+def test_fingerprints_tell_trees_and_shardings_apart(mesh):
+    def of(tree, rules=(("w", ("fsdp", "tp")),), on=mesh):
+        return sr.fingerprint(tree, sr.named_shardings(tree, list(rules), on))
+
+    tree = {"w": np.zeros((8, 8), "float32"), "w2": np.zeros((4, 2), "float32")}
+    others = [
+        of({"w": tree["w"], "w3": tree["w2"]}),
+        of({"w": tree["w"], "w2": np.zeros((2, 4), "float32")}),
+        of({"w": tree["w"], "w2": tree["w2"].astype("float16")}),
+        of(tree, [("w2", "tp"), ("w", ("fsdp", "tp"))]),
+        of(tree, on={"dp": 1, "fsdp": 2, "tp": 4}),
+    ]
+    assert len({of(tree), *others}) == 6
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    assert of(abstract) == of(tree) == of(tree, on={"dp": 1, "fsdp": 4, "tp": 2})
+    with pytest.raises(ValueError, match="2 leaves, but shardings has 1"):
+        sr.fingerprint(tree, {"w": NamedSharding(mesh, P())})
+
+
+def test_a_spec_for_all_leaves():
+    tree = {"a": jax.ShapeDtypeStruct((8, 3), "float32"), "b": [jax.ShapeDtypeStruct((8,), "int8")]}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    found = sr.named_shardings(tree, P("fsdp"), mesh)
+    expected = sr.named_shardings(tree, [(".*", P("fsdp"))], mesh)
+    assert found == expected
+    assert sr.named_shardings(tree, found, mesh) == expected
+
+
+def test_a_tree_of_specs():
+    tree = {"a": {"w": jax.ShapeDtypeStruct((8, 3), "float32")}, "b": [np.ones((4, 4)), np.ones(3)]}
+    specs = {"a": P("fsdp"), "b": [P(None, "fsdp"), None]}  # a prefix; and a leaf left alone
+    found = sr.named_shardings(tree, specs, {"fsdp": 2})
+    assert found["a"]["w"].spec == P("fsdp", None)
+    assert [one and one.spec for one in found["b"]] == [P(None, "fsdp"), None]
+    placed = jax.tree.map(
+        lambda x: x.sharding.spec if isinstance(x, jax.Array) else None,
+        sr.shard({"b": tree["b"]}, {"b": specs["b"]}, Mesh(np.array(jax.devices()[:2]), ("fsdp",))),
+    )
+    assert placed == {"b": [P(None, "fsdp"), None]}
+
+
+def test_specs_have_no_min_size():
+    with pytest.raises(ValueError, match="min_size is 5; specs, unlike rules, have none"):
+        sr.named_shardings({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2}, min_size=5)
+
+
+@pytest.mark.parametrize(
+    ("specs", "place"),
+    [
+        (
+            {"a": P(), "c": P()},
+            r"at the root the specs alone have .*\['c'\].*the tree alone .*\['b'\]",
+        ),
+        ({"a": {"x": P()}, "b": P()}, r"at \['a'\] the specs alone have .*'x'.*alone .*'w'"),
+        ({"a": P(), "b": (P(), P())}, r"at \['b'\] the specs have a tuple, and the tree a list"),
+        (
+            {"a": {"w": [P()]}, "b": P()},
+            r"at \['a'\]\['w'\] the specs go on, where the tree has Shape",
+        ),
+        ([P(), P()], r"at the root the specs alone have .*\[0\]"),
+    ],
+)
+def test_a_tree_of_specs_of_another_structure(specs, place):
+    leaf = jax.ShapeDtypeStruct((8,), "float32")
+    tree = {"a": {"w": leaf}, "b": [leaf, leaf]}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    for function in (sr.named_shardings, sr.with_sharding_constraint, sr.shard):
+        with pytest.raises(ValueError, match=f"tree of specs does not fit the tree: {place}"):
+            function(tree, specs, mesh)
+
+
+def test_a_spec_is_no_list_of_rules():
+    with pytest.raises(TypeError, match=r"pairs, not a spec; write \[\('\.\*', P"):
+        sr.plan({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2})
+
+
+RULE = [("x", P("dp", "tp"))]
+SIZES = {"dp": 2, "tp": 4}
+
+
+def test_symbolic_dimensions():
+    """A dimension is cut where every value of its variables divides."""
+    batch, width = jax.export.symbolic_shape("b, 8*c")
+    tree = {"x": jax.ShapeDtypeStruct((batch, width), "float32")}
+    assert sr.match_partition_rules(RULE, tree) == {"x": P("dp", "tp")}
+    assert sr.named_shardings(tree, RULE, SIZES)["x"].spec == P(None, "tp")
+    assert sr.spec_for("x", (batch, width), RULE, {"dp": 1, "tp": 8}) == P("dp", "tp")
+    error = sr.Correction(indivisible="error")
+    with pytest.raises(ValueError, match="dim 0 of size b is not divisible by dp=2"):
+        sr.named_shardings(tree, RULE, SIZES, correction=error)
+    with pytest.raises(TypeError, match="x: the dimension b of the shape .* is symbolic"):
+        sr.plan(tree, RULE, SIZES)
+    rules = [("batch", "dp"), ("mlp", "tp")]
+    names = {"x": ("batch", "mlp")}
+    found = sr.logical_to_mesh_sharding(
+        names, SIZES, rules, arrays=tree, correction=sr.Correction()
+    )
+    assert found["x"].spec == P(None, "tp")
+
+
+@pytest.mark.parametrize("size", [2**63 - 1, 2**63, 2**63 + 2, 2**64, 2**64 + 4, 3 * 2**70])
+def test_dimensions_beyond_an_int64(size):
+    tree = {"x": SimpleNamespace(shape=(size, 4))}
+    assert sr.match_partition_rules(RULE, tree) == {"x": P("dp", "tp")}
+    spec = sr.named_shardings(tree, RULE, SIZES)["x"].spec
+    assert spec == P("dp" if size % 2 == 0 else None, "tp")
+    prefix = sr.Correction(indivisible="prefix")
+    both = [("x", P(("dp", "tp")))]
+    spec = sr.named_shardings(tree, both, SIZES, correction=prefix)["x"].spec
+    kept = ("dp", "tp") if size % 8 == 0 else "dp"
+    assert spec == (P(kept, None) if size % 2 == 0 else P())
+
+
+@pytest.mark.parametrize("dim", [-(2**70), "8", 8.0, None])
+def test_dimensions_that_are_no_size(dim):
+    with pytest.raises((TypeError, ValueError)) as info:
+        sr.named_shardings({"x": SimpleNamespace(shape=(dim, 4))}, RULE, SIZES)
+    assert info.value.__notes__ == ["shardrules: at 'x' in the tree"]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2**31}, {"dp": 2**20, "tp": 2**20}, {"tp": 2**63}])
+def test_meshes_of_more_devices_than_jax_takes(sizes):
+    with pytest.raises(ValueError, match=r"at most 2,147,483,647|from 1 to 2\*\*63 - 1"):
+        sr.named_shardings({"x": np.ones((8, 8))}, RULE, sizes)
+
+
+def test_units_that_the_core_does_not_take():
+    with pytest.raises(ValueError, match=r"units\[0\] is 9223372036854775808"):
+        sr.RuleSpec(("tp",), units=(2**63,))
+    rules = [("x", sr.RuleSpec(("tp",), units=(2**63 - 1,)))]
+    assert sr.named_shardings({"x": np.ones((8, 8))}, rules, SIZES)["x"].spec == P()

@@ -1,0 +1,83 @@
+"""The public API as text, a line for each name: what tests/packaging/test_api.py pins and `make api` writes.
+
+Public is what `__all__` of `shardrules` and of the modules of `shardrules.compat` names, and of
+its classes what has no underscore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+
+from shardrules import compat
+
+# Of a default without a text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def modules() -> list[str]:
+    """The public modules."""
+    return [
+        "shardrules",
+        *sorted(f"shardrules.compat.{m.name}" for m in pkgutil.iter_modules(compat.__path__)),
+    ]
+
+
+def api() -> str:
+    """Every public name with its signature, as of now."""
+    lines = []
+    for name in modules():
+        module = importlib.import_module(name)
+        for public in sorted(module.__all__):
+            lines += _described(f"{name}.{public}", getattr(module, public))
+    return "\n".join(lines) + "\n"
+
+
+def _described(name: str, thing: object) -> Iterator[str]:
+    if inspect.isclass(thing):
+        # The signature of an enum is Python's own affair, which differs between versions.
+        yield f"class {name}{'' if issubclass(thing, enum.Enum) else _signature(thing)}"
+        # What a class inherits from outside of this package is not ours to promise.
+        ours = [base for base in thing.__mro__ if base.__module__.startswith("shardrules")]
+        members = {key: value for base in reversed(ours) for key, value in vars(base).items()}
+        fields = (
+            {f.name for f in dataclasses.fields(thing)}
+            if dataclasses.is_dataclass(thing)
+            else set()
+        )
+        for member in sorted(members.keys() | fields):
+            if not member.startswith("_"):
+                yield from _member(f"{name}.{member}", members.get(member))
+    elif callable(thing):
+        yield f"def {name}{_signature(thing)}"
+    else:
+        yield f"{name}: {type(thing).__name__}"
+
+
+def _member(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, (classmethod, staticmethod)):
+        yield f"{type(value).__name__} {name}{_signature(value.__func__)}"
+    elif inspect.isfunction(value):
+        yield f"def {name}{_signature(value)}"
+    else:
+        yield name
+
+
+def _signature(thing: object) -> str:
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return "(...)"
+    # Annotations are the type checkers' part: tests/typing.
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    return _ADDRESS.sub("", str(plain))
+
+
+if __name__ == "__main__":
+    print(api(), end="")

@@ -1,0 +1,91 @@
+"""The real manifests and rule sets that tests and benchmarks run on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardrules import demo
+from shardrules._files.manifest import Manifest, Parameter, read_manifest
+from tests.support.folders import DATA
+
+DEEPSEEK = "flaxpath-deepseek-v3"
+
+Rule = tuple[Any, PartitionSpec]
+
+
+def manifest_names() -> list[str]:
+    """All manifests; the largest one ships with the package, for the demo."""
+    files = (DATA / "manifests").glob("*.json.gz")
+    return sorted([DEEPSEEK, *(f.name.removesuffix(".json.gz") for f in files)])
+
+
+def manifest_path(name: str) -> Path:
+    return demo.MODEL if name == DEEPSEEK else DATA / "manifests" / f"{name}.json.gz"
+
+
+@cache
+def manifest(name: str) -> Manifest:
+    return read_manifest(manifest_path(name))
+
+
+@cache
+def _rule_files() -> dict[str, Any]:
+    with gzip.open(DATA / "rules.json.gz") as file:
+        return dict(json.load(file))
+
+
+def rule_file(name: str) -> dict[str, Any]:
+    """What the file of the rule set says."""
+    return dict(_rule_files()[name])
+
+
+def rule_sets(kind: str) -> list[str]:
+    return [name for name, content in _rule_files().items() if content["kind"] == kind]
+
+
+def regex_rule_sets() -> list[str]:
+    return rule_sets("regex")
+
+
+def rules(name: str) -> list[Rule]:
+    """(pattern, spec) pairs; of windows a pattern is a tuple, and a spec may be None."""
+    return [
+        (tuple(pattern) if isinstance(pattern, list) else pattern, _spec(spec))
+        for pattern, spec in _rule_files()[name]["rules"]
+    ]
+
+
+def logical_rules(name: str) -> list[tuple[str, Any]]:
+    """(logical name, mesh axes) pairs; in the file the mesh axes are a spec of one entry."""
+    return [
+        (axis, None if mesh_axes is None else _spec(mesh_axes)[0])
+        for axis, mesh_axes in _rule_files()[name]["rules"]
+    ]
+
+
+@cache
+def logical_axes(name: str) -> dict[str, list[str | None]]:
+    """The logical axis names of each parameter of a MaxText model."""
+    with gzip.open(DATA / "manifests" / f"{name}.json.gz") as file:
+        return dict(json.load(file)["logical_axes"])
+
+
+def abstract(parameter: Parameter) -> jax.ShapeDtypeStruct:
+    """A leaf with the parameter's shape; all dtypes are one, since matching reads none."""
+    return jax.ShapeDtypeStruct(parameter.shape, "bfloat16")
+
+
+def with_dtype(parameter: Parameter) -> jax.ShapeDtypeStruct:
+    """A leaf with the parameter's shape and dtype."""
+    return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
+
+
+def _spec(entries: list[Any] | None) -> PartitionSpec:
+    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries or ()))

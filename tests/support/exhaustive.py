@@ -1,0 +1,217 @@
+"""Every pattern up to a size, on every text up to a length, against `re`.
+
+The size of a pattern is the number of its atoms, anchors, repeats, groups and bars. Patterns are
+tried alone and in lists of two and of five; what a list must choose follows from what `re` says of
+each pattern, so `re` searches each text for each pattern once.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import chain, product
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.support.engines import (
+    NFA,
+    NO_RULE,
+    Engine,
+    Outcome,
+    Rule,
+    differences,
+    first_match,
+    flat_walk,
+    reproducer,
+)
+from tests.support.random_patterns import compiles
+
+
+class Flags(NamedTuple):
+    """Written in front of the pattern, and given when it is compiled."""
+
+    inline: str = ""
+    compiled: re.RegexFlag = re.NOFLAG
+
+
+NO_FLAGS = Flags()
+INLINE = [Flags(inline=f"(?{letter})") for letter in "imsxa"]
+COMPILED = [Flags(compiled=flag) for flag in (re.I, re.M, re.S, re.X, re.A)]
+
+
+class Grammar(NamedTuple):
+    """What patterns are made of, and the texts that tell them apart: `lead` and then characters."""
+
+    atoms: tuple[str, ...]
+    anchors: tuple[str, ...]
+    repeats: tuple[str, ...]
+    groups: tuple[str, ...]
+    characters: str
+    text_length: int
+    lead: str = ""
+
+
+# With VERBOSE, "#" and the newline make a comment. No text has a small b: it matches by IGNORECASE.
+FULL = Grammar(
+    atoms=("a", "b", ".", "[ab]", "[^a]", r"\w", r"\W", "é", "\n", "#"),
+    anchors=("^", "$", r"\A", r"\Z", r"\b", r"\B"),
+    repeats=("*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "+?", "??", "{2}?", "{0,2}?", "{1,}?"),
+    groups=("(", "(?:", "(?i:", "(?s:", "(?m:", "(?x:", "(?a:", "(?-imsx:"),
+    characters="aBéÉ\n#",
+    text_length=3,
+)
+# The few operators that interact, so that there is time for larger patterns.
+CORE = Grammar(
+    atoms=("a", ".", r"\W"),
+    anchors=("^", "$", r"\b"),
+    repeats=("*", "?", "{1,3}"),
+    groups=("(?:",),
+    characters="a#\n",
+    text_length=4,
+)
+# Each atom and anchor shows one of the flags of the scope around it.
+SCOPED = Grammar(
+    atoms=("b", ".", "#\n"),
+    anchors=("^b", "b$"),
+    repeats=("*",),
+    groups=("(?i:", "(?s:", "(?m:", "(?x:", "(?-imsx:"),
+    characters="bB#\n",
+    text_length=3,
+)
+# As in a checkpoint: the walk resumes long names where they differ from the one before.
+LONG_NAMES = CORE._replace(lead=33 * "#")
+# One round is enough: paths that begin alike make their states soon.
+ENGINES: dict[str, Engine] = {"walk": flat_walk, "nfa": partial(first_match, **NFA)}
+
+
+class Share(NamedTuple):
+    """One of `count` parts of all patterns of a grammar up to a size, with these flags."""
+
+    grammar: Grammar
+    size: int
+    flags: Flags
+    number: int
+    count: int
+
+
+def shares(size: int, count: int) -> list[Share]:
+    """FULL up to the size with each flag, or one less where it is inline; the others beyond it."""
+    parts = [(FULL, size, flags) for flags in (NO_FLAGS, *COMPILED)]
+    parts += [(FULL, size - 1, flags) for flags in INLINE]
+    parts += [(grammar, size + 1, NO_FLAGS) for grammar in (SCOPED, LONG_NAMES)]
+    parts += [(CORE, size + 2, NO_FLAGS)]
+    return [Share(*part, number, count) for part in parts for number in range(count)]
+
+
+def check(share: Share) -> Outcome:
+    """Compares a share with `re`. A case is a rule list and a text."""
+    texts = _texts(share.grammar)
+    strangers = list(_searched_rules(share, texts))
+    # Neighbours in alphabetical order begin alike, and share states.
+    kin = sorted(strangers, key=lambda searched: repr(searched.rule))
+    outcome = Outcome()
+    for rules, length, engine in (
+        (strangers, 1, "walk"),
+        (strangers, 1, "nfa"),
+        (strangers, 2, "walk"),
+        (strangers, 5, "nfa"),
+        (kin, 5, "walk"),
+    ):
+        for start in range(0, len(rules), length):
+            outcome.differences += _differences(rules[start : start + length], texts, engine)
+            outcome.cases += len(texts)
+    for start in range(0, len(kin), 50):
+        rules = [searched.rule for searched in kin[start : start + 5]]
+        outcome.differences += differences(rules, texts[start % 7 :: 7])
+    return outcome
+
+
+class _SearchedRule(NamedTuple):
+    rule: Rule
+    found: np.ndarray
+    """For each text, whether `re` finds the rule in it."""
+
+
+def _searched_rules(share: Share, texts: list[str]) -> Iterator[_SearchedRule]:
+    grammar, size, (inline, flag), number, count = share
+    for pattern in _shuffled_patterns(grammar, size)[number::count]:
+        compiled = compiles(inline + pattern, flag)
+        if compiled is not None:
+            found = np.array([compiled.search(text) is not None for text in texts])
+            yield _SearchedRule(compiled if flag else compiled.pattern, found)
+
+
+def _differences(rules: list[_SearchedRule], texts: list[str], engine: str) -> Iterator[str]:
+    found = np.array([searched.found for searched in rules])
+    expected = np.where(found.any(axis=0), found.argmax(axis=0), NO_RULE)
+    patterns = [searched.rule for searched in rules]
+    chosen = np.array(ENGINES[engine](patterns, texts))
+    for at in np.flatnonzero(chosen != expected):
+        answers = {"re": _or_none(expected[at]), engine: _or_none(chosen[at])}
+        options = NFA if engine == "nfa" else {}
+        yield reproducer(patterns, f"first_match({texts[at]!r})", answers, options)
+
+
+def _or_none(rule: int) -> int | None:
+    return None if rule == NO_RULE else rule
+
+
+@cache
+def _texts(grammar: Grammar) -> list[str]:
+    characters = [
+        product(grammar.characters, repeat=length) for length in range(grammar.text_length + 1)
+    ]
+    return [grammar.lead + "".join(text) for text in chain.from_iterable(characters)]
+
+
+@cache
+def _shuffled_patterns(grammar: Grammar, size: int) -> list[str]:
+    patterns = list(chain.from_iterable(_patterns(grammar, n) for n in range(size + 1)))
+    random.Random(size).shuffle(patterns)
+    return patterns
+
+
+@cache
+def _patterns(grammar: Grammar, size: int) -> list[str]:
+    """All patterns of exactly this size; each is derived in one way only."""
+    alternatives = [
+        f"{branch}|{others}"
+        for n in range(size)
+        for branch in _branches(grammar, n)
+        for others in _patterns(grammar, size - 1 - n)
+    ]
+    return _branches(grammar, size) + alternatives
+
+
+@cache
+def _branches(grammar: Grammar, size: int) -> list[str]:
+    if size == 0:
+        return [""]
+    return [
+        item + rest
+        for n in range(1, size + 1)
+        for item in _items(grammar, n)
+        for rest in _branches(grammar, size - n)
+    ]
+
+
+@cache
+def _items(grammar: Grammar, size: int) -> list[str]:
+    anchors = list(grammar.anchors) if size == 1 else []
+    repeated = [
+        item + repeat for item in _repeatable(grammar, size - 1) for repeat in grammar.repeats
+    ]
+    return _repeatable(grammar, size) + anchors + repeated
+
+
+@cache
+def _repeatable(grammar: Grammar, size: int) -> list[str]:
+    if size == 0:
+        return []
+    atoms = list(grammar.atoms) if size == 1 else []
+    return atoms + [
+        f"{group}{p})" for group in grammar.groups for p in _patterns(grammar, size - 1)
+    ]

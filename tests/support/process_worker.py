@@ -1,0 +1,387 @@
+"""One of several JAX processes on loopback, as tests/sharding/test_processes.py starts them.
+
+GPT-2 with EasyDeL's rules is placed on a mesh over all processes, stepped, laid out anew and
+gathered; then the processes disagree on purpose. What was found goes to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._sharding import rounds
+from tests.support import corpus
+
+RULES = "easydel__gpt2-GPT2Config-v0.2.0"
+TOKENS = 32
+VOCABULARY = 3141
+
+
+def make_state():
+    """GPT-2 with one layer, each dimension a sixteenth; its vocabulary of 3141 divides nowhere.
+
+    The values are small integers: sums of their products are exact in float32, in whatever order
+    and on however many devices they are added. So the same bits are a fair demand.
+    """
+    rng = np.random.default_rng(11)
+    every = corpus.manifest("flax-gpt2")
+    kept = [p for p in every.parameters if "/h/" not in p.name or "/h/0/" in p.name]
+    params = every._replace(parameters=tuple(kept)).nested(
+        lambda p: rng.integers(-2, 3, [dim // 16 for dim in p.shape]).astype("float32")
+    )
+    first = params["transformer"]["h"]["0"]
+    first["ln_1"] = jax.tree.map(jnp.asarray, first["ln_1"])
+    first["mlp"]["c_fc"]["kernel"] = jnp.asarray(first["mlp"]["c_fc"]["kernel"], "bfloat16")
+    return {
+        "params": params,
+        "step": 3,
+        "rate": 0.5,
+        "weak": jnp.full((8, 2), 2.0),
+        "done": np.bool_(False),
+        "seen": np.arange(8),
+        "key": jax.random.key(7),
+    }
+
+
+@jax.custom_vjp
+def small(x):
+    """Rounded into [-2, 2], and the gradient, too: the next products stay exact."""
+    return jnp.clip(jnp.round(x / 16), -2, 2)
+
+
+small.defvjp(lambda x: (small(x), None), lambda _, g: (small(g),))
+
+
+def forward(params, tokens, constrain):
+    model = params["transformer"]
+    x = model["wte"]["embedding"][tokens] + model["wpe"]["embedding"][:TOKENS]
+    x = constrain(x, P("fsdp", "tp"))
+    for layer in model["h"].values():
+        y = x * layer["ln_1"]["scale"] + layer["ln_1"]["bias"]
+        qkv = y @ layer["attn"]["c_attn"]["kernel"].T + layer["attn"]["c_attn"]["bias"]
+        # Three do not divide by tp: that axis is left out.
+        qkv = constrain(small(qkv).reshape(TOKENS, 3, -1), P("fsdp", "tp", "sp"))
+        q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
+        x = x + small(small(q @ k.T) @ v @ layer["attn"]["c_proj"]["kernel"].T)
+        h = small(x @ layer["mlp"]["c_fc"]["kernel"].T)
+        h = constrain(h, [("", P("fsdp", ("sp", "tp")))])
+        x = x + small(h @ layer["mlp"]["c_proj"]["kernel"].T)
+    return x @ model["wte"]["embedding"].T
+
+
+def step(state, tokens, constrain):
+    def loss(params):
+        logits = forward(params, tokens, constrain)
+        return logits.sum(), logits
+
+    (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+    params = jax.tree.map(lambda p, g: p - small(g), state["params"], gradients)
+    changed = {
+        "params": constrain(params, corpus.rules(RULES)),
+        "step": state["step"] + 1,
+        # float32 if numbers were placed as float32 rather than as numbers
+        "rate": state["rate"] * jnp.bfloat16(3),
+        "weak": state["weak"] * jnp.ones(2, "bfloat16"),
+    }
+    return {"logits": logits, "state": {**state, **changed}}
+
+
+def tokens():
+    return np.arange(TOKENS, dtype="int32") * 97 % VOCABULARY
+
+
+def digests(tree):
+    """{path: dtype, shape and a digest of the bits}."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        bits = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        found[jax.tree_util.keystr(path)] = f"{array.dtype} {array.shape} {bits}"
+    return found
+
+
+@functools.cache
+def unsharded():
+    """What the processes must find, by one device and without shardrules."""
+    stepped = jax.jit(step, static_argnums=2)(make_state(), tokens(), lambda x, _: x)
+    return digests({**stepped, "placed": jax.tree.map(jnp.asarray, make_state())})
+
+
+def make_mesh(axes=("fsdp", "sp", "tp"), devices=None):
+    return Mesh(np.array(devices or jax.devices()).reshape(-1, 2, 2), axes)
+
+
+def enable_x64(on):
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(on)
+    from jax.experimental import enable_x64
+
+    return enable_x64(on)
+
+
+def in_context(mesh):
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else mesh
+
+
+def check_parts(tree, shardings):
+    """Each device has its part and no more; returns how many arrays are in parts."""
+    in_parts = 0
+    for array, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
+        assert array.sharding == sharding
+        assert {shard.device for shard in array.addressable_shards} == set(jax.local_devices())
+        part = sharding.shard_shape(array.shape)
+        assert {shard.data.shape for shard in array.addressable_shards} == {part}
+        in_parts += part != array.shape
+    return in_parts
+
+
+def agree():
+    state, rules, mesh = make_state(), sr.Rules(corpus.rules(RULES)), make_mesh()
+    shardings = sr.named_shardings(state, rules, mesh)
+    embedding = shardings["params"]["transformer"]["wte"]["embedding"]
+    assert embedding.spec == P(None, "tp")
+    with in_context(mesh):
+        placed = sr.shard(state, rules)
+        assert check_parts(placed, shardings) == 5
+        stepped = jax.jit(step, static_argnums=2)(
+            placed, sr.shard(tokens(), P("fsdp")), sr.with_sharding_constraint
+        )
+    gathered = sr.gather({**stepped, "placed": placed})
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(gathered["logits"]))
+    laid_out_anew(
+        placed["params"]["transformer"], gathered["placed"]["params"]["transformer"], mesh
+    )
+    return {"fingerprint": sr.fingerprint(state, shardings), "digests": digests(gathered)}
+
+
+def laid_out_anew(model, wanted, mesh):
+    """Arrays that are global already, to other specs and another order of the devices."""
+
+    def some(of):
+        return {"wte": of["wte"], "attn": of["h"]["0"]["attn"]}
+
+    model, wanted = some(model), some(wanted)
+    again = sr.shard(model, corpus.rules(RULES), mesh)
+    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True)
+    assert all(new is old for new, old in pairs)
+    rules = [("embedding|kernel", P(("tp", "sp"), None)), ("", P("fsdp"))]
+    for other in (mesh, make_mesh(("sp", "tp", "fsdp"), jax.devices()[::-1])):
+        moved = sr.shard(model, rules, other)
+        check_parts(moved, sr.named_shardings(model, rules, other))
+        assert digests(sr.gather(moved)) == digests(wanted)
+    # Outside of jit, of arrays on this host and of global ones.
+    host = np.arange(64.0, dtype="float32").reshape(8, 8)
+    kernel = model["attn"]["c_proj"]["kernel"]
+    tree = [host, jnp.asarray(host), kernel]
+    constrained = sr.with_sharding_constraint(tree, P("tp", "fsdp"), mesh)
+    check_parts(constrained, [NamedSharding(mesh, P("tp", "fsdp"))] * 3)
+    wanted = [host, host, wanted["attn"]["c_proj"]["kernel"]]
+    assert digests(sr.gather(constrained)) == digests(wanted)
+
+
+@jax.tree_util.register_pytree_node_class
+class Raises:
+    """A part of a tree that raises when it is looked at."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def tree_flatten(self):
+        raise self.error
+
+    @classmethod
+    def tree_unflatten(cls, _, __):
+        raise NotImplementedError
+
+
+MATRIX = np.arange(64, dtype="float32").reshape(8, 8)
+TREE = {"a": MATRIX, "b": np.arange(8, dtype="float32")}
+RULES_OF_TREE = [("a", P("fsdp")), ("b", P())]
+
+
+def failures(mesh):
+    """{case: what the odd process does, where all others place the tree}."""
+    shardings = {"a": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
+
+    def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
+        return lambda: sr.shard(tree, specs, on_mesh)
+
+    return {
+        "no rule": shard(specs=RULES_OF_TREE[:1]),
+        "no array": shard({**TREE, "b": "text"}),
+        "no array, with shardings": shard({**TREE, "b": "text"}, shardings, None),
+        "no mesh": shard(on_mesh=None),
+        "dict mesh": shard(on_mesh={"fsdp": 2, "sp": 2, "tp": 2}),
+        "str mesh": shard(on_mesh="mesh"),
+        "another tree of shardings": shard(specs={"a": shardings["a"]}, on_mesh=None),
+        "no tree": shard("checkpoint.npz"),
+        "constraint": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE[:1], mesh),
+        "gather": lambda: sr.gather(Raises(ValueError("no gathering\nhere"))),
+        "SystemExit": shard({**TREE, "b": Raises(SystemExit(3))}),
+        "KeyboardInterrupt": shard({**TREE, "b": Raises(KeyboardInterrupt())}),
+    }
+
+
+def differences(mesh, placed):
+    """{case: what the odd process does, where all others place the tree}."""
+    axes, order = mesh.axis_names, jax.devices()
+    spread = NamedSharding(mesh, P("fsdp"))
+
+    def shard(tree=TREE, specs=RULES_OF_TREE, on_mesh=mesh):
+        return lambda: sr.shard(tree, specs, on_mesh)
+
+    def with_x64():
+        with enable_x64(True):
+            return sr.shard({**TREE, "b": TREE["b"].astype("float64")}, RULES_OF_TREE, mesh)
+
+    found = {
+        "rule": shard(specs=[("a", P("tp")), ("b", P())]),
+        "axes": shard(on_mesh=make_mesh(("sp", "tp", "fsdp"))),
+        "devices": shard(on_mesh=make_mesh(devices=order[::-1])),
+        "shape": shard({**TREE, "b": np.ones(16, "float32")}),
+        "dtype": shard({**TREE, "b": np.ones(8, "int32")}),
+        "x64": with_x64,
+        "weak type": shard({**TREE, "b": jnp.full(8, 2.0)}),
+        "global": shard({**TREE, "a": placed}),
+        "empty tree": shard({}),
+        "no specs": shard(specs=None),
+        "another function": lambda: sr.with_sharding_constraint(TREE, RULES_OF_TREE, mesh),
+        "gathered": lambda: sr.gather(placed),
+    }
+    if spread.memory_kind is not None and hasattr(jax, "set_mesh"):
+        host = spread.with_memory_kind("pinned_host")
+        found["memory"] = shard(specs={"a": host, "b": NamedSharding(mesh, P())})
+    if hasattr(jax.sharding, "AxisType"):
+        types = (jax.sharding.AxisType.Explicit,) * len(axes)
+        found["axis types"] = shard(on_mesh=Mesh(mesh.devices, axes, axis_types=types))
+    return found
+
+
+def raised(call):
+    """What it raises, as text."""
+    try:
+        call()
+    except BaseException as error:  # KeyboardInterrupt, too
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def has_own_parts(placed):
+    """Whether this process's devices have their parts of MATRIX; without another program to run."""
+    return all(
+        np.array_equal(np.asarray(shard.data), MATRIX[shard.index])
+        for shard in placed.addressable_shards
+    )
+
+
+def disagree():
+    """[odd process, case, the error, whether the next call is right]; each process odd in turn."""
+    mesh, me = make_mesh(), jax.process_index()
+    rounds._CHUNK = 50  # bytes: rows come in many
+
+    def place():
+        return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]
+
+    placed, found = place(), []
+    for odd in (0, 1):
+        for case, call in {**failures(mesh), **differences(mesh, placed)}.items():
+            error = raised(call if me == odd else place)
+            found.append([odd, case, error, has_own_parts(place())])
+    # All alike: an error of each, or none.
+    for case, call in failures(mesh).items():
+        found.append([None, case, raised(call), has_own_parts(place())])
+    assert sr.shard({}, RULES_OF_TREE, mesh) == {}
+    keys = [key for key, _ in client().key_value_dir_get("shardrules")]
+    return {"found": found, "keys": keys, "devices": [device.id for device in jax.devices()]}
+
+
+def client():
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def wait():
+    """What those get who wait for a process that does something of its own, or is interrupted."""
+    mesh, me = make_mesh(), jax.process_index()
+    own = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    found, log = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("shardrules").addHandler(handler)
+    rounds._QUIET_SECONDS = 0.5
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+    def place():
+        return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]
+
+    def together(name):
+        client().wait_at_barrier(name, 60_000)
+
+    for odd in (0, 1):
+        # On its own, as often as it likes; the others need not know if they do not wait.
+        if me == odd:
+            alone = sr.shard(TREE, [("", P("fsdp"))], own)
+            assert has_own_parts(alone["a"])
+            assert np.array_equal(sr.gather(alone)["a"], MATRIX)
+            assert has_own_parts(sr.with_sharding_constraint(MATRIX, P("fsdp"), own))
+            assert raised(lambda: sr.shard(TREE, [], own)).startswith("ValueError")
+        assert has_own_parts(place())
+        os.environ["SHARDRULES_WAIT_SECONDS"] = "1.5"
+        if me == odd:
+            sr.shard(TREE, [("", P("fsdp"))], own)
+            together(f"given up {odd}")
+            late = raised(place)
+        else:
+            late = raised(place)
+            together(f"given up {odd}")
+        del os.environ["SHARDRULES_WAIT_SECONDS"]
+        found.append([odd, "late", late, has_own_parts(place())])
+        if me == odd:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            error = raised(place)
+            together(f"interrupted {odd}")
+        else:
+            together(f"interrupted {odd}")
+            error = raised(place)
+        found.append([odd, "interrupted", error, has_own_parts(place())])
+    # At its end process 1 tells the others, before JAX waits for them there.
+    return {"found": found, "left": None if me == 1 else raised(place), "log": log}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=["agree", "disagree", "wait"])
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60
+        )
+    assert jax.process_count() == args.processes
+    found = {"agree": agree, "disagree": disagree, "wait": wait}[args.task]()
+    args.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Every kind of pytree node: the result is what jax.tree_util.tree_map_with_path gives."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+
+import jax
+import pytest
+from jax import tree_util
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support.trees import (
+    Pair,
+    RegisteredPair,
+    array,
+    kinds_of_trees,
+    trees_of_libraries,
+)
+
+
+def key_text(entry):
+    """As eformer.pytree.tree_path_to_string."""
+    for attribute in ("idx", "name", "key"):
+        if type(entry).__module__.startswith("jax") and hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def assert_same_tree(tree):
+    """Each leaf's rule is found by its path; the trees have equal structures."""
+    paths = [p for p, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    texts = ["/".join(map(key_text, path)) for path in paths]
+    # One rule a leaf, whose spec is its number: the result shows which path each leaf had.
+    rules = sr.Rules([(rf"\A{escaped(text)}\Z", number) for number, text in enumerate(texts)])
+    result = rules.match(tree, strict=False)
+    expected = tree_util.tree_map_with_path(
+        lambda path, _: texts.index("/".join(map(key_text, path))), tree
+    )
+    assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
+    assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
+    return result
+
+
+def escaped(text):
+    return "".join(f"\\U{ord(c):08x}" for c in text)
+
+
+@pytest.mark.parametrize("kind", kinds_of_trees())
+def test_structure_and_paths(kind):
+    assert_same_tree(kinds_of_trees()[kind])
+
+
+LIBRARY_KINDS = [
+    "FrozenDict", "nnx.State", "nnx pure dict", "equinox Module", "equinox arrays", "optax Adam",
+    "optax MultiSteps", "optax masked", "optax chain",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_structure_and_paths_of_libraries(kind):
+    tree = trees_of_libraries()[kind]
+    result = assert_same_tree(tree)
+    assert type(result) is type(tree)
+
+
+@pytest.mark.parametrize("kind", [*kinds_of_trees(), *LIBRARY_KINDS])
+def test_same_as_eformer(kind):
+    eformer = pytest.importorskip("eformer.escale", reason="eformer is not installed")
+    tree = (kinds_of_trees() | trees_of_libraries())[kind]
+    rules = [("kernel|1", P("tp", "fsdp")), ("mu|a", P(None, "dp")), (".*", P())]
+    expected = eformer.match_partition_rules(rules, tree)
+    result = sr.match_partition_rules(rules, tree)
+    assert tree_util.tree_structure(result) == tree_util.tree_structure(expected)
+    assert tree_util.tree_leaves(result) == tree_util.tree_leaves(expected)
+
+
+def test_nodes_keep_their_type_and_auxiliary_data():
+    trees = kinds_of_trees()
+    rules = [(".*", P())]
+
+    def match(kind):
+        return sr.match_partition_rules(rules, trees[kind])
+
+    assert list(match("OrderedDict")) == ["b", "a"]
+    assert match("defaultdict")["x"].default_factory is list
+    assert match("without keys")["n"].note == "kept"
+    assert match("dataclass")["block"].name == "kept"
+    assert isinstance(match("namedtuple"), Pair)
+    assert match("registered namedtuple")[0] == RegisteredPair(1, P())
+
+
+def test_dicts_keep_the_order_of_their_keys():
+    tree = {k: {"z": array(2), "a": array(2)} for k in ("c", "a", "b")}
+    result = sr.match_partition_rules([(".*", P())], tree)
+    assert list(result) == ["c", "a", "b"]
+    assert list(result["a"]) == ["z", "a"]
+    assert list(tree) == ["c", "a", "b"]
+    assert isinstance(tree["a"]["z"], jax.ShapeDtypeStruct)
+
+
+def test_keys_that_jax_cannot_sort_are_refused():
+    tree = {"outer": {1: array(2), "a": array(2)}}
+    with pytest.raises(ValueError, match="sort"):
+        tree_util.tree_map(lambda x: x, tree)
+    with pytest.raises(ValueError, match="cannot sort the keys"):
+        sr.match_partition_rules([(".*", P())], tree)
+
+
+def test_types_registered_between_two_calls_are_seen():
+    class Late:
+        def __init__(self, inner):
+            self.inner = inner
+
+    rules = [(".*", P())]
+    assert sr.match_partition_rules(rules, {"late": Late(array(2))}) == {"late": P()}
+    tree_util.register_pytree_node(
+        Late, lambda n: ((n.inner,), None), lambda _, children: Late(*children)
+    )
+    result = sr.match_partition_rules(rules, {"late": Late(array(2))})
+    assert result["late"].inner == P()
+
+
+def test_tracers_and_arrays():
+    seen = []
+
+    @jax.jit
+    def step(params):
+        seen.append(sr.match_partition_rules([("w", P("tp")), (".*", P())], params))
+        return params
+
+    step({"w": jax.numpy.ones((4, 2)), "b": 1.0})
+    assert seen == [{"w": P("tp"), "b": P()}]
+
+
+def test_a_defaultdict_whose_keys_jax_cannot_sort_is_refused():
+    tree = {"outer": defaultdict(list, {1: array(2), "a": array(2)})}
+    with pytest.raises(TypeError, match="not supported between"):
+        tree_util.tree_map(lambda x: x, tree)
+    with pytest.raises(ValueError, match="cannot sort the keys") as info:
+        sr.match_partition_rules([(".*", P())], tree)
+    assert info.value.__notes__ == ["shardrules: at 'outer' in the tree"]
+
+
+def test_an_ordered_dict_with_items_of_its_own():
+    """It crashed; JAX does not look at them either."""
+    for own in ([1, 2], [()], None):
+        tree = OrderedDict(a=array(2), b=array(3))
+        tree.items = lambda own=own: own
+        assert sr.match_partition_rules([("a", P("tp")), ("b", P())], tree) == OrderedDict(
+            a=P("tp"), b=P()
+        )
