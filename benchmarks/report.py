@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = (
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks import arrays, planning, scaling
+from benchmarks import arrays, patching, planning, scaling
 from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
@@ -47,6 +47,7 @@ def main() -> int:
     sections = {
         "Plans and the command line": planning.rows,
         "Arrays on 8 host devices": arrays.rows,
+        "Code of others, patched": patching.rows,
         "Growth, compiling, importing, bounds": scaling.rows,
     }
     for title, rows in sections.items():

@@ -6,7 +6,6 @@ import gc
 import pickle
 import subprocess
 import sys
-import time
 import tracemalloc
 import weakref
 from collections import OrderedDict
@@ -28,6 +27,7 @@ import shardrules as sr
 from shardrules._planning.budget import by_class
 from tests.support import corpus, references
 from tests.support.trees import kinds_of_trees, trees_of_libraries
+from tests.support.work import calls
 
 MESHES = [
     {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2},
@@ -472,18 +472,17 @@ def test_names_of_many_or_odd_numbers(paths):
 
 
 def test_what_does_not_fold_costs_little_more():
-    """Of each row its kind was worded anew, in each check: 15 to 25 times what folds, and now 3 to 5."""
+    """Of each row its kind was worded anew, in each check: now a row costs some 45 calls in all."""
 
-    def seconds(names):
+    def ask(names):
         tree = {f"layers/{name}/w": array(8, 8) for name in names}
-        start = time.process_time()
         plan = sr.plan(tree, [("w", ("fsdp", "tp")), (".*", ())], {"fsdp": 8, "tp": 4})
         assert all((str(plan), str(plan.check()), plan.lock(), plan._repr_html_()))
-        return time.process_time() - start
 
-    numbers = [str(i) for i in range(50_000)]
     letters = str.maketrans("0123456789", "abcdefghij")
-    assert seconds([one.translate(letters) for one in numbers]) < 10 * seconds(numbers)
+    names = [str(i).translate(letters) for i in range(5_000)]
+    ask(names[:1])  # the first time imports
+    assert calls(lambda: ask(names)) < 80 * len(names)
 
 
 @pytest.mark.parametrize("name", ["x" * 10**6, "x/" * 2000, "1/" * 2000, "1" * 10**5])

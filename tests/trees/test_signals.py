@@ -79,12 +79,9 @@ def test_ctrl_c(walk):
 def test_other_threads_run_while_a_key_takes_long():
     slow = sr.Rules([("a.{0,4000}b.{0,4000}c", None)])
     walk = threading.Thread(target=slow.first_match, args=("ab" * 2000,))
-    longest = 0.0
+    turns = 0
     walk.start()
     while walk.is_alive():
-        begin = time.monotonic()
-        time.sleep(0)
-        longest = max(longest, time.monotonic() - begin)
-    begin = time.monotonic()
-    slow.first_match("ab" * 2000)
-    assert longest < (time.monotonic() - begin) / 2
+        time.sleep(0.001)  # those that it has before the walk begins are few
+        turns += 1
+    assert turns > 10  # about 30
