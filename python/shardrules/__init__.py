@@ -38,19 +38,11 @@ from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.requests import named_shardings
 from shardrules._sharding.shardings import spec_for
 
-# Planning costs as much to import as all the rest, and who only matches rules does not need it: its
-# names (those of __all__ that are not here) are imported when one is asked for. Type checkers and
-# IDEs see the imports, and no __getattr__, which would have them take any name for one of ours.
+# Planning costs as much to import as all the rest, and who only matches rules does not need it: a
+# name of its api is imported when it is asked for. Type checkers and IDEs see the import, and no
+# __getattr__, which would have them take any name for one of ours.
 if TYPE_CHECKING:
-    from shardrules._planning.budget import DeviceBytes
-    from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
-    from shardrules._planning.derive import Companion
-    from shardrules._planning.diff import Change, PlanDiff
-    from shardrules._planning.explain import Explanation, Tried
-    from shardrules._planning.findings import Finding, Findings
-    from shardrules._planning.kinds import Kind
-    from shardrules._planning.plan import Plan, plan
-    from shardrules._planning.sweep import Sweep, SweepRow
+    from shardrules._planning.api import *
 else:
 
     def __getattr__(name: str) -> object:
@@ -58,8 +50,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from shardrules._planning import api
 
-        globals().update((name, getattr(api, name)) for name in api.__all__)
-        return globals()[name]
+        return globals().setdefault(name, getattr(api, name))
 
     def __dir__() -> list[str]:
         return sorted(globals().keys() | set(__all__))
@@ -92,6 +83,7 @@ __all__ = [
     "Findings",
     "Kind",
     "LogicalDialect",
+    "Loss",
     "Plan",
     "PlanDiff",
     "RuleSpec",

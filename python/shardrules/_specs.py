@@ -27,8 +27,10 @@ __all__ = [
     "is_unconstrained",
     "normalize_spec",
     "partition_spec",
+    "plain_entries",
     "spec_for_rank",
     "spec_length",
+    "spec_shown",
     "with_dims",
     "with_entries",
     "without_axes",
@@ -191,3 +193,21 @@ def is_unconstrained(entry: object) -> bool:
     """Whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
+
+
+def plain_entries(spec: PartitionSpec | Entries) -> list[Any]:
+    """The entries, equal for equal specs: ("tp",) is "tp", as newer versions of JAX have it."""
+    return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
+
+
+def spec_shown(spec: PartitionSpec | Entries | None) -> str:
+    """A spec as people write it, PartitionSpec or not: P('fsdp', None); - for None."""
+    if spec is None:
+        return "-"
+    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
+    extra = [
+        f"{name}={sorted(getattr(spec, name))}"
+        for name in ("unreduced", "reduced")
+        if getattr(spec, name, None)
+    ]
+    return f"P({', '.join([*shown, *extra])})"

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardrules._planning.kinds import axes_used, spec_shown
-from shardrules._planning.sweep import Sweep
-from shardrules._planning.table import COLUMNS, RIGHT, heading, rows
+from shardrules._planning.asking.sweep import Sweep
+from shardrules._planning.kinds import axes_used, dtype_shown, problem_shown
+from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
 from shardrules._printable import printable, printable_json
+from shardrules._specs import spec_shown
 from shardrules._words import and_more, bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
-    from shardrules._planning.budget import DeviceBytes
-    from shardrules._planning.findings import Findings
+    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.findings import Findings
     from shardrules._planning.plan import Plan
 
 __all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "working"]
@@ -47,14 +48,16 @@ def show_plan(plan: Plan) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
-    for head in COLUMNS:
+    for head in HEADS:
         table.add_column(head, justify="right" if head in RIGHT else "left", overflow="fold")
-    for row, folded in zip(rows(plan), plan.folded, strict=True):
-        kind = plan.kinds[folded.group]
-        is_whole = kind.largest_bytes >= 2**24 and not axes_used(kind.spec, plan.axis_sizes)
-        table.add_row(*map(_plain, row), style="red" if kind.problem or is_whole else None)
+    columns = plan._columns
+    for row, folded in zip(rows(columns), columns.folded, strict=True):
+        kind = columns.kinds[folded.group]
+        is_whole = kind.device_bytes >= 2**24 and not axes_used(kind.spec, columns.axis_sizes)
+        style = "red" if kind.status != "placed" or is_whole else None
+        table.add_row(*map(_plain, row), style=style)
     console = Console(highlight=False)
-    console.print(_plain(heading(plan)))
+    console.print(_plain(heading(columns)))
     console.print(table)
 
 
@@ -109,13 +112,13 @@ def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
             "path": one.pattern,
             "leaves": len(one.rows),
             "shape": kind.shape,
-            "dtype": kind.dtype_shown,
+            "dtype": dtype_shown(kind),
             "rule": kind.rule,
             "spec": spec_shown(kind.spec),
-            "problem": kind.problem,
+            "problem": problem_shown(kind),
             "bytes": kind.bytes * len(one.rows),
-            "device_bytes": kind.largest_bytes * len(one.rows),
-            "lost": [what for what, _ in kind.notes],
+            "device_bytes": kind.device_bytes * len(one.rows),
+            "lost": [loss.message for loss in kind.losses],
         }
         for one in plan.folded
         for kind in (plan.kinds[one.group],)

@@ -1,34 +1,23 @@
-"""What the package exports of planning: `shardrules.__getattr__` imports it on first use.
+"""The public names of planning: `shardrules.__getattr__` imports this on first use.
 
 Must not define anything.
 """
 
-from shardrules._planning.budget import DeviceBytes
-from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
-from shardrules._planning.derive import Companion
-from shardrules._planning.diff import Change, PlanDiff
-from shardrules._planning.explain import Explanation, Tried
-from shardrules._planning.findings import Finding, Findings
-from shardrules._planning.kinds import Kind
-from shardrules._planning.plan import Plan, plan
-from shardrules._planning.sweep import Sweep, SweepRow
-
-__all__ = [
-    "LORA",
-    "QUANTIZED",
-    "Change",
-    "Companion",
-    "DeviceBytes",
-    "Explanation",
-    "Finding",
-    "Findings",
-    "Kind",
-    "Plan",
-    "PlanDiff",
-    "Sweep",
-    "SweepRow",
-    "Tried",
-    "plan",
-    "stacked",
-    "unstacked",
-]
+from shardrules._planning.asking.budget import DeviceBytes as DeviceBytes
+from shardrules._planning.asking.diff import Change as Change
+from shardrules._planning.asking.diff import PlanDiff as PlanDiff
+from shardrules._planning.asking.explain import Explanation as Explanation
+from shardrules._planning.asking.explain import Tried as Tried
+from shardrules._planning.asking.findings import Finding as Finding
+from shardrules._planning.asking.findings import Findings as Findings
+from shardrules._planning.asking.sweep import Sweep as Sweep
+from shardrules._planning.asking.sweep import SweepRow as SweepRow
+from shardrules._planning.companion import Companion as Companion
+from shardrules._planning.companions import LORA as LORA
+from shardrules._planning.companions import QUANTIZED as QUANTIZED
+from shardrules._planning.companions import stacked as stacked
+from shardrules._planning.companions import unstacked as unstacked
+from shardrules._planning.kinds import Kind as Kind
+from shardrules._planning.kinds import Loss as Loss
+from shardrules._planning.plan import Plan as Plan
+from shardrules._planning.plan import plan as plan

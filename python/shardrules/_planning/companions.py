@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import Final
 
 from shardrules._arguments import check_type, integer
-from shardrules._planning.derive import Companion
+from shardrules._planning.companion import Companion
 from shardrules._specs import Dim
 
 __all__ = ["LORA", "QUANTIZED", "stacked", "unstacked"]

@@ -1,7 +1,8 @@
-"""`plan`: what every leaf of a tree gets on a mesh, as columns, before any device is touched.
+"""`plan`: what every leaf of a tree gets on a mesh, before any device is touched; and `Plan`.
 
 One walk over the tree, then one correction per kind of leaf; needs no JAX where the mesh is a dict
-of axis sizes. Must not know how findings, files or reports are worded.
+of axis sizes. `Plan` checks what it is given and hands its columns to whoever answers; no other
+module here knows it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._arguments import (
     check_file,
@@ -29,38 +28,46 @@ from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._files.write import write_text
 from shardrules._logical.leaves import check_rules_are_for_paths
-from shardrules._matching.coverage import Coverage
-from shardrules._matching.rules import as_rules, checked_min_size
-from shardrules._planning.budget import DeviceBytes, budget
-from shardrules._planning.check import DEFAULT_LARGE, check
-from shardrules._planning.derive import Companion, Leaves, placed_leaves, with_companions
-from shardrules._planning.diff import PlanDiff, diff
-from shardrules._planning.explain import Explanation, explanation
-from shardrules._planning.findings import Findings
-from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import Kind, Placer
-from shardrules._planning.lock import content_of, fingerprint, lock, read_lock
-from shardrules._planning.optimizer import optimizer_leaves
-from shardrules._planning.survey import Survey, survey
-from shardrules._planning.sweep import Sweep, factorizations, sweep
-from shardrules._planning.table import table
-from shardrules._sharding.device_bytes import check_countable
-from shardrules._sharding.mesh import as_mesh, axes_of_type, checked_sizes, resolve_mesh
-from shardrules._sharding.shardings import ManualAxes, RulesLike, manual_axes, specs_on_mesh
-from shardrules._specs import as_partition_spec
-from shardrules._words import brief, mesh_shown
+from shardrules._matching.rules import Rules, as_rules, checked_min_size
+from shardrules._planning.asking.budget import DeviceBytes, budget
+from shardrules._planning.asking.check import DEFAULT_LARGE, check
+from shardrules._planning.asking.diff import PlanDiff, diff
+from shardrules._planning.asking.explain import Explanation, explanation
+from shardrules._planning.asking.findings import Findings
+from shardrules._planning.asking.rows import row_of
+from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
+from shardrules._planning.asking.trees import abstract_tree, sharding_tree, spec_tree
+from shardrules._planning.companion import Companion
+from shardrules._planning.locks.read import content_of, read_lock
+from shardrules._planning.locks.write import fingerprint, lock_text
+from shardrules._planning.placing.by_rules import by_rules
+from shardrules._planning.placing.derive import with_companions
+from shardrules._planning.placing.on_mesh import axis_sizes_of
+from shardrules._planning.placing.optimizer import by_parameters
+from shardrules._planning.placing.survey import survey
+from shardrules._planning.showing.table import table
+from shardrules._sharding.mesh import as_mesh, checked_sizes, resolve_mesh
+from shardrules._sharding.shardings import RulesLike
+from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
+    from shardrules._matching.coverage import Coverage
+    from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._planning.columns import Columns
+    from shardrules._planning.fold import Folded
+    from shardrules._planning.kinds import Kind
+    from shardrules._planning.leaves import Leaves
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["Place", "Plan", "plan"]
+    # The columns of the same leaves on another mesh.
+    _OnMesh = Callable[[MeshLike], Columns]
 
+__all__ = ["Plan", "plan"]
 
 _MOMENTS: Final = "dtypes, one for each moment such as Adam's two; or plan.for_optimizer(state)"
-# What leaves get on a mesh.
-Place = Callable[["MeshLike"], Leaves]
 
 
 def plan(
@@ -112,33 +119,12 @@ def plan(
     check_rules_are_for_paths(compiled, tree)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
-    sizes = _sizes(chosen)
-    base = survey(tree, compiled, smallest)
+    axis_sizes_of(chosen)
+    leaves = survey(tree, compiled, smallest)
+    leaves, derivations = with_companions(leaves, followers, smallest)
     policy = correction or compiled.dialect.correction
-    return Plan(partial(_placed, base, policy, followers, smallest), sizes, chosen)
-
-
-def _placed(
-    base: Survey,
-    correction: Correction,
-    companions: tuple[Companion, ...],
-    min_size: int,
-    mesh: MeshLike,
-) -> Leaves:
-    sizes, rules = _sizes(mesh), base.rules
-    manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
-    specs, spec_of = specs_on_mesh(rules, sizes, correction, manual=manual, made=False)
-    unmatched_is_error = rules.dialect.unmatched != "replicate"
-    placer = Placer(specs, spec_of, sizes, unmatched_is_error=unmatched_is_error)
-    leaves = placed_leaves(base, placer)
-    if not companions:
-        return leaves
-    return with_companions(leaves, rules, placer, companions, min_size)
-
-
-def _sizes(mesh: MeshLike) -> dict[str, int]:
-    """Devices along each axis."""
-    return checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    on_mesh = partial(by_rules, leaves, derivations, policy)
+    return Plan(on_mesh(chosen), on_mesh, chosen)
 
 
 class Plan:
@@ -156,77 +142,80 @@ class Plan:
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
-    def __init__(self, place: Place, axis_sizes: dict[str, int], mesh: MeshLike) -> None:
-        check_countable(axis_sizes)
-        leaves = place(mesh)
-        self._found = found = leaves.found
-        self._place = place
-        self._mesh = mesh
-        self.paths = found.paths
-        """Column: the leaves' paths."""
-        self.sources = leaves.sources
-        """Column: the paths that the rules meet: those of the leaves, or of what they follow."""
-        self.companions = leaves.companions
-        """The companions that were given."""
-        self.found_by = leaves.found_by or {}
-        """Of each row that a companion finds, which; a row whose source is its own path does not
-        follow: no rule meets its base's path."""
-        self.kind_of = found.kind_of
-        """Column, int32: index of the leaf's kind in `kinds`."""
-        self.kinds = leaves.kinds
-        self.rules = found.rules
-        self.axis_sizes = axis_sizes
+    def __init__(self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike) -> None:
+        self._columns = _columns
+        self._on_mesh = _on_mesh
+        self._mesh = _mesh
+
+    @property
+    def rules(self) -> Rules:
+        """The rules that decide the leaves."""
+        return self._columns.rules
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
         """Devices along each mesh axis, in the mesh's order."""
-        self.explicit_axes = (
-            frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Explicit")
-        )
-        """Those of type Explicit; the axes of a dict are of type Auto."""
-
-    @cached_property
-    def rule(self) -> npt.NDArray[np.int32]:
-        """Column, int32: index of the rule that decides the leaf; -1 if none does."""
-        rules = [-1 if kind.rule is None else kind.rule for kind in self.kinds]
-        return np.array(rules, np.int32)[self.kind_of]
-
-    @cached_property
-    def bytes(self) -> npt.NDArray[np.int64]:
-        """Column, int64: bytes of the whole leaf."""
-        return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
+        return self._columns.axis_sizes
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all leaves together; their sum where int64 is too small for it, too."""
-        counted = zip(self.kinds, self.counts.tolist(), strict=True)
-        return sum(kind.bytes * count for kind, count in counted)
-
-    @cached_property
-    def device_bytes(self) -> npt.NDArray[np.int64]:
-        """Column, int64: bytes of the leaf on the device that holds most of it."""
-        return np.array([kind.largest_bytes for kind in self.kinds], np.int64)[self.kind_of]
-
-    @property
-    def folded(self) -> list[Folded]:
-        """The leaves with siblings folded: patterns such as `layers/{0..60}/w`, a kind each."""
-        return self._found.folded
-
-    @cached_property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return int(np.prod(list(self.axis_sizes.values()), dtype=np.int64))
+        return self._columns.devices
+
+    @property
+    def paths(self) -> list[str]:
+        """Column: the leaves' paths."""
+        return self._columns.paths
+
+    @property
+    def sources(self) -> list[str]:
+        """Column: the paths that the rules meet: those of the leaves, or of what they follow."""
+        return self._columns.sources
+
+    @property
+    def kind_of(self) -> npt.NDArray[np.int32]:
+        """Column, int32: index of the leaf's kind in `kinds`."""
+        return self._columns.kind_of
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What leaves have in common, once for each kind of leaves."""
+        return self._columns.kinds
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """Per kind, int64: how many leaves are of it."""
-        return self._found.counts
+        return self._columns.counts
 
-    @cached_property
+    @property
+    def rule(self) -> npt.NDArray[np.int32]:
+        """Column, int32: index of the rule that decides the leaf; -1 if none does."""
+        return self._columns.rule
+
+    @property
+    def bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the whole leaf."""
+        return self._columns.bytes
+
+    @property
+    def device_bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the leaf on the device that holds most of it."""
+        return self._columns.device_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaves together, exact where int64 is too small for the sum."""
+        return self._columns.total_bytes
+
+    @property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded: patterns such as `layers/{0..60}/w`, a kind each."""
+        return self._columns.folded
+
+    @property
     def coverage(self) -> Coverage:
         """How each rule does on the leaves that need one."""
-        needed = [kind.rule is not None or kind.problem is not None for kind in self.kinds]
-        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
-        sources = map(self.sources.__getitem__, rows.tolist())
-        leaves = dict.fromkeys(self.rules.all_joined(sources), 0)
-        return self.rules.for_whole_paths().coverage(leaves, strict=False)
+        return self._columns.coverage
 
     def check(
         self,
@@ -236,7 +225,7 @@ class Plan:
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
-        levels: Mapping[str, str] | None = None,
+        levels: Mapping[FindingKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
         """The coverage contract: nothing is replicated or ignored silently.
 
@@ -295,7 +284,7 @@ class Plan:
             patterns, texts("optional_axes", optional_axes), texts("data_axes", data_axes)
         )
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-        return check(self, large=large, declared=declared, head_dim=size, levels=levels)
+        return check(self._columns, large=large, declared=declared, head_dim=size, levels=levels)
 
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
@@ -303,7 +292,7 @@ class Plan:
         Raises:
             ValueError: Leaves have none; the message is that of `check`.
         """
-        return self._mapped([as_partition_spec(spec) for spec in self._all_specs()])
+        return spec_tree(self._columns)
 
     def shardings(self) -> Any:
         """The tree of NamedShardings; on a dict of axis sizes they have an AbstractMesh.
@@ -311,7 +300,7 @@ class Plan:
         Raises:
             ValueError: As `specs`.
         """
-        return self._mapped(self._shardings_of_kinds())
+        return sharding_tree(self._columns, self._mesh)
 
     def abstract(self) -> Any:
         """The tree of ShapeDtypeStructs with their shardings: what to restore a checkpoint into.
@@ -325,21 +314,13 @@ class Plan:
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
             'tp'
         """
-        from jax import ShapeDtypeStruct
-
-        shardings = self._shardings_of_kinds()
-        return self._mapped(
-            [
-                None if k.shape is None else ShapeDtypeStruct(k.shape, k.dtype, sharding=sharding)
-                for k, sharding in zip(self.kinds, shardings, strict=True)
-            ]
-        )
+        return abstract_tree(self._columns, self._mesh)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __repr__(self) -> str:
-        return table(self)
+        return table(self._columns)
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self._mesh, Mapping) and hasattr(self._mesh, "devices"):
@@ -363,7 +344,7 @@ class Plan:
             array([16])
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-        return Plan(self._place, _sizes(chosen), chosen)
+        return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
 
     def sweep(
         self,
@@ -412,7 +393,7 @@ class Plan:
             meshes = factorizations(count, names, sizes)
         else:
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-        return sweep(self, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
+        return sweep(self._columns_on, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
 
     def bytes_per_device(
         self, *, gradients: Any = None, optimizer: Plan | Iterable[Any] | None = None
@@ -439,9 +420,10 @@ class Plan:
             >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
             array([[448, 448]])
         """
-        if optimizer is None or isinstance(optimizer, Plan):
-            return budget(self, gradients, optimizer)
-        return budget(self, gradients, listed("optimizer", optimizer, _MOMENTS))
+        if isinstance(optimizer, Plan):
+            return budget(self._columns, gradients, optimizer._columns)
+        moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
+        return budget(self._columns, gradients, moments)
 
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
@@ -454,7 +436,7 @@ class Plan:
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '229b934b'
         """
-        return fingerprint(self)
+        return fingerprint(self._columns)
 
     def lock(self, path: str | Path | None = None) -> str:
         """The plan as a text to keep under version control: JSON, a line for each folded path.
@@ -473,7 +455,7 @@ class Plan:
             True
         """
         check_file("path", path)
-        text = lock(self)
+        text = lock_text(self._columns)
         if path is not None:
             write_text(path, text)
         return text
@@ -491,8 +473,8 @@ class Plan:
             FileError: It is no lock; a ValueError.
         """
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
-        found, kinds, sizes = read_lock(*content_of(lock))
-        return cls(partial(_locked, Leaves(found, kinds, found.paths), sizes), sizes, sizes)
+        columns = read_lock(*content_of(lock))
+        return cls(columns, partial(_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What another plan has otherwise: rules, and leaves that came, went, or get other specs.
@@ -507,7 +489,7 @@ class Plan:
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
         check_type("other", other, Plan, "a Plan")
-        return diff(self, other)
+        return diff(self._columns, other._columns)
 
     def for_optimizer(self, state: Any, *, zero1: str | None = None) -> Plan:
         """The plan of an optimizer's state: each leaf is cut as its parameter is.
@@ -541,7 +523,9 @@ class Plan:
         """
         check_tree("state", state)
         check_type("zero1", zero1, str | None, "a mesh axis or None")
-        return Plan(partial(_followed, self, state, zero1), self.axis_sizes, self._mesh)
+        leaves = survey(state, Rules((), self.rules.dialect))
+        on_mesh = partial(_followed, self._columns, self._on_mesh, leaves, zero1)
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets what it gets: each rule tried, and each correction.
@@ -552,7 +536,7 @@ class Plan:
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
         """
-        return explanation(self, self._row(path))
+        return explanation(self._columns, self._row(path))
 
     def to_html(
         self,
@@ -592,7 +576,7 @@ class Plan:
             >>> "Content-Security-Policy" in page
             True
         """
-        from shardrules._planning.report.page import report_html
+        from shardrules._planning.showing.report.page import report_html
 
         check_file("path", path)
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
@@ -602,15 +586,15 @@ class Plan:
             check_real("hbm", hbm)
         shown = self.check() if findings is None else findings
         held = self.bytes_per_device(gradients=gradients, optimizer=optimizer)
-        page = report_html(self, shown, sweep, title, hbm=hbm, held=held)
+        page = report_html(self._columns, shown, sweep, title, hbm=hbm, held=held)
         if path is not None:
             write_text(path, page)
         return page
 
     def _repr_html_(self) -> str:
-        from shardrules._planning.notebook import table_html
+        from shardrules._planning.showing.notebook import table_html
 
-        return table_html(self)
+        return table_html(self._columns)
 
     def kind(self, path: str) -> Kind:
         """The kind of the leaf of this path, which may be folded.
@@ -628,58 +612,22 @@ class Plan:
         """
         return self.sources[self._row(path)]
 
+    def _columns_on(self, mesh: MeshLike) -> Columns:
+        return self._on_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
+
     def _row(self, path: str) -> int:
         check_type("path", path, str, "a string")
-        row = self._found.rows.get(path)
-        if row is not None:
-            return row
-        first_of = {one.pattern: int(one.rows[0]) for one in self.folded}
-        if path not in first_of:
-            raise KeyError(_no_such_path(path, list(first_of)))
-        return first_of[path]
-
-    def _all_specs(self) -> list[Any]:
-        if any(kind.problem is not None for kind in self.kinds):
-            raise ValueError(self._misfits())
-        return [kind.spec for kind in self.kinds]
-
-    def _misfits(self) -> str:
-        errors = (one for one in self.check() if one.kind in ("unmatched", "misfit"))
-        return "\n".join(map(str, errors))
-
-    def _shardings_of_kinds(self) -> list[Any]:
-        from jax.sharding import NamedSharding
-
-        on_mesh = as_mesh(self._mesh)
-        made: dict[Any, NamedSharding] = {}
-        try:
-            for spec in self._all_specs():
-                made.setdefault(spec, NamedSharding(on_mesh, as_partition_spec(spec)))
-        except ValueError as error:
-            raise ValueError(self._misfits()) from error
-        return [made[spec] for spec in self._all_specs()]
-
-    def _mapped(self, of_kind: list[Any]) -> Any:
-        from jax import tree_util
-
-        of_row = [of_kind[kind] for kind in self.kind_of.tolist()]
-        return tree_util.tree_map(of_row.__getitem__, self._found.tree)
+        return row_of(self._columns, path)
 
 
-def _locked(leaves: Leaves, axis_sizes: dict[str, int], mesh: MeshLike) -> Leaves:
-    if list(_sizes(mesh).items()) != list(axis_sizes.items()):
-        raise ValueError(f"a locked plan is for the mesh {mesh_shown(axis_sizes)} alone")
-    return leaves
+def _locked(columns: Columns, mesh: MeshLike) -> Columns:
+    if not columns.is_on(axis_sizes_of(mesh)):
+        raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
+    return columns
 
 
-def _followed(params: Plan, state: Any, zero1: str | None, mesh: MeshLike) -> Leaves:
-    same = list(_sizes(mesh).items()) == list(params.axis_sizes.items())
-    there = params if same else params.on_mesh(mesh)
-    return optimizer_leaves(there, state, zero1)
-
-
-def _no_such_path(path: str, patterns: list[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(path[:1000], patterns, n=3, cutoff=0.5)
-    return f"no leaf has the path {brief(path)}" + (f"; near it: {', '.join(near)}" if near else "")
+def _followed(
+    params: Columns, on_mesh: _OnMesh, state: Leaves, zero1: str | None, mesh: MeshLike
+) -> Columns:
+    there = params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh)
+    return by_parameters(there, state, zero1)

@@ -18,7 +18,7 @@ from shardrules._correction import Correction, RuleSpec, check_correction, rule_
 from shardrules._matching.rules import Pattern, Rules, as_rules
 from shardrules._printable import printable_lines
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
-from shardrules._sharding.spec_on_mesh import Loss, SpecOnMesh
+from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -125,10 +125,10 @@ def corrected_sharding(
 
 def correction_losses(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
-) -> list[Loss]:
+) -> list[LostAxes]:
     """What an array of this shape does not get of its spec."""
     on_mesh = _spec_on_mesh(spec, mesh, correction)
-    return list(on_mesh.losses(len(shape), on_mesh.corrector.kept(shape)))
+    return list(on_mesh.lost(len(shape), on_mesh.corrector.kept(shape)))
 
 
 @functools.lru_cache(maxsize=1024)

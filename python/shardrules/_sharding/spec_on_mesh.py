@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._correction import Correction
@@ -30,14 +30,15 @@ from shardrules._words import nearest
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-__all__ = ["Loss", "SpecOnMesh"]
+__all__ = ["LossKind", "LostAxes", "SpecOnMesh"]
+
+LossKind = Literal["absent", "indivisible", "rank", "duplicate"]
 
 
-class Loss(NamedTuple):
+class LostAxes(NamedTuple):
     """Axes of a spec that an array does not get, or (for "rank" and "duplicate") cannot have."""
 
-    kind: str
-    """"absent", "indivisible", "rank" or "duplicate"."""
+    kind: LossKind
     dim: int
     axes: tuple[str, ...]
 
@@ -86,7 +87,7 @@ class SpecOnMesh:
 
     def corrected(self, rank: int, kept: int) -> Any:
         """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
-        if any(self._is_error(loss) for loss in self.losses(rank, kept)):
+        if any(map(self.is_error, self.lost(rank, kept))):
             return None
         if rank < len(self.spec) and self._correction.rank == "replicate":
             return Entries() if isinstance(self.spec, Entries) else partition_spec()
@@ -121,11 +122,11 @@ class SpecOnMesh:
             follows=True,
         )
 
-    def losses(self, rank: int, kept: int) -> Iterator[Loss]:
+    def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
         """What an array of this rank that can have the `kept` axes does not get, dim by dim."""
         if rank < len(self.spec):
             lost = tuple(axis for axes in self._axes[rank:] for axis in axes)
-            yield Loss("rank", rank, lost)
+            yield LostAxes("rank", rank, lost)
             if self._correction.rank == "replicate":
                 return
         seen: set[str] = set()
@@ -133,26 +134,23 @@ class SpecOnMesh:
             wanted = self._axes[dim]
             absent = tuple(axis for axis in wanted if axis not in self._axis_sizes)
             if absent:
-                yield Loss("absent", dim, absent)
+                yield LostAxes("absent", dim, absent)
             if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
-                yield Loss("indivisible", dim, tuple(a for a in wanted if a not in absent))
+                yield LostAxes("indivisible", dim, tuple(a for a in wanted if a not in absent))
             twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
             if twice:
-                yield Loss("duplicate", dim, twice)
+                yield LostAxes("duplicate", dim, twice)
             seen.update(axes)
 
+    def is_error(self, lost: LostAxes) -> bool:
+        """Whether the correction forbids the loss."""
+        return lost.kind == "duplicate" or getattr(self._correction, lost.kind) == "error"
+
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
-        """Of each loss that an array of this shape may not have: what is wrong and the way out."""
-        yield from map(": ".join, self.problems(shape))
-
-    def problems(self, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        """The same in two: (what is wrong, the way out)."""
-        for loss in self.losses(len(shape), self.corrector.kept(shape)):
-            if self._is_error(loss):
-                yield self.described(loss, shape)
-
-    def _is_error(self, loss: Loss) -> bool:
-        return loss.kind == "duplicate" or getattr(self._correction, loss.kind) == "error"
+        """A line for each loss that an array of this shape may not have: its message and fix."""
+        for lost in self.lost(len(shape), self.corrector.kept(shape)):
+            if self.is_error(lost):
+                yield ": ".join(self.words(lost, shape))
 
     def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
         bit = 1
@@ -180,74 +178,77 @@ class SpecOnMesh:
             axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
         return entry if axes and axes == entry_axes(entry) else entry_of(axes)
 
-    def told(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
-        """As `described`; of a loss that was accepted, also what else it took."""
-        what, way_out = self.described(loss, shape)
-        if self._is_error(loss):
-            return what, way_out
-        if loss.kind == "rank":
-            return what, "shorten the spec"
-        if loss.kind == "absent":
-            return self._told_of_absent(loss)
-        if len(loss.axes) == 1 or self._correction.indivisible != "drop":
-            return what, self._fewer()
-        return what, way_out
-
-    def _fewer(self) -> str:
-        # The size of a scale is not free.
-        return "use fewer axes" + ("" if self._follows else " or pad the array")
-
-    def _told_of_absent(self, loss: Loss) -> tuple[str, str]:
-        what = f"the mesh has no {self._absent_shown(loss)}"
-        it = "it" if len(loss.axes) == 1 else "them"
-        way_out = (
-            f"rename {it} in the rule, add {it} to the mesh, or declare {it} in optional_axes if a "
-            f"mesh may lack {it}"
-        )
-        beside = [repr(a) for a in self._axes[loss.dim] if a in self._axis_sizes]
-        if self._correction.absent != "drop" or not beside:
-            return what, way_out
-        verb = "is" if len(beside) == 1 else "are"
-        return (
-            f"{what}, so {', '.join(beside)} beside {it} {verb} dropped too",
-            f"{way_out}, and let Correction(absent='drop_axis') keep what is beside {it}",
-        )
-
-    def _absent_shown(self, loss: Loss) -> str:
-        """Axes that the mesh lacks, with those that were probably meant."""
+    def meant(self, lost: LostAxes) -> tuple[str, ...]:
+        """Mesh axes that the spec lacks and that absent ones were probably meant to be."""
+        if lost.kind != "absent":
+            return ()
         named = {axis for axes in self._axes for axis in axes}
         free = [axis for axis in self._axis_sizes if axis not in named]
-        meant = [near for axis in loss.axes if (near := nearest(axis, free))]
-        noun = "axis" if len(loss.axes) == 1 else "axes"
-        hint = f" (did you mean {', '.join(map(repr, meant))}?)" if meant else ""
-        return f"{noun} {', '.join(map(repr, loss.axes))}{hint}"
+        return tuple(near for axis in lost.axes if (near := nearest(axis, free)))
 
-    def described(self, loss: Loss, shape: tuple[int, ...]) -> tuple[str, str]:
-        """What a loss of an array of this shape is, and the way out."""
-        axes = ", ".join(map(repr, loss.axes))
-        if loss.kind == "rank":
+    def beside(self, lost: LostAxes) -> tuple[str, ...]:
+        """Axes of the mesh that are dropped only because they stand beside absent ones."""
+        if lost.kind != "absent" or self._correction.absent != "drop":
+            return ()
+        return tuple(axis for axis in self._axes[lost.dim] if axis in self._axis_sizes)
+
+    def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        """(message, fix) of a loss of an array of this shape."""
+        words = {
+            "rank": self._words_of_rank,
+            "absent": self._words_of_absent,
+            "duplicate": self._words_of_duplicate,
+            "indivisible": self._words_of_indivisible,
+        }
+        return words[lost.kind](lost, shape)
+
+    def _words_of_rank(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        message = f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions"
+        other = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
+        return message, f"shorten the spec{other}"
+
+    def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        noun = "axis" if len(lost.axes) == 1 else "axes"
+        meant = ", ".join(map(repr, self.meant(lost)))
+        hint = f" (did you mean {meant}?)" if meant else ""
+        message = f"the mesh has no {noun} {', '.join(map(repr, lost.axes))}{hint}"
+        if self.is_error(lost):
             return (
-                f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions",
-                "shorten the spec, or truncate it with Correction(rank='truncate')",
-            )
-        if loss.kind == "absent":
-            return (
-                f"dim {loss.dim}: the mesh has no {self._absent_shown(loss)}",
+                f"dim {lost.dim}: {message}",
                 "rename it in the rule, add it to the mesh, or drop it with "
                 "Correction(absent='drop_axis')",
             )
-        if loss.kind == "duplicate":
-            return (
-                f"dim {loss.dim}: {axes} is used twice",
-                "an axis can cut only one dimension, once",
-            )
-        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in loss.axes)
-        unit = self._units[loss.dim]
-        multiples = f" in multiples of {unit}" if unit > 1 else ""
-        return (
-            f"dim {loss.dim} of size {shape[loss.dim]} is not divisible by {parts}{multiples}",
-            f"{self._fewer()}, or let Correction(indivisible='prefix') keep those that divide",
+        it = "it" if len(lost.axes) == 1 else "them"
+        fix = (
+            f"rename {it} in the rule, add {it} to the mesh, or declare {it} in optional_axes if a "
+            f"mesh may lack {it}"
         )
+        beside = self.beside(lost)
+        if not beside:
+            return message, fix
+        verb = "is" if len(beside) == 1 else "are"
+        return (
+            f"{message}, so {', '.join(map(repr, beside))} beside {it} {verb} dropped too",
+            f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
+        )
+
+    def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        return (
+            f"dim {lost.dim}: {', '.join(map(repr, lost.axes))} is used twice",
+            "an axis can cut only one dimension, once",
+        )
+
+    def _words_of_indivisible(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in lost.axes)
+        unit = self._units[lost.dim]
+        multiples = f" in multiples of {unit}" if unit > 1 else ""
+        message = f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
+        # The size of a scale is not free.
+        fix = "use fewer axes" + ("" if self._follows else " or pad the array")
+        could_keep_some = len(lost.axes) > 1 and self._correction.indivisible == "drop"
+        if could_keep_some or self.is_error(lost):
+            fix += ", or let Correction(indivisible='prefix') keep those that divide"
+        return message, fix
 
 
 def _dropping(misfit: str) -> str:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._matching.rules import Rules
-from shardrules._planning.budget import rows_of_optimizer
-from shardrules._planning.derive import Leaves, grouped
-from shardrules._planning.kinds import Kind, kind_on_mesh
-from shardrules._planning.survey import NO_RULE_NEEDED, Alike, survey
+from shardrules._planning.columns import Columns
+from shardrules._planning.kinds import Kind
+from shardrules._planning.leaves import LeafType, Leaves
+from shardrules._planning.path_rules import NO_RULE_NEEDED
+from shardrules._planning.placing.derive import grouped
+from shardrules._planning.placing.on_mesh import Problem, kind_on_mesh
+from shardrules._planning.state_paths import rows_of_optimizer
 from shardrules._specs import (
     Dim,
     Entries,
@@ -33,11 +35,10 @@ from shardrules._specs import (
 
 if TYPE_CHECKING:
     from shardrules._planning.kinds import Spec
-    from shardrules._planning.plan import Plan
 
-__all__ = ["Shape", "optimizer_leaves"]
+__all__ = ["by_parameters"]
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 # Where the dimension that the factor lacks stands in `np.argsort(shape)` of its parameter; as in
 # `optax.scale_by_factored_rms`.
@@ -59,44 +60,57 @@ _NONE: Final = -1
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
 
 
-def optimizer_leaves(plan: Plan, state: object, zero1: str | None) -> Leaves:
-    """See `Plan.for_optimizer`."""
-    if zero1 is not None and zero1 not in plan.axis_sizes:
-        raise ValueError(f"zero1: the mesh {plan.axis_sizes} has no axis {zero1!r}")
-    found = survey(state, Rules((), plan.rules.dialect))
-    parameters, factors = _parameters(plan, found.paths)
-    is_cut = [False] * len(found.paths)
+def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
+    """What the leaves of an optimizer's state get on the mesh of its parameters.
+
+    Args:
+        params: The parameters.
+        state: The state, as surveyed by no rules.
+        zero1: As in `Plan.for_optimizer`.
+
+    Raises:
+        ValueError: The mesh has no axis `zero1`.
+    """
+    if zero1 is not None and zero1 not in params.axis_sizes:
+        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
+    parameters, factors = _parameters(params, state.paths)
+    is_cut = [False] * len(state.paths)
     if zero1 is not None:
-        for row in rows_of_optimizer(found.paths) or range(len(found.paths)):
+        for row in rows_of_optimizer(state.paths) or range(len(state.paths)):
             is_cut[row] = parameters[row] != _NONE
-    kind_of_parameter = [*plan.kind_of.tolist(), _NONE]
+    kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     likes = [kind_of_parameter[parameter] for parameter in parameters]
-    pairs, pair_of = grouped(zip(found.kind_of.tolist(), likes, factors, is_cut, strict=True))
-    kind_or_none = [*plan.kinds, None]
+    pairs, pair_of = grouped(zip(state.kind_of.tolist(), likes, factors, is_cut, strict=True))
+    kind_or_none = [*params.kinds, None]
     related, of_pair = grouped(
-        (kind, of := kind_or_none[like], _relation(found.kinds[kind].shape, of, factor), cut)
+        (kind, of := kind_or_none[like], _relation(state.types[kind].shape, of, factor), cut)
         for kind, like, factor, cut in pairs
     )
     kinds = [
-        _kind(found.kinds[kind], parameter, relation, plan.axis_sizes, zero1 if cut else None)
+        _kind(state.types[kind], parameter, relation, params.axis_sizes, zero1 if cut else None)
         for kind, parameter, relation, cut in related
     ]
-    alikes = [found.kinds[kind] for kind, *_ in related]
     sources = [
-        path if parameter == _NONE else plan.sources[parameter]
-        for path, parameter in zip(found.paths, parameters, strict=True)
+        path if parameter == _NONE else params.sources[parameter]
+        for path, parameter in zip(state.paths, parameters, strict=True)
     ]
-    found = replace(found, rules=plan.rules, kind_of=of_pair[pair_of], kinds=alikes)
-    return Leaves(found, kinds, sources)
+    leaves = replace(
+        state,
+        rules=params.rules,
+        sources=sources,
+        kind_of=of_pair[pair_of],
+        types=[state.types[kind] for kind, *_ in related],
+    )
+    return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
 
 
-def _parameters(plan: Plan, paths: list[str]) -> tuple[list[int], list[int | None]]:
+def _parameters(params: Columns, paths: list[str]) -> tuple[list[int], list[int | None]]:
     """Per path the row of its parameter or _NONE, and where `_FACTORS` has its factor, or None."""
-    separator = plan.rules.dialect.separator
+    separator = params.rules.dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
-    row_of = {path: row for row, path in enumerate(plan.paths)}
-    flat_names = functools.cache(lambda: _rows_of_flat_names(plan))
+    row_of = {path: row for row, path in enumerate(params.paths)}
+    flat_names = functools.cache(lambda: _rows_of_flat_names(params))
     rows, factors = [], []
     for path in paths:
         start = 0
@@ -111,16 +125,16 @@ def _parameters(plan: Plan, paths: list[str]) -> tuple[list[int], list[int | Non
     return rows, factors
 
 
-def _rows_of_flat_names(plan: Plan) -> dict[str, int]:
+def _rows_of_flat_names(params: Columns) -> dict[str, int]:
     """The rows by paths as Keras's optimizers write them: `net_dense_kernel` of net/dense/kernel.
 
     A name that stands for several parameters is that of none, unless they are of one kind.
     """
-    separator = plan.rules.dialect.separator or "/"
+    separator = params.rules.dialect.separator or "/"
     rows: dict[str, int] = {}
-    for row, path in enumerate(plan.paths):
+    for row, path in enumerate(params.paths):
         other = rows.setdefault(path.replace(separator, "_"), row)
-        if other not in (_NONE, row) and plan.kind_of[other] != plan.kind_of[row]:
+        if other not in (_NONE, row) and params.kind_of[other] != params.kind_of[row]:
             rows[path.replace(separator, "_")] = _NONE
     return rows
 
@@ -141,7 +155,7 @@ def _factor(prefix: str) -> int | None:
     return None if found is None else _FACTORS[found[1]]
 
 
-def _relation(shape: Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
+def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
     """Of an array of this shape to its parameter."""
     if parameter is None:
         return _NO_PARAMETER
@@ -168,7 +182,7 @@ def _relation(shape: Shape | None, parameter: Kind | None, factor: int | None) -
     return _Relation(dims, origin)
 
 
-def _lacking(shape: Shape, parameter: Kind, factor: int | None) -> int | None:
+def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
     """The dimension of the parameter that this shape lacks; None if there is none to be sure of."""
     whole = parameter.shape or ()
     rank = len(whole)
@@ -187,7 +201,7 @@ def _without(dim: int, rank: int) -> tuple[int, ...]:
 
 
 def _kind(
-    alike: Alike,
+    leaf: LeafType,
     parameter: Kind | None,
     relation: _Relation,
     axis_sizes: Mapping[str, int],
@@ -198,30 +212,33 @@ def _kind(
     if parameter is not None and relation.dims is not None:
         like = _followed(parameter, relation.dims)
     spec, origin = like.spec, relation.origin
-    if zero1 is not None and spec is not None and alike.shape is not None:
-        cut = _cut_too(zero1, alike.shape, spec, axis_sizes)
+    if zero1 is not None and spec is not None and leaf.shape is not None:
+        cut = _cut_too(zero1, leaf.shape, spec, axis_sizes)
         spec, origin = cut or spec, f"{origin}, cut by {zero1} too (ZeRO-1)" if cut else origin
     return kind_on_mesh(
-        alike._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
-        like.wanted, spec, axis_sizes,
-        problem=like.problem, losses=like.losses, notes=like.notes, origin=origin,
-    )  # fmt: skip
+        leaf._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
+        like.wanted,
+        spec,
+        axis_sizes,
+        problem=Problem(like.status, like.message, like.fix),
+        losses=like.losses,
+        origin=origin,
+    )
 
 
-_REPLICATED: Final = kind_on_mesh(Alike(NO_RULE_NEEDED, (), None, 0), None, Entries(), {})
+_REPLICATED: Final = kind_on_mesh(LeafType(NO_RULE_NEEDED, (), None, 0), None, Entries(), {})
 
 
 def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
     """The parameter's kind for an array that has these of its dimensions."""
     if dims == tuple(range(len(parameter.shape or ()))):
         return parameter
-    # What the parameter has lost is told of the parameter.
+    # Findings about the parameter's losses name the parameter.
     return replace(
         parameter,
         wanted=None if parameter.wanted is None else _part(parameter.wanted, dims),
         spec=None if parameter.spec is None else _part(parameter.spec, dims),
         losses=(),
-        notes=(),
     )
 
 
@@ -231,7 +248,7 @@ def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
     return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
 
 
-def _cut_too(axis: str, shape: Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
+def _cut_too(axis: str, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
     """The spec with this mesh axis in it as well; None if it is already, or nothing divides."""
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
     named = [entry_axes(entry) for entry in entries]

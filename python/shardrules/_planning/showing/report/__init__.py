@@ -4,6 +4,6 @@
 it. Costs per folded row. Must not know how a plan or a finding is made.
 """
 
-from shardrules._planning.report.page import report_html
+from shardrules._planning.showing.report.page import report_html
 
 __all__ = ["report_html"]

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import rule_spec
-from shardrules._planning.budget import by_class
+from shardrules._planning.asking.budget import by_class
 from shardrules._planning.fold import fold
-from shardrules._planning.kinds import Kind, spec_shown
+from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
 from shardrules._printable import printable
+from shardrules._specs import spec_shown
 from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules
-    from shardrules._planning.plan import Plan
+    from shardrules._planning.columns import Columns
 
 __all__ = ["Change", "PlanDiff", "diff"]
 
@@ -46,11 +47,11 @@ class Change(NamedTuple):
             sign, kind = ("-", self.before) if self.before is not None else ("+", self.after)
             return printable(f"{sign} {self.path}  {'  '.join(_aspects(kind))}")
         pairs = zip(_aspects(self.before), _aspects(self.after), strict=True)
-        told = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
-        delta = (self.after.largest_bytes - self.before.largest_bytes) * self.leaves
+        changes = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
+        delta = (self.after.device_bytes - self.before.device_bytes) * self.leaves
         sign = "+" if delta >= 0 else "-"
         cost = f"({sign}{bytes_shown(abs(delta))} on each device)"
-        return printable(f"~ {self.path}  {told}  {cost}")
+        return printable(f"~ {self.path}  {changes}  {cost}")
 
 
 class PlanDiff(NamedTuple):
@@ -85,7 +86,7 @@ class PlanDiff(NamedTuple):
         return "\n".join(lines)
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: Columns, after: Columns) -> PlanDiff:
     """See `Plan.diff`."""
     keys, other_keys = _keys(before.paths, after.paths)
     rows = {key: row for row, key in enumerate(other_keys)}
@@ -130,9 +131,9 @@ def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Itera
     pairs = itertools.zip_longest(map(_comparable, before), map(_comparable, after))
     changed = [index for index, (a, b) in enumerate(pairs) if a != b]
     if changed:
-        told = ", ".join(map(str, changed[:_MOST_RULES]))
+        first = ", ".join(map(str, changed[:_MOST_RULES]))
         more = f" and {len(changed) - _MOST_RULES:,} more" if len(changed) > _MOST_RULES else ""
-        yield f"{'rule' if len(changed) == 1 else 'rules'} {told}{more}"
+        yield f"{'rule' if len(changed) == 1 else 'rules'} {first}{more}"
     elif decided_otherwise:
         yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
 
@@ -159,12 +160,12 @@ def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[
     return keys
 
 
-def _kind(plan: Plan, number: int) -> Kind | None:
-    return None if number < 0 else plan.kinds[number]
+def _kind(columns: Columns, number: int) -> Kind | None:
+    return None if number < 0 else columns.kinds[number]
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:
     """What two leaves must have in common to be the same."""
     if kind is None:
         return ()
-    return str(kind.shape), kind.dtype_shown, kind.problem or spec_shown(kind.spec)
+    return str(kind.shape), dtype_shown(kind), problem_shown(kind) or spec_shown(kind.spec)

@@ -1,4 +1,4 @@
-"""A plan, and what several checks ask of it: catch-alls, undeclared leaves, what is at stake.
+"""What several checks ask of a plan: catch-alls, undeclared leaves, what is at stake.
 
 Costs per kind of leaf; per leaf where some are declared replicated. Must not know what is an error.
 """
@@ -17,30 +17,28 @@ import numpy as np
 from shardrules._correction import plain_spec
 from shardrules._declared import compiled_replicated
 from shardrules._matching.ways import WAYS
-from shardrules._planning.budget import by_class
-from shardrules._planning.derive import first_rules
-from shardrules._planning.findings import Finding
+from shardrules._planning.asking.budget import by_class
+from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
-from shardrules._planning.kinds import Kind, spec_shown
-from shardrules._planning.survey import UNMATCHED
+from shardrules._planning.kinds import Kind
+from shardrules._planning.path_rules import UNMATCHED, first_rules
+from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
-    from shardrules._planning.plan import Plan
+    from shardrules._planning.columns import Columns
 
-__all__ = ["Facts", "finding", "leaves_in", "rules_listed"]
+__all__ = ["Queries", "finding", "leaves_in", "rules_listed"]
 
 # A rule that matches these, and all leaves, matches whatever comes.
 _PROBES: Final = ("~", "\x01/\x02")
-
-
-# The share of what must be held from which on more than that is much.
+# What adds more than this share to the bytes that a device must hold anyway is much.
 _MUCH: Final = 0.02
-# The share of what is much only together from which on a part is told.
+# Of what is much only together, parts of more than this share are reported.
 _PART: Final = 0.1
 
 
-def finding(level: str, kind: str, message: str, fix: str, **more: Any) -> Finding:
+def finding(level: Level, kind: FindingKind, message: str, fix: str, **more: Any) -> Finding:
     """A finding; `folded` are the leaves that it is about."""
     folded = more.pop("folded", [])
     given = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **more}
@@ -60,11 +58,13 @@ def rules_listed(rules: Iterable[int]) -> str:
     return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
 
 
-class Facts:
-    """A plan and what several checks ask of it."""
+class Queries:
+    """A plan, what is declared about it, and what several checks ask of it."""
 
-    def __init__(self, plan: Plan, large: int, declared: Declared, head_dim: int | None) -> None:
-        self.plan = plan
+    def __init__(
+        self, columns: Columns, large: int, declared: Declared, head_dim: int | None
+    ) -> None:
+        self.columns = columns
         self.large = large
         self.optional_axes = frozenset(declared.optional_axes)
         self.data_axes = frozenset(declared.data_axes)
@@ -74,24 +74,24 @@ class Facts:
     @cached_property
     def catch_alls(self) -> frozenset[int]:
         """Rules that match every path: these here, and others."""
-        coverage = self.plan.coverage
+        coverage = self.columns.coverage
         leaves = sum(coverage.won) + coverage.unmatched
-        matched = [set(self.plan.rules.all_matches(probe)) for probe in _PROBES]
+        matched = [set(self.columns.rules.all_matches(probe)) for probe in _PROBES]
         everything = set.intersection(*matched)
         return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
 
     def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
         """The folded leaves of those kinds, with most bytes on a device first."""
-        return self.folded_kinds({n for n, kind in enumerate(self.plan.kinds) if chosen(kind)})
+        return self.folded_kinds({n for n, kind in enumerate(self.columns.kinds) if chosen(kind)})
 
     def folded_kinds(self, wanted: set[int]) -> list[Folded]:
         """The folded leaves of the kinds of these numbers, in the same order."""
-        held = [-kind.largest_bytes for kind in self.plan.kinds]
-        folded = [one for one in self.plan.folded if one.group in wanted]
+        held = [-kind.device_bytes for kind in self.columns.kinds]
+        folded = [one for one in self.columns.folded if one.group in wanted]
         return sorted(folded, key=lambda one: held[one.group] * len(one.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
-        """What of them is not declared to be replicated."""
+        """Those of them that are not declared to be replicated."""
         return (
             [part for one in folded for part in self._undeclared(one)] if self._declared else folded
         )
@@ -101,35 +101,35 @@ class Facts:
         leaves: Counter[int] = Counter()
         for one in folded:
             leaves[one.group] += len(one.rows)
-        return sum(self.plan.kinds[kind].largest_bytes * count for kind, count in leaves.items())
+        return sum(self.columns.kinds[kind].device_bytes * count for kind, count in leaves.items())
 
     def is_large(self, kind: Kind) -> bool:
-        """Whether one leaf alone is worth a word."""
-        return kind.largest_bytes >= self.large
+        """Whether one leaf alone is large."""
+        return kind.device_bytes >= self.large
 
     @cached_property
     def total(self) -> int:
         """Bytes of all leaves on the fullest device."""
-        return by_class(self.plan).max
+        return by_class(self.columns).max
 
     def is_much(self, count: int) -> bool:
-        """Whether so many bytes on a device are worth a warning, beside what must be held."""
+        """Whether so many bytes on a device are much, beside what it must hold anyway."""
         return count >= self.large and count > _MUCH * (self.total - count)
 
     def matters(self, count: int, together: int) -> bool:
-        """Whether these bytes, with others like them, are much, though they are not large alone.
+        """Whether these bytes, which are not large alone, are much together with others like them.
 
-        A hundred arrays of a megabyte are no less silent than one of 100 MB.
+        A hundred arrays of a megabyte cost as much as one of 100 MB.
         """
         return self.is_much(together) and count > _PART * together
 
-    def level(self, count: int, level: str) -> str:
-        """The level of a finding with this many bytes at stake."""
+    def level(self, count: int, level: Level) -> Level:
+        """The level of a finding with this many bytes at stake; "info" if they are not large."""
         return level if count >= self.large else "info"
 
     def rule(self, index: int) -> str:
         """A rule, for a message."""
-        pattern, spec = self.plan.rules[index]
+        pattern, spec = self.columns.rules[index]
         return f"rule {index} {pattern!r} -> {spec_shown(plain_spec(spec))}"
 
     def rules(self, indices: list[int]) -> str:
@@ -138,12 +138,12 @@ class Facts:
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """The rules that decide these leaves, ascending."""
-        kinds = self.plan.kinds
+        kinds = self.columns.kinds
         decided = {kinds[kind].rule for kind in {one.group for one in folded}}
         return sorted(rule for rule in decided if rule is not None)
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
-        paths = [self.plan.paths[row] for row in folded.rows]
+        paths = [self.columns.paths[row] for row in folded.rows]
         first = first_rules(self._declared, paths)
         left = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
         if len(left) == len(paths):
@@ -154,7 +154,7 @@ class Facts:
 
     def example(self, folded: Folded) -> str:
         """A rule, as one writes it, that matches these leaves."""
-        dialect = self.plan.rules.dialect
+        dialect = self.columns.rules.dialect
         if WAYS[dialect.match[-1]].written_as != "window":
             return f"({_pattern_of(folded.pattern)}, P(...))"
         windows = map(_pattern_of, folded.pattern.split(dialect.separator))
@@ -163,7 +163,7 @@ class Facts:
     @property
     def example_of_a_catch_all(self) -> str:
         """A rule that replicates whatever comes."""
-        way = WAYS[self.plan.rules.dialect.match[-1]].written_as
+        way = WAYS[self.columns.rules.dialect.match[-1]].written_as
         return "(('.*',), P())" if way == "window" else "('.*', P())"
 
 

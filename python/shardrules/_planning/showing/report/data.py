@@ -9,21 +9,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import plain_spec
-from shardrules._planning.check import DEFAULT_LARGE
-from shardrules._planning.kinds import Kind, is_replicated, spec_shown
+from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.kinds import Kind, dtype_shown, is_replicated, problem_shown
+from shardrules._planning.locks.write import fingerprint
+from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Pattern
-    from shardrules._planning.budget import DeviceBytes
-    from shardrules._planning.findings import Findings
-    from shardrules._planning.plan import Plan
-    from shardrules._planning.sweep import Sweep, SweepRow
+    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.findings import Findings
+    from shardrules._planning.asking.sweep import Sweep, SweepRow
+    from shardrules._planning.columns import Columns
 
 __all__ = ["report_data"]
 
 
 def report_data(
-    plan: Plan,
+    columns: Columns,
     findings: Findings,
     sweep: Sweep | None,
     title: str,
@@ -32,31 +34,31 @@ def report_data(
     held: DeviceBytes,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
-    _check_same_budget(plan, sweep, held)
+    _check_same_budget(columns, sweep, held)
     specs: dict[tuple[str, bool], int] = {}
     return {
         "title": title,
-        "mesh": plan.axis_sizes,
-        "devices": plan.devices,
-        "leaves": len(plan.paths),
-        "bytes": plan.total_bytes,
+        "mesh": columns.axis_sizes,
+        "devices": columns.devices,
+        "leaves": len(columns.paths),
+        "bytes": columns.total_bytes,
         "fullest": held.max,
         "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
-        "fingerprint": plan.fingerprint(),
+        "fingerprint": fingerprint(columns),
         "hbm": hbm,
-        "separators": _separators(plan),
+        "separators": _separators(columns),
         "findings": [one._asdict() for one in findings],
-        "rules": _rules(plan),
-        "kinds": [_kind(kind, plan, specs) for kind in plan.kinds],
+        "rules": _rules(columns),
+        "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
         "specs": [{"text": text, "replicated": whole} for text, whole in specs],
-        "rows": [[row.parts, row.group, len(row.rows)] for row in plan.folded],
-        "sweep": None if sweep is None else [_sweep_row(row, plan) for row in sweep],
+        "rows": [[row.parts, row.group, len(row.rows)] for row in columns.folded],
+        "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
     }
 
 
-def _check_same_budget(plan: Plan, sweep: Sweep | None, held: DeviceBytes) -> None:
+def _check_same_budget(columns: Columns, sweep: Sweep | None, held: DeviceBytes) -> None:
     for row in sweep or ():
-        if list(row.mesh.items()) == list(plan.axis_sizes.items()) and row.bytes != held.max:
+        if columns.is_on(row.mesh) and row.bytes != held.max:
             raise ValueError(
                 f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh, "
                 f"the report {held.max:,}: give both the same gradients= and optimizer="
@@ -68,28 +70,28 @@ def _pattern_shown(pattern: Pattern) -> str:
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
-def _separators(plan: Plan) -> str:
+def _separators(columns: Columns) -> str:
     """Before which characters a path comes apart into modules."""
-    dialect = plan.rules.dialect
+    dialect = columns.rules.dialect
     if dialect.keys == "keystr":
         return "[."
     # A flat dict of checkpoint names has dots in its keys.
-    return dialect.separator if any(dialect.separator in path for path in plan.paths) else "."
+    return dialect.separator if any(dialect.separator in path for path in columns.paths) else "."
 
 
-def _kind(kind: Kind, plan: Plan, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
-    replicated = is_replicated(kind, plan.axis_sizes)
+def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
+    replicated = is_replicated(kind, columns.axis_sizes)
     return {
         "rule": kind.rule,
         # As texts: a browser's numbers are exact up to 2**53.
         "shape": None if kind.shape is None else list(map(str, kind.shape)),
-        "dtype": kind.dtype_shown,
+        "dtype": dtype_shown(kind),
         "spec": specs.setdefault((spec_shown(kind.spec), replicated), len(specs)),
-        "notes": [what for what, _ in kind.notes],
-        "problem": kind.problem,
+        "notes": [loss.message for loss in kind.losses],
+        "problem": problem_shown(kind),
         "origin": kind.origin,
         "bytes": kind.bytes,
-        "held": kind.largest_bytes,
+        "held": kind.device_bytes,
         "large": replicated and kind.bytes >= DEFAULT_LARGE,
     }
 
@@ -106,22 +108,22 @@ class _Share:
     held: int = 0
 
 
-def _rules(plan: Plan) -> list[dict[str, Any]]:
+def _rules(columns: Columns) -> list[dict[str, Any]]:
     """Per rule what it has decided; then what no rule has, if there is any."""
     shares = [
         _Share(_pattern_shown(pattern), spec_shown(plain_spec(spec)), i)
-        for i, (pattern, spec) in enumerate(plan.rules)
+        for i, (pattern, spec) in enumerate(columns.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
-    for kind, count in zip(plan.kinds, plan.counts.tolist(), strict=True):
-        ruleless = free if kind.problem is None else lost
+    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
+        ruleless = free if kind.status == "placed" else lost
         share = ruleless if kind.rule is None else shares[kind.rule]
         share.leaves += count
         share.bytes += count * kind.bytes
-        share.held += count * kind.largest_bytes
+        share.held += count * kind.device_bytes
     shares += [share for share in (free, lost) if share.leaves]
     return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
 
 
-def _sweep_row(row: SweepRow, plan: Plan) -> dict[str, Any]:
-    return {**row._asdict(), "current": row.mesh == plan.axis_sizes}
+def _sweep_row(row: SweepRow, columns: Columns) -> dict[str, Any]:
+    return {**row._asdict(), "current": row.mesh == columns.axis_sizes}

@@ -13,13 +13,13 @@ from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._planning.report.data import report_data
+from shardrules._planning.showing.report.data import report_data
 
 if TYPE_CHECKING:
-    from shardrules._planning.budget import DeviceBytes
-    from shardrules._planning.findings import Findings
-    from shardrules._planning.plan import Plan
-    from shardrules._planning.sweep import Sweep
+    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.findings import Findings
+    from shardrules._planning.asking.sweep import Sweep
+    from shardrules._planning.columns import Columns
 
 __all__ = ["report_html"]
 
@@ -37,7 +37,7 @@ _IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
 def report_html(
-    plan: Plan,
+    columns: Columns,
     findings: Findings,
     sweep: Sweep | None,
     title: str,
@@ -48,7 +48,7 @@ def report_html(
     """A plan as one HTML page that works offline: no part of it may fetch anything.
 
     Args:
-        plan: What to show.
+        columns: What to show.
         findings: As from `Plan.check`.
         sweep: Rows of a mesh sweep, for a chart; without them there is none.
         title: Such as the model's name.
@@ -64,7 +64,7 @@ def report_html(
         policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
         title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         styles=_text("page.css"),
-        data=_json(report_data(plan, findings, sweep, title, hbm=hbm, held=held)),
+        data=_json(report_data(columns, findings, sweep, title, hbm=hbm, held=held)),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

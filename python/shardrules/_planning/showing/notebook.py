@@ -8,27 +8,32 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from shardrules._planning.budget import by_class
-from shardrules._planning.kinds import spec_shown
+from shardrules._planning.asking.budget import by_class
+from shardrules._planning.kinds import dtype_shown, problem_shown
 from shardrules._printable import printable
+from shardrules._specs import spec_shown
 from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
+    from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
-    from shardrules._planning.plan import Plan
 
 __all__ = ["table_html"]
 
 _HEADINGS: Final = ("path", "leaves", "shape", "dtype", "spec", "rule", "bytes per device")
 
 
-def table_html(plan: Plan, limit: int = 50) -> str:
+def table_html(columns: Columns, limit: int = 50) -> str:
     """The rows with most bytes on each device as an HTML table; names are escaped."""
-    held = {id(row): len(row.rows) * plan.kinds[row.group].largest_bytes for row in plan.folded}
-    rows = sorted(plan.folded, key=lambda row: -held[id(row)])
-    mesh = mesh_shown(plan.axis_sizes)
-    caption = f"{counted(len(plan.paths), 'leaf')} on {mesh or 'one device'}: {by_class(plan)}"
-    lines = [_line(_cells(plan, row, held[id(row)]), "td") for row in rows[:limit]]
+    held = {
+        id(row): len(row.rows) * columns.kinds[row.group].device_bytes for row in columns.folded
+    }
+    rows = sorted(columns.folded, key=lambda row: -held[id(row)])
+    mesh = mesh_shown(columns.axis_sizes)
+    caption = (
+        f"{counted(len(columns.paths), 'leaf')} on {mesh or 'one device'}: {by_class(columns)}"
+    )
+    lines = [_line(_cells(columns, row, held[id(row)]), "td") for row in rows[:limit]]
     lines += [
         f'<tr><td colspan="{len(_HEADINGS)}">{more}; Plan.to_html shows all</td></tr>'
         for more in and_more(len(rows), limit, "row")
@@ -40,12 +45,12 @@ def table_html(plan: Plan, limit: int = 50) -> str:
     )
 
 
-def _cells(plan: Plan, row: Folded, held: int) -> tuple[str, ...]:
-    kind = plan.kinds[row.group]
-    spec = spec_shown(kind.spec) if kind.problem is None else kind.problem
+def _cells(columns: Columns, row: Folded, held: int) -> tuple[str, ...]:
+    kind = columns.kinds[row.group]
+    spec = problem_shown(kind) or spec_shown(kind.spec)
     rule = "-" if kind.rule is None else str(kind.rule)
     shape = "-" if kind.shape is None else str(kind.shape)
-    return (row.pattern, f"{len(row.rows):,}", shape, kind.dtype_shown, spec, rule,
+    return (row.pattern, f"{len(row.rows):,}", shape, dtype_shown(kind), spec, rule,
             bytes_shown(held))  # fmt: skip
 
 

@@ -7,18 +7,18 @@ needed. Must not know how a table is drawn.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._planning.budget import by_class
+from shardrules._planning.asking.budget import by_class
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 from shardrules._sharding.device_bytes import check_countable
 from shardrules._words import bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
-    from shardrules._planning.plan import Plan
+    from shardrules._planning.columns import Columns
 
 __all__ = ["Sweep", "SweepRow", "factorizations", "sweep"]
 
@@ -65,20 +65,20 @@ def _line(row: SweepRow) -> str:
 
 
 def sweep(
-    plan: Plan,
+    on_mesh: Callable[[Mapping[str, int]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
     hbm: int | None,
     gradients: Any,
     optimizer: tuple[Any, ...] | None,
 ) -> Sweep:
-    """See `Plan.sweep`."""
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(chosen) > _MOST_MESHES:
         raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows = []
     for mesh in chosen:
-        there = plan.on_mesh(mesh)
+        there = on_mesh(mesh)
         held = by_class(there, gradients, optimizer).max
         rows.append(_row(there, held, hbm))
     return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
@@ -119,19 +119,19 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(plan: Plan, held: int, hbm: int | None) -> SweepRow:
-    is_whole = [not axes_used(kind.spec, plan.axis_sizes) for kind in plan.kinds]
-    counted = list(zip(plan.kinds, plan.counts.tolist(), is_whole, strict=True))
-    whole = [one for one in plan.folded if is_whole[one.group]]
-    largest = max(whole, key=lambda one: plan.kinds[one.group].largest_bytes, default=None)
+def _row(columns: Columns, held: int, hbm: int | None) -> SweepRow:
+    is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
+    counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
+    whole = [one for one in columns.folded if is_whole[one.group]]
+    largest = max(whole, key=lambda one: columns.kinds[one.group].device_bytes, default=None)
     return SweepRow(
-        mesh=plan.axis_sizes,
-        devices=plan.devices,
+        mesh=columns.axis_sizes,
+        devices=columns.devices,
         bytes=held,
-        replicated=sum(kind.largest_bytes * count for kind, count, whole in counted if whole),
+        replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
         largest_replicated=largest.pattern if largest else None,
-        largest_replicated_bytes=plan.kinds[largest.group].largest_bytes if largest else 0,
+        largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
         corrections=sum(count for kind, count, _ in counted if kind.losses),
-        problems=sum(count for kind, count, _ in counted if kind.problem is not None),
+        problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
         fits=None if hbm is None else held <= hbm,
     )

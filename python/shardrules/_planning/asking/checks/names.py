@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final, NamedTuple
 
-from shardrules._planning.facts import Facts, finding
-from shardrules._planning.findings import Finding
+from shardrules._planning.asking.checks.queries import Queries, finding
+from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind
 from shardrules._specs import entries_of, entry_axes
@@ -43,33 +43,33 @@ class _Projection(NamedTuple):
     """The dimension of all heads together, counted from the end."""
 
 
-def half_heads(facts: Facts) -> Iterator[Finding]:
+def half_heads(queries: Queries) -> Iterator[Finding]:
     """Projections of attention that are cut inside a head.
 
-    The size of a head is what `check` was told, or that of the norm of single heads beside them.
+    The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
-    kinds = facts.plan.kinds
-    projections = list(_projections(facts))
-    if facts.head_dim is None:
-        sizes = _sizes_by_name(facts, projections)
+    kinds = queries.columns.kinds
+    projections = list(_projections(queries))
+    if queries.head_dim is None:
+        sizes = _sizes_by_name(queries, projections)
     else:
-        sizes = dict.fromkeys((one.attention for one in projections), facts.head_dim)
+        sizes = dict.fromkeys((one.attention for one in projections), queries.head_dim)
         if not sizes:
             yield finding(
                 "warning",
                 "half-head",
-                f"head_dim={facts.head_dim} is given, but no path names projections of attention",
+                f"head_dim={queries.head_dim} is given, but no path names projections of attention",
                 "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
             )
-    told: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
+    alike: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
     for one in projections:
         kind = kinds[one.folded.group]
         if one.attention in sizes and (
-            cut := _cut_heads(kind, one.dim, sizes[one.attention], facts)
+            cut := _cut_heads(kind, one.dim, sizes[one.attention], queries)
         ):
-            told[kind.rule, cut].append(one.folded)
-    for (rule, cut), folded in told.items():
-        who = "" if rule is None else f"{facts.rule(rule)}: "
+            alike[kind.rule, cut].append(one.folded)
+    for (rule, cut), folded in alike.items():
+        who = "" if rule is None else f"{queries.rule(rule)}: "
         yield finding(
             "warning",
             "half-head",
@@ -80,12 +80,12 @@ def half_heads(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _projections(facts: Facts) -> Iterator[_Projection]:
-    for folded in facts.plan.folded:
-        kind = facts.plan.kinds[folded.group]
-        if not _ATTENTION.search(facts.plan.paths[folded.rows.item(0)]):
+def _projections(queries: Queries) -> Iterator[_Projection]:
+    for folded in queries.columns.folded:
+        kind = queries.columns.kinds[folded.group]
+        if not _ATTENTION.search(queries.columns.paths[folded.rows.item(0)]):
             continue
-        module, name, parameter = _components(facts, folded)
+        module, name, parameter = _components(queries, folded)
         if not _ATTENTION.search(module) or not kind.shape:
             continue
         to_heads = _TO_HEADS.fullmatch(name) is not None
@@ -96,7 +96,7 @@ def _projections(facts: Facts) -> Iterator[_Projection]:
         yield _Projection(folded, module, -2 if first else -1)
 
 
-def _components(facts: Facts, folded: Folded) -> tuple[str, str, str]:
+def _components(queries: Queries, folded: Folded) -> tuple[str, str, str]:
     """(path of the module around, numbers left out; the module's name; the parameter's)."""
     parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
     if parts and parts[-1] == "value":  # nnx
@@ -109,18 +109,18 @@ def _components(facts: Facts, folded: Folded) -> tuple[str, str, str]:
     return "/".join(parts), name, parameter
 
 
-def _sizes_by_name(facts: Facts, projections: list[_Projection]) -> dict[str, int]:
+def _sizes_by_name(queries: Queries, projections: list[_Projection]) -> dict[str, int]:
     """Per attention module the size of a head, where a norm of single heads tells it."""
     widths: dict[str, int] = defaultdict(int)
     for one in projections:
-        whole = facts.plan.kinds[one.folded.group].shape or (0,)
+        whole = queries.columns.kinds[one.folded.group].shape or (0,)
         widths[one.attention] = max(widths[one.attention], whole[one.dim])
     sizes: dict[str, set[int]] = defaultdict(set)
-    for folded in facts.plan.folded if projections else ():
-        if not _HEAD_NORM.search(facts.plan.paths[folded.rows.item(0)]):
+    for folded in queries.columns.folded if projections else ():
+        if not _HEAD_NORM.search(queries.columns.paths[folded.rows.item(0)]):
             continue
-        shape = facts.plan.kinds[folded.group].shape
-        module, name, _ = _components(facts, folded)
+        shape = queries.columns.kinds[folded.group].shape
+        module, name, _ = _components(queries, folded)
         if shape and _HEAD_NORM.fullmatch(name):
             sizes[module].add(shape[-1])
     # Norms of all heads together have other sizes, for queries and for keys.
@@ -131,7 +131,7 @@ def _sizes_by_name(facts: Facts, projections: list[_Projection]) -> dict[str, in
     }
 
 
-def _cut_heads(kind: Kind, dim: int, head_dim: int, facts: Facts) -> str | None:
+def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> str | None:
     """How these leaves are cut inside a head; None if they are not."""
     shape, spec = kind.shape or (), kind.spec
     if spec is None:
@@ -147,7 +147,7 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, facts: Facts) -> str | None:
         for axis in (entry_axes(entries[place]) if place < len(entries) else ())
         if not _GATHERED.search(axis)
     ]
-    part = size / prod(facts.plan.axis_sizes.get(axis, 1) for axis in axes)
+    part = size / prod(queries.columns.axis_sizes.get(axis, 1) for axis in axes)
     if part == size or size % head_dim or part % head_dim == 0:
         return None
     return (
@@ -156,25 +156,25 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, facts: Facts) -> str | None:
     )
 
 
-def nnx_values(facts: Facts) -> Iterator[Finding]:
+def nnx_values(queries: Queries) -> Iterator[Finding]:
     """Rules that match a leaf only through the `value` in which paths of flax nnx end."""
-    plan = facts.plan
-    dialect = plan.rules.dialect
+    columns = queries.columns
+    dialect = columns.rules.dialect
     end = f"{dialect.separator or '.'}value"
-    if not any(plan.paths[one.rows.item(0)].endswith(end) for one in plan.folded):
+    if not any(columns.paths[one.rows.item(0)].endswith(end) for one in columns.folded):
         return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if dialect.separator else "['~']"
-    only_so = set(plan.rules.all_matches(probe + end)) - set(plan.rules.all_matches(probe))
+    only_so = set(columns.rules.all_matches(probe + end)) - set(columns.rules.all_matches(probe))
     for rule in sorted(only_so):
-        won = plan.coverage.won[rule]
+        won = columns.coverage.won[rule]
         if won:
             yield finding(
                 "error",
                 "nnx-value",
-                f"{facts.rule(rule)} matches every path that ends in {end!r}, in which flax nnx "
+                f"{queries.rule(rule)} matches every path that ends in {end!r}, in which flax nnx "
                 f"lets paths end, and wins {counted(won, 'leaf')}",
                 f"let the pattern go on behind the name, as in value{end[0]}kernel",
-                folded=facts.folded(lambda kind, rule=rule: kind.rule == rule),  # type: ignore[misc]
+                folded=queries.folded(lambda kind, rule=rule: kind.rule == rule),  # type: ignore[misc]
                 rule=rule,
             )

@@ -11,30 +11,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardrules._planning.asking.checks.queries import Queries, finding, rules_listed
+from shardrules._planning.companion import base_path
 from shardrules._planning.companions import LORA, QUANTIZED
-from shardrules._planning.facts import Facts, finding, rules_listed
 from shardrules._planning.fold import fold
 from shardrules._words import counted
 
 if TYPE_CHECKING:
-    from shardrules._planning.derive import Companion
-    from shardrules._planning.findings import Finding
+    from shardrules._planning.asking.findings import Finding
+    from shardrules._planning.companion import Companion
 
 __all__ = ["following"]
 
 
-def following(facts: Facts) -> Iterator[Finding]:
+def following(queries: Queries) -> Iterator[Finding]:
     """Leaves that companions find but no rule for their bases; companions that find nothing."""
-    plan = facts.plan
+    columns = queries.columns
     left: dict[Companion, list[int]] = defaultdict(list)
-    for row, companion in plan.found_by.items():
-        if plan.sources[row] == plan.paths[row] != companion.base_of(plan.paths[row]):
+    for row, companion in columns.leaves.found_by.items():
+        if columns.sources[row] == columns.paths[row] != base_path(companion, columns.paths[row]):
             left[companion].append(row)
     for companion, found in left.items():
         rows = np.array(sorted(found))
-        folded = fold([plan.paths[row] for row in rows], plan.kind_of[rows])
-        rules = facts.rules_of(folded)
-        base = companion.base_of(plan.paths[rows[0]])
+        folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
+        rules = queries.rules_of(folded)
+        base = base_path(companion, columns.paths[rows[0]])
         yield finding(
             "warning",
             "companion",
@@ -44,10 +45,10 @@ def following(facts: Facts) -> Iterator[Finding]:
             f"add a rule that matches {base!r}, or correct the companion's base; or leave the "
             "companion out",
             folded=folded,
-            bytes=facts.held(folded),
+            bytes=queries.held(folded),
         )
-    successful = set(plan.found_by.values())
-    for name, companions in _sets_of(plan.companions).items():
+    successful = set(columns.leaves.found_by.values())
+    for name, companions in _sets_of(columns.leaves.companions).items():
         if successful.isdisjoint(companions):
             yield finding(
                 "warning",

@@ -1,78 +1,29 @@
 """One walk over a tree: of each leaf its path and its kind, of each kind its rule, shape and dtype.
 
-A model of 10^5 leaves has some hundred kinds, so everything that follows costs per kind. Must not
-know about meshes.
+Must not know about meshes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardrules._files.dtypes import bits_of
-from shardrules._planning.fold import Folded, fold
+from shardrules._planning.leaves import LeafType, Leaves
+from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._words import brief, shown
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from shardrules._matching.rules import Rules
 
-__all__ = ["AMBIGUOUS", "NO_RULE_NEEDED", "UNMATCHED", "Alike", "Survey", "checked", "survey"]
-
-# In the place of a rule's index.
-NO_RULE_NEEDED: Final = -1
-UNMATCHED: Final = -2
-AMBIGUOUS: Final = -3
+__all__ = ["checked_type", "survey"]
 
 _MOST_BITS: Final = 2**63 - 1
 
 
-class Alike(NamedTuple):
-    """What leaves of one kind have in common."""
-
-    rule: int
-    """Index of the rule that decides them, or one of the negative numbers of this module."""
-    shape: tuple[int, ...] | None
-    """None for a leaf that is no array."""
-    dtype: Any
-    bits: int
-    """Of one element; 0 for a leaf that is no array."""
-
-
-@dataclass(frozen=True, eq=False)
-class Survey:
-    """What a walk has found, on whatever mesh; rows are leaves in the order of the walk."""
-
-    rules: Rules
-    tree: Any
-    """The tree with the number of its row for each leaf."""
-    paths: list[str]
-    kind_of: npt.NDArray[np.int32]
-    """Per leaf, an index of `kinds`."""
-    kinds: list[Alike]
-
-    @cached_property
-    def rows(self) -> dict[str, int]:
-        """The row of each path."""
-        return {path: row for row, path in enumerate(self.paths)}
-
-    @cached_property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, its leaves."""
-        return np.bincount(self.kind_of, minlength=len(self.kinds)).astype(np.int64)
-
-    @cached_property
-    def folded(self) -> list[Folded]:
-        """The leaves with siblings folded, a kind each."""
-        return fold(self.paths, self.kind_of)
-
-
-def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
+def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
     """Walks the tree once.
 
     Args:
@@ -93,24 +44,24 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Survey:
         ambiguous=AMBIGUOUS,
     )
     kind_of = np.frombuffer(column, np.int32)
-    known = []
+    types = []
     for number, kind in enumerate(kinds):
         try:
-            known.append(checked(*kind))
+            types.append(checked_type(*kind))
         except (TypeError, ValueError) as error:
             path = paths[int(np.argmax(kind_of == number))]
             raise type(error)(f"{path}: {error}") from None
-    return Survey(rules, of_rows, paths, kind_of, known)
+    return Leaves(rules, of_rows, paths, paths, kind_of, types)
 
 
-def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
-    """A kind whose shape and dtype make sense.
+def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
+    """The type of leaves whose shape and dtype make sense.
 
     Raises:
         TypeError, ValueError: They do not; no path is named.
     """
     if shape is None:
-        return Alike(rule, None, None, 0)
+        return LeafType(rule, None, None, 0)
     for size in shape:
         if getattr(size, "dimension_as_value", None) is not None:  # as JAX itself knows them
             raise TypeError(
@@ -127,4 +78,4 @@ def checked(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> Alike:
     # A dimension of 0 would hide others that are too large to calculate with.
     if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
         raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
-    return Alike(rule, tuple(map(int, shape)), dtype, bits)
+    return LeafType(rule, tuple(map(int, shape)), dtype, bits)

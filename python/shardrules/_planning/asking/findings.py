@@ -6,16 +6,43 @@ Costs nothing but text. Must not know how a finding is found.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_file
 from shardrules._printable import printable, printable_json, printable_lines
 from shardrules._words import and_more, bytes_shown, counted
 
-__all__ = ["LEVELS", "Finding", "Findings", "at_stake"]
+__all__ = [
+    "FINDING_KINDS",
+    "LEVELS",
+    "Finding",
+    "FindingKind",
+    "Findings",
+    "Level",
+    "at_stake",
+]
 
-LEVELS: Final = ("error", "warning", "info")
+Level = Literal["error", "warning", "info"]
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
+FindingKind = Literal[
+    "unmatched",
+    "misfit",
+    "unknown-axis",
+    "catch-all",
+    "nnx-value",
+    "replicated",
+    "uncut",
+    "correction",
+    "half-head",
+    "dead",
+    "shadowed",
+    "siblings",
+    "companion",
+    "unused-axis",
+]
+FINDING_KINDS: Final[tuple[FindingKind, ...]] = get_args(FindingKind)
+"""In the order of the table in `Plan.check`, which says what they are."""
 _MOST_PATHS: Final = 5
 _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
 
@@ -23,9 +50,8 @@ _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "noti
 class Finding(NamedTuple):
     """One thing that a check found."""
 
-    level: str
-    """"error", "warning" or "info"."""
-    kind: str
+    level: Level
+    kind: FindingKind
     """Which check found it; see `Plan.check`."""
     message: str
     paths: tuple[str, ...]
@@ -33,9 +59,8 @@ class Finding(NamedTuple):
     leaves: int
     rule: int | None
     bytes: int
-    """At stake, on the fullest device; 0 if it is not about bytes."""
+    """Bytes at stake on the fullest device; 0 if it is not about bytes."""
     fix: str
-    """The way out."""
 
     def __str__(self) -> str:
         more = and_more(len(self.paths), _MOST_PATHS, "pattern")
@@ -45,7 +70,7 @@ class Finding(NamedTuple):
 
 
 class Findings(tuple[Finding, ...]):
-    """All findings of a check, the worst first; `str` tells them, and how many there are.
+    """All findings of a check, the worst first; `str` lists them, and how many there are.
 
     Example:
         >>> import jax, shardrules as sr
@@ -64,7 +89,7 @@ class Findings(tuple[Finding, ...]):
         worst_first = sorted(findings, key=lambda one: (LEVELS.index(one.level), -one.bytes))
         return super().__new__(cls, worst_first)
 
-    def at_least(self, level: str) -> Findings:
+    def at_least(self, level: Level) -> Findings:
         """Those of this level and worse."""
         check_choice("level", level, LEVELS)
         return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))

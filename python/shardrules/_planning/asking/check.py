@@ -1,0 +1,54 @@
+"""`Plan.check`: the coverage contract, which is that nothing is replicated or ignored silently.
+
+Each check is one function from a plan to findings; all run, and all is reported at once. Costs per
+kind of leaf, and one more walk if a rule wins nothing. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardrules._arguments import check_choice
+from shardrules._planning.asking.checks.axes import uncut, unused_axes
+from shardrules._planning.asking.checks.companions import following
+from shardrules._planning.asking.checks.corrections import corrections
+from shardrules._planning.asking.checks.misfits import misfits, unmatched, unplaceable
+from shardrules._planning.asking.checks.names import half_heads, nnx_values
+from shardrules._planning.asking.checks.queries import Queries
+from shardrules._planning.asking.checks.replication import catch_alls, replicated
+from shardrules._planning.asking.checks.rules import dead_rules, shadowed_rules, siblings
+from shardrules._planning.asking.findings import FINDING_KINDS, LEVELS, Findings
+
+if TYPE_CHECKING:
+    from shardrules._declared import Declared
+    from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._planning.columns import Columns
+
+__all__ = ["DEFAULT_LARGE", "check"]
+
+DEFAULT_LARGE: Final = 16 * 2**20
+
+_CHECKS: Final = (
+    unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections,
+    dead_rules, shadowed_rules, siblings, following, half_heads, nnx_values, unused_axes,
+)  # fmt: skip
+
+
+def check(
+    columns: Columns,
+    *,
+    large: int = DEFAULT_LARGE,
+    declared: Declared,
+    head_dim: int | None = None,
+    levels: Mapping[FindingKind, Level | Literal["off"]] | None = None,
+) -> Findings:
+    """See `Plan.check`."""
+    chosen = dict(levels or {})
+    for kind, level in chosen.items():
+        check_choice("levels: a kind of finding", kind, FINDING_KINDS)
+        check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
+    queries = Queries(columns, large, declared, head_dim)
+    found = (one for each in _CHECKS for one in each(queries))
+    levelled = ((one, chosen.get(one.kind, one.level)) for one in found)
+    return Findings(one._replace(level=level) for one, level in levelled if level != "off")

@@ -1,0 +1,1 @@
+"""The checks of `Plan.check`: functions from `Queries` to findings, in files by subject."""

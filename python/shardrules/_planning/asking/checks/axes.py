@@ -1,0 +1,104 @@
+"""Checks of mesh axes that do not cut what they could: the leaves that they forget, or all of them.
+
+Costs per kind of leaf and mesh axis. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardrules._correction import plain_spec
+from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
+from shardrules._planning.asking.findings import Finding, at_stake
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import axes_named, axes_used, could_cut, is_replicated
+from shardrules._planning.state_paths import rows_of_optimizer
+from shardrules._words import counted
+
+__all__ = ["uncut", "unused_axes"]
+
+
+def uncut(queries: Queries) -> Iterator[Finding]:
+    """Leaves that a mesh axis could cut as it cuts others like them, but does not.
+
+    Others are like a leaf if they have no more dimensions: an axis for the experts of a mixture
+    alone says nothing about matrices, but one for matrices does about experts.
+    """
+    columns = queries.columns
+    state = {int(columns.kind_of[row]) for row in rows_of_optimizer(columns.paths)}
+    for axis, size in columns.axis_sizes.items():
+        # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
+        chosen = _forgotten(queries, axis, in_state=False, state=state)
+        chosen |= _forgotten(queries, axis, in_state=True, state=state)
+        folded = queries.undeclared(queries.folded_kinds(chosen))
+        cost = _saved_by(queries, size, folded)
+        if not queries.is_much(cost):
+            continue
+        rules = queries.rules_of(folded)
+        yield finding(
+            "warning",
+            "uncut",
+            f"the mesh axis {axis!r} could cut {counted(leaves_in(folded), 'leaf')} "
+            f"({queries.rules(rules) or 'no rule'}), as it cuts others like them, but does not: "
+            f"it costs {at_stake(cost)}",
+            f"name {axis!r} in the spec, or declare them replicated",
+            folded=folded,
+            rule=rules[0] if len(rules) == 1 else None,
+            bytes=cost,
+        )
+
+
+def _forgotten(queries: Queries, axis: str, *, in_state: bool, state: set[int]) -> set[int]:
+    """Kinds of parameters, or of optimizer state, whose like this axis cuts, but not them."""
+    columns = queries.columns
+    mine = [(n, kind) for n, kind in enumerate(columns.kinds) if (n in state) == in_state]
+    counts = columns.counts.tolist()
+    cut: dict[int, int] = defaultdict(int)
+    for number, kind in mine:
+        if axis in axes_used(kind.spec, columns.axis_sizes):
+            cut[len(kind.shape or ())] += kind.bytes * counts[number]
+    return {
+        number
+        for number, kind in mine
+        if could_cut(axis, kind, columns.axis_sizes)
+        # What is replicated, or has lost the axis, is reported as that.
+        and not is_replicated(kind, columns.axis_sizes)
+        and axis not in axes_named(kind.wanted)
+        and sum(held for rank, held in cut.items() if rank <= len(kind.shape or ()))
+        >= queries.large
+    }
+
+
+def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
+    """Bytes of these leaves on the fullest device that a cut into parts would save."""
+    kinds = queries.columns.kinds
+    return sum(
+        (kind.device_bytes - kind.device_bytes // parts) * len(one.rows)
+        for one in folded
+        for kind in [kinds[one.group]]
+    )
+
+
+def unused_axes(queries: Queries) -> Iterator[Finding]:
+    """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
+    columns = queries.columns
+    used = frozenset().union(*(axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds))
+    # A rule that names an axis in vain is reported as a correction. Locks know rules alone.
+    specs = [
+        plain_spec(columns.rules[kind.rule][1]) for kind in columns.kinds if kind.rule is not None
+    ]
+    wanted = [kind.wanted for kind in columns.kinds]
+    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
+    for axis, size in columns.axis_sizes.items():
+        if size == 1 or axis in used or axis in queries.data_axes:
+            continue
+        could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, columns.axis_sizes))  # type: ignore[misc]
+        cost = 0 if axis in named else _saved_by(queries, size, queries.undeclared(could))
+        yield finding(
+            "warning" if queries.is_much(cost) else "info",
+            "unused-axis",
+            f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
+            f"name it in a rule; or declare that it cuts data alone: data_axes=[{axis!r}]",
+            bytes=cost,
+        )

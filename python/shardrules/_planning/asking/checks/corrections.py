@@ -1,0 +1,72 @@
+"""Check of what leaves lose of their specs to the mesh and to their shapes.
+
+Costs per folded path whose leaves lose something. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from shardrules._planning.asking.checks.queries import Queries, finding
+from shardrules._planning.asking.findings import Finding, at_stake
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import Loss
+
+__all__ = ["corrections"]
+
+
+class _Lost(NamedTuple):
+    """What some leaves lose of their specs, all for one reason."""
+
+    loss: Loss
+    """The first of them."""
+    is_unknown: bool
+    """Whether the mesh lacks the axes, and no one has declared that it may."""
+    folded: list[Folded]
+    bytes: int
+    has_several_shapes: bool
+
+
+def corrections(queries: Queries) -> Iterator[Finding]:
+    """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
+    found = list(_losses(queries))
+    small = sum(one.bytes for one in found if one.bytes < queries.large)
+    for one in found:
+        is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
+        rules = queries.rules_of(one.folded)
+        # The message has the size of the first.
+        is_like = one.has_several_shapes and one.loss.kind == "indivisible"
+        free = "" if one.is_unknown else "; costs nothing"
+        yield finding(
+            "error" if one.is_unknown else "warning" if is_much else "info",
+            "unknown-axis" if one.is_unknown else "correction",
+            f"{queries.rules(rules)}: {one.loss.message}{', and the like' if is_like else ''}"
+            + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
+            one.loss.fix,
+            folded=one.folded,
+            rule=rules[0] if len(rules) == 1 else None,
+            bytes=one.bytes,
+        )
+
+
+def _losses(queries: Queries) -> Iterator[_Lost]:
+    kinds = queries.columns.kinds
+    alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
+    for one in queries.folded(lambda kind: kind.status == "placed" and bool(kind.losses)):
+        for loss in kinds[one.group].losses:
+            # An axis that the mesh lacks is one finding, however many rules name it.
+            key: tuple[Any, ...] = (kinds[one.group].rule, loss.kind, loss.dim, loss.axes)
+            if loss.kind == "absent":
+                key = (loss.axes, loss.meant, loss.beside)
+            alike[key].append((one, loss))
+    for found in alike.values():
+        first = found[0][1]
+        yield _Lost(
+            first,
+            first.kind == "absent" and not queries.optional_axes.issuperset(first.axes),
+            [one for one, _ in found],
+            sum(loss.bytes * len(one.rows) for one, loss in found),
+            len({kinds[one.group].shape for one, _ in found}) > 1,
+        )

@@ -1,0 +1,81 @@
+"""Checks for leaves that every device holds whole: by a catch-all rule, or undeclared.
+
+Costs per kind of leaf; per leaf where some are declared replicated. Must not know how findings are
+shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._planning.asking.findings import Finding, at_stake
+from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import is_replicated
+from shardrules._words import bytes_shown, counted
+
+__all__ = ["catch_alls", "replicated"]
+
+
+def catch_alls(queries: Queries) -> Iterator[Finding]:
+    """Leaves that only the catch-all rule matches."""
+    columns = queries.columns
+    for rule in sorted(queries.catch_alls):
+        folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
+        if not folded:
+            continue
+        leaves = leaves_in(folded)
+        whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
+        # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
+        silent = queries.held(
+            one for one in folded if is_replicated(columns.kinds[one.group], columns.axis_sizes)
+        )
+        held = queries.held(folded)
+        dead = rules_listed(columns.coverage.dead)
+        match = "matches" if leaves == 1 else "match"
+        yield finding(
+            queries.level(silent, "error"),
+            "catch-all",
+            f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(whole)} of "
+            f"{bytes_shown(columns.total_bytes)}) {match} no rule but the catch-all, "
+            f"{queries.rule(rule)}: {at_stake(held)}",
+            f"add rules for them, such as {queries.example(folded[0])}"
+            + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
+            + "; or declare them replicated",
+            folded=folded,
+            rule=rule,
+            bytes=held,
+        )
+
+
+def replicated(queries: Queries) -> Iterator[Finding]:
+    """Other leaves that are replicated, and large alone or together."""
+    by_rule: dict[int | None, list[Folded]] = defaultdict(list)
+    sizes = queries.columns.axis_sizes
+    for one in queries.undeclared(queries.folded(lambda kind: is_replicated(kind, sizes))):
+        rule = queries.columns.kinds[one.group].rule
+        if rule not in queries.catch_alls:
+            by_rule[rule].append(one)
+    large_of = {
+        rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]
+        for rule, folded in by_rule.items()
+    }
+    small = sum(queries.held(folded) for rule, folded in by_rule.items() if not large_of[rule])
+    for rule, folded in by_rule.items():
+        if not large_of[rule] and not queries.matters(queries.held(folded), small):
+            continue
+        chosen, what = (large_of[rule], "large leaf") if large_of[rule] else (folded, "leaf")
+        why = "no rule decides" if rule is None else queries.rule(rule)
+        if any(queries.columns.kinds[one.group].losses for one in chosen):
+            why += ", of which the shapes and the mesh leave nothing"
+        held = queries.held(chosen)
+        yield finding(
+            "warning",
+            "replicated",
+            f"{counted(leaves_in(chosen), what)} replicated ({why}): {at_stake(held)}",
+            "shard them, or declare them replicated",
+            folded=chosen,
+            rule=rule,
+            bytes=held,
+        )

@@ -1,0 +1,80 @@
+"""The trees that JAX takes: a plan's specs, its shardings, and what to restore a checkpoint into.
+
+Costs a sharding per distinct spec, and a look-up per leaf. Must not know how a spec was decided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._declared import Declared
+from shardrules._planning.asking.check import check
+from shardrules._sharding.mesh import as_mesh
+from shardrules._specs import as_partition_spec
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._planning.columns import Columns
+    from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["abstract_tree", "sharding_tree", "spec_tree"]
+
+
+def spec_tree(columns: Columns) -> Any:
+    """See `Plan.specs`."""
+    return _mapped(columns, [as_partition_spec(spec) for spec in _specs(columns)])
+
+
+def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """See `Plan.shardings`."""
+    return _mapped(columns, _shardings(columns, mesh))
+
+
+def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """See `Plan.abstract`."""
+    from jax import ShapeDtypeStruct
+
+    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    return _mapped(
+        columns,
+        [
+            None if k.shape is None else ShapeDtypeStruct(k.shape, k.dtype, sharding=sharding)
+            for k, sharding in kinds
+        ],
+    )
+
+
+def _specs(columns: Columns) -> list[Any]:
+    """Per kind its spec.
+
+    Raises:
+        ValueError: Some kinds are not placed; the message is that of `check`.
+    """
+    if any(kind.status != "placed" for kind in columns.kinds):
+        raise ValueError(_errors(columns))
+    return [kind.spec for kind in columns.kinds]
+
+
+def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
+    from jax.sharding import NamedSharding
+
+    on_mesh = as_mesh(mesh)
+    specs = _specs(columns)
+    try:
+        made = {spec: NamedSharding(on_mesh, as_partition_spec(spec)) for spec in set(specs)}
+    except ValueError as error:
+        raise ValueError(_errors(columns)) from error
+    return [made[spec] for spec in specs]
+
+
+def _errors(columns: Columns) -> str:
+    found = check(columns, declared=Declared())
+    return "\n".join(str(one) for one in found if one.kind in ("unmatched", "misfit"))
+
+
+def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
+    from jax import tree_util
+
+    of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
+    return tree_util.tree_map(of_row.__getitem__, columns.leaves.tree)

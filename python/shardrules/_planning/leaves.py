@@ -1,0 +1,71 @@
+"""The leaves of a tree, on whatever mesh: of each its path, of each kind its rule, shape and dtype.
+
+A model of 10^5 leaves has some hundred kinds, so everything that follows costs per kind. Must not
+know about meshes, nor how the rule of a leaf was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardrules._planning.fold import Folded, fold
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardrules._matching.rules import Rules
+    from shardrules._planning.companion import Companion
+
+__all__ = ["LeafType", "Leaves"]
+
+
+class LeafType(NamedTuple):
+    """What leaves of one kind have in common, on whatever mesh."""
+
+    rule: int
+    """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""
+    shape: tuple[int, ...] | None
+    """None for a leaf that is not an array."""
+    dtype: Any
+    bits: int
+    """Bits of one element; 0 for a leaf that is not an array."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The leaves of a tree; rows are leaves in the order of the walk."""
+
+    rules: Rules
+    tree: Any
+    """The tree with the number of its row for each leaf."""
+    paths: list[str]
+    sources: list[str]
+    """Per leaf the path that the rules meet: its own, or that of what it follows."""
+    kind_of: npt.NDArray[np.int32]
+    """Per leaf an index of `types`."""
+    types: list[LeafType]
+    companions: tuple[Companion, ...] = ()
+    """The companions that were given."""
+    found_by: Mapping[int, Companion] = field(default_factory=dict)
+    """The companion that finds a row, for each row that one finds; where the row's source is its
+    own path all the same, no rule matches the path of its base."""
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of each path."""
+        return {path: row for row, path in enumerate(self.paths)}
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are of it."""
+        return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded, a kind each."""
+        return fold(self.paths, self.kind_of)

@@ -1,0 +1,83 @@
+"""What is in a lock: its fields, its limits, and digests that show changes by hand.
+
+Costs a line of text per leaf to hash. Must not know how a plan is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from shardrules._planning.kinds import Kind, dtype_shown
+from shardrules._specs import spec_shown
+
+__all__ = [
+    "FIELDS",
+    "FLAGS",
+    "FORMAT",
+    "LEAF_FIELDS",
+    "MOST_LEAVES",
+    "MOST_TEXT",
+    "RULE_FIELDS",
+    "UNCONSTRAINED",
+    "leaves_digest",
+    "length",
+    "rules_digest",
+]
+
+FORMAT: Final = "shardrules lock 2"
+# Version 0.1's first: nothing in it says whether the rules are those that it was made with.
+_OLD_FORMAT: Final = "shardrules lock 1"
+MOST_LEAVES: Final = 10**6
+"""Ten times those of the largest models; a few characters of a pattern must not fill the memory."""
+MOST_TEXT: Final = 10**8
+"""Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
+_OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
+FIELDS: Final = {FORMAT: _OLD_FIELDS | {"rules_fingerprint"}, _OLD_FORMAT: _OLD_FIELDS}
+LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
+RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
+FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
+UNCONSTRAINED: Final = {"unconstrained": True}
+_ROWS_HASHED_AT_ONCE: Final = 1000
+
+
+def length(path: str) -> int:
+    """Characters of the path, non-ASCII ones escaped."""
+    return len(path) if path.isascii() else len(ascii(path))
+
+
+def leaves_digest(
+    axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
+) -> str:
+    """Of who gets what on which mesh, whatever the order of the leaves."""
+    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{spec_shown(k.spec)}\n" for k in kinds]
+    of_row = map(of_kind.__getitem__, kind_of.tolist())
+    return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
+
+
+def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
+    """Of what decides the leaves, whatever their order.
+
+    Args:
+        dialect: As in a lock.
+        rules: As in a lock.
+        patterns: The folded paths.
+        decided_by: Per pattern its rule and problem, as JSON.
+    """
+    head = json.dumps([dialect, rules], sort_keys=True)
+    rows = (f"{one!a}\t{decided}\n" for one, decided in zip(patterns, decided_by, strict=True))
+    return _hash(head, rows)
+
+
+def _hash(head: str, rows: Iterable[str]) -> str:
+    # With its tabs and newlines escaped no path can pass for a row of something else.
+    digest = hashlib.sha256(head.encode())
+    ordered = sorted(rows)
+    for begin in range(0, len(ordered), _ROWS_HASHED_AT_ONCE):
+        text = "".join(ordered[begin : begin + _ROWS_HASHED_AT_ONCE])
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,279 @@
+"""From a lock to the columns of its plan. What is read is checked and never executed.
+
+Costs a dict per entry, and a path per leaf. Must not know how a plan is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardrules._correction import Correction, RuleSpec
+from shardrules._files.content import parse_json, read_bytes
+from shardrules._files.errors import FileError
+from shardrules._matching.dialects import Dialect
+from shardrules._matching.rules import Rules
+from shardrules._planning.columns import Columns
+from shardrules._planning.fold import parts_of
+from shardrules._planning.kinds import Kind
+from shardrules._planning.leaves import LeafType, Leaves
+from shardrules._planning.locks.format import (
+    FIELDS,
+    FLAGS,
+    FORMAT,
+    LEAF_FIELDS,
+    MOST_LEAVES,
+    MOST_TEXT,
+    RULE_FIELDS,
+    UNCONSTRAINED,
+    leaves_digest,
+    length,
+    rules_digest,
+)
+from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
+from shardrules._planning.placing.on_mesh import (
+    AMBIGUOUS_LEAVES,
+    PLACED,
+    UNMATCHED_LEAVES,
+    Problem,
+    kind_on_mesh,
+)
+from shardrules._planning.placing.survey import checked_type
+from shardrules._sharding.device_bytes import check_countable
+from shardrules._sharding.mesh import checked_sizes
+from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown
+from shardrules._words import brief, shown
+
+__all__ = ["content_of", "read_lock"]
+
+_FIX: Final = "make the lock again with Plan.lock"
+_RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
+_WITHOUT_RULE: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
+_DIGESTS: Final = {"fingerprint": "fingerprint", "rules_fingerprint": "rules' fingerprint"}
+
+
+def read_lock(data: bytes, name: str) -> Columns:
+    """The columns of a plan, from a lock's content.
+
+    Raises:
+        FileError: It is no lock, or one that does not hold together; `name` is the file's.
+    """
+    content = parse_json(Path(name), data)
+    with _errors_at(name):
+        fields = FIELDS.get(str(content.get("format"))) if isinstance(content, dict) else None
+        if fields is None:
+            raise ValueError(f"not a lock: its format is not {FORMAT!r}")
+        _check_known(content, fields)
+        axis_sizes = checked_sizes(_typed(content["mesh"], dict))
+        check_countable(axis_sizes)
+        rule_entries = _typed(content["rules"], list)
+        leaf_entries = _typed(content["leaves"], list)
+    with _errors_at(f"{name}: rules"):
+        pairs = [_rule(index, entry) for index, entry in enumerate(rule_entries)]
+        rules = Rules(pairs, _dialect(_typed(content["dialect"], dict)))
+    entries = _Entries(len(rules), axis_sizes)
+    for number, entry in enumerate(leaf_entries):
+        with _errors_at(f"{name}: leaves[{number}]"):
+            entries.add(entry)
+        leaf_entries[number] = None  # so that what is made of them takes their place in the memory
+    tree = {path: row for row, path in enumerate(entries.paths)}
+    kind_of = np.array(entries.kind_of, np.int32)
+    with _errors_at(name):
+        if len(tree) < len(entries.paths):
+            raise ValueError("two of its patterns stand for the same path")
+        digests = {"fingerprint": leaves_digest(axis_sizes, entries.paths, kind_of, entries.kinds)}
+        if "rules_fingerprint" in fields:
+            dialect = content["dialect"]
+            digests["rules_fingerprint"] = rules_digest(
+                dialect, rule_entries, entries.patterns, entries.decided_by
+            )
+        for field, digest in digests.items():
+            if digest != content[field]:
+                raise ValueError(
+                    f"its {_DIGESTS[field]} is that of another plan: it was changed by hand"
+                )
+    leaves = Leaves(rules, tree, entries.paths, entries.paths, kind_of, entries.types)
+    return Columns(leaves, entries.kinds, axis_sizes)
+
+
+class _Entries:
+    """What the entries of a lock stand for, as columns."""
+
+    def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
+        self.paths: list[str] = []
+        self.kind_of: list[int] = []
+        self.types: list[LeafType] = []
+        self.kinds: list[Kind] = []
+        self.patterns: list[str] = []
+        self.decided_by: list[str] = []
+        self._rules = rules
+        self._axis_sizes = axis_sizes
+        self._known: dict[str, tuple[int, str]] = {}
+        self._left = MOST_TEXT
+
+    def add(self, entry: Any) -> None:
+        """One entry."""
+        _check_known(_typed(entry, dict), LEAF_FIELDS)
+        pattern = _typed(entry.pop("path"), str)
+        text = repr(entry)
+        known = self._known.get(text)
+        if known is None:
+            self.types.append(_leaf(entry, self._rules))
+            self.kinds.append(_kind(self.types[-1], entry, self._axis_sizes))
+            decided_by = json.dumps([entry["rule"], entry.get("problem")])
+            known = self._known[text] = len(self.kinds) - 1, decided_by
+        kind, decided_by = known
+        expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._left)
+        self._left -= length(pattern) * len(expanded)
+        self.paths += expanded
+        self.kind_of += [kind] * len(expanded)
+        self.patterns.append(pattern)
+        self.decided_by.append(decided_by)
+
+
+@contextmanager
+def _errors_at(place: str) -> Iterator[None]:
+    """Whatever is wrong with a lock becomes a FileError that names the place."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
+        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise FileError(f"{place}: {what}; {_FIX}") from error
+
+
+def _check_known(entry: dict[str, Any], fields: frozenset[str]) -> None:
+    if not entry.keys() <= fields:
+        unknown = sorted(entry.keys() - fields)
+        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{shown(value)} stands where a {kind.__name__} belongs")
+    return value
+
+
+def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
+    """(content, name) of a lock that is given as its text or as a file."""
+    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
+        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
+    path = Path(lock_or_path)
+    try:
+        return read_bytes(path), str(path)
+    except ValueError as error:  # such as a FileError, or no name that a file can have
+        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
+        why = str(error).removeprefix(f"{path}: ")
+        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
+
+
+def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
+    _check_known(_typed(entry, dict), RULE_FIELDS)
+    if _typed(entry["rule"], int) != index:
+        raise ValueError(f"rule {index} is {shown(entry)}")
+    pattern = entry["pattern"]
+    if isinstance(pattern, list):
+        pattern = tuple(pattern)
+    if "flags" in entry:
+        flags = _typed(entry["flags"], int)
+        if flags & ~FLAGS:
+            raise ValueError(f"rule {index} has flags that do not exist: {flags}")
+        pattern = re.compile(_typed(pattern, str), flags)
+    correction = None
+    if "correction" in entry:
+        correction = Correction(**_typed(entry["correction"], dict))
+    units = tuple(_typed(entry.get("units", []), list))
+    return pattern, RuleSpec(_spec(entry["spec"]), correction, units)
+
+
+def _dialect(fields: dict[str, Any]) -> Dialect:
+    _typed(fields["name"], str)
+    match = tuple(_typed(way, str) for way in _typed(fields["match"], list))
+    correction = Correction(**_typed(fields["correction"], dict))
+    return Dialect(**{**fields, "match": match, "correction": correction})
+
+
+def _spec(entries: Any) -> Any:
+    plain = [_spec_part(entry) for entry in _typed(entries, list)]
+    if UNCONSTRAINED not in plain:
+        return Entries(plain)
+    from jax.sharding import PartitionSpec
+
+    free = PartitionSpec.UNCONSTRAINED
+    return partition_spec(*(free if isinstance(entry, dict) else entry for entry in plain))
+
+
+def _spec_part(entry: Any) -> Any:
+    if isinstance(entry, list):
+        return tuple(_typed(axis, str) for axis in entry)
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, dict) and entry == UNCONSTRAINED and entry["unconstrained"] is True:
+        return entry
+    raise TypeError(f"an entry of a spec is {shown(entry)}")
+
+
+def _leaf(entry: dict[str, Any], rules: int) -> LeafType:
+    rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
+    if rule is not None and not 0 <= _typed(rule, int) < rules:
+        raise ValueError(f"there is no rule {rule}")
+    if (problem is None) == (entry["spec"] is None):
+        raise ValueError("a leaf has either a spec or a problem")
+    dtype = _typed(entry["dtype"], str)
+    if shape is not None:
+        shape = tuple(_typed(shape, list))
+    elif dtype != "-":
+        raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
+    if rule is None:
+        rule = _RULE_OF.get(problem or "", NO_RULE_NEEDED)
+    return checked_type(rule, shape, dtype)
+
+
+def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Kind:
+    spec = None if entry["spec"] is None else _spec(entry["spec"])
+    named = [axis for one in entries_of(spec or Entries()) for axis in entry_axes(one)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
+    problem = _problem(entry.get("problem"))
+    return kind_on_mesh(leaf, None, spec, axis_sizes, problem=problem, origin="a lock")
+
+
+def _problem(entry: Any) -> Problem:
+    if entry is None:
+        return PLACED
+    return _WITHOUT_RULE.get(_typed(entry, str)) or Problem("misfit", entry)
+
+
+def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
+    """The paths that a folded pattern stands for."""
+    characters = length(pattern)
+    choices: list[list[str]] = []
+    count = 1
+    for text, numbers in parts_of(pattern):
+        if numbers is None:
+            choices.append([text])
+            continue
+        ranges = [_range(one) for one in numbers.split(",")]
+        # Not `len`, which is for numbers of 63 bits.
+        count *= sum(numbers.stop - numbers.start for numbers in ranges)
+        if count > most or count * characters > most_text:
+            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
+        choices.append([str(number) for one in ranges for number in one])
+    if count > most or count * characters > most_text:
+        raise ValueError("there are more leaves than a lock may have")
+    return ["".join(texts) for texts in itertools.product(*choices)]
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("..")
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(f"no numbers are {text}")
+    return numbers

@@ -1,0 +1,43 @@
+"""The columns of a plan whose leaves rules decide: of each kind its rule's spec, put on the mesh.
+
+Costs one correction per kind, and no walk. Must not know what is asked of columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardrules._planning.columns import Columns
+from shardrules._planning.placing.on_mesh import RulesOnMesh, explicit_axes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardrules._correction import Correction
+    from shardrules._planning.leaves import Leaves
+    from shardrules._planning.placing.derive import Derivation
+    from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["by_rules"]
+
+
+def by_rules(
+    leaves: Leaves,
+    derivations: Iterable[Derivation | None],
+    correction: Correction,
+    mesh: MeshLike,
+) -> Columns:
+    """What the leaves get on the mesh.
+
+    Args:
+        leaves: As surveyed.
+        derivations: Per kind how it follows a base, or None.
+        correction: For rules that have none of their own.
+        mesh: A mesh of any form.
+
+    Raises:
+        TypeError: A rule's spec cannot be made a PartitionSpec.
+    """
+    on_mesh = RulesOnMesh(leaves.rules, correction, mesh)
+    kinds = [on_mesh.kind(*one) for one in zip(leaves.types, derivations, strict=True)]
+    return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))

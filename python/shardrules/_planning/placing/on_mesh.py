@@ -1,0 +1,196 @@
+"""Kinds of leaves on a mesh: the rules' specs bound to its axes, and what each kind gets of them.
+
+Costs one correction per kind. Must not know about paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._planning.kinds import Kind, Loss, Status, axes_named
+from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
+from shardrules._planning.placing.derive import Derivation, dims_for, dims_shown
+from shardrules._sharding.device_bytes import check_countable, held_of
+from shardrules._sharding.mesh import axes_of_type, checked_sizes
+from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
+from shardrules._specs import Entries, entries_of, entry_axes
+from shardrules._words import nearest
+
+if TYPE_CHECKING:
+    from shardrules._correction import Correction
+    from shardrules._matching.rules import Rules
+    from shardrules._planning.kinds import Spec
+    from shardrules._planning.leaves import LeafType
+    from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.spec_on_mesh import SpecOnMesh
+
+__all__ = [
+    "AMBIGUOUS_LEAVES",
+    "PLACED",
+    "UNMATCHED_LEAVES",
+    "Problem",
+    "RulesOnMesh",
+    "axis_sizes_of",
+    "explicit_axes_of",
+    "kind_on_mesh",
+]
+
+
+class Problem(NamedTuple):
+    """Why leaves are not placed, as `Kind` has it."""
+
+    status: Status
+    message: str | None = None
+    fix: str | None = None
+
+
+PLACED: Final = Problem("placed")
+UNMATCHED_LEAVES: Final = Problem("unmatched", "no rule matches", "add a rule that matches")
+AMBIGUOUS_LEAVES: Final = Problem(
+    "ambiguous",
+    "several rules match, where one alone may",
+    "make the patterns exclude each other",
+)
+_WITHOUT_RULE: Final = {
+    NO_RULE_NEEDED: PLACED,
+    UNMATCHED: UNMATCHED_LEAVES,
+    AMBIGUOUS: AMBIGUOUS_LEAVES,
+}
+
+
+def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
+    """Devices along each mesh axis.
+
+    Raises:
+        ValueError, TypeError: It is no mesh, or has more devices than can be counted.
+    """
+    sizes = checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    check_countable(sizes)
+    return sizes
+
+
+def explicit_axes_of(mesh: MeshLike) -> frozenset[str]:
+    """The mesh axes of type Explicit; the axes of a dict are of type Auto."""
+    return frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Explicit")
+
+
+class RulesOnMesh:
+    """The specs of a rule list, bound to a mesh.
+
+    Args:
+        rules: The rules.
+        correction: For rules that have none of their own.
+        mesh: What to bind them to.
+    """
+
+    def __init__(self, rules: Rules, correction: Correction, mesh: MeshLike) -> None:
+        manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
+        self.axis_sizes = axis_sizes_of(mesh)
+        self._specs, self._spec_of = specs_on_mesh(
+            rules, self.axis_sizes, correction, manual=manual, made=False
+        )
+        self._unmatched_is_error = rules.dialect.unmatched != "replicate"
+
+    def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
+        """What such leaves get: by their rule's spec, or what a derivation makes of it."""
+        if leaf.rule < 0:
+            return self._without_rule(leaf)
+        wanted = self._specs[self._spec_of[leaf.rule]]
+        if derivation is None:
+            return self._with_spec(leaf, wanted, None)
+        shape = leaf.shape or ()
+        dims = dims_for(derivation.dims, len(shape), len(wanted.spec))
+        cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
+        return self._with_spec(
+            leaf,
+            wanted.with_dims((*cut, *dims[len(shape) :]), derivation.blocks),
+            f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
+        )
+
+    def _without_rule(self, leaf: LeafType) -> Kind:
+        problem = _WITHOUT_RULE[leaf.rule]
+        if problem is UNMATCHED_LEAVES and not self._unmatched_is_error:
+            problem = PLACED
+        spec = Entries() if problem is PLACED else None
+        return kind_on_mesh(leaf, None, spec, self.axis_sizes, problem=problem)
+
+    def _with_spec(self, leaf: LeafType, wanted: SpecOnMesh, origin: str | None) -> Kind:
+        if leaf.shape is None:
+            return kind_on_mesh(leaf, wanted.spec, Entries(), self.axis_sizes, origin=origin)
+        rank, kept = len(leaf.shape), wanted.corrector.kept(leaf.shape)
+        spec = wanted.corrected(rank, kept)
+        losses, errors = [], []
+        for lost in wanted.lost(rank, kept):
+            words = wanted.words(lost, leaf.shape)
+            losses.append(Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words))
+            if wanted.is_error(lost):
+                errors.append(words)
+        problem = PLACED
+        if spec is None:
+            message = "; ".join(message for message, _ in errors)
+            problem = Problem("misfit", message, "; ".join(dict.fromkeys(fix for _, fix in errors)))
+        return kind_on_mesh(
+            leaf,
+            wanted.spec,
+            spec,
+            self.axis_sizes,
+            problem=problem,
+            losses=tuple(losses),
+            origin=origin,
+        )
+
+
+def kind_on_mesh(
+    leaf: LeafType,
+    wanted: Spec | None,
+    spec: Spec | None,
+    axis_sizes: Mapping[str, int],
+    *,
+    problem: Problem = PLACED,
+    losses: tuple[Loss, ...] = (),
+    origin: str | None = None,
+) -> Kind:
+    """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
+    # What is not placed is counted as if it were replicated.
+    held = held_of(leaf.shape or (), leaf.bits, spec or Entries(), axis_sizes)
+    fullest = held.most
+    kept = axes_named(spec)
+
+    def parts_lost(loss: Loss) -> int:
+        lost = _axes_lost(loss, losses, wanted)
+        if loss.kind == "absent":
+            lost = _meant(lost, wanted or Entries(), axis_sizes)
+        return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
+
+    return Kind(
+        rule=leaf.rule if leaf.rule >= 0 else None,
+        shape=leaf.shape,
+        dtype=leaf.dtype,
+        status=problem.status,
+        message=problem.message,
+        fix=problem.fix,
+        wanted=wanted,
+        spec=spec,
+        losses=tuple(loss._replace(bytes=fullest - fullest // parts_lost(loss)) for loss in losses),
+        origin=origin,
+        # Elements of fewer than 8 bits are packed.
+        bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
+        device_bytes=fullest,
+        _held=held,
+    )
+
+
+def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
+    """The axes that a loss took: an absent one may take those beside it with it."""
+    is_counted_there = any(one.kind == "indivisible" and one.dim == loss.dim for one in losses)
+    if loss.kind != "absent" or is_counted_there:
+        return loss.axes
+    return entry_axes(entries_of(wanted or Entries())[loss.dim])
+
+
+def _meant(axes: tuple[str, ...], wanted: Spec, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes, those misspelt as they were probably meant; others that are absent cut nothing."""
+    free = axis_sizes.keys() - axes_named(wanted)
+    return tuple(a if a in axis_sizes else nearest(a, free) or a for a in axes)
