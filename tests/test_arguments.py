@@ -195,8 +195,6 @@ CALLED = {
 # Each public callable with arguments that it takes: (function, arguments by name).
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Companion": (sr.Companion, {"pattern": "a", "base": "b", "dims": (0,), "blocks": (1,)}),
-    "Companion.base_of": (sr.LORA[0].base_of, {"path": "lora_a"}),
-    "Companion.is_for": (sr.LORA[0].is_for, {"rank": 2}),
     "Correction": (sr.Correction, {
         "absent": "drop", "indivisible": "drop", "rank": "keep", "size_one": "keep",
         "unconstrained": "drop", "pad": True}),
@@ -315,7 +313,7 @@ CALLS |= {
 
 # Records that the package makes, for reading; what modules of the package alone call; values.
 MADE_BY_US = {"Change", "Counters", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Coverage.from_counts", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Plan",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Loss", "Plan",
               "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried"}  # fmt: skip
 FOR_OURSELVES = {
     f"Rules.{name}"

@@ -23,8 +23,8 @@ import shardrules as sr
 from shardrules import FileError
 from shardrules._files.arrays import read_arrays
 from shardrules._files.rules import read_rules
-from shardrules._planning import lock as locks
 from shardrules._planning.fold import fold
+from shardrules._planning.locks import read as locks
 
 try:
     import safetensors as library
@@ -165,9 +165,9 @@ def _lenient_locks(text: str) -> Iterator[None]:
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         fingerprints = None, None
     with (
-        mock.patch.object(locks, "_MOST_LEAVES", 10_000),
-        mock.patch.object(locks, "_digest", return_value=fingerprints[0]),
-        mock.patch.object(locks, "_rules_digest", return_value=fingerprints[1]),
+        mock.patch.object(locks, "MOST_LEAVES", 10_000),
+        mock.patch.object(locks, "leaves_digest", return_value=fingerprints[0]),
+        mock.patch.object(locks, "rules_digest", return_value=fingerprints[1]),
     ):
         yield
 

@@ -22,9 +22,13 @@ EVERY_MODULE = [
     for module in pkgutil.walk_packages(shardrules.__path__, "shardrules.")
     if module.name not in ("shardrules._core", "shardrules.__main__")
 ]
-# Folders whose own module has a docstring alone.
+# Folders whose own module has a docstring alone; and api, which has imports alone.
 FOLDERS = ("_files", "_logical", "_matching", "_patching", "_planning", "_sharding")
-EMPTY = [f"shardrules.{folder}" for folder in FOLDERS]
+ROOMS = ("api", "asking", "asking.checks", "locks", "placing", "showing")
+EMPTY = [
+    *(f"shardrules.{folder}" for folder in FOLDERS),
+    *(f"shardrules._planning.{room}" for room in ROOMS),
+]
 OFFERING = ["shardrules", *(name for name in EVERY_MODULE if name not in EMPTY)]
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._planning.check import KINDS
+from shardrules._planning.asking.findings import FINDING_KINDS
 from shardrules._planning.fold import fold
 from shardrules._words import nearest
 from tests.support import corpus
@@ -664,7 +664,7 @@ class TestCompanion:
         assert plan.kind("layers/wo").spec[0] == "fsdp"
         one = only(plan.check(), "companion")
         assert (one.level, one.paths, one.leaves) == ("warning", ("layers/wo",), 1)
-        assert one.bytes == plan.kind("layers/wo").largest_bytes
+        assert one.bytes == plan.kind("layers/wo").device_bytes
         assert (
             "should follow a rule for 'layers/0/wo' and the like, but none meets that"
             in one.message
@@ -728,7 +728,7 @@ def everything(**options):
 
 def test_levels():
     found = everything()
-    assert {one.kind for one in found} == KINDS.keys() - {"catch-all", "companion"}
+    assert {one.kind for one in found} == set(FINDING_KINDS) - {"catch-all", "companion"}
     for kind in {one.kind for one in found}:
         for level in ("error", "warning", "info"):
             assert {one.level for one in of_kind(everything(levels={kind: level}), kind)} == {level}
@@ -931,8 +931,8 @@ def test_a_scale_is_not_to_be_padded():
     scale = sr.Companion("_scale$", "", dims=(0,))
     tree = {"w": array(6, 8), "w_scale": array(6)}
     plan = sr.plan(tree, [("w$", P("tp"))], MESH, companions=[scale])
-    notes = {path: plan.kind(path).notes for path in tree}
-    assert notes == {
-        "w": (("dim 0 of size 6 is not divisible by tp=4", "use fewer axes or pad the array"),),
-        "w_scale": (("dim 0 of size 6 is not divisible by tp=4", "use fewer axes"),),
+    losses = {path: plan.kind(path).losses for path in tree}
+    assert {path: [(one.message, one.fix) for one in lost] for path, lost in losses.items()} == {
+        "w": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes or pad the array")],
+        "w_scale": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes")],
     }

@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._planning.budget import by_class
+from shardrules._planning.asking.budget import by_class
+from shardrules._sharding.device_bytes import device_bytes
 from tests.support import corpus, references
 from tests.support.trees import kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
@@ -38,6 +39,12 @@ MESHES = [
 
 def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def device_bytes_of(kind, mesh):
+    """Bytes of one leaf on each device."""
+    bits = 8 * kind.bytes // prod(kind.shape)
+    return device_bytes(kind.shape, bits, kind.spec, mesh)
 
 
 def set_mesh(mesh):
@@ -402,14 +409,12 @@ def test_kinds_together_hold_what_each_holds(sizes, kinds):
         tree[name] = array(*shape, dtype=dtype)
         rules.append((name, tuple(entries)))
     plan = sr.plan(tree, rules, mesh, correction=UNCUT)
-    each = sum(
-        kind.device_bytes * count for kind, count in zip(plan.kinds, plan.counts, strict=True)
-    )
+    of_kind = [device_bytes_of(kind, mesh) for kind in plan.kinds]
+    each = sum(held * count for held, count in zip(of_kind, plan.counts, strict=True))
     held = plan.bytes_per_device()
     np.testing.assert_array_equal(held.total, each)
     assert held.max == each.max()
-    fullest = [kind.device_bytes.max() for kind in plan.kinds]
-    assert [kind.largest_bytes for kind in plan.kinds] == fullest
+    assert [kind.device_bytes for kind in plan.kinds] == [held.max() for held in of_kind]
     assert f": {held}" in str(plan).split("\n")[0]
 
 
@@ -429,7 +434,7 @@ def test_a_million_devices_and_a_thousand_uneven_kinds(mesh, spec):
     tracemalloc.start()
     try:
         plan = sr.plan(tree, [("", spec)], mesh, correction=UNCUT)
-        fullest = by_class(plan).max
+        fullest = by_class(plan._columns).max
         told = str(plan), str(plan.diff(plan))
         assert tracemalloc.get_traced_memory()[1] < 100e6
         held = plan.bytes_per_device()
@@ -439,7 +444,7 @@ def test_a_million_devices_and_a_thousand_uneven_kinds(mesh, spec):
     assert held.params.shape == tuple(mesh.values())
     assert fullest == held.max == plan.device_bytes.sum()
     # The last device has nothing of what is cut a million times.
-    of_last = sum(kind.device_bytes.item(-1) for kind in plan.kinds[:3])
+    of_last = sum(device_bytes_of(kind, mesh).item(-1) for kind in plan.kinds[:3])
     three = sr.plan(dict(list(tree.items())[:3]), [("", spec)], mesh, correction=UNCUT)
     assert three.bytes_per_device().params.item(-1) == of_last
     assert told
@@ -592,30 +597,30 @@ class TestExplain:
     def test_outcomes(self):
         assert self.outcomes("a/w") == [
             "wins",
-            "matches, but comes after rule 0",
-            "does not match",
-            "does not match",
+            "too late",
+            "no match",
+            "no match",
         ]
-        assert self.outcomes("w") == ["does not match", "wins", "does not match", "does not match"]
-        assert self.outcomes("s") == ["does not match"] * 4
-        assert self.outcomes("w", min_size=100)[1] == "matches, but the leaf needs no rule"
+        assert self.outcomes("w") == ["no match", "wins", "no match", "no match"]
+        assert self.outcomes("s") == ["no match"] * 4
+        assert self.outcomes("w", min_size=100)[1] == "not needed"
         keras = sr.plan(
             TOLD_TREE, sr.Rules([("w", None), ("w|v", None), (".", None)], sr.KERAS), TOLD_MESH
         )
         # What is equal to the path is tried first, and alone.
         assert [one.outcome for one in keras.explain("w").tried] == [
             "wins",
-            *["matches, but comes after rule 0"] * 2,
+            *["too late"] * 2,
         ]
         keras = sr.plan(
             TOLD_TREE, sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.KERAS), TOLD_MESH
         )
         assert [one.outcome for one in keras.explain("w").tried] == [
-            "matches",
-            "matches",
-            "does not match",
+            "ambiguous",
+            "ambiguous",
+            "no match",
         ]
-        assert keras.explain("w").kind.problem == "ambiguous"
+        assert keras.explain("w").kind.status == "ambiguous"
 
     def test_in_words(self):
         assert str(self.plan().explain("a/w")).splitlines() == [
@@ -633,7 +638,10 @@ class TestExplain:
             "  no rule matches, of 4",
             "  on fsdp=4,tp=4  P(), 4 B on each device",
         ]
-        assert str(self.plan().explain("small")).splitlines()[-1] == "  PROBLEM        unmatched"
+        assert str(self.plan().explain("small")).splitlines()[-2:] == [
+            "  PROBLEM        no rule matches",
+            "  fix            add a rule that matches",
+        ]
         assert (
             str(self.plan(TOLD_RULES[:2]).explain("w")).splitlines()[2]
             == "  1 other rule does not match"
@@ -643,7 +651,7 @@ class TestExplain:
         rules = [("a/w", sr.RuleSpec(("fsdp", "tp"), sr.Correction(indivisible="error")))]
         lines = str(self.plan(rules).explain("a/w")).splitlines()
         assert lines[-2] == "  PROBLEM        dim 1 of size 6 is not divisible by tp=4"
-        assert lines[-1].startswith("  way out        use fewer axes")
+        assert lines[-1].startswith("  fix            use fewer axes")
 
     @pytest.mark.parametrize("method", ["explain", "kind"])
     def test_paths_that_do_not_exist(self, method):
@@ -665,7 +673,7 @@ class TestExplain:
                 for i, (pattern, _) in enumerate(rules)
                 if references.by_search([pattern], path) is not None
             ]
-            assert [one.rule for one in told.tried if one.outcome != "does not match"] == matching
+            assert [one.rule for one in told.tried if one.outcome != "no match"] == matching
             assert (
                 [one.rule for one in told.tried if one.outcome == "wins"] == [rule] == matching[:1]
             )

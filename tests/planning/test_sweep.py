@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._planning.sweep import factorizations
+from shardrules._planning.asking.sweep import factorizations
 from tests.support import corpus
 
 
@@ -88,7 +88,7 @@ def test_rows_are_those_of_fresh_plans(model):
             largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, fresh.device_bytes, strict=True)
                                       if not c and b == whole.max()))  # fmt: skip
             (folded,) = [one for one in fresh.folded if one.pattern == row.largest_replicated]
-            assert fresh.kinds[folded.group].largest_bytes == largest.largest_bytes
+            assert fresh.kinds[folded.group].device_bytes == largest.device_bytes
 
 
 def test_meshes_of_ones_own():

@@ -75,6 +75,9 @@ def _signature(thing: object) -> str:
         return "(...)"
     # Annotations are the type checkers' part: tests/typing.
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    # A constructor that takes what is private is ours.
+    if any(p.name.startswith("_") and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+        return ""
     plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return _ADDRESS.sub("", str(plain))
 
