@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._files.dtypes import bits_of
 from shardrules._planning.asking.budget import by_class
 from shardrules._sharding.device_bytes import device_bytes
 from tests.support import corpus, references
@@ -43,8 +44,7 @@ def array(*shape, dtype="float32"):
 
 def device_bytes_of(kind, mesh):
     """Bytes of one leaf on each device."""
-    bits = 8 * kind.bytes // prod(kind.shape)
-    return device_bytes(kind.shape, bits, kind.spec, mesh)
+    return device_bytes(kind.shape, bits_of(kind.dtype), kind.spec, mesh)
 
 
 def set_mesh(mesh):
@@ -111,7 +111,7 @@ def test_trees_of_all_kinds(name, mesh):
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     # Dicts are walked in their own order, not sorted; so by the numbered tree.
-    numbered = tree_util.tree_leaves(plan._found.tree)
+    numbered = tree_util.tree_leaves(plan._columns.leaves.tree)
     assert sorted(plan.paths) == sorted(map(references.SLASHED, paths))
     assert [plan.paths[row] for row in numbered] == list(map(references.SLASHED, paths))
     assert len(plan) == len(paths)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._planning.fold import Folded, fold
+from shardrules._planning.state_paths import rows_of_optimizer, rows_of_state
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -64,6 +65,17 @@ class Leaves:
     def counts(self) -> npt.NDArray[np.int64]:
         """Per kind, how many leaves are of it."""
         return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def optimizer_rows(self) -> list[int]:
+        """The rows of an optimizer's state, by the names in their paths."""
+        return rows_of_optimizer(self.paths)
+
+    @cached_property
+    def state_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are an optimizer's state or averages of the parameters."""
+        kinds = self.kind_of[rows_of_state(self.paths)]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def folded(self) -> list[Folded]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from shardrules._arguments import MOST
 from shardrules._files.dtypes import bits_of
-from shardrules._planning.state_paths import rows_of_state
 from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
 from shardrules._words import bytes_shown, shown
@@ -90,7 +89,7 @@ _Arrays = list[tuple[int, Held]]
 def _counted(
     columns: Columns, gradients: Any, optimizer: Columns | tuple[Any, ...] | None
 ) -> tuple[DeviceClasses, DeviceBytes]:
-    of_state = _optimizer_counts(columns)
+    of_state = columns.leaves.state_counts
     of_params = (columns.counts - of_state).tolist()
     held = columns.held
     params = list(zip(of_params, held, strict=True))
@@ -135,8 +134,3 @@ def _like_params(columns: Columns, counts: list[int], bits: int) -> _Arrays:
         for count, kind in zip(counts, columns.kinds, strict=True)
         if kind.shape is not None
     ]
-
-
-def _optimizer_counts(columns: Columns) -> npt.NDArray[np.intp]:
-    """Per kind, its leaves that are no parameters."""
-    return np.bincount(columns.kind_of[rows_of_state(columns.paths)], minlength=len(columns.kinds))

@@ -21,7 +21,6 @@ from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.path_rules import NO_RULE_NEEDED
 from shardrules._planning.placing.derive import grouped
 from shardrules._planning.placing.on_mesh import Problem, kind_on_mesh
-from shardrules._planning.state_paths import rows_of_optimizer
 from shardrules._specs import (
     Dim,
     Entries,
@@ -76,7 +75,7 @@ def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
     parameters, factors = _parameters(params, state.paths)
     is_cut = [False] * len(state.paths)
     if zero1 is not None:
-        for row in rows_of_optimizer(state.paths) or range(len(state.paths)):
+        for row in state.optimizer_rows or range(len(state.paths)):
             is_cut[row] = parameters[row] != _NONE
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     likes = [kind_of_parameter[parameter] for parameter in parameters]

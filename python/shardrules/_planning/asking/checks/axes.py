@@ -13,7 +13,6 @@ from shardrules._planning.asking.checks.queries import Queries, finding, leaves_
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import axes_named, axes_used, could_cut, is_replicated
-from shardrules._planning.state_paths import rows_of_optimizer
 from shardrules._words import counted
 
 __all__ = ["uncut", "unused_axes"]
@@ -26,7 +25,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
     alone says nothing about matrices, but one for matrices does about experts.
     """
     columns = queries.columns
-    state = {int(columns.kind_of[row]) for row in rows_of_optimizer(columns.paths)}
+    state = {int(columns.kind_of[row]) for row in columns.leaves.optimizer_rows}
     for axis, size in columns.axis_sizes.items():
         # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
         chosen = _forgotten(queries, axis, in_state=False, state=state)
