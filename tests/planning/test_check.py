@@ -7,6 +7,7 @@ tests/planning/test_check.py` writes them anew; read the difference.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from shardrules._planning.asking.findings import FINDING_KINDS
 from shardrules._planning.fold import fold
 from shardrules._words import nearest
 from tests.support import corpus
-from tests.support.folders import DATA
+from tests.support.folders import DATA, ROOT
 
 GOLDEN = DATA / "golden"
 MESH = {"fsdp": 8, "tp": 4}
@@ -936,3 +937,49 @@ def test_a_scale_is_not_to_be_padded():
         "w": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes or pad the array")],
         "w_scale": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes")],
     }
+
+
+def finding_kinds_of_table(text):
+    """The first cells of the rows of the table whose first column is `kind`."""
+    _, _, table = text.partition("| kind | level | what |\n")
+    rows = itertools.takewhile(lambda line: line, (line.strip() for line in table.splitlines()))
+    return [row.split("|")[1].strip() for row in rows if row.startswith("|")][1:]
+
+
+@pytest.mark.parametrize("where", ["Plan.check", "docs/planning.md"])
+def test_a_table_of_findings_has_each_kind_once(where):
+    page = ROOT / "docs" / "planning.md"
+    text = sr.Plan.check.__doc__ if where == "Plan.check" else page.read_text(encoding="utf-8")
+    assert tuple(finding_kinds_of_table(text)) == FINDING_KINDS
+
+
+def test_what_is_lost_is_data_beside_its_words():
+    """Which leaves lose alike was told by comparing and searching sentences."""
+    tree = {"a": array(6, 8), "b": array(10, 8)}
+    rules = [("a", P("tp", "sp")), ("b", P(("tpp", "fsdp"), None))]
+    plan = sr.plan(tree, rules, MESH)
+    a, b = (plan.kind(path).losses for path in tree)
+    assert [(one.kind, one.dim, one.axes, one.meant, one.beside) for one in a] == [
+        ("indivisible", 0, ("tp",), (), ()),
+        ("absent", 1, ("sp",), (), ()),
+    ]
+    assert [(one.kind, one.dim, one.axes, one.meant, one.beside) for one in b] == [
+        ("absent", 0, ("tpp",), ("tp",), ("fsdp",)),
+    ]
+    assert all(one.message and one.fix for one in (*a, *b))
+
+
+def test_the_kinds_of_status():
+    exact = sr.Correction(indivisible="error")
+    rules = sr.Rules(
+        [("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())], replace(sr.KERAS, correction=exact)
+    )
+    tree = {name: array(6) for name in ("a", "b", "c", "d")}
+    plan = sr.plan(tree, rules, MESH)
+    assert {path: plan.kind(path).status for path in tree} == {
+        "a": "misfit", "b": "ambiguous", "c": "placed", "d": "placed"}  # fmt: skip
+    kinds = {path: plan.kind(path) for path in tree}
+    assert all((kind.spec is None) == (kind.status != "placed") for kind in kinds.values())
+    assert kinds["a"].message == "dim 0 of size 6 is not divisible by tp=4"
+    assert kinds["a"].fix.startswith("use fewer axes or pad the array")
+    assert sr.plan(tree, [("a", None)], MESH).kind("d").status == "unmatched"

@@ -46,6 +46,12 @@ def planning() -> None:
     assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.DeviceBytes)
     assert_type(sr.Plan.from_lock(plan.lock()), sr.Plan)
     plan.bytes_per_device(gradient="bfloat16")  # type: ignore[call-arg]
+    plan.check(levels={"dead": "off"})
+    plan.check(levels={"daed": "off"})  # type: ignore[dict-item]
+    plan.check(levels={"dead": "of"})  # type: ignore[dict-item]
+    plan.check().at_least("warnings")  # type: ignore[arg-type]
+    assert_type(plan.kinds[0].losses, tuple[sr.Loss, ...])
+    assert plan.kinds[0].status != "misfits"  # type: ignore[comparison-overlap]
     _ = sr.no_such_name  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
-r"""Companions of the field as data: LoRA factors, quantized weights with their scales, stacks.
+r"""Companions as data: LoRA factors, quantized weights with their scales, stacked layers.
 
-Each record says how a library names such leaves and how their dimensions lie; reading them costs
-nothing. Must not know how a companion is applied.
+Each record says how a library names such leaves and how their dimensions are ordered; reading them
+costs nothing. Must not know how a companion is applied.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def stacked(
 
     Args:
         at: The path of the stack, without what is above it: `decoder/layers`.
-        layer: That of the layer whose rules count; a `*` in it is layer 0. `{at}/*` unless told.
-        axis: The dimension of the stack in its arrays; 1 in MaxText.
-        mesh_axis: What cuts the stack, such as the axis of pipeline stages; nothing unless told.
+        layer: The path of the layer whose rules count; a `*` in it is layer 0. Default: `{at}/*`.
+        axis: The dimension of the stack in its arrays; 1 in MaxText. Default: 0.
+        mesh_axis: The mesh axis that cuts the stack, such as one of pipeline stages. Default: none.
 
     Returns:
         For `plan(..., companions=...)`.
@@ -141,12 +141,12 @@ def stacked(
 
 
 def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
-    r"""Rules for stacked layers on a tree of single ones; the other way round of `stacked`.
+    r"""Rules for stacked layers on a tree of single ones: the inverse of `stacked`.
 
     Args:
         at: The path of the stack that the rules are for, without what is above it.
-        layer: That of a layer in the tree, with `*` for its number; `{at}/*` unless told.
-        axis: The dimension of the stack in the rules' specs.
+        layer: The path of a layer in the tree, with `*` for its number. Default: `{at}/*`.
+        axis: The dimension of the stack in the rules' specs. Default: 0.
 
     Returns:
         For `plan(..., companions=...)`.

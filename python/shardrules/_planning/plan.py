@@ -81,22 +81,22 @@ def plan(
 ) -> Plan:
     """What each leaf of the tree gets on the mesh, and why: to look at, check and budget.
 
-    The specs are those of `named_shardings`; but what goes wrong is a finding of `Plan.check`, and
-    an error only when the specs are asked for. No device is needed, and no array is kept.
+    The specs are those of `named_shardings`. A leaf that gets none is a finding of `Plan.check`,
+    and an error only when the specs are asked for. No device is needed, and no array is kept.
 
     Args:
         tree: Any pytree of arrays or abstract arrays; only `.shape` and `.dtype` are read.
         rules: `Rules`, or (pattern, spec) pairs.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: the mesh of the context.
         min_size: As in `match_partition_rules`.
-        correction: Instead of the dialect's; rules with a `RuleSpec` keep their own.
+        correction: Replaces the dialect's; a `RuleSpec` with a correction keeps its own.
         companions: Leaves that follow the rules of other paths, such as those of `LORA`,
-            `QUANTIZED` or `stacked`; of several that find a leaf's path, the first counts.
+            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts.
 
     Raises:
-        ValueError: No mesh; a dimension is negative, or a dtype unknown.
-        TypeError: A rule's spec cannot be made a PartitionSpec, a shape is none, or the tree is no
-            tree of arrays; or the rules are for the logical axis names of the tree's boxes.
+        ValueError: There is no mesh, a dimension is negative, or a dtype is unknown.
+        TypeError: A rule's spec cannot be made a PartitionSpec; a shape is not one; the tree is not
+            a tree of arrays; or the rules are for the logical axis names of the tree's boxes.
 
     Example:
         >>> import jax
@@ -227,7 +227,7 @@ class Plan:
         head_dim: int | None = None,
         levels: Mapping[FindingKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
-        """The coverage contract: nothing is replicated or ignored silently.
+        """The coverage contract: no leaf is replicated and no rule ignored without a finding.
 
         | kind | level | what |
         |---|---|---|
@@ -239,8 +239,8 @@ class Plan:
         | nnx-value | error | rules that match every leaf of flax nnx through its `value` |
         | replicated | warning | other leaves that are replicated, and large alone or together |
         | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
-        | correction | warning, info | what the mesh or the shape takes from a spec; info if that
-          costs less than `large` |
+        | correction | warning, info | axes of a rule's spec that leaves do not get, because of
+          their shapes or the mesh; info if that costs less than `large` |
         | half-head | warning | projections of attention that are cut inside a head |
         | dead | warning | rules that match no leaf |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
@@ -260,13 +260,13 @@ class Plan:
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.
-            levels: Per kind another level: "error", "warning", "info", or "off".
+            levels: Other levels by kind of finding: "error", "warning", "info" or "off".
 
         Returns:
             All findings, the worst first.
 
         Raises:
-            ValueError: A kind or level that does not exist.
+            ValueError: A kind or a level does not exist.
             re.error: A pattern is invalid.
 
         Example:
@@ -290,7 +290,7 @@ class Plan:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
 
         Raises:
-            ValueError: Leaves have none; the message is that of `check`.
+            ValueError: Some leaves get no spec; the message has the findings of `check`.
         """
         return spec_tree(self._columns)
 
@@ -334,7 +334,7 @@ class Plan:
         """The same leaves and rules on another mesh; the tree is not walked again.
 
         Raises:
-            ValueError, TypeError: It is no mesh; or the plan is that of a lock.
+            ValueError, TypeError: It is not a mesh; or the plan comes from a lock.
 
         Example:
             >>> import jax, shardrules as sr
@@ -360,19 +360,19 @@ class Plan:
         """The same leaves and rules on many meshes: bytes per device, corrections, what fits.
 
         Args:
-            meshes: Which; all factorizations of `devices` over `axes` unless given.
-            devices: How many, for the factorizations; the plan's own number unless given.
-            axes: Their axes; the plan's own unless given.
-            fixed: More axes, of these sizes in all meshes.
-            hbm: Bytes of memory of a device; rows tell whether they fit.
+            meshes: The meshes. Default: all factorizations of `devices` over `axes`.
+            devices: Devices of these factorizations. Default: as many as the plan has.
+            axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
+            fixed: Further axes, with the size that each has in all meshes.
+            hbm: Bytes of memory of a device, for `SweepRow.fits`.
             gradients: As in `bytes_per_device`.
-            optimizer: The dtypes of its moments, as there.
+            optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
 
         Returns:
             A row for each mesh, those with the fewest bytes on a device first.
 
         Raises:
-            ValueError: A mesh is none; no axes; or more than 10,000 meshes.
+            ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes.
 
         Example:
             >>> import jax, shardrules as sr
@@ -403,13 +403,13 @@ class Plan:
         `DeviceBytes` says which leaves count as parameters, and which as the optimizer's.
 
         Args:
-            gradients: A dtype to count gradients of that type, sharded like the parameters; True
-                for the parameters' own types.
+            gradients: The dtype of gradients, which are sharded like the parameters; True for the
+                parameters' own dtypes. Default: none are counted.
             optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
-                moments of the parameters' shapes and specs, such as Adam's two.
+                its moments, which have the parameters' shapes and specs. Adam has two.
 
         Raises:
-            ValueError: The optimizer's plan is for another mesh; or a dtype is unknown.
+            ValueError: The optimizer's plan is for another mesh, or a dtype is unknown.
             TypeError: The optimizer is neither a plan nor dtypes, such as its name.
 
         Example:
@@ -462,22 +462,22 @@ class Plan:
 
     @classmethod
     def from_lock(cls, lock: str | Path) -> Plan:
-        """The plan that was locked: its specs are those of the lock, as they were decided then.
+        """The plan that was locked, with the specs as they were decided then.
 
-        Its tree is a flat dict of the paths. It cannot go to another mesh.
+        Its tree is a flat dict of the paths. It cannot be put on another mesh.
 
         Args:
             lock: A lock's text, or its file.
 
         Raises:
-            FileError: It is no lock; a ValueError.
+            FileError: It is not a lock; a ValueError.
         """
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))
         return cls(columns, partial(_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What another plan has otherwise: rules, and leaves that came, went, or get other specs.
+        """What differs in another plan: rules, and leaves that are new, gone or sharded otherwise.
 
         Example:
             >>> import jax, shardrules as sr
@@ -511,7 +511,7 @@ class Plan:
 
         Raises:
             ValueError: The mesh has no axis `zero1`; or as `plan`.
-            TypeError: The state is no tree of arrays.
+            TypeError: The state is not a tree of arrays.
 
         Example:
             >>> import jax, shardrules as sr
@@ -528,10 +528,10 @@ class Plan:
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
-        """Why the leaf of this path gets what it gets: each rule tried, and each correction.
+        """Why the leaf of this path gets its spec: how each rule met it, and each correction.
 
         Args:
-            path: Of a leaf; or a folded one, as the table has it, for the first of its leaves.
+            path: A leaf's path; or a folded path of the table, for the first of its leaves.
 
         Raises:
             KeyError: No leaf has this path; the message has the nearest ones.
@@ -552,11 +552,11 @@ class Plan:
         """The plan as one HTML page that works offline; needs `shardrules[report]`.
 
         Args:
-            path: The file to write, if any; it is replaced at once.
-            findings: To show instead of those of `check`.
-            sweep: Rows of a mesh sweep, for a chart of the bytes by mesh; with the same gradients
-                and optimizer.
-            title: Such as the model's name.
+            path: The file to write, if any; it is replaced in one step.
+            findings: The findings to show. Default: those of `check`.
+            sweep: Rows of a sweep with the same gradients and optimizer, for a chart of the bytes
+                by mesh. Default: no chart.
+            title: The page's title, such as the model's name.
             hbm: Bytes of memory of a device: the page says whether the plan fits.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.

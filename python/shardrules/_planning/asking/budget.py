@@ -27,23 +27,23 @@ __all__ = ["DeviceBytes", "budget", "by_class"]
 class DeviceBytes(NamedTuple):
     """Bytes on each device: one dimension for each mesh axis, in the mesh's order.
 
-    They are int64; or Python's ints, as objects, where that is too small; and cannot be written to.
-    What a leaf is counted as, its path decides.
+    Arrays of int64, or of Python's ints where that is too small; they cannot be written to. The
+    path of a leaf decides where it is counted.
     """
 
     params: npt.NDArray[np.int64]
     """All leaves but those of `optimizer`."""
     gradients: npt.NDArray[np.int64]
-    """Of the parameters, if asked for."""
+    """Gradients of the parameters, if they are counted."""
     optimizer: npt.NDArray[np.int64]
-    """What is kept beside the parameters and gets no gradient: leaves under a component opt_state,
+    """Leaves beside the parameters that have no gradients: those under a component opt_state,
     opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
     ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
     what `bytes_per_device` is given as the optimizer's."""
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
-        """All of it."""
+        """Bytes of all three together."""
         most = sum(int(held.max()) for held in self)
         exact = np.int64 if most <= MOST else object
         total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in self)  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class DeviceBytes(NamedTuple):
 
     @property
     def max(self) -> int:
-        """On the device that holds most."""
+        """Bytes on the device that holds most."""
         return int(self.total.max())
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def _counted(
 
 
 def _bits(name: str, dtype: Any) -> int:
-    """Of one element; classes such as np.float32 and jnp.bfloat16 stand for dtypes as well."""
+    """Bits of one element; classes such as np.float32 and jnp.bfloat16 stand for dtypes as well."""
     try:
         is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
         return bits_of(np.dtype(dtype) if is_class else dtype)

@@ -1,4 +1,4 @@
-"""What differs between two plans: leaves that came, went, or get something else; and the rules.
+"""What differs between two plans: leaves that are new, gone or sharded otherwise; and the rules.
 
 Costs a look-up per leaf, and a comparison for each pair of kinds that meet. Must not know how a
 plan is made.
@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
 
 class PlanDiff(NamedTuple):
-    """What differs between two plans; `str` tells it, and it is false if nothing does."""
+    """What differs between two plans, in words with `str`; false if nothing does."""
 
     mesh: tuple[dict[str, int], dict[str, int]]
     """Before and after."""
@@ -63,8 +63,7 @@ class PlanDiff(NamedTuple):
     """On the device that holds most, before and after."""
     changes: tuple[Change, ...]
     rules: tuple[str, ...] = ()
-    """What differs in what decides, such as "the dialect" or "rule 3", also where all leaves get
-    the same."""
+    """Which rules differ, such as "the dialect" or "rule 3", even if each leaf gets the same."""
 
     def __bool__(self) -> bool:
         return bool(self.changes) or bool(self.rules) or self._meshes_differ
@@ -148,7 +147,7 @@ def _comparable(rule: tuple[Any, Any]) -> tuple[Any, ...]:
 
 
 def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What tells leaves apart: the path; if two leaves have the same, also which of them it is."""
+    """Distinct keys of the leaves: the path; with a count beside it if two leaves share a path."""
     if all(len(set(paths)) == len(paths) for paths in (before, after)):
         return before, after
     seen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
@@ -165,7 +164,7 @@ def _kind(columns: Columns, number: int) -> Kind | None:
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:
-    """What two leaves must have in common to be the same."""
+    """What is equal in leaves that are unchanged, as texts: shape, dtype, and spec or problem."""
     if kind is None:
         return ()
     return str(kind.shape), dtype_shown(kind), problem_shown(kind) or spec_shown(kind.spec)

@@ -1,6 +1,6 @@
-"""Why one leaf gets its spec: the rules that were tried, and what was lost to the mesh.
+"""Why one leaf gets its spec: how each rule met its path, and which axes it does not get.
 
-Costs a match per rule that is asked for. Must not know how a plan is made.
+Costs a match of each rule. Must not know how a plan is made.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Explanation(NamedTuple):
 
     path: str
     source: str
-    """The path that the rules meet: the leaf's own, or that of what it is derived from."""
+    """The path that the rules meet: the leaf's own, or that of the leaf that it follows."""
     kind: Kind
-    """What it gets."""
+    """What the leaf gets."""
     tried: tuple[Tried, ...]
-    """Every rule, in order."""
+    """Each rule, in order."""
     mesh: str
+    """As on the command line: fsdp=8,tp=4."""
     companion: Companion | None = None
-    """What has found the leaf."""
+    """The companion that finds the leaf."""
 
     def __str__(self) -> str:
         kind = self.kind

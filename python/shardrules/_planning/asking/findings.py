@@ -1,4 +1,4 @@
-"""Findings: what a check has to say, and the forms it says it in: text, JSON, GitHub annotations.
+"""Findings of a check, as text, JSON and GitHub annotations.
 
 Costs nothing but text. Must not know how a finding is found.
 """
@@ -48,7 +48,7 @@ _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "noti
 
 
 class Finding(NamedTuple):
-    """One thing that a check found."""
+    """One finding of a check."""
 
     level: Level
     kind: FindingKind
@@ -90,7 +90,7 @@ class Findings(tuple[Finding, ...]):
         return super().__new__(cls, worst_first)
 
     def at_least(self, level: Level) -> Findings:
-        """Those of this level and worse."""
+        """The findings of this level and worse."""
         check_choice("level", level, LEVELS)
         return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))
 
@@ -132,5 +132,5 @@ def _escaped(text: str, more: str = "") -> str:
 
 
 def at_stake(count: int) -> str:
-    """Bytes per device in words."""
+    """Bytes per device, for a message."""
     return f"{bytes_shown(count)} on each device"

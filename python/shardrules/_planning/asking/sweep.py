@@ -1,4 +1,4 @@
-"""One rule list over many mesh shapes: what fits, and what each costs.
+"""One rule list on many meshes: what fits, and the bytes on each.
 
 Costs one correction per kind of leaf and mesh; the tree is not walked again, and no device is
 needed. Must not know how a table is drawn.
@@ -26,21 +26,21 @@ _MOST_MESHES: Final = 10_000
 
 
 class SweepRow(NamedTuple):
-    """What a mesh costs."""
+    """Bytes and corrections on one mesh."""
 
     mesh: dict[str, int]
     devices: int
     bytes: int
-    """On the device that holds most."""
+    """Bytes on the device that holds most."""
     replicated: int
-    """Of these, bytes of leaves that no mesh axis cuts."""
+    """Bytes of the leaves that no mesh axis cuts, on each device."""
     largest_replicated: str | None
-    """Folded path of the largest such leaf."""
+    """Folded path of the largest leaf that no mesh axis cuts."""
     largest_replicated_bytes: int
     corrections: int
-    """Leaves that do not get all of their rule's spec."""
+    """How many leaves lose axes of their rule's spec."""
     problems: int
-    """Leaves that get no spec at all, counted as replicated."""
+    """How many leaves get no spec; they are counted as replicated."""
     fits: bool | None
     """Whether the bytes fit into the device's memory; None if it was not given."""
 
@@ -75,7 +75,7 @@ def sweep(
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(chosen) > _MOST_MESHES:
-        raise ValueError(f"a sweep is over at most {_MOST_MESHES:,} meshes; give fewer axes")
+        raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows = []
     for mesh in chosen:
         there = on_mesh(mesh)

@@ -53,14 +53,14 @@ def length(path: str) -> int:
 def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
-    """Of who gets what on which mesh, whatever the order of the leaves."""
+    """A digest of what each leaf gets on which mesh, whatever the order of the leaves."""
     of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{spec_shown(k.spec)}\n" for k in kinds]
     of_row = map(of_kind.__getitem__, kind_of.tolist())
     return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
 
 
 def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
-    """Of what decides the leaves, whatever their order.
+    """A digest of what decides the leaves, whatever their order.
 
     Args:
         dialect: As in a lock.

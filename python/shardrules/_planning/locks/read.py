@@ -64,7 +64,7 @@ def read_lock(data: bytes, name: str) -> Columns:
     """The columns of a plan, from a lock's content.
 
     Raises:
-        FileError: It is no lock, or one that does not hold together; `name` is the file's.
+        FileError: It is not a lock, or its parts do not agree; `name` is the file's.
     """
     content = parse_json(Path(name), data)
     with _errors_at(name):

@@ -35,7 +35,7 @@ class Derivation(NamedTuple):
     """How leaves follow their bases."""
 
     rule: int
-    """Of the base."""
+    """The index of the base's rule; may be AMBIGUOUS."""
     dims: Dims
     """As in `Companion`, but never a function."""
     blocks: tuple[int, ...]
@@ -141,7 +141,7 @@ def dims_shown(dims: tuple[Dim, ...]) -> str:
 
 
 def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """The distinct keys in order of sight, and per key the number of its like."""
+    """The distinct keys in order, and per key the index of its equal among them."""
     numbers: dict[_Key, int] = {}
     column = [numbers.setdefault(key, len(numbers)) for key in keys]
     return list(numbers), np.array(column, np.int32)

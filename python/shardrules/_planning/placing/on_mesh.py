@@ -64,7 +64,7 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     """Devices along each mesh axis.
 
     Raises:
-        ValueError, TypeError: It is no mesh, or has more devices than can be counted.
+        ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
     """
     sizes = checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     check_countable(sizes)

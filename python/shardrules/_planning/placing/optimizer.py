@@ -49,7 +49,8 @@ class _Relation(NamedTuple):
     """How an array is related to its parameter."""
 
     dims: tuple[Dim, ...] | None
-    """Per dimension the parameter's that it is, or None; None if it does not follow it."""
+    """Per dimension the parameter's dimension that it is, or None if it is none of them; None for
+    an array that does not follow its parameter."""
     origin: str
 
 
@@ -155,7 +156,7 @@ def _factor(prefix: str) -> int | None:
 
 
 def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
-    """Of an array of this shape to its parameter."""
+    """The relation of an array of this shape to its parameter."""
     if parameter is None:
         return _NO_PARAMETER
     whole = parameter.shape
@@ -182,7 +183,7 @@ def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) 
 
 
 def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
-    """The dimension of the parameter that this shape lacks; None if there is none to be sure of."""
+    """The dimension of the parameter that this shape lacks; None if that is not certain."""
     whole = parameter.shape or ()
     rank = len(whole)
     lacking = [dim for dim in range(rank) if whole[:dim] + whole[dim + 1 :] == shape]
@@ -206,7 +207,7 @@ def _kind(
     axis_sizes: Mapping[str, int],
     zero1: str | None,
 ) -> Kind:
-    """Of leaves that are related like that to a parameter of that kind."""
+    """The kind of leaves that have this relation to a parameter of this kind."""
     like = _REPLICATED
     if parameter is not None and relation.dims is not None:
         like = _followed(parameter, relation.dims)

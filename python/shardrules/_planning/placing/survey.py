@@ -32,7 +32,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
         min_size: As in `match_partition_rules`.
 
     Raises:
-        TypeError: A dimension is no integer; the message names the path.
+        TypeError: A dimension is not an integer; the message names the path.
         ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
             the message names the path.
     """

@@ -1,4 +1,4 @@
-"""Checks of what the names of leaves say: attention heads that are cut apart, and nnx's `value`.
+"""Checks that go by the names of leaves: attention heads that are cut apart, and nnx's `value`.
 
 Costs a few regexes per folded path. Must not know how findings are shown.
 """
@@ -110,7 +110,7 @@ def _components(queries: Queries, folded: Folded) -> tuple[str, str, str]:
 
 
 def _sizes_by_name(queries: Queries, projections: list[_Projection]) -> dict[str, int]:
-    """Per attention module the size of a head, where a norm of single heads tells it."""
+    """Per attention module the size of a head, where a norm of single heads has that size."""
     widths: dict[str, int] = defaultdict(int)
     for one in projections:
         whole = queries.columns.kinds[one.folded.group].shape or (0,)

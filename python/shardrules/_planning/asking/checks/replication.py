@@ -27,7 +27,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
             continue
         leaves = leaves_in(folded)
         whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
-        # Together: 10,000 experts of a megabyte each are no less silent than one of 10 GB.
+        # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
         silent = queries.held(
             one for one in folded if is_replicated(columns.kinds[one.group], columns.axis_sizes)
         )

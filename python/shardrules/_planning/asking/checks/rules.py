@@ -40,7 +40,7 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
     for rule, winners in columns.coverage.shadowed.items():
-        if rule in queries.catch_alls:  # that nothing is left for it is what one hopes for
+        if rule in queries.catch_alls:  # it is to win nothing
             continue
         leaves = columns.coverage.matched[rule]
         yield finding(
