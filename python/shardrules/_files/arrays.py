@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._files import orbax, safetensors
 from shardrules._files.content import parse_json, read_bytes, unreadable
 from shardrules._files.errors import FileError
-from shardrules._files.leaves import ArraySpec, Leaves, check_column, types_of
+from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, types_of
 from shardrules._words import shown
 
 __all__ = ["Arrays", "read_arrays"]
@@ -55,7 +55,7 @@ def read_arrays(source: str) -> Arrays:
             if path.is_dir():
                 return _of_directory(path)
             if path.name.endswith(safetensors.SUFFIX):
-                return _arrays(path, None, safetensors.read_header(path, Leaves()))
+                return _arrays(path, None, safetensors.read_header(path, ArraySpecs()))
             return _of_json(path)
     except OSError as error:
         raise unreadable(path, error) from None
@@ -90,9 +90,9 @@ def _of_directory(path: Path) -> Arrays:
     if indexes:
         return _of_json(indexes[0])._replace(name=name)
     if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
-        return _arrays(path, name, safetensors.read_files(files, Leaves()))
+        return _arrays(path, name, safetensors.read_files(files, ArraySpecs()))
     if checkpoint := orbax.find_checkpoint(path):
-        return Arrays(name, orbax.read_checkpoint(checkpoint, Leaves()), orbax.SEPARATOR)
+        return Arrays(name, orbax.read_checkpoint(checkpoint, ArraySpecs()), orbax.SEPARATOR)
     raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
 
 
@@ -101,7 +101,7 @@ def _of_json(path: Path) -> Arrays:
     if isinstance(content, dict) and "params" in content:
         leaves = _of_params(path, content["params"])
     elif isinstance(content, dict) and "weight_map" in content:
-        leaves = safetensors.read_index(path, content["weight_map"], Leaves())
+        leaves = safetensors.read_index(path, content["weight_map"], ArraySpecs())
     else:
         raise FileError(
             f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
@@ -110,7 +110,7 @@ def _of_json(path: Path) -> Arrays:
 
 
 def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:
-    make = Leaves()
+    make = ArraySpecs()
     if isinstance(params, Mapping):
         names, entries = list(params), list(params.values())
         check_column(path, names, entries, dict, "needs an object with shape and dtype")

@@ -19,7 +19,7 @@ from shardrules._files.dtypes import numpy_name
 from shardrules._files.errors import FileError
 from shardrules._words import brief, shown
 
-__all__ = ["ArraySpec", "Leaves", "check_column", "check_text", "types_of"]
+__all__ = ["ArraySpec", "ArraySpecs", "check_column", "check_text", "types_of"]
 
 _MOST_ELEMENTS: Final = 2**63 - 1
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
@@ -39,7 +39,7 @@ class ArraySpec:
     dtype: str
 
 
-class Leaves(dict[tuple[tuple[int, ...], str], ArraySpec]):
+class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
     """Makes the leaves of one source, which may have several files; equal ones are one object.
 
     It is {(shape, dtype): leaf}, and makes and checks each when it is first looked up.

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from shardrules._files.content import parse_json, read_bytes
 from shardrules._files.errors import FileError
-from shardrules._files.leaves import ArraySpec, Leaves
+from shardrules._files.leaves import ArraySpec, ArraySpecs
 
 __all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]
 
@@ -62,7 +62,7 @@ def _is_item(directory: Path) -> bool:
     return (directory / _METADATA).is_file()
 
 
-def read_checkpoint(directory: Path, make: Leaves) -> dict[str, ArraySpec]:
+def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     """The arrays and numbers of a checkpoint; their names are paths in its tree.
 
     Args:

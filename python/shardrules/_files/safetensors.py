@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 from shardrules._files.content import joined, opened, parse_json
 from shardrules._files.dtypes import SAFETENSORS, bits_of
 from shardrules._files.errors import FileError
-from shardrules._files.leaves import ArraySpec, Leaves, check_column, check_text, types_of
+from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, check_text, types_of
 from shardrules._words import shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
@@ -37,7 +37,7 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ODD_OFFSETS: Final = "needs data_offsets that are a list of two integers"
 
 
-def read_header(path: Path, make: Leaves) -> dict[str, ArraySpec]:
+def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     """The arrays of one file.
 
     Args:
@@ -179,7 +179,7 @@ def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes:
     )
 
 
-def read_index(path: Path, weight_map: object, make: Leaves) -> dict[str, ArraySpec]:
+def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, ArraySpec]:
     """The arrays of the files that an index of Hugging Face names, in its order.
 
     Args:
@@ -222,7 +222,7 @@ def _beside(path: Path, shard: str, name: str) -> Path:
     return path.parent / shard
 
 
-def read_files(paths: list[Path], make: Leaves) -> dict[str, ArraySpec]:
+def read_files(paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
     """The arrays of several files together.
 
     Raises:

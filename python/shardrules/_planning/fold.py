@@ -1,8 +1,8 @@
 """Folding siblings: `layers/0/w` to `layers/60/w` are shown as `layers/{0..60}/w`.
 
-Paths that differ only in numbers and belong together become one pattern, exactly: what a pattern
-stands for are those paths and no others. Costs one pass over all paths in C++, and sorting within
-each group. Must not know what the paths name.
+Paths of one group that differ only in numbers become one pattern, which stands for exactly these
+paths. Costs one pass over all paths in C++, and sorting within each group. Must not know what the
+paths name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Folded(NamedTuple):
     """Paths of one group that one pattern stands for."""
 
     parts: tuple[str, ...]
-    """Texts and sets of numbers by turns, beginning and ending with a text."""
+    """Texts and sets of numbers in turn; the first and the last are texts."""
     group: int
     rows: npt.NDArray[np.intp]
     """Which of the paths, ascending."""
@@ -53,7 +53,7 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
 
     Args:
         paths: Of all leaves.
-        group_of: Per path the number of its group, such as its kind; not negative.
+        group_of: Per path the index of its group, such as its kind; not negative.
 
     Example:
         >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
@@ -92,8 +92,9 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
 def _products(
     group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.intp]:
-    """Per row of numbers that of its product: of sets whose product are rows of its group.
+    """Per row of numbers the index of its product.
 
+    A product is a set of numbers for each column, all combinations of which are rows of one group.
     The rows of a group are words of an automaton that reads a number for each column. Numbers that
     lead from one state to the same other state are one set: a product is a way through the states
     of the smallest such automaton. Costs some sorts per column.

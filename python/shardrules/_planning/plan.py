@@ -428,7 +428,8 @@ class Plan:
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
 
-        The same in every process and every run, whatever the order of the leaves.
+        The same in every process and every run, whatever the order of the leaves. That of
+        `shardrules.fingerprint` is of shardings, with their kinds of memory: the two differ.
 
         Example:
             >>> import jax, shardrules as sr

@@ -45,7 +45,7 @@ def following(queries: Queries) -> Iterator[Finding]:
             f"add a rule that matches {base!r}, or correct the companion's base; or leave the "
             "companion out",
             folded=folded,
-            bytes=queries.held(folded),
+            bytes=queries.device_bytes(folded),
         )
     successful = set(columns.leaves.found_by.values())
     for name, companions in _sets_of(columns.leaves.companions).items():

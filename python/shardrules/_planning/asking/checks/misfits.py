@@ -35,7 +35,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
             f"add rules for them, such as {queries.example(folded[0])}; or replicate them by a "
             f"last rule {queries.example_of_a_catch_all}",
             folded=folded,
-            bytes=queries.held(folded),
+            bytes=queries.device_bytes(folded),
         )
 
 
@@ -53,7 +53,7 @@ def misfits(queries: Queries) -> Iterator[Finding]:
             who = "a spec" if rule is None else queries.rule(rule)
             message = f"{who} cannot be applied to the shape {kind.shape}: {kind.message}"
             fix = kind.fix or "change the rule, the mesh or the array"
-        held = queries.held(folded)
+        held = queries.device_bytes(folded)
         yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=held)
 
 
@@ -71,7 +71,7 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
             alike[columns.kinds[one.group].rule, refusal].append(one)
     for (rule, (why, fix)), folded in alike.items():
         who = "a spec" if rule is None else queries.rule(rule)
-        held = queries.held(folded)
+        held = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
         yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
 

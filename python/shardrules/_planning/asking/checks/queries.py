@@ -96,7 +96,7 @@ class Queries:
             [part for one in folded for part in self._undeclared(one)] if self._declared else folded
         )
 
-    def held(self, folded: Iterable[Folded]) -> int:
+    def device_bytes(self, folded: Iterable[Folded]) -> int:
         """Bytes of these leaves on the device that holds most."""
         leaves: Counter[int] = Counter()
         for one in folded:

@@ -28,10 +28,10 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         leaves = leaves_in(folded)
         whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
-        silent = queries.held(
+        silent = queries.device_bytes(
             one for one in folded if is_replicated(columns.kinds[one.group], columns.axis_sizes)
         )
-        held = queries.held(folded)
+        held = queries.device_bytes(folded)
         dead = rules_listed(columns.coverage.dead)
         match = "matches" if leaves == 1 else "match"
         yield finding(
@@ -61,15 +61,17 @@ def replicated(queries: Queries) -> Iterator[Finding]:
         rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]
         for rule, folded in by_rule.items()
     }
-    small = sum(queries.held(folded) for rule, folded in by_rule.items() if not large_of[rule])
+    small = sum(
+        queries.device_bytes(folded) for rule, folded in by_rule.items() if not large_of[rule]
+    )
     for rule, folded in by_rule.items():
-        if not large_of[rule] and not queries.matters(queries.held(folded), small):
+        if not large_of[rule] and not queries.matters(queries.device_bytes(folded), small):
             continue
         chosen, what = (large_of[rule], "large leaf") if large_of[rule] else (folded, "leaf")
         why = "no rule decides" if rule is None else queries.rule(rule)
         if any(queries.columns.kinds[one.group].losses for one in chosen):
             why += ", of which the shapes and the mesh leave nothing"
-        held = queries.held(chosen)
+        held = queries.device_bytes(chosen)
         yield finding(
             "warning",
             "replicated",
