@@ -18,7 +18,7 @@ from shardrules._logical.trees import (
     with_logical_constraint,
 )
 from shardrules._matching.compare import Decision, Difference, compare
-from shardrules._matching.coverage import Counters, Coverage
+from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import (
     EASYLM,
     EFORMER,
@@ -71,7 +71,6 @@ __all__ = [
     "Change",
     "Companion",
     "Correction",
-    "Counters",
     "Coverage",
     "Decision",
     "DeviceBytes",

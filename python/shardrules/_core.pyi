@@ -179,7 +179,7 @@ class RuleSet:
         tuple[int, list[tuple[str, tuple[int, Any]]]],
         tuple[int, list[tuple[str, Any]]],
     ]:
-        """The fields of `shardrules._matching.rules.Outcome`."""
+        """The fields of `shardrules._matching.matcher.WalkResult`."""
 
     def survey(
         self,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import _core
+from shardrules._matching.rules import matcher_of
 from tests.support.contexts import measures_memory
 
 CATCH_ALL = [(".*", P())]
@@ -322,8 +323,8 @@ def test_init_again_changes_no_object_of_the_core():
 def test_what_the_core_refuses_is_not_printed():
     """Of strict="no" the message had the whole tree."""
     tree = {f"kernel {i}": np.zeros(2) for i in range(1000)}
-    rules = sr.Rules(CATCH_ALL)._rule_set
-    answers = sr.Rules(CATCH_ALL).numbers()
+    matcher = matcher_of(sr.Rules(CATCH_ALL))
+    rules, answers = matcher.rule_set, matcher.numbers()
     options = {"min_size": 0, "replicated": 0, "unmatched": 0, "ambiguous": 0}
     calls = [
         lambda: rules.match(tree, answers=answers, strict="no", record_events=False, **options),

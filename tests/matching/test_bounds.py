@@ -9,6 +9,8 @@ import sys
 import pytest
 
 import shardrules as sr
+from shardrules._matching.matcher import Counters
+from shardrules._matching.rules import matcher_of
 from tests.support.contexts import measures_memory
 from tests.support.random_patterns import compiles, random_pattern, random_text
 
@@ -39,7 +41,7 @@ def test_adversarial_patterns(pattern, text, found, memory_budget):
     assert rules.fallbacks == ()
     for calls in range(1, 4):
         assert rules.first_match(text) == (0 if found else None)
-        counters = rules.counters
+        counters = matcher_of(rules).counters()
         # Each character is stepped over once a call: simulated, or by building at most one state.
         assert counters.simulated_steps + counters.states_built <= calls * (2 * len(text) + 1) + 1
     assert counters.program_nodes < 2500
@@ -58,7 +60,7 @@ def test_many_random_rules(rng):
     for text in texts:
         rules.first_match(text)
     steps = sum(map(len, texts))
-    counters = rules.counters
+    counters = matcher_of(rules).counters()
     assert counters.simulated_steps + counters.states_built <= 2 * steps + 1
     assert counters.states_built * STATE_BYTES < 32 << 20 or counters.cache_clears > 0
 
@@ -70,24 +72,30 @@ def test_memory_budget_is_kept_and_answers_stay_right(rng):
         text = "".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60))
         expected = 0 if pattern.search(text) else 1 if "aaaab" in text else None
         assert rules.first_match(text) == expected
-    counters = rules.counters
+    counters = matcher_of(rules).counters()
     assert counters.cache_clears > 0
     # Without the budget it would have kept them all.
     roomy = sr.Rules(list(rules))
     for _ in range(300):
         roomy.first_match("".join(rng.choices("aabbc/", weights=(9, 9, 9, 9, 1, 1), k=60)))
-    assert roomy.counters.states_built > counters.states_built / (counters.cache_clears + 1)
+    assert matcher_of(roomy).counters().states_built > counters.states_built / (
+        counters.cache_clears + 1
+    )
 
 
 def test_counters_start_at_nothing_and_only_grow():
     rules = sr.Rules([("a", None)])
-    assert rules.counters == sr.Counters(0, 0, 0, rules.counters.program_nodes)
-    seen = rules.counters
+    assert matcher_of(rules).counters() == Counters(
+        0, 0, 0, matcher_of(rules).counters().program_nodes
+    )
+    seen = matcher_of(rules).counters()
     for text in ("b", "bb", "a", "bbb"):
         rules.first_match(text)
         rules.all_matches(text)
-        assert all(now >= then for now, then in zip(rules.counters, seen, strict=True))
-        seen = rules.counters
+        assert all(
+            now >= then for now, then in zip(matcher_of(rules).counters(), seen, strict=True)
+        )
+        seen = matcher_of(rules).counters()
 
 
 @pytest.mark.parametrize("memory_budget", [-1, 1.5, "1", None, False, 2**64])
@@ -111,8 +119,9 @@ def test_what_the_budget_makes_the_walk_forget_is_found_again(memory_budget, rng
 
     for _ in range(5):
         nested = {"a": tree(60), "b": tree(30)}
-        outcome = rules.decide(nested, rules.numbers(), None, -1, strict=False)
-        paths, found = paths_of(nested), paths_of(outcome.tree)
+        matcher = matcher_of(rules)
+        result = matcher.decide(nested, matcher.numbers(), None, -1, strict=False)
+        paths, found = paths_of(nested), paths_of(result.tree)
         assert len(paths) > 60
         expected = {path: alone.first_match(path) for path in paths}
         assert found == {path: -1 if rule is None else rule for path, rule in expected.items()}
@@ -131,6 +140,7 @@ def paths_of(tree, path=""):
 DEEP = """
 import resource, sys
 import shardrules as sr
+from shardrules._matching.rules import matcher_of
 
 sys.setrecursionlimit(10_000)
 tree = 0
@@ -139,7 +149,8 @@ for _ in range(800):
 rules = sr.Rules([("a.{0,8000}b.{0,8000}c", None)], memory_budget=int(sys.argv[1]))
 rules.first_match("ab" * 50)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rules.decide(tree, rules.numbers(), None, -1, strict=False)
+matcher = matcher_of(rules)
+matcher.decide(tree, matcher.numbers(), None, -1, strict=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -10,6 +10,7 @@ from operator import or_
 import pytest
 
 import shardrules as sr
+from shardrules._matching.rules import matcher_of
 from tests.support.engines import ENGINES, NFA, ROUNDS, Rule
 from tests.support.folders import DATA
 
@@ -41,14 +42,14 @@ def test_the_rounds_end_the_simulation():
     simulated = set()
     for _ in range(ROUNDS):
         rules.first_match("abxababy")
-        simulated.add(rules.counters.simulated_steps)
+        simulated.add(matcher_of(rules).counters().simulated_steps)
     assert len(simulated) > 1
     rules.first_match("abxababy")
-    assert rules.counters.simulated_steps in simulated
+    assert matcher_of(rules).counters().simulated_steps in simulated
 
 
 def test_without_memory_all_is_simulated():
     rules = sr.Rules([("x[ab]+y$", None)], **NFA)
     for _ in range(ROUNDS):
         rules.first_match("abxababy")
-    assert rules.counters.simulated_steps == ROUNDS * len("abxababy")
+    assert matcher_of(rules).counters().simulated_steps == ROUNDS * len("abxababy")

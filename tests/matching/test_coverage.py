@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._matching.rules import matcher_of
 from tests.support import corpus
 
 
@@ -96,6 +97,6 @@ def test_all_matches_learns_like_first_match():
     rules = sr.Rules([(r"layers/\d+/.*kernel", None), ("wq", None), (".*", None)])
     for _ in range(40):
         assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
-    learnt = rules.counters
+    learnt = matcher_of(rules).counters()
     assert rules.all_matches("layers/3/wq/kernel") == [0, 1, 2]
-    assert rules.counters == learnt
+    assert matcher_of(rules).counters() == learnt

@@ -52,7 +52,7 @@ def test_immutable():
     with pytest.raises(AttributeError):
         rules.other = 1
     with pytest.raises(AttributeError, match="immutable"):
-        del rules._pairs
+        del rules._matcher
 
 
 def test_matches_of_a_path():

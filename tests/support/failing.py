@@ -18,9 +18,9 @@ from typing import Any
 import shardrules._matching.node_types
 from shardrules import EFORMER, KERAS, KEYSTR
 from shardrules._core import Corrector, RuleSet, ShardingTable, SpecTable, templates
+from shardrules._matching.matcher import _choices
 from shardrules._matching.node_types import Record
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._matching.rules import _choices
 from shardrules._matching.ways import WAYS
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import _core
+from shardrules._matching.rules import matcher_of
 from shardrules._planning.fold import fold
 from tests.support.contexts import measures_memory
 
@@ -38,8 +39,8 @@ def through_a_spec_table(payload):
         return payload
 
     payload.other = _core.SpecTable(specs=[None], lengths=[0], make=make)
-    rules = sr.Rules([(".*", None)])
-    rules.decide([payload], payload.other, None, None)
+    matcher = matcher_of(sr.Rules([(".*", None)]))
+    matcher.decide([payload], payload.other, None, None)
 
 
 def through_a_sharding_table(payload):
@@ -48,7 +49,7 @@ def through_a_sharding_table(payload):
 
     corrector = _core.Corrector([([4], 1)], absent="drop", indivisible="drop")
     payload.other = _core.ShardingTable(correctors=[corrector], spec_of=[0], make=make)
-    sr.Rules([(".*", None)]).decide([payload], payload.other, None, None)
+    matcher_of(sr.Rules([(".*", None)])).decide([payload], payload.other, None, None)
 
 
 def through_searches(payload):
@@ -73,7 +74,7 @@ def through_searches(payload):
 def through_a_plan(payload):
     payload.other = sr.plan({"a": Payload()}, [("a", P("tp"))], MESH)
     payload.other.explain("a")
-    payload.other.rules.remembered("payload", lambda: payload)
+    matcher_of(payload.other.rules).remembered("payload", lambda: payload)
 
 
 CYCLES = (
@@ -122,6 +123,7 @@ def test_objects_whose_init_fails_do_not_crash_the_collector():
 LEAF = Payload()
 TREE = {"layers": [{"kernel": LEAF, "bias": LEAF}, (LEAF, None)], "é": {7: LEAF}}
 RULES = sr.Rules([("kernel", P("fsdp", "tp")), ("é|bias", P("tp")), ("0(?=x)", P()), (".*", P())])
+MATCHER = matcher_of(RULES)
 PATHS = ["layers/1/kernel", "layers/2/é", "head"]
 
 
@@ -140,7 +142,7 @@ USES = {
     "named_shardings": (lambda: sr.named_shardings(TREE, RULES, MESH), 1),
     "first_match": (lambda: (RULES.first_match("layers/é"), RULES.all_matches("layers/0x")), 1),
     "survey": (
-        lambda: RULES.survey(TREE, min_size=0, replicated=-1, unmatched=-2, ambiguous=-3), 1,
+        lambda: MATCHER.survey(TREE, min_size=0, replicated=-1, unmatched=-2, ambiguous=-3), 1,
     ),
     "coverage": (lambda: RULES.coverage(TREE), 1),
     "templates": (lambda: _core.templates(PATHS), 1),

@@ -16,6 +16,7 @@ from shardrules._files.errors import FileError
 from shardrules._files.meshes import parse_mesh
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
+from shardrules._matching.dialects import key_separator
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _tree(source: str, rules: Rules) -> tuple[str, Any]:
         return source, load_object(source)
     arrays = read_arrays(source)
     dialect = rules.dialect
-    joins_keys = dialect.keys != "text" or dialect.joined_by != dialect.separator
+    joins_keys = dialect.keys != "text" or key_separator(dialect) != dialect.separator
     return arrays.name, _nested(arrays) if joins_keys else arrays.leaves
 
 

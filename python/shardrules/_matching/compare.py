@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import check_tree
-from shardrules._matching.rules import Pattern, Rules, as_rules, checked_min_size
+from shardrules._matching.environment import checked_min_size
+from shardrules._matching.matcher import Matcher
+from shardrules._matching.rules import Rules, as_rules, matcher_of
+from shardrules._matching.ways import Pattern
 from shardrules._specs import (
     entries_of,
     entry_axes,
@@ -85,12 +88,12 @@ def compare(
     from jax import tree_util
 
     check_tree("tree", tree)
-    both = [as_rules("rules_a", rules_a), as_rules("rules_b", rules_b)]
+    both = [matcher_of(as_rules("rules_a", rules_a)), matcher_of(as_rules("rules_b", rules_b))]
     least = checked_min_size(min_size)
     leaves: list[Any]
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(tree)
-    decisions = (treedef.flatten_up_to(_decisions(rules, tree, least)) for rules in both)
+    decisions = (treedef.flatten_up_to(_decisions(matcher, tree, least)) for matcher in both)
     differing = [
         (index, a, b)
         for index, (a, b) in enumerate(zip(*decisions, strict=True))
@@ -108,22 +111,17 @@ def compare(
     ]
 
 
-def _decisions(rules: Rules, tree: Any, min_size: int) -> Any:
+def _decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
     """The tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
-    is_replicated = rules.dialect.unmatched == "replicate"
 
     def decision(rule: int, spec: object) -> Decision:
         problem = "spec longer than rank" if spec is None else None
-        return Decision(spec, rule, rules[rule][0], problem)
+        return Decision(spec, rule, matcher.pairs[rule][0], problem)
 
-    return rules.decide(
-        tree,
-        rules.answers(decision),
-        replicated,
-        replicated if is_replicated else _UNMATCHED,
-        ambiguous=_AMBIGUOUS,
-        min_size=min_size,
+    answers = matcher.answers(decision)
+    return matcher.resolve(
+        tree, answers, replicated, _UNMATCHED, _AMBIGUOUS, min_size=min_size
     ).tree
 
 

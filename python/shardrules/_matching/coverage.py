@@ -1,6 +1,6 @@
-"""What can be said of a rule list as a whole: what its matcher did, and how it covers a tree.
+"""`Coverage`: how the rules of a list do on a tree, which of them are dead or shadowed.
 
-Plain values, computed from what one crossing into the core reports. Must not know how a match is
+A plain value, made from what one walk over the tree has counted. Must not know how a match is
 found.
 """
 
@@ -8,21 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Counters", "Coverage"]
-
-
-class Counters(NamedTuple):
-    """What a matcher has done, over all calls that have ended."""
-
-    states_built: int
-    """States of the lazy DFA made so far, those forgotten since included."""
-    cache_clears: int
-    """How often the memory budget was spent and the states were forgotten."""
-    simulated_steps: int
-    """Characters stepped through without a remembered transition: not seen often enough to be worth
-    one, or the budget is spent."""
-    program_nodes: int
-    """Size of the compiled rules."""
+__all__ = ["Coverage"]
 
 
 class Coverage(NamedTuple):
@@ -36,20 +22,6 @@ class Coverage(NamedTuple):
     """Leaves that no rule matches."""
     lost: dict[int, dict[int, int]]
     """Of each rule, by the rule that won instead, the leaves that it matched but did not decide."""
-
-    @classmethod
-    def from_counts(
-        cls,
-        matched: list[int],
-        won: list[int],
-        unmatched: int,
-        lost_pairs: list[tuple[int, int, int]],
-    ) -> Coverage:
-        """From what `_core.RuleSet.count_matches` returns."""
-        lost: dict[int, dict[int, int]] = {}
-        for loser, winner, leaves in lost_pairs:
-            lost.setdefault(loser, {})[winner] = leaves
-        return cls(tuple(matched), tuple(won), unmatched, lost)
 
     @property
     def dead(self) -> tuple[int, ...]:

@@ -13,7 +13,17 @@ from shardrules._arguments import check_choice, check_type, texts
 from shardrules._correction import Correction
 from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
 
-__all__ = ["EASYLM", "EFORMER", "KERAS", "KEYSTR", "SPECTRAX", "TP_PLAN", "WINDOW", "Dialect"]
+__all__ = [
+    "EASYLM",
+    "EFORMER",
+    "KERAS",
+    "KEYSTR",
+    "SPECTRAX",
+    "TP_PLAN",
+    "WINDOW",
+    "Dialect",
+    "key_separator",
+]
 
 _CHOICES: Final = {
     "keys": ("text", "keystr"),
@@ -88,12 +98,12 @@ class Dialect:
         if len({WAYS[way].method == "window" for way in self.match}) != 1:
             raise ValueError(f"match is {self.match!r}; windows do not mix with other ways")
 
-    @property
-    def joined_by(self) -> str:
-        """What joins the keys of the paths that patterns meet."""
-        if self.keys == "keystr":
-            return ""
-        return COMPONENT_SEPARATOR if "window" in self.match else self.separator
+
+def key_separator(dialect: Dialect) -> str:
+    """What joins the keys of the paths that patterns meet."""
+    if dialect.keys == "keystr":
+        return ""
+    return COMPONENT_SEPARATOR if "window" in dialect.match else dialect.separator
 
 
 # What JAX would refuse in the end is refused, with the path and the rule.

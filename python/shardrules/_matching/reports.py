@@ -5,46 +5,55 @@ Costs nothing unless something went wrong. Must not know how a match is found.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrules._correction import plain_spec
+from shardrules._matching.matcher import Matcher, WalkResult
+from shardrules._matching.ways import Pattern
 from shardrules._printable import printable, printable_lines
 from shardrules._words import and_more, counted
 
-if TYPE_CHECKING:
-    from shardrules._matching.rules import Pattern, Rules
-
-__all__ = ["ambiguous_message", "event_message", "too_long_message", "unmatched_message"]
+__all__ = ["ambiguous_message", "event_message", "too_long_message", "undecided_messages"]
 
 
-def unmatched_message(rules: Rules, count: int, leaves: list[tuple[str, Any]]) -> str:
+def undecided_messages(matcher: Matcher, found: WalkResult) -> list[str]:
+    """A message on the leaves that no rule decides, and one on those that several do."""
+    messages = []
+    if found.unmatched[0]:
+        messages.append(_unmatched_message(matcher, *found.unmatched))
+    if found.ambiguous[0]:
+        messages.append(ambiguous_message(matcher, *found.ambiguous))
+    return messages
+
+
+def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
     """Of leaves that no rule matches, as (path, shape or None)."""
     listed = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
-    searches = rules.dialect.match == ("search",)
+    searches = matcher.dialect.match == ("search",)
     catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
     way_out = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
         f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
-        f"  {_leaves_match(count)} none of the {len(rules)} rules:\n{listed}\n"
+        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{listed}\n"
         f"  {way_out}"
     )
 
 
 def ambiguous_message(
-    rules: Rules, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
     """Of leaves that several rules match, where one alone may, as (path, (rules, shape))."""
     listed = _listed(
         count,
         [
             f"{path}  shape {shape}  "
-            + ", ".join(f"rule {rule}: {rules[rule][0]!r}" for rule in matching)
+            + ", ".join(f"rule {rule}: {matcher.pairs[rule][0]!r}" for rule in matching)
             for path, (matching, shape) in leaves
         ],
     )
-    tries_exact = rules.dialect.match[0] == "exact"
+    tries_exact = matcher.dialect.match[0] == "exact"
     exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
     return (
         f"{_leaves_match(count)} several rules, where one alone may:\n{listed}\n"
@@ -52,12 +61,14 @@ def ambiguous_message(
     )
 
 
-def too_long_message(rules: Rules, count: int, leaves: list[tuple[str, tuple[int, Any]]]) -> str:
+def too_long_message(
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
+) -> str:
     """Of leaves whose spec has more entries than they have dimensions, as (path, (rule, shape))."""
     listed = _listed(
         count,
         [
-            f"{path}  shape {shape}  rule {rule}: {_rule_shown(*rules[rule])}"
+            f"{path}  shape {shape}  rule {rule}: {_rule_shown(*matcher.pairs[rule])}"
             for path, (rule, shape) in leaves
         ],
     )

@@ -12,7 +12,10 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._words import shown
 
-__all__ = ["COMPONENT_SEPARATOR", "WAYS", "Way", "checked_pattern"]
+__all__ = ["COMPONENT_SEPARATOR", "WAYS", "Pattern", "Way", "checked_pattern"]
+
+Pattern = str | re.Pattern[str] | tuple[str, ...]
+"""What a user may write as the pattern of a rule."""
 
 _NEVER: Final = "(?!)"
 # Between the components of the paths that windows meet: `.` and the anchors stop there by nature.

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._logical.flax import loaded
-from shardrules._matching.rules import logs_moves
+from shardrules._matching.environment import logs_moves
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules.compat import eformer as ours
 

@@ -6,11 +6,10 @@ Costs a match per path. Must not know what follows from a rule.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from shardrules._matching.coverage import Coverage
-    from shardrules._matching.rules import Rules
+from shardrules._matching.coverage import Coverage
+from shardrules._matching.rules import Rules, matcher_of
 
 __all__ = ["AMBIGUOUS", "NO_RULE_NEEDED", "UNMATCHED", "coverage_of", "first_rules"]
 
@@ -23,19 +22,20 @@ AMBIGUOUS: Final = -3
 def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     distinct = list(dict.fromkeys(paths))
-    joined = dict(zip(distinct, rules.all_joined(distinct), strict=True))
-    outcome = rules.for_whole_paths().decide(
+    matcher = matcher_of(rules).for_whole_paths()
+    joined = dict(zip(distinct, matcher.all_joined(distinct), strict=True))
+    found = matcher.decide(
         dict.fromkeys(joined.values(), 0),
-        rules.numbers(),
+        matcher.numbers(),
         NO_RULE_NEEDED,
         UNMATCHED,
         AMBIGUOUS,
         strict=False,
     )
-    return {path: outcome.tree[key] for path, key in joined.items()}
+    return {path: found.tree[key] for path, key in joined.items()}
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
     """How each rule does on these paths, each of which counts once."""
-    leaves = dict.fromkeys(rules.all_joined(paths), 0)
-    return rules.for_whole_paths().coverage(leaves, strict=False)
+    matcher = matcher_of(rules).for_whole_paths()
+    return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)

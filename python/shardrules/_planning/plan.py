@@ -28,7 +28,8 @@ from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._files.write import write_text
 from shardrules._logical.leaves import check_rules_are_for_paths
-from shardrules._matching.rules import Rules, as_rules, checked_min_size
+from shardrules._matching.environment import checked_min_size
+from shardrules._matching.rules import Rules, as_rules
 from shardrules._planning.asking.budget import DeviceBytes, budget
 from shardrules._planning.asking.check import DEFAULT_LARGE, check
 from shardrules._planning.asking.diff import PlanDiff, diff

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules, as_rules, checked_min_size
+from shardrules._matching.environment import checked_min_size
+from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._printable import printable
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
@@ -77,8 +78,8 @@ def named_shardings(
     check_correction(correction)
     smallest = checked_min_size(min_size)
     if not _are_specs(rules):
-        compiled, on_mesh = as_rules("rules", rules), resolve_mesh(mesh)
-        return shardings_by_rules(tree, compiled, on_mesh, min_size=smallest, correction=correction)
+        matcher, on_mesh = matcher_of(as_rules("rules", rules)), resolve_mesh(mesh)
+        return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
     if min_size != 0:
         raise ValueError(f"min_size is {brief(min_size)}; specs, unlike rules, have none: leave it")
     _, treedef, shardings = _shardings_by_specs(
@@ -116,7 +117,7 @@ def requested_shardings(
     leaves, treedef = tree_util.tree_flatten(tree)
     shardings = shardings_by_rules(
         tree,
-        as_rules("specs_or_rules", specs_or_rules),
+        matcher_of(as_rules("specs_or_rules", specs_or_rules)),
         local_view(resolve_mesh(mesh)),
         correction=correction,
     )

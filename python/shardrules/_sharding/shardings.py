@@ -7,6 +7,7 @@ or devices beyond shapes.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
-from shardrules._matching.rules import Pattern, Rules, as_rules
+from shardrules._matching.environment import checked_min_size
+from shardrules._matching.matcher import Matcher
+from shardrules._matching.reports import event_message, undecided_messages
+from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
+from shardrules._matching.ways import Pattern
 from shardrules._printable import printable_lines
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
@@ -52,21 +57,25 @@ RulesLike = Rules | Iterable[tuple[Pattern, Any]]
 
 def shardings_by_rules(
     tree: Any,
-    rules: Rules,
+    matcher: Matcher,
     mesh: AnyMesh,
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
 ) -> Any:
     """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
-    on_mesh = _bound(rules, mesh, correction)
-    return rules.resolve(
-        tree,
-        on_mesh.table,
-        on_mesh.replicated,
-        min_size=min_size,
-        describe=functools.partial(_problems_message, on_mesh),
+    on_mesh = _bound(matcher, mesh, correction)
+    found = matcher.resolve(
+        tree, on_mesh.table, on_mesh.replicated, min_size=checked_min_size(min_size)
     )
+    for path, spec in found.events[1]:
+        warnings.warn(event_message(path, spec), stacklevel=3)
+    errors = undecided_messages(matcher, found)
+    if found.misfits[0]:
+        errors.append(_misfits_message(matcher, on_mesh, *found.misfits))
+    if errors:
+        raise ValueError("\n".join(errors))
+    return found.tree
 
 
 def spec_for(
@@ -88,16 +97,14 @@ def spec_for(
         ('fsdp', None)
     """
     check_correction(correction)
-    compiled = as_rules("rules", rules).for_whole_paths()
-    key = compiled.joined(path)
+    matcher = matcher_of(as_rules("rules", rules)).for_whole_paths()
+    key = matcher.joined(path)
     tree = {key: SimpleNamespace(shape=shape_of("shape", shape))}
     if mesh is None and context_mesh() is None:
-        return compiled.match(tree, min_size)[key]  # type: ignore[no-any-return]
+        return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
     on_mesh = resolve_mesh(mesh)
-    sharding = shardings_by_rules(
-        tree, compiled, on_mesh, min_size=min_size, correction=correction
-    )[key]
-    return sharding.spec  # type: ignore[no-any-return]
+    shardings = shardings_by_rules(tree, matcher, on_mesh, min_size=min_size, correction=correction)
+    return shardings[key].spec  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,13 +185,13 @@ class _OnMesh(NamedTuple):
     mesh: AnyMesh
 
 
-def _bound(rules: Rules, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
-    chosen = correction or rules.dialect.correction
-    return rules.remembered((mesh, chosen), lambda: _bind(rules, mesh, chosen))
+def _bound(matcher: Matcher, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
+    chosen = correction or matcher.dialect.correction
+    return matcher.remembered((mesh, chosen), lambda: _bind(matcher.pairs, mesh, chosen))
 
 
 def specs_on_mesh(
-    rules: Rules,
+    rules: Iterable[tuple[Pattern, Any]],
     axis_sizes: Mapping[str, int],
     correction: Correction,
     *,
@@ -194,7 +201,7 @@ def specs_on_mesh(
     """The distinct specs of the rules bound to a mesh, and per rule the index of its own.
 
     Args:
-        rules: The rules.
+        rules: (pattern, spec) pairs, as `Rules` has them.
         axis_sizes: Of the mesh.
         correction: For rules that have none of their own.
         manual: Axes to leave out, as the shapes are local ones.
@@ -221,7 +228,7 @@ def specs_on_mesh(
     return specs, spec_of
 
 
-def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
+def _bind(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh, correction: Correction) -> _OnMesh:
     from jax.sharding import NamedSharding
 
     specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
@@ -241,14 +248,14 @@ def _bind(rules: Rules, mesh: AnyMesh, correction: Correction) -> _OnMesh:
     return _OnMesh(table, specs, spec_of, replicated, mesh)
 
 
-def _problems_message(
-    on_mesh: _OnMesh, rules: Rules, count: int, problems: list[tuple[str, tuple[int, Any]]]
+def _misfits_message(
+    matcher: Matcher, on_mesh: _OnMesh, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     mesh = mesh_shown(on_mesh.mesh.shape)
     lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
-    for path, (rule, shape) in problems:
-        spec = on_mesh.specs[on_mesh.spec_of[rule]]
-        lines.append(f"    {path}  shape {shape}  rule {rule}: {rules[rule][0]!r} -> {spec.spec}")
+    for path, (rule, shape) in leaves:
+        pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
+        lines.append(f"    {path}  shape {shape}  rule {rule}: {pattern!r} -> {spec.spec}")
         lines += [f"        {text}" for text in spec.errors(tuple(shape))]
-    lines += [f"    {line}" for line in and_more(count, len(problems), "leaf")]
+    lines += [f"    {line}" for line in and_more(count, len(leaves), "leaf")]
     return printable_lines(lines)

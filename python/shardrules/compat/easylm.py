@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from shardrules._arguments import boolean
 from shardrules._matching.dialects import EASYLM
-from shardrules._matching.rules import Pattern, Rules
+from shardrules._matching.rules import Rules
+from shardrules._matching.ways import Pattern
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 

@@ -17,7 +17,9 @@ from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Pattern, Rules, as_rules, checked_min_size, logs_moves
+from shardrules._matching.environment import checked_min_size, logs_moves
+from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
+from shardrules._matching.ways import Pattern
 from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes
@@ -101,7 +103,7 @@ def match_partition_rules(
         >>> list(match_partition_rules(rules, {"w": np.ones(4), "b": np.ones(4)}))
         ['b', 'w']
     """
-    matched = as_rules("rules", rules)._match(tree, min_size, strict)
+    matched = specs_by_rules(matcher_of(as_rules("rules", rules)), tree, min_size, strict)
     specs, treedef = jax.tree_util.tree_flatten(matched)
     return jax.tree_util.tree_unflatten(treedef, specs)
 

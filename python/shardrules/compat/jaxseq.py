@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardrules._matching.dialects import KEYSTR
-from shardrules._matching.rules import Pattern, Rules
+from shardrules._matching.rules import Rules
+from shardrules._matching.ways import Pattern
 
 __all__ = ["match_partition_rules"]
 

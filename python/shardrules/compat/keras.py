@@ -12,7 +12,7 @@ from typing import Any
 from shardrules._arguments import check_type
 from shardrules._matching.dialects import KERAS
 from shardrules._matching.reports import ambiguous_message
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, matcher_of
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
 from shardrules._words import shown
 
@@ -71,7 +71,8 @@ class LayoutMap(MutableMapping[str, Any]):
             return self._layouts[key]
         matching = self.rules.all_matches(key)
         if len(matching) > 1:
-            raise ValueError(ambiguous_message(self.rules, 1, [(key, (matching, None))]))
+            matcher = matcher_of(self.rules)
+            raise ValueError(ambiguous_message(matcher, 1, [(key, (matching, None))]))
         return self._layouts[str(self.rules[matching[0]][0])] if matching else None
 
     def __setitem__(self, key: str, layout: Any) -> None:

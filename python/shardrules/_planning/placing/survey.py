@@ -6,17 +6,15 @@ Must not know about meshes.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from shardrules._files.dtypes import bits_of
+from shardrules._matching.rules import Rules, matcher_of
 from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._words import brief, shown
-
-if TYPE_CHECKING:
-    from shardrules._matching.rules import Rules
 
 __all__ = ["checked_type", "survey"]
 
@@ -36,7 +34,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
         ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
             the message names the path.
     """
-    of_rows, paths, kinds, column = rules.survey(
+    of_rows, paths, kinds, column = matcher_of(rules).survey(
         tree,
         min_size=min_size,
         replicated=NO_RULE_NEEDED,

@@ -1,0 +1,274 @@
+"""`Matcher`: a rule list compiled for one dialect, the one door of this package to the C++ core.
+
+Each walk over a tree is one call. A matcher reports what it has found, also what went wrong, and
+raises nothing about it. Takes arguments that are checked. Must not know how a problem is worded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeVar
+
+from shardrules._arguments import check_type
+from shardrules._core import Answers, Choices, RuleSet, SpecTable
+from shardrules._correction import plain_spec
+from shardrules._matching.coverage import Coverage
+from shardrules._matching.dialects import Dialect, key_separator
+from shardrules._matching.environment import logs_moves
+from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
+from shardrules._matching.ways import WAYS, Pattern
+from shardrules._specs import Entries, spec_for_rank, spec_length
+
+__all__ = ["Counters", "Matcher", "WalkResult"]
+
+_T = TypeVar("_T")
+
+_MOST_REMEMBERED: Final = 16
+
+
+class WalkResult(NamedTuple):
+    """What one walk has found. What went wrong is (how many leaves, the first of them)."""
+
+    tree: Any
+    """The answer of each leaf; None where something went wrong."""
+    unmatched: tuple[int, list[tuple[str, Any]]]
+    """(path, shape or None): leaves that no rule matches"""
+    ambiguous: tuple[int, list[tuple[str, tuple[list[int], Any]]]]
+    """(path, (rules, shape)): leaves that several rules match, where only one may"""
+    misfits: tuple[int, list[tuple[str, tuple[int, Any]]]]
+    """(path, (rule, shape)): leaves that their rule cannot be applied to"""
+    events: tuple[int, list[tuple[str, Any]]]
+    """(path, truncated spec or None): leaves that do not get their whole spec, if these are asked
+    for"""
+
+
+class Counters(NamedTuple):
+    """What a matcher has done, over all calls that have ended."""
+
+    states_built: int
+    """States of the lazy DFA made so far, those cleared since included."""
+    cache_clears: int
+    """How often the memory budget was spent and the states were cleared."""
+    simulated_steps: int
+    """Characters stepped through without a remembered transition: not seen often enough to be worth
+    one, or the budget is spent."""
+    program_nodes: int
+    """Size of the compiled rules."""
+
+
+class Matcher:
+    """A compiled rule list.
+
+    Args:
+        pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
+        dialect: Whose semantics to follow.
+        memory_budget: Bytes for remembered states; see `Rules`.
+
+    Raises:
+        re.error: A pattern is invalid.
+    """
+
+    __slots__ = (
+        "_remembered",
+        "dialect",
+        "fallbacks",
+        "memory_budget",
+        "pairs",
+        "rule_set",
+        "specs",
+    )  # fmt: skip
+
+    def __init__(
+        self, pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
+    ) -> None:
+        modes = [WAYS[mode] for mode in dialect.match]
+        code = compile_patterns([pattern for pattern, _ in pairs], modes)
+        self.pairs: Final = pairs
+        self.dialect: Final = dialect
+        self.memory_budget: Final = memory_budget
+        self.fallbacks: Final = code.fallbacks
+        self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank, None)
+        """For `decide`: each rule's spec, as long as the dialect lets it be."""
+        self.rule_set: Final = RuleSet(
+            patterns=code.patterns,
+            classes=code.classes,
+            accepts=code.accepts,
+            word_class=code.word_class,
+            ascii_word_class=code.ascii_word_class,
+            empty_text_has_no_non_boundary=EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
+            searched=code.searched,
+            memory_budget=memory_budget,
+            passes=len(modes),
+            choices=_choices(dialect),
+        )
+        self._remembered: Final[dict[Hashable, Any]] = {}
+
+    def decide(
+        self,
+        tree: Any,
+        answers: Answers,
+        replicated: object,
+        unmatched: object,
+        ambiguous: object = None,
+        *,
+        min_size: int = 0,
+        strict: bool = True,
+    ) -> WalkResult:
+        """The tree with each leaf replaced by what `answers` has for it.
+
+        Args:
+            tree: Any pytree; of its leaves only `.shape` is read.
+            answers: What the leaves of each rule get.
+            replicated: What a leaf gets that needs no rule.
+            unmatched: What a leaf gets that no rule matches. None: it is reported.
+            ambiguous: What a leaf gets that several rules match, where only one may. None: it is
+                reported.
+            min_size: As in `match_partition_rules`.
+            strict: The same.
+        """
+        return WalkResult(
+            *self.rule_set.match(
+                tree,
+                answers=answers,
+                strict=strict,
+                min_size=min_size,
+                replicated=replicated,
+                unmatched=unmatched,
+                ambiguous=ambiguous,
+                record_events=logs_moves(),
+            )
+        )
+
+    def resolve(
+        self,
+        tree: Any,
+        answers: Answers,
+        replicated: object,
+        unmatched: object = None,
+        ambiguous: object = None,
+        *,
+        min_size: int = 0,
+        strict: bool = True,
+    ) -> WalkResult:
+        """As `decide`, but leaves that no rule matches are replicated if the dialect says so."""
+        if self.dialect.unmatched == "replicate":
+            unmatched = replicated
+        return self.decide(
+            tree, answers, replicated, unmatched, ambiguous, min_size=min_size, strict=strict
+        )
+
+    def survey(
+        self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
+    ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
+        """The leaves by kind: those of one kind have the same rule, shape and dtype.
+
+        Args:
+            tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
+            min_size: As in `match_partition_rules`.
+            replicated: Stands for the rule of a leaf that needs none.
+            unmatched: The same for a leaf that no rule matches.
+            ambiguous: The same for a leaf that several rules match, where only one may.
+
+        Returns:
+            (the tree with the number of its row for each leaf, the leaves' paths by row,
+            {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
+        """
+        return self.rule_set.survey(
+            tree,
+            answers=self.numbers(),
+            min_size=min_size,
+            replicated=replicated,
+            unmatched=unmatched,
+            ambiguous=ambiguous,
+        )
+
+    def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
+        """How each rule does on the tree."""
+        matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict=strict)
+        lost: dict[int, dict[int, int]] = {}
+        for loser, winner, leaves in lost_pairs:
+            lost.setdefault(loser, {})[winner] = leaves
+        return Coverage(tuple(matched), tuple(won), unmatched, lost)
+
+    def answers(self, answer: Callable[[int, Any], object]) -> Answers:
+        """For `decide`: answer(rule, spec cut to the leaf), made once for each rule and rank.
+
+        The spec is None where it is longer than the rank and the dialect calls that an error.
+        """
+        return _spec_table(_specs_of(self.pairs), self.dialect.rank, answer)
+
+    def numbers(self) -> Answers:
+        """For `decide`: the index of the rule itself; needs no JAX."""
+        count = len(self.pairs)
+        return SpecTable(specs=list(range(count)), lengths=[0] * count, make=lambda rule, _: rule)
+
+    def first_match(self, path: str) -> int | None:
+        """The index of the first rule that matches the path, or None."""
+        return self.rule_set.first_match(self.joined(path))
+
+    def all_matches(self, path: str) -> list[int]:
+        """The indices of all rules that match the path, ascending."""
+        return self.rule_set.all_matches(self.joined(path))
+
+    def joined(self, path: str) -> str:
+        """A path as people write it, as the patterns meet it."""
+        check_type("path", path, str, "a string")
+        return self.all_joined([path])[0]
+
+    def all_joined(self, paths: Iterable[str]) -> list[str]:
+        """The same of many paths."""
+        written, met = self.dialect.separator, key_separator(self.dialect)
+        if not written or written == met:
+            return list(paths)
+        return [path.replace(written, met) for path in paths]
+
+    def for_whole_paths(self) -> Matcher:
+        """These rules, for trees whose only keys are `joined` paths."""
+        if self.dialect.keys == "text":
+            return self
+        dialect = replace(self.dialect, keys="text")
+        return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
+
+    def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` makes of these rules, remembered for the next call with this key."""
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered.setdefault(key, make())
+        return found  # type: ignore[no-any-return]
+
+    def counters(self) -> Counters:
+        """What the core has done so far."""
+        return Counters(*self.rule_set.counters())
+
+
+def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
+    return [plain_spec(given) for _, given in pairs]
+
+
+def _spec_table(
+    specs: list[Any], too_long: str, answer: Callable[[int, Any], object] | None
+) -> SpecTable:
+    def make(rule: int, rank: int) -> object:
+        spec = spec_for_rank(specs[rule], rank, too_long)
+        return spec if answer is None else answer(rule, spec)
+
+    return SpecTable(
+        specs=[None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
+        lengths=[0 if too_long == "keep" else spec_length(spec) for spec in specs],
+        make=make,
+    )
+
+
+def _choices(dialect: Dialect) -> Choices:
+    return Choices(
+        separator=key_separator(dialect),
+        shown_separator=dialect.separator,
+        keystr=dialect.keys == "keystr",
+        unique=dialect.precedence == "only",
+        scalars_need_rules=dialect.scalars == "none",
+        size_one_is_scalar=dialect.scalars == "size 1",
+        min_size_first=dialect.min_size == "before",
+    )
