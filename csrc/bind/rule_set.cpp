@@ -76,10 +76,10 @@ void let_others() {
     pytree::check(PyErr_CheckSignals());
 }
 
-automata::RuleId rules_in_a_pass(std::size_t patterns, std::size_t passes) {
-    if (passes == 0 || patterns % passes != 0)
-        throw std::invalid_argument("the patterns are not the same rules in each pass");
-    return static_cast<automata::RuleId>(patterns / passes);
+automata::RuleId rules_per_mode(std::size_t patterns, std::size_t modes) {
+    if (modes == 0 || patterns % modes != 0)
+        throw std::invalid_argument("the patterns are not the same rules in each match mode");
+    return static_cast<automata::RuleId>(patterns / modes);
 }
 
 }  // namespace
@@ -87,12 +87,12 @@ automata::RuleId rules_in_a_pass(std::size_t patterns, std::size_t passes) {
 RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
                  bool empty_text_has_no_non_boundary, const py::sequence& searched,
-                 Given<std::size_t> memory_budget, std::size_t passes,
+                 Given<std::size_t> memory_budget, std::size_t modes,
                  const resolution::Choices& choices)
     : accepts_(Ref::borrow(accepts.ptr())),
       matcher_(compile(patterns, classes, word_class, ascii_word_class,
                        empty_text_has_no_non_boundary, memory_budget.as("memory_budget"))),
-      passes_(rules_in_a_pass(patterns.size(), passes)),
+      modes_(rules_per_mode(patterns.size(), modes)),
       choices_(choices) {
     for (const auto& entry : searched) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
@@ -149,7 +149,7 @@ py::object RuleSet::first_match(Given<py::str> given) {
                                        [&] { return Ref::borrow(path.ptr()); });
     });
     if (rule == automata::kNoRule) return py::none();
-    return py::int_(passes_.rule_of(rule));
+    return py::int_(modes_.rule_of(rule));
 }
 
 py::list RuleSet::all_matches(Given<py::str> given) {
@@ -159,7 +159,7 @@ py::list RuleSet::all_matches(Given<py::str> given) {
         matcher_.all(pytree::text_of(path.ptr()), rules);
         resolution::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
     });
-    passes_.fold(rules);
+    modes_.fold(rules);
     return py::cast(rules);
 }
 
@@ -170,12 +170,12 @@ py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers, G
     check_answers(answers);
     return translated([&] {
         const auto dfa = matcher_.lend(search());
-        resolution::MatchLeaves leaves(answers, searched_, passes_, choices_,
+        resolution::MatchLeaves leaves(answers, searched_, modes_, choices_,
                                    {strict.as("strict"), min_size.ptr(), replicated.ptr(), unmatched.ptr(),
                                     ambiguous.ptr(), record_events});
         const Ref matched = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
-                              to_python(leaves.ambiguous()), to_python(leaves.problems()),
+                              to_python(leaves.ambiguous()), to_python(leaves.misfits()),
                               to_python(leaves.events()));
     });
 }
@@ -186,7 +186,7 @@ py::tuple RuleSet::survey(const py::object& tree, resolution::Answers& answers,
     check_answers(answers);
     return translated([&] {
         const auto dfa = matcher_.lend(search());
-        resolution::MatchLeaves decisions(answers, searched_, passes_, choices_,
+        resolution::MatchLeaves decisions(answers, searched_, modes_, choices_,
                                       {.strict = true,
                                        .min_size = min_size.ptr(),
                                        .replicated = replicated.ptr(),
@@ -201,12 +201,12 @@ py::tuple RuleSet::survey(const py::object& tree, resolution::Answers& answers,
 }
 
 void RuleSet::check_answers(const resolution::Answers& answers) const {
-    if (answers.rule_count() != passes_.rule_count())
+    if (answers.rule_count() != modes_.rule_count())
         throw std::invalid_argument("the answers are of another rule list");
 }
 
 py::tuple RuleSet::count_matches(const py::object& tree, Given<bool> strict) {
-    resolution::CountMatches counts(passes_, searched_, choices_, strict.as("strict"));
+    resolution::CountMatches counts(modes_, searched_, choices_, strict.as("strict"));
     translated([&] {
         const auto dfa = matcher_.lend(automata::Search::kAll);
         pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, counts);
@@ -235,7 +235,7 @@ void register_rule_set(py::module_& module) {
              py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
              py::arg("word_class"), py::arg("ascii_word_class"),
              py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),
-             py::arg("memory_budget"), py::arg("passes"), py::arg("choices"))
+             py::arg("memory_budget"), py::arg("match_modes"), py::arg("choices"))
         .def("first_match", &RuleSet::first_match, py::arg("path"))
         .def("all_matches", &RuleSet::all_matches, py::arg("path"))
         .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("answers"),

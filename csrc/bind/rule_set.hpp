@@ -19,11 +19,11 @@ class RuleSet {
     // classes: per class its ASCII members, as an int with bit c for character c.
     // accepts(number, character): whether the class has a non-ASCII member.
     // searched: (number, search) for each pattern given as None, ascending.
-    // passes: how many times the rules are in these lists, one after the other.
+    // modes: the dialect's match modes. `patterns` has all rules once for each, one mode after another.
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,
-            Given<std::size_t> memory_budget, std::size_t passes, const resolution::Choices& choices);
+            Given<std::size_t> memory_budget, std::size_t modes, const resolution::Choices& choices);
 
     pybind11::object first_match(Given<pybind11::str> path);
     pybind11::list all_matches(Given<pybind11::str> path);
@@ -57,7 +57,7 @@ class RuleSet {
     pytree::Ref accepts_;
     automata::RuleMatcher matcher_;
     std::vector<resolution::SearchedRule> searched_;
-    resolution::Passes passes_;
+    resolution::MatchModes modes_;
     resolution::Choices choices_;
 };
 

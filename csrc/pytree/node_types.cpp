@@ -32,7 +32,7 @@ bool constructor_is_tuple(PyTypeObject* type) {
 NodeType named_tuple(PyTypeObject* type) {
     PyObject* object = reinterpret_cast<PyObject*>(type);
     const Ref declared = attribute(object, "_fields");
-    return {.kind = Kind::kNamedTuple,
+    return {.kind = NodeKind::kNamedTuple,
             .type = Ref::borrow(object),
             .fields = Ref::checked(PySequence_Tuple(declared.get())),
             .constructor_is_tuple = constructor_is_tuple(type)};
@@ -41,11 +41,11 @@ NodeType named_tuple(PyTypeObject* type) {
 NodeType registered(PyObject* example, PyTypeObject* type) {
     PyObject* object = reinterpret_cast<PyObject*>(type);
     const Ref known = Ref::checked(
-        PyObject_CallMethod(imported("shardrules._matching.node_types").get(), "describe", "OO", object,
+        PyObject_CallMethod(imported("shardrules._node_types").get(), "registration", "OO", object,
                             example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};
-    NodeType out{.kind = Kind::kRegistered, .type = Ref::borrow(object)};
+    NodeType out{.kind = NodeKind::kRegistered, .type = Ref::borrow(object)};
     if (unflatten != Py_None) out.unflatten = Ref::borrow(unflatten);
     if (record != Py_None) out.record.emplace(type, record);
     return out;
@@ -67,13 +67,13 @@ NodeType classify(PyObject* object, PyTypeObject* type) {
 
 NodeTypes::NodeTypes() {
     for (const auto& [type, kind] :
-         {std::pair{&PyList_Type, Kind::kList}, std::pair{&PyTuple_Type, Kind::kTuple},
-          std::pair{Py_TYPE(Py_None), Kind::kNone},
-          std::pair{&PyODict_Type, Kind::kOrderedDict}})
+         {std::pair{&PyList_Type, NodeKind::kList}, std::pair{&PyTuple_Type, NodeKind::kTuple},
+          std::pair{Py_TYPE(Py_None), NodeKind::kNone},
+          std::pair{&PyODict_Type, NodeKind::kOrderedDict}})
         types_[type].kind = kind;
     Ref default_dict = attribute(imported("_collections").get(), "defaultdict");
     auto* type = reinterpret_cast<PyTypeObject*>(default_dict.get());
-    types_[type] = {.kind = Kind::kDefaultDict, .type = std::move(default_dict)};
+    types_[type] = {.kind = NodeKind::kDefaultDict, .type = std::move(default_dict)};
 }
 
 const NodeType& NodeTypes::look_up(PyObject* object, PyTypeObject* type) {

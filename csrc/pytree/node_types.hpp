@@ -11,7 +11,7 @@
 
 namespace shardrules::pytree {
 
-enum class Kind : std::uint8_t {
+enum class NodeKind : std::uint8_t {
     kLeaf,
     kNone,
     kDict,
@@ -24,7 +24,7 @@ enum class Kind : std::uint8_t {
 };
 
 struct NodeType {
-    Kind kind = Kind::kLeaf;
+    NodeKind kind = NodeKind::kLeaf;
     Ref type{};                      // kept: no address is used for another type during the walk
     Ref fields{};                    // kNamedTuple: their names
     bool constructor_is_tuple = false;  // kNamedTuple: its constructor only fills a tuple
@@ -46,7 +46,7 @@ class NodeTypes {
   private:
     const NodeType& look_up(PyObject* object, PyTypeObject* type);
 
-    const NodeType dict_{.kind = Kind::kDict};
+    const NodeType dict_{.kind = NodeKind::kDict};
     PyTypeObject* last_type_ = nullptr;
     const NodeType* last_ = nullptr;
     std::unordered_map<PyTypeObject*, NodeType> types_;

@@ -41,7 +41,7 @@ class Walk {
     Ref run(PyObject* tree) {
         try {
             const NodeType& type = types_.of(tree);
-            return type.kind == Kind::kLeaf ? leaf(tree) : node(tree, type);
+            return type.kind == NodeKind::kLeaf ? leaf(tree) : node(tree, type);
         } catch (const PythonError&) {
             note_path();
             throw;
@@ -72,7 +72,7 @@ class Walk {
         steps_.enter(dfa_, path_);
         const NodeType& type = types_.of(object);
         Ref result;
-        if (type.kind == Kind::kLeaf) {
+        if (type.kind == NodeKind::kLeaf) {
             result = leaf(object);
         } else {
             dfa_.extend(separator_);
@@ -93,15 +93,15 @@ class Walk {
             ~Leave() { Py_LeaveRecursiveCall(); }
         } leave{};
         switch (type.kind) {
-            case Kind::kNone: return Ref::borrow(Py_None);
-            case Kind::kDict: return dict(object);
-            case Kind::kOrderedDict: return ordered_dict(object);
-            case Kind::kDefaultDict: return default_dict(object);
-            case Kind::kList: return list(object);
-            case Kind::kTuple: return tuple(object);
-            case Kind::kNamedTuple: return named_tuple(object, type);
-            case Kind::kRegistered: return registered(object, type);
-            case Kind::kLeaf: break;
+            case NodeKind::kNone: return Ref::borrow(Py_None);
+            case NodeKind::kDict: return dict(object);
+            case NodeKind::kOrderedDict: return ordered_dict(object);
+            case NodeKind::kDefaultDict: return default_dict(object);
+            case NodeKind::kList: return list(object);
+            case NodeKind::kTuple: return tuple(object);
+            case NodeKind::kNamedTuple: return named_tuple(object, type);
+            case NodeKind::kRegistered: return registered(object, type);
+            case NodeKind::kLeaf: break;
         }
         return leaf(object);
     }

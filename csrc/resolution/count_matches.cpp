@@ -10,8 +10,8 @@ Ref CountMatches::visit(PyObject* leaf, const LeafPlace& place) {
         ++unmatched_;
         return Ref::borrow(Py_None);
     }
-    const automata::RuleId winner = passes_.rule_of(rules_.front());
-    passes_.fold(rules_);
+    const automata::RuleId winner = modes_.rule_of(rules_.front());
+    modes_.fold(rules_);
     ++won_[winner];
     for (const automata::RuleId rule : rules_) {
         ++matched_[rule];

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "choices.hpp"
-#include "passes.hpp"
+#include "match_modes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
 #include "pytree/walk.hpp"
@@ -23,14 +23,14 @@ using pytree::Ref;
 class CountMatches final : public LeafVisitor {
   public:
     // strict: scalars, as the choices have it, need no rule and are not counted.
-    CountMatches(const Passes& passes, const std::vector<SearchedRule>& searched,
+    CountMatches(const MatchModes& modes, const std::vector<SearchedRule>& searched,
                  const Choices& choices, bool strict)
-        : passes_(passes),
+        : modes_(modes),
           searched_(searched),
           choices_(choices),
           strict_(strict),
-          matched_(passes.rule_count()),
-          won_(passes.rule_count()) {}
+          matched_(modes.rule_count()),
+          won_(modes.rule_count()) {}
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     // In leaves.
@@ -45,7 +45,7 @@ class CountMatches final : public LeafVisitor {
   private:
     bool needs_no_rule(PyObject* leaf);
 
-    const Passes& passes_;
+    const MatchModes& modes_;
     const std::vector<SearchedRule>& searched_;
     const Choices& choices_;
     bool strict_;

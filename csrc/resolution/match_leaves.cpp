@@ -28,10 +28,10 @@ bool is_less(PyObject* left, PyObject* right) {
 }  // namespace
 
 MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
-                         const Passes& passes, const Choices& choices, const MatchOptions& options)
+                         const MatchModes& modes, const Choices& choices, const MatchOptions& options)
     : answers_(answers),
       searched_(searched),
-      passes_(passes),
+      modes_(modes),
       choices_(choices),
       options_(options),
       // No size is below zero, so zero asks nothing; it is the default.
@@ -55,10 +55,10 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
         if (options_.record_events) tell(events_, PY_SSIZE_T_MAX, place, or_none({}));
         return Ref::borrow(options_.replicated);
     }
-    const automata::RuleId rule = passes_.rule_of(decided);
+    const automata::RuleId rule = modes_.rule_of(decided);
     const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
     if (answer.object == nullptr) {
-        tell(problems_, kProblemsShown, place, rule_and_shape(rule, shape));
+        tell(misfits_, kMisfitsShown, place, rule_and_shape(rule, shape));
         return Ref::borrow(Py_None);
     }
     if (answer.truncated && options_.record_events)
@@ -70,8 +70,8 @@ automata::RuleId MatchLeaves::decide(const LeafPlace& place) {
     const auto path = [&] { return place.path.text(); };
     if (!choices_.unique) return first_match(place.dfa.winner(), searched_, path);
     place.dfa.matches(matches_);
-    add_matches(searched_, path, matches_, passes_.end_of_first(matches_));
-    passes_.keep_first(matches_);
+    add_matches(searched_, path, matches_, modes_.end_of_first_mode(matches_));
+    modes_.keep_first_mode(matches_);
     if (matches_.size() > 1) return kSeveral;
     return matches_.empty() ? automata::kNoRule : matches_.front();
 }
@@ -80,8 +80,8 @@ Ref MatchLeaves::undecided(automata::RuleId why, const LeafPlace& place, const R
     PyObject* answer = why == kSeveral ? options_.ambiguous : options_.unmatched;
     if (answer != Py_None) return Ref::borrow(answer);
     if (why == kSeveral) {
-        passes_.fold(matches_);
-        tell(ambiguous_, kProblemsShown, place, rules_and_shape(matches_, shape));
+        modes_.fold(matches_);
+        tell(ambiguous_, kMisfitsShown, place, rules_and_shape(matches_, shape));
     } else {
         tell(unmatched_, kUnmatchedShown, place, or_none(shape));
     }

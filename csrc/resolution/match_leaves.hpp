@@ -7,7 +7,7 @@
 
 #include "answers.hpp"
 #include "choices.hpp"
-#include "passes.hpp"
+#include "match_modes.hpp"
 #include "searched_rules.hpp"
 #include "shape_reader.hpp"
 #include "pytree/walk.hpp"
@@ -35,16 +35,16 @@ struct Listing {
 
 class MatchLeaves final : public LeafVisitor {
   public:
-    static constexpr Py_ssize_t kUnmatchedShown = 10, kProblemsShown = 20;
+    static constexpr Py_ssize_t kUnmatchedShown = 10, kMisfitsShown = 20;
 
-    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const Passes& passes,
+    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const MatchModes& modes,
                 const Choices& choices, const MatchOptions& options);
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     const Listing& unmatched() const { return unmatched_; }  // shape, or None
     // (rules, shape): several of them match where one alone may.
     const Listing& ambiguous() const { return ambiguous_; }
-    const Listing& problems() const { return problems_; }  // (rule, shape): it cannot be applied
+    const Listing& misfits() const { return misfits_; }  // (rule, shape): it cannot be applied
     // With record_events: the truncated spec, or None when the leaf was smaller than min_size.
     const Listing& events() const { return events_; }
 
@@ -59,13 +59,13 @@ class MatchLeaves final : public LeafVisitor {
 
     Answers& answers_;
     const std::vector<SearchedRule>& searched_;
-    const Passes& passes_;
+    const MatchModes& modes_;
     const Choices& choices_;
     MatchOptions options_;
     bool has_min_size_;
     bool sizes_first_, size_last_;  // looked at before and after the match
     ShapeReader shapes_;
-    Listing unmatched_, ambiguous_, problems_, events_;
+    Listing unmatched_, ambiguous_, misfits_, events_;
     std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };
 

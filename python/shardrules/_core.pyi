@@ -87,7 +87,7 @@ def resolve_all(
     """Of each leaf make(names, shape), from the memo where it was asked before."""
 
 def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
-    """Paths with holes for their numbers; see csrc/pytree/templates.hpp.
+    """Paths with holes for their numbers; see csrc/folding/templates.hpp.
 
     Returns:
         (the distinct templates, with a NUL and # for each number; per path its template, int32; the
@@ -133,7 +133,8 @@ class RuleSet:
     r"""A compiled rule list.
 
     Args:
-        patterns: Per pass and rule a literal, code words, or None where `searched` has the rule.
+        patterns: Per match mode and rule a literal, code words, or None where `searched` has the
+            rule.
         classes: Per character class its ASCII members, bit c for character c.
         accepts: accepts(class, character), for non-ASCII characters.
         word_class: The class that `\b` looks at, or -1.
@@ -141,7 +142,8 @@ class RuleSet:
         empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
         searched: (position in `patterns`, search) of those evaluated by calling search(path).
         memory_budget: Bytes for the states of each DFA, and as many for its way down a tree.
-        passes: How many times `patterns` has the rules; what matches in an earlier pass wins.
+        match_modes: How many match modes there are: `patterns` has all rules once for each. What
+            matches in an earlier mode wins.
         choices: Those of the dialect.
     """
 
@@ -156,7 +158,7 @@ class RuleSet:
         empty_text_has_no_non_boundary: bool,
         searched: Sequence[tuple[int, Callable[[str], object]]],
         memory_budget: int,
-        passes: int,
+        match_modes: int,
         choices: Choices,
     ) -> None: ...
     def first_match(self, path: str) -> int | None: ...

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import shardrules._matching.node_types
+import shardrules._node_types
 from shardrules import EFORMER, KERAS, KEYSTR
 from shardrules._core import Corrector, RuleSet, ShardingTable, SpecTable, templates
+from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.matcher import _choices
-from shardrules._matching.node_types import Record
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._matching.ways import WAYS
+from shardrules._node_types import Record
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -201,9 +201,9 @@ def unflatten(_, children):
     return Node(*children)
 
 
-def describe(node_type: type, _: object) -> tuple[Any, Record | None]:
-    """In the place of _matching.node_types.describe."""
-    HOOKS.call("describe")
+def registration(node_type: type, _: object) -> tuple[Any, Record | None]:
+    """In the place of _node_types.registration."""
+    HOOKS.call("registration")
     layout = {Block: "attributes", Called: "call"}.get(node_type)
     return (
         unflatten if node_type is Node else None,
@@ -249,7 +249,7 @@ def use_stand_in() -> None:
     for kind in (DictKey, GetAttrKey, SequenceKey, FlattenedIndexKey):
         setattr(tree_util, kind.__name__, kind)
     sys.modules |= {"jax": ModuleType("jax"), "jax.tree_util": tree_util}
-    shardrules._matching.node_types.describe = describe
+    shardrules._node_types.registration = registration
 
 
 def builtins_tree(leaf: object) -> Any:
@@ -277,8 +277,8 @@ PATTERNS = ["^keys.*q", r"t(?=/)", "(?i)É|x$", "p|q", ".*"]
 
 
 def rule_set(dialect: Any = EFORMER, memory_budget: int = 1 << 20) -> RuleSet:
-    ways = [WAYS[way] for way in dialect.match]
-    code = compile_patterns(PATTERNS, ways)
+    modes = [MATCH_MODES[mode] for mode in dialect.match]
+    code = compile_patterns(PATTERNS, modes)
 
     def accepts(number, character):
         HOOKS.call("accepts")
@@ -300,7 +300,7 @@ def rule_set(dialect: Any = EFORMER, memory_budget: int = 1 << 20) -> RuleSet:
         empty_text_has_no_non_boundary=EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
         searched=[(rule, hooked(search)) for rule, search in code.searched],
         memory_budget=memory_budget,
-        passes=len(ways),
+        match_modes=len(modes),
         choices=_choices(dialect),
     )
 

@@ -65,7 +65,7 @@ def through_searches(payload):
 
     payload.other = _core.RuleSet(
         patterns=[None, [1, 0]], classes=[0], accepts=call, word_class=-1, ascii_word_class=-1,
-        empty_text_has_no_non_boundary=True, searched=[(0, call)], memory_budget=1 << 20, passes=1,
+        empty_text_has_no_non_boundary=True, searched=[(0, call)], memory_budget=1 << 20, match_modes=1,
         choices=choices,
     )  # fmt: skip
     assert payload.other.first_match("é") == 0

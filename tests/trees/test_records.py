@@ -13,7 +13,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._matching.node_types import describe
+from shardrules._node_types import registration
 
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
 
@@ -29,7 +29,7 @@ def match_by_jax(tree):
 
 
 def record_of(node):
-    return describe(type(node), node)[1]
+    return registration(type(node), node)[1]
 
 
 @tree_util.register_dataclass

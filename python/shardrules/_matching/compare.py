@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import check_tree
 from shardrules._matching.environment import checked_min_size
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.rules import Rules, as_rules, matcher_of
-from shardrules._matching.ways import Pattern
 from shardrules._specs import (
     entries_of,
     entry_axes,

@@ -11,7 +11,7 @@ from typing import Final
 
 from shardrules._arguments import check_choice, check_type, texts
 from shardrules._correction import Correction
-from shardrules._matching.ways import COMPONENT_SEPARATOR, WAYS
+from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MATCH_MODES
 
 __all__ = [
     "EASYLM",
@@ -45,14 +45,14 @@ class Dialect:
         correction: How `named_shardings` makes specs fit arrays and meshes.
         keys: What a path consists of: the keys' "text", that is their str(), joined by the
             separator; or JAX's "keystr", as in `['layers'][0].kernel`.
-        match: How a pattern meets a path. Of several ways all rules are tried in the first before
-            any is tried in the second. "search" and "fullmatch" are those of `re`; "exact" is
-            equality; "glob" is equality where `*` stands for a number; "exact_parent" and
+        match: The match modes: how a pattern meets a path. All rules are tried in the first mode
+            before any is tried in the second. "search" and "fullmatch" are those of `re`; "exact"
+            is equality; "glob" is equality where `*` stands for a number; "exact_parent" and
             "glob_parent" compare the path without its last component. With "window" a pattern is
             a tuple of regexes for consecutive components, each with a `$` added and met by
             `re.match`; keys must not contain a newline.
         precedence: Of several rules that match, the "first" wins; or, if exactly one is allowed,
-            "only" it. Other matches are an error then, in the way that is the first to have any.
+            "only" it. Other matches are an error then, in the first mode that has any.
         scalars: Leaves that need no rule: those of "rank 0" or without a shape; these and those of
             "size 1"; or "none".
         min_size: Whether a leaf below the minimal size needs a rule: then its size is looked at
@@ -91,12 +91,14 @@ class Dialect:
         object.__setattr__(self, "match", texts("match", self.match))
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for way in self.match:
-            check_choice("match", way, tuple(WAYS))
+        for mode in self.match:
+            check_choice("match", mode, tuple(MATCH_MODES))
         if not self.match:
-            raise ValueError("match is empty; name at least one way")
-        if len({WAYS[way].method == "window" for way in self.match}) != 1:
-            raise ValueError(f"match is {self.match!r}; windows do not mix with other ways")
+            raise ValueError("match is empty; give at least one match mode")
+        if len({MATCH_MODES[mode].method == "window" for mode in self.match}) != 1:
+            raise ValueError(
+                f"match is {self.match!r}; 'window' does not mix with other match modes"
+            )
 
 
 def key_separator(dialect: Dialect) -> str:

@@ -16,8 +16,8 @@ from shardrules._correction import plain_spec
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import Dialect, key_separator
 from shardrules._matching.environment import logs_moves
+from shardrules._matching.match_modes import MATCH_MODES, Pattern
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._matching.ways import WAYS, Pattern
 from shardrules._specs import Entries, spec_for_rank, spec_length
 
 __all__ = ["Counters", "Matcher", "WalkResult"]
@@ -82,7 +82,7 @@ class Matcher:
     def __init__(
         self, pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
     ) -> None:
-        modes = [WAYS[mode] for mode in dialect.match]
+        modes = [MATCH_MODES[mode] for mode in dialect.match]
         code = compile_patterns([pattern for pattern, _ in pairs], modes)
         self.pairs: Final = pairs
         self.dialect: Final = dialect
@@ -99,7 +99,7 @@ class Matcher:
             empty_text_has_no_non_boundary=EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
             searched=code.searched,
             memory_budget=memory_budget,
-            passes=len(modes),
+            match_modes=len(modes),
             choices=_choices(dialect),
         )
         self._remembered: Final[dict[Hashable, Any]] = {}

@@ -2,8 +2,8 @@
 
 Patterns are parsed by the running Python's own `re` parser, and the characters that a class accepts
 are asked from the running `re`, so neither can differ from it. What is not regular (lookaround,
-backreferences, ...) is left to `re` and named. Costs one parse per pattern and way in which it may
-meet a path; plain literals that are searched for skip it. Must not know about specs, trees or JAX.
+backreferences, ...) is left to `re` and named. Costs one parse per pattern and match mode; plain
+literals that are searched for skip it. Must not know about specs, trees or JAX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import product
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from shardrules._matching.ways import COMPONENT_SEPARATOR, Way
+from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MatchMode
 from shardrules._printable import printable
 
 __all__ = ["EMPTY_TEXT_HAS_NO_NON_BOUNDARY", "PatternCode", "compile_patterns", "parse"]
@@ -82,7 +82,7 @@ class PatternCode(NamedTuple):
     """The patterns of one rule list, ready for `_core.RuleSet`."""
 
     patterns: tuple[str | list[int] | None, ...]
-    """Per way and rule: a literal, code words, or None where `re` evaluates the rule."""
+    """Per match mode and rule: a literal, code words, or None where `re` evaluates the rule."""
     classes: tuple[int, ...]
     """Per character class its ASCII members, bit c for character c."""
     accepts: Callable[[int, str], bool]
@@ -222,8 +222,8 @@ class _Lowering:
         return _BOUNDARIES[anchor][ascii_only]
 
 
-def compile_patterns(patterns: Sequence[Any], ways: Sequence[Way]) -> PatternCode:
-    """Lowers the patterns of a rule list, once for each way: first all of them for the first one.
+def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> PatternCode:
+    """Lowers all patterns of a rule list for the first match mode, then all for the next one.
 
     Raises:
         re.error: `re` rejects a pattern; the message has the rule's index and a caret.
@@ -233,25 +233,25 @@ def compile_patterns(patterns: Sequence[Any], ways: Sequence[Way]) -> PatternCod
     searched: list[tuple[int, Callable[[str], object]]] = []
     fallbacks: list[tuple[int, str]] = []
     nodes = 0
-    for way, (index, pattern) in product(ways, enumerate(patterns)):
-        is_searched = way.method == "search"
+    for mode, (index, pattern) in product(modes, enumerate(patterns)):
+        is_searched = mode.method == "search"
         if is_searched and _is_literal(pattern) and nodes + len(pattern) <= _MAX_NODES_OF_RULES:
             nodes += len(pattern)
             lowered.append(pattern)
             continue
         code: list[int] = []
-        regexes = way.regexes(pattern)
+        regexes = mode.regexes(pattern)
         try:
-            written = pattern if way.method == "window" else regexes
+            written = pattern if mode.method == "window" else regexes
             where = f"rule {index}"
             trees = [parse(where, *both) for both in zip(regexes, written, strict=True)]
-            size = _lower(lowering, way, trees, code)
+            size = _lower(lowering, mode, trees, code)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")
             nodes += size
             lowered.append(code)
         except _NotRegularError as reason:
-            searched.append((len(lowered), _evaluated_by_re(index, way, regexes)))
+            searched.append((len(lowered), _evaluated_by_re(index, mode, regexes)))
             lowered.append(None)
             fallbacks.append((index, str(reason)))
     return PatternCode(
@@ -265,21 +265,21 @@ def compile_patterns(patterns: Sequence[Any], ways: Sequence[Way]) -> PatternCod
     )
 
 
-def _lower(lowering: _Lowering, way: Way, trees: Sequence[Any], code: list[int]) -> int:
-    if way.method == "window":
+def _lower(lowering: _Lowering, mode: MatchMode, trees: Sequence[Any], code: list[int]) -> int:
+    if mode.method == "window":
         return lowering.window(trees, code)
     (tree,) = trees
-    whole = way.method == "fullmatch"
+    whole = mode.method == "fullmatch"
     items = [*_BEFORE, *tree.data, *_AFTER] if whole else tree.data
     return lowering.sequence(items, tree.state.flags, code, 0)
 
 
 def _evaluated_by_re(
-    index: int, way: Way, regexes: Sequence[str | re.Pattern[str]]
+    index: int, mode: MatchMode, regexes: Sequence[str | re.Pattern[str]]
 ) -> Callable[[str], object]:
     compiled = [_compile(index, regex) for regex in regexes]
-    if way.method != "window":
-        return getattr(compiled[0], way.method)  # type: ignore[no-any-return]
+    if mode.method != "window":
+        return getattr(compiled[0], mode.method)  # type: ignore[no-any-return]
 
     def find(path: str) -> object:
         keys = path.split(COMPONENT_SEPARATOR)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules._correction import plain_spec
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher, WalkResult
-from shardrules._matching.ways import Pattern
 from shardrules._printable import printable, printable_lines
 from shardrules._words import and_more, counted
 

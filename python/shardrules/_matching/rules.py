@@ -16,9 +16,9 @@ from shardrules._correction import RuleSpec
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.environment import checked_min_size
+from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import event_message, too_long_message, undecided_messages
-from shardrules._matching.ways import WAYS, Pattern, Way, checked_pattern
 from shardrules._specs import is_partition_spec, normalize_spec, partition_spec
 from shardrules._words import shown
 
@@ -38,8 +38,8 @@ class Rules:
     r"""An ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
 
     The rule of a path is the first one whose ``re.search(pattern, path)`` is not None: exactly the
-    one that the running Python's `re` would choose, for any string. So it is in eformer's dialect;
-    others meet paths in other ways.
+    one that the running Python's `re` would choose, for any string. This is eformer's dialect;
+    others have other match modes.
 
     Args:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
@@ -82,8 +82,8 @@ class Rules:
             raise AttributeError("Rules are immutable; make new ones")
         check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
-        way = WAYS[dialect.match[-1]]
-        pairs = tuple(_checked_pair(i, rule, way) for i, rule in enumerate(_checked_rules(rules)))
+        mode = MATCH_MODES[dialect.match[-1]]
+        pairs = tuple(_checked_pair(i, rule, mode) for i, rule in enumerate(_checked_rules(rules)))
         object.__setattr__(self, "_matcher", Matcher(pairs, dialect, memory_budget))
 
     @property
@@ -275,10 +275,10 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
     return "list(rules.items())"
 
 
-def _checked_pair(index: int, rule: Any, way: Way) -> tuple[Pattern, Any]:
+def _checked_pair(index: int, rule: Any, mode: MatchMode) -> tuple[Pattern, Any]:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2:
         raise TypeError(f"rule {index} is not a (pattern, spec) pair: {shown(rule)}")
-    pattern, spec = checked_pattern(index, rule[0], way), rule[1]
+    pattern, spec = checked_pattern(index, rule[0], mode), rule[1]
     if isinstance(spec, RuleSpec):
         return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
     return pattern, normalize_spec(index, spec)

@@ -17,10 +17,10 @@ from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
 from shardrules._matching.environment import checked_min_size
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import event_message, undecided_messages
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
-from shardrules._matching.ways import Pattern
 from shardrules._printable import printable_lines
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh

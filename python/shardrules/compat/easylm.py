@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from shardrules._arguments import boolean
 from shardrules._matching.dialects import EASYLM
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.rules import Rules
-from shardrules._matching.ways import Pattern
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 

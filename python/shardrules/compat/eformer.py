@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size, logs_moves
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
-from shardrules._matching.ways import Pattern
 from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes

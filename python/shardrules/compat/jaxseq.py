@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardrules._matching.dialects import KEYSTR
+from shardrules._matching.match_modes import Pattern
 from shardrules._matching.rules import Rules
-from shardrules._matching.ways import Pattern
 
 __all__ = ["match_partition_rules"]
 

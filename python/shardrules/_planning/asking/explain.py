@@ -14,7 +14,7 @@ from shardrules._specs import spec_shown
 from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
-    from shardrules._matching.ways import Pattern
+    from shardrules._matching.match_modes import Pattern
     from shardrules._planning.columns import Columns
     from shardrules._planning.companion import Companion
 

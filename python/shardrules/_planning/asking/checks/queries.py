@@ -16,7 +16,7 @@ import numpy as np
 
 from shardrules._correction import plain_spec
 from shardrules._declared import compiled_replicated
-from shardrules._matching.ways import WAYS
+from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
@@ -155,7 +155,7 @@ class Queries:
     def example(self, folded: Folded) -> str:
         """A rule, as one writes it, that matches these leaves."""
         dialect = self.columns.rules.dialect
-        if WAYS[dialect.match[-1]].written_as != "window":
+        if MATCH_MODES[dialect.match[-1]].written_as != "window":
             return f"({_pattern_of(folded.pattern)}, P(...))"
         windows = map(_pattern_of, folded.pattern.split(dialect.separator))
         return f"(({', '.join(windows)},), P(...))"
@@ -163,8 +163,8 @@ class Queries:
     @property
     def example_of_a_catch_all(self) -> str:
         """A rule that replicates whatever comes."""
-        way = WAYS[self.columns.rules.dialect.match[-1]].written_as
-        return "(('.*',), P())" if way == "window" else "('.*', P())"
+        mode = MATCH_MODES[self.columns.rules.dialect.match[-1]].written_as
+        return "(('.*',), P())" if mode == "window" else "('.*', P())"
 
 
 def _pattern_of(folded: str) -> str:

@@ -15,7 +15,7 @@ from shardrules._planning.locks.write import fingerprint
 from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
-    from shardrules._matching.ways import Pattern
+    from shardrules._matching.match_modes import Pattern
     from shardrules._planning.asking.budget import DeviceBytes
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.sweep import Sweep, SweepRow

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-__all__ = ["Record", "describe"]
+__all__ = ["Record", "registration"]
 
 
 class Record(NamedTuple):
@@ -42,7 +42,9 @@ _JAX_DATACLASS: Final = {
 _known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 
 
-def describe(node_type: type, example: object) -> tuple[Callable[..., Any] | None, Record | None]:
+def registration(
+    node_type: type, example: object
+) -> tuple[Callable[..., Any] | None, Record | None]:
     """The unflatten function that the type is registered with, and the record that it is.
 
     Either is None if it is not known; then the registry itself is asked, node by node.

@@ -1,7 +1,8 @@
-"""The ways in which a pattern may meet a path, as data: searched for, a window of components, ...
+"""Match modes, as data: how a pattern meets a path ("search", "fullmatch", "window", ...).
 
-Each says what a user may write and which regexes of `re` it comes down to; the automaton and `re`
-take it from there. Costs a few string operations per pattern. Must not know about specs or trees.
+A mode says what a user may write and which regexes of `re` that comes down to; the automaton and
+`re` take it from there. Costs a few string operations per pattern. Must not know about specs or
+trees.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._words import shown
 
-__all__ = ["COMPONENT_SEPARATOR", "WAYS", "Pattern", "Way", "checked_pattern"]
+__all__ = ["COMPONENT_SEPARATOR", "MATCH_MODES", "MatchMode", "Pattern", "checked_pattern"]
 
 Pattern = str | re.Pattern[str] | tuple[str, ...]
 """What a user may write as the pattern of a rule."""
@@ -22,7 +23,7 @@ _NEVER: Final = "(?!)"
 COMPONENT_SEPARATOR: Final = "\n"
 
 
-class Way(NamedTuple):
+class MatchMode(NamedTuple):
     """How a pattern meets a path."""
 
     written_as: str
@@ -66,9 +67,9 @@ def _numbers_for_stars(plan_key: str) -> tuple[str]:
     return (r"\.".join(parts),)
 
 
-def _or_parent(way: Callable[[str], tuple[str]]) -> Callable[[str], tuple[str]]:
+def _or_parent(regexes: Callable[[str], tuple[str]]) -> Callable[[str], tuple[str]]:
     """The same for a parameter of the module that the key names."""
-    return lambda key: (rf"(?:{way(key)[0]})\.[^.]*",)
+    return lambda key: (rf"(?:{regexes(key)[0]})\.[^.]*",)
 
 
 def _whole_components(window: tuple[str, ...]) -> tuple[str, ...]:
@@ -76,24 +77,24 @@ def _whole_components(window: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{pattern}$" for pattern in window)
 
 
-WAYS: Final = {
-    "search": Way("regex", _as_written, "search"),
-    "fullmatch": Way("regex", _as_written, "fullmatch"),
-    "exact": Way("regex", _literally, "fullmatch"),
-    "exact_parent": Way("text", _or_parent(_literally), "fullmatch"),
-    "glob": Way("text", _numbers_for_stars, "fullmatch"),
-    "glob_parent": Way("text", _or_parent(_numbers_for_stars), "fullmatch"),
-    "window": Way("window", _whole_components, "window"),
+MATCH_MODES: Final = {
+    "search": MatchMode("regex", _as_written, "search"),
+    "fullmatch": MatchMode("regex", _as_written, "fullmatch"),
+    "exact": MatchMode("regex", _literally, "fullmatch"),
+    "exact_parent": MatchMode("text", _or_parent(_literally), "fullmatch"),
+    "glob": MatchMode("text", _numbers_for_stars, "fullmatch"),
+    "glob_parent": MatchMode("text", _or_parent(_numbers_for_stars), "fullmatch"),
+    "window": MatchMode("window", _whole_components, "window"),
 }
 
 
-def checked_pattern(index: int, pattern: Any, way: Way) -> Any:
+def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
     """The pattern of rule `index` in a hashable form.
 
     Raises:
-        TypeError: It is nothing that may be written for this way.
+        TypeError: The match mode does not take such a pattern.
     """
-    if way.written_as == "window":
+    if mode.written_as == "window":
         sequence = isinstance(pattern, list | tuple) and len(pattern) > 0
         if sequence and all(isinstance(component, str) for component in pattern):
             return tuple(pattern)
@@ -102,7 +103,7 @@ def checked_pattern(index: int, pattern: Any, way: Way) -> Any:
             f"rule {index}: the pattern must be a tuple of strings, one for each component of a "
             f"window, not {shown(pattern)}{hint}"
         )
-    if way.written_as == "text":
+    if mode.written_as == "text":
         if isinstance(pattern, str):
             return pattern
         raise TypeError(f"rule {index}: the pattern must be a string, not {shown(pattern)}")

@@ -1,0 +1,86 @@
+"""Who imports whom: no module in a circle, and each room only from those to its left.
+
+Every import counts, also those in functions and those for type checkers alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import shardrules
+
+ROOT = Path(shardrules.__file__).parent
+# From left to right, as in docs/architecture.md.
+ROOMS = (
+    "values and words", "_matching", "_sharding", "_logical", "_declared", "_files", "_planning", "compat", "_patching",
+    "__init__", "demo", "_cli", "__main__",
+)  # fmt: skip
+VALUES_AND_WORDS = (
+    "_arguments", "_core", "_correction", "_node_types", "_printable", "_specs", "_words",
+)  # fmt: skip
+
+
+def modules():
+    """{name without the package's: its file}; the C++ core is known by its stub."""
+    files = [*ROOT.rglob("*.py"), ROOT / "_core.pyi"]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+MODULES = modules()
+
+
+def imported(name):
+    """The modules of the package that a module imports anywhere in its text."""
+    for statement in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(statement, ast.Import):
+            named = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, name
+            named = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        else:
+            continue
+        for full in named:
+            package, *parts = full.split(".")
+            if package == "shardrules" and parts:
+                yield module_of(parts)
+
+
+def module_of(parts):
+    """The module that this dotted name is, or is a name in."""
+    for end in range(len(parts), 0, -1):
+        for module in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
+            if module in MODULES:
+                return module
+    return "__init__"
+
+
+IMPORTS = {name: set(imported(name)) - {name} for name in MODULES}
+
+
+def room_of(module):
+    folder = module.partition(".")[0]
+    return "values and words" if folder in VALUES_AND_WORDS else folder
+
+
+def test_no_module_is_in_a_circle_of_imports():
+    try:
+        tuple(TopologicalSorter(IMPORTS).static_order())
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_room_imports_only_from_rooms_to_its_left(module):
+    place = ROOMS.index(room_of(module))
+    wrong = {other for other in IMPORTS[module] if ROOMS.index(room_of(other)) > place}
+    assert not wrong, f"{room_of(module)} must not know these"
+
+
+def test_the_graph_is_that_of_the_package():
+    assert "_matching.rules" in IMPORTS["__init__"]
+    assert "_core" in IMPORTS["_matching.matcher"]
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
