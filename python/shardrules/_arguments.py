@@ -6,13 +6,14 @@ function asks.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from numbers import Number, Real
 from types import ModuleType, UnionType
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from shardrules._words import brief, shown
 
@@ -20,6 +21,7 @@ __all__ = [
     "MOST",
     "boolean",
     "check_choice",
+    "check_choices",
     "check_file",
     "check_real",
     "check_tree",
@@ -70,6 +72,22 @@ def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None
     if not isinstance(choice, Hashable) or choice not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} is {brief(choice)}; it must be one of {listed}")
+
+
+def check_choices(record: Any) -> None:
+    """That each field of a dataclass has one of the values that its annotation, a Literal, lists.
+
+    Raises:
+        ValueError: One has not; the message names the field and lists the values.
+    """
+    for name, choices in _choices_of(record.__class__).items():
+        check_choice(name, getattr(record, name), choices)
+
+
+@functools.cache
+def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
+    hints = get_type_hints(record_type)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def boolean(name: str, value: object) -> bool:

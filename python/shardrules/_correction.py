@@ -7,21 +7,14 @@ meshes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Literal
 
-from shardrules._arguments import check_choice, check_type, integer, listed
+from shardrules._arguments import check_choice, check_choices, check_type, integer, listed
+from shardrules._specs import RankPolicy
 
-__all__ = ["Correction", "RuleSpec", "check_correction", "plain_spec", "rule_spec"]
+__all__ = ["Correction", "MisfitPolicy", "RuleSpec", "check_correction", "plain_spec", "rule_spec"]
 
-_MISFITS: Final = ("drop", "drop_axis", "prefix", "keep", "error")
-_CHOICES: Final[dict[str, tuple[object, ...]]] = {
-    "absent": _MISFITS,
-    "indivisible": _MISFITS,
-    "rank": ("truncate", "replicate", "keep", "error"),
-    "size_one": ("keep", "remove"),
-    "unconstrained": ("keep", "drop"),
-    "pad": (True, False),
-}
+MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +45,16 @@ class Correction:
         'drop'
     """
 
-    absent: str = "drop"
-    indivisible: str = "drop"
-    rank: str = "truncate"
-    size_one: str = "keep"
-    unconstrained: str = "keep"
+    absent: MisfitPolicy = "drop"
+    indivisible: MisfitPolicy = "drop"
+    rank: RankPolicy = "truncate"
+    size_one: Literal["keep", "remove"] = "keep"
+    unconstrained: Literal["keep", "drop"] = "keep"
     pad: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choices(self)
+        check_choice("pad", self.pad, (True, False))
 
 
 @dataclass(frozen=True, slots=True)

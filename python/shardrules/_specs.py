@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shardrules._words import shown
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Dim",
     "Entries",
+    "RankPolicy",
     "as_partition_spec",
     "entries_of",
     "entry_axes",
@@ -79,6 +80,8 @@ class Entries(tuple[Any, ...]):
 
 _Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
 Dim = int | str | tuple[str, ...] | None
+RankPolicy = Literal["truncate", "replicate", "keep", "error"]
+"""What becomes of a spec that is longer than a leaf's rank."""
 
 
 def spec_length(spec: object) -> int:
@@ -86,8 +89,8 @@ def spec_length(spec: object) -> int:
     return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
 
 
-def spec_for_rank(spec: object, rank: int, too_long: str) -> object:
-    """The spec for a leaf of that rank; `too_long` is a dialect's `rank`, and None its "error"."""
+def spec_for_rank(spec: object, rank: int, too_long: RankPolicy) -> object:
+    """The spec for a leaf of that rank; None if it is longer and that is an error."""
     whole = as_partition_spec(spec) if isinstance(spec, Entries) else spec
     if too_long == "keep" or not is_partition_spec(whole) or rank >= len(whole):
         return whole

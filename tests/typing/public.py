@@ -5,6 +5,7 @@ An expected error is a `type: ignore` with its code: strict mypy reports one tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_type
 
 import jax
@@ -35,6 +36,25 @@ def shardings() -> None:
     sr.named_shardings(PARAMS, RULES, MESH, correction=sr.Correction(indivisible="error"))
     sr.named_shardings(PARAMS, RULES, mesh=8)  # type: ignore[arg-type]
     sr.Correction(no_such_choice="drop")  # type: ignore[call-arg]
+
+
+# A misspelt choice is seen before anything runs.
+def choices() -> None:
+    sr.Correction(absent="drop", indivisible="prefix", rank="keep", size_one="remove", pad=False)
+    sr.Correction(absent="drp")  # type: ignore[arg-type]
+    sr.Correction(indivisible="truncate")  # type: ignore[arg-type]
+    sr.Correction(rank="prefix")  # type: ignore[arg-type]
+    sr.Correction(unconstrained="remove")  # type: ignore[arg-type]
+    sr.Correction(pad="no")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), match=("exact", "search"), scalars="size 1")
+    sr.Dialect("own", "/", sr.Correction(), keys="paths")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), match=("find",))  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), precedence="last")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), scalars="rank 1")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), min_size="first")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), rank="drop")  # type: ignore[arg-type]
+    sr.Dialect("own", "/", sr.Correction(), unmatched="keep")  # type: ignore[arg-type]
+    replace(sr.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
 
 
 # Planning is imported on first use, which a type checker must not notice.

@@ -7,7 +7,7 @@ a dialect's choices mean.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree
 from shardrules._matching.environment import checked_min_size
@@ -26,6 +26,9 @@ from shardrules._specs import (
 __all__ = ["Decision", "Difference", "compare"]
 
 
+Problem = Literal["unmatched", "ambiguous", "spec longer than rank"]
+
+
 class Decision(NamedTuple):
     """What a rule list gives a leaf."""
 
@@ -34,8 +37,8 @@ class Decision(NamedTuple):
     rule: int | None
     """None if no rule matches, or none is needed."""
     pattern: Pattern | None
-    problem: str | None
-    """Why there is no spec: "unmatched", "ambiguous", or "spec longer than rank"."""
+    problem: Problem | None
+    """Why there is no spec."""
 
 
 class Difference(NamedTuple):
@@ -116,7 +119,7 @@ def _decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
     replicated = Decision(partition_spec(), None, None, None)
 
     def decision(rule: int, spec: object) -> Decision:
-        problem = "spec longer than rank" if spec is None else None
+        problem: Problem | None = "spec longer than rank" if spec is None else None
         return Decision(spec, rule, matcher.pairs[rule][0], problem)
 
     answers = matcher.answers(decision)

@@ -7,11 +7,12 @@ choice is carried out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
-from shardrules._arguments import check_choice, check_type, texts
+from shardrules._arguments import check_choice, check_choices, check_type, texts
 from shardrules._correction import Correction
-from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MATCH_MODES
+from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MATCH_MODES, ModeName
+from shardrules._specs import RankPolicy
 
 __all__ = [
     "EASYLM",
@@ -24,15 +25,6 @@ __all__ = [
     "Dialect",
     "key_separator",
 ]
-
-_CHOICES: Final = {
-    "keys": ("text", "keystr"),
-    "precedence": ("first", "only"),
-    "scalars": ("rank 0", "size 1", "none"),
-    "min_size": ("after", "before"),
-    "rank": ("truncate", "replicate", "keep", "error"),
-    "unmatched": ("error", "replicate"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +68,22 @@ class Dialect:
     name: str
     separator: str
     correction: Correction
-    keys: str = "text"
-    match: tuple[str, ...] = ("search",)
-    precedence: str = "first"
-    scalars: str = "rank 0"
-    min_size: str = "after"
-    rank: str = "truncate"
-    unmatched: str = "error"
+    keys: Literal["text", "keystr"] = "text"
+    match: tuple[ModeName, ...] = ("search",)
+    precedence: Literal["first", "only"] = "first"
+    scalars: Literal["rank 0", "size 1", "none"] = "rank 0"
+    min_size: Literal["after", "before"] = "after"
+    rank: RankPolicy = "truncate"
+    unmatched: Literal["error", "replicate"] = "error"
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
         check_type("separator", self.separator, str, "a string")
         check_type("correction", self.correction, Correction, "a Correction")
         object.__setattr__(self, "match", texts("match", self.match))
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choices(self)
         for mode in self.match:
-            check_choice("match", mode, tuple(MATCH_MODES))
+            check_choice("match", mode, get_args(ModeName))
         if not self.match:
             raise ValueError("match is empty; give at least one match mode")
         if len({MATCH_MODES[mode].method == "window" for mode in self.match}) != 1:

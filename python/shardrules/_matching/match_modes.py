@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._words import shown
 
-__all__ = ["COMPONENT_SEPARATOR", "MATCH_MODES", "MatchMode", "Pattern", "checked_pattern"]
+__all__ = [
+    "COMPONENT_SEPARATOR",
+    "MATCH_MODES",
+    "MatchMode",
+    "ModeName",
+    "Pattern",
+    "checked_pattern",
+]
 
 Pattern = str | re.Pattern[str] | tuple[str, ...]
 """What a user may write as the pattern of a rule."""
+
+ModeName = Literal["search", "fullmatch", "exact", "exact_parent", "glob", "glob_parent", "window"]
 
 _NEVER: Final = "(?!)"
 # Between the components of the paths that windows meet: `.` and the anchors stop there by nature.
@@ -26,12 +35,12 @@ COMPONENT_SEPARATOR: Final = "\n"
 class MatchMode(NamedTuple):
     """How a pattern meets a path."""
 
-    written_as: str
-    """"regex", "text" or "window": what the user writes."""
+    written_as: Literal["regex", "text", "window"]
+    """What the user writes."""
     regexes: Callable[[Any], tuple[str | re.Pattern[str], ...]]
     """From that to regexes: one; or, for a window, one per component."""
-    method: str
-    """"search" or "fullmatch" of the path, or "window": `re.match` of consecutive components."""
+    method: Literal["search", "fullmatch", "window"]
+    """That of `re`, on the path; or "window": `re.match` of consecutive components."""
 
 
 def _as_written(pattern: str | re.Pattern[str]) -> tuple[str | re.Pattern[str], ...]:
@@ -77,7 +86,7 @@ def _whole_components(window: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{pattern}$" for pattern in window)
 
 
-MATCH_MODES: Final = {
+MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
     "search": MatchMode("regex", _as_written, "search"),
     "fullmatch": MatchMode("regex", _as_written, "fullmatch"),
     "exact": MatchMode("regex", _literally, "fullmatch"),

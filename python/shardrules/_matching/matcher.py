@@ -18,7 +18,7 @@ from shardrules._matching.dialects import Dialect, key_separator
 from shardrules._matching.environment import logs_moves
 from shardrules._matching.match_modes import MATCH_MODES, Pattern
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
-from shardrules._specs import Entries, spec_for_rank, spec_length
+from shardrules._specs import Entries, RankPolicy, spec_for_rank, spec_length
 
 __all__ = ["Counters", "Matcher", "WalkResult"]
 
@@ -249,7 +249,7 @@ def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
 
 
 def _spec_table(
-    specs: list[Any], too_long: str, answer: Callable[[int, Any], object] | None
+    specs: list[Any], too_long: RankPolicy, answer: Callable[[int, Any], object] | None
 ) -> SpecTable:
     def make(rule: int, rank: int) -> object:
         spec = spec_for_rank(specs[rule], rank, too_long)
