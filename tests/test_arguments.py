@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
 }  # fmt: skip
-CHOICES = ("indivisible", "rank", "size_one", "unconstrained", "pad", "keys", "precedence",
+CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
            "scalars", "unmatched")  # fmt: skip
 OTHERWISE: dict[str, tuple[Any, ...]] = {
     **{f"Correction.{name}": WRONG["absent"] for name in CHOICES[:4]},
@@ -196,7 +196,7 @@ CALLED = {
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Companion": (sr.Companion, {"pattern": "a", "base": "b", "dims": (0,), "blocks": (1,)}),
     "Correction": (sr.Correction, {
-        "absent": "drop", "indivisible": "drop", "rank": "keep", "size_one": "keep",
+        "absent": "drop", "indivisible": "drop", "rank": "keep",
         "unconstrained": "drop", "pad": True}),
     "Dialect": (sr.Dialect, {
         "name": "x", "separator": "/", "correction": sr.Correction(), "keys": "text",

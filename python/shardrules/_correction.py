@@ -32,7 +32,6 @@ class Correction:
             "keep" them (uneven shards), or "error".
         rank: For a spec that is longer than the array's rank: "truncate" it, "replicate" the array,
             "keep" it, or "error".
-        size_one: Whether mesh axes of size 1 stay in the spec: "keep" or "remove".
         unconstrained: Whether PartitionSpec.UNCONSTRAINED stays: "keep", or "drop" (it becomes
             None).
         pad: Fill the spec with None up to the rank; and give PartitionSpec() where no axis is left.
@@ -48,7 +47,6 @@ class Correction:
     absent: MisfitPolicy = "drop"
     indivisible: MisfitPolicy = "drop"
     rank: RankPolicy = "truncate"
-    size_one: Literal["keep", "remove"] = "keep"
     unconstrained: Literal["keep", "drop"] = "keep"
     pad: bool = True
 

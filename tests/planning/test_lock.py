@@ -471,11 +471,15 @@ def test_a_lock_of_version_1_is_still_read():
     def older(content):
         content["format"] = "shardrules lock 1"
         del content["rules_fingerprint"]
+        for place in (content["dialect"], content["rules"][0]):
+            place["correction"]["size_one"] = "keep"
 
     plan = sr.Plan.from_lock(edited(older))
     assert plan.lock() == LOCK
     with pytest.raises(sr.FileError, match="fields that are not known"):
         sr.Plan.from_lock(edited(setting("format", "shardrules lock 1")))
+    with pytest.raises(sr.FileError, match="size_one"):
+        sr.Plan.from_lock(edited(setting("dialect", "correction", "size_one", "remove")))
 
 
 @pytest.mark.parametrize(

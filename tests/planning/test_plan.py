@@ -178,7 +178,7 @@ def test_rule_specs_and_corrections():
     for correction in (
         prefix,
         sr.Correction(indivisible="keep"),
-        sr.Correction(size_one="remove", pad=False),
+        sr.Correction(pad=False),
     ):
         plan = sr.plan(tree, rules, mesh, correction=correction)
         check_equal_to_named_shardings(plan, tree, rules, mesh, correction=correction)

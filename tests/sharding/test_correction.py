@@ -44,9 +44,7 @@ def spec_of(shape, spec, mesh=MESH, **policies):
         ((8,), ("tp", "fsdp"), {}, ("tp",)),
         ((8,), ("tp", "fsdp"), {"rank": "replicate"}, ()),
         ((8, 8), ("dp", "tp"), {}, ("dp", "tp")),
-        ((8, 8), ("dp", ("dp", "tp")), {"size_one": "remove"}, None),  # used twice
-        ((8, 8), (("dp", "fsdp"), "tp"), {"size_one": "remove"}, ("fsdp", "tp")),
-        ((8, 8), ("dp",), {"size_one": "remove"}, ()),
+        ((8, 8), ("dp", ("dp", "tp")), {}, None),  # used twice
         ((8, 8, 8), ("tp",), {}, ("tp", None, None)),
         ((8, 8, 8), ("tp",), {"pad": False}, ("tp",)),
         ((7, 8), ("tp",), {"pad": False}, (None,)),

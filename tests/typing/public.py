@@ -40,7 +40,7 @@ def shardings() -> None:
 
 # A misspelt choice is seen before anything runs.
 def choices() -> None:
-    sr.Correction(absent="drop", indivisible="prefix", rank="keep", size_one="remove", pad=False)
+    sr.Correction(absent="drop", indivisible="prefix", rank="keep", pad=False)
     sr.Correction(absent="drp")  # type: ignore[arg-type]
     sr.Correction(indivisible="truncate")  # type: ignore[arg-type]
     sr.Correction(rank="prefix")  # type: ignore[arg-type]

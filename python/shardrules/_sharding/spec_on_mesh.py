@@ -174,8 +174,6 @@ class SpecOnMesh:
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
         if is_unconstrained(entry):
             return entry if self._correction.unconstrained == "keep" else None
-        if self._correction.size_one == "remove":
-            axes = tuple(axis for axis in axes if self._axis_sizes.get(axis) != 1)
         return entry if axes and axes == entry_axes(entry) else entry_of(axes)
 
     def meant(self, lost: LostAxes) -> tuple[str, ...]:

@@ -188,16 +188,22 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
         pattern = re.compile(_typed(pattern, str), flags)
     correction = None
     if "correction" in entry:
-        correction = Correction(**_typed(entry["correction"], dict))
+        correction = _correction(entry["correction"])
     units = tuple(_typed(entry.get("units", []), list))
     return pattern, RuleSpec(_spec(entry["spec"]), correction, units)
 
 
 def _dialect(fields: dict[str, Any]) -> Dialect:
     _typed(fields["name"], str)
-    match = tuple(_typed(way, str) for way in _typed(fields["match"], list))
-    correction = Correction(**_typed(fields["correction"], dict))
+    match = tuple(_typed(mode, str) for mode in _typed(fields["match"], list))
+    correction = _correction(fields["correction"])
     return Dialect(**{**fields, "match": match, "correction": correction})
+
+
+def _correction(fields: Any) -> Correction:
+    # A choice that is gone, with the value that became the rule.
+    gone = ("size_one", "keep")
+    return Correction(**{name: v for name, v in _typed(fields, dict).items() if (name, v) != gone})
 
 
 def _spec(entries: Any) -> Any:
