@@ -1,6 +1,6 @@
-// An argument that comes from a user by way of Python's side, which checks it: taken as it is, and
-// converted by hand, so that what slips through gets a short error. pybind11's own would have the
-// repr of all arguments, the tree included.
+// An argument that came from a user and that Python's side has checked. It is converted by hand, so that
+// a wrong one that slips through gets a short error: pybind11's own has the repr of all arguments, the
+// tree included.
 #pragma once
 
 #include <pybind11/pybind11.h>

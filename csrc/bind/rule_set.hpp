@@ -19,7 +19,8 @@ class RuleSet {
     // classes: per class its ASCII members, as an int with bit c for character c.
     // accepts(number, character): whether the class has a non-ASCII member.
     // searched: (number, search) for each pattern given as None, ascending.
-    // modes: the dialect's match modes. `patterns` has all rules once for each, one mode after another.
+    // modes: the number of the dialect's match modes. `patterns` has all rules for the first mode, then
+    // all for the next one.
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,

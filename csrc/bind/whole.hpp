@@ -1,6 +1,6 @@
-// Objects of bound classes are whole from the start: __new__ runs __init__, too, and there are no
-// subclasses in Python, so that nobody ever holds one without its C++ object, which no method could
-// tell. A second __init__ changes nothing: so pybind11 has it.
+// For bound classes whose Python objects never lack their C++ object, which their methods could not
+// tell: __new__ runs __init__ as well, and Python cannot subclass them. A second __init__ changes
+// nothing, as pybind11 has it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -12,8 +12,8 @@ struct KeyedChildren {
     Ref auxiliary;  // what the type needs to rebuild the node
 };
 
-// Whether JAX is in the process. If not, nobody can have registered a type, and there is no reason to
-// import it to ask.
+// Whether JAX is in the process. If it is not, nobody can have registered a type, and it need not be
+// imported to ask.
 bool registry_exists();
 // The node's children by default_registry.flatten_one_level_with_keys; without pairs if the
 // registry holds the object to be a leaf.
@@ -24,7 +24,7 @@ Ref key_and_child(PyObject* node, PyObject* pairs, Py_ssize_t i);
 Ref with_children(PyObject* node, PyObject* children);
 // The text of a registered node's key entry, as eformer.pytree.tree_path_to_string has it.
 Ref key_entry_text(PyObject* entry);
-// Whether JAX's own handling of namedtuples, and no registration, flattened the node to this.
+// Whether JAX's own handling of namedtuples flattened the node to this, and no registration.
 bool flattened_as_namedtuple(PyObject* node, const KeyedChildren& flat);
 
 }  // namespace shardrules::pytree

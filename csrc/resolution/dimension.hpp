@@ -1,5 +1,5 @@
 // A dimension of a shape: a number of 64 bits, or, where that is not enough, Python's own object, which
-// answers for itself: a larger int, or a symbolic dimension of jax.export. Knows nothing of axes.
+// is asked instead: a larger int, or a symbolic dimension of jax.export. Knows nothing of axes.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,15 @@ struct Dimension {
     Ref object{};  // instead of the size
 };
 
-// Dimension `index` of a shape, a sequence. TypeError or ValueError if it is no size.
+// Dimension `index` of a shape, a sequence. TypeError or ValueError if it is not a size.
 Dimension dimension_of(PyObject* shape, std::size_t index);
-// Of an item of a shape; a negative size is the caller's to refuse. TypeError if it is no number.
+// The same of an item of a shape, without a check that it is not negative. TypeError if it is not a
+// number.
 Dimension dimension_from(Ref item);
 
 bool is_multiple_in_python(PyObject* size, std::uint64_t divisor);
 
-// A symbolic dimension is one if that is so whatever its variables are.
+// A symbolic dimension is a multiple if it is one for all values of its variables.
 inline bool is_multiple(const Dimension& dimension, std::uint64_t divisor) {
     if (dimension.object) [[unlikely]]
         return is_multiple_in_python(dimension.object.get(), divisor);

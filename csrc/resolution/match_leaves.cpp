@@ -52,17 +52,17 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     const automata::RuleId decided = decide(place);
     if (decided >= kSeveral) return undecided(decided, place, shape);
     if (size_last_ && shape && too_small(shape.get())) {
-        if (options_.record_events) tell(events_, PY_SSIZE_T_MAX, place, or_none({}));
+        if (options_.record_events) report(events_, PY_SSIZE_T_MAX, place, or_none({}));
         return Ref::borrow(options_.replicated);
     }
     const automata::RuleId rule = modes_.rule_of(decided);
     const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
     if (answer.object == nullptr) {
-        tell(misfits_, kMisfitsShown, place, rule_and_shape(rule, shape));
+        report(misfits_, kMisfitsShown, place, rule_and_shape(rule, shape));
         return Ref::borrow(Py_None);
     }
     if (answer.truncated && options_.record_events)
-        tell(events_, PY_SSIZE_T_MAX, place, Ref::borrow(answer.object));
+        report(events_, PY_SSIZE_T_MAX, place, Ref::borrow(answer.object));
     return Ref::borrow(answer.object);
 }
 
@@ -81,9 +81,9 @@ Ref MatchLeaves::undecided(automata::RuleId why, const LeafPlace& place, const R
     if (answer != Py_None) return Ref::borrow(answer);
     if (why == kSeveral) {
         modes_.fold(matches_);
-        tell(ambiguous_, kMisfitsShown, place, rules_and_shape(matches_, shape));
+        report(ambiguous_, kMisfitsShown, place, rules_and_shape(matches_, shape));
     } else {
-        tell(unmatched_, kUnmatchedShown, place, or_none(shape));
+        report(unmatched_, kUnmatchedShown, place, or_none(shape));
     }
     return Ref::borrow(Py_None);
 }
@@ -101,11 +101,11 @@ bool MatchLeaves::too_small(PyObject* shape) const {
     return is_less(size.get(), options_.min_size);
 }
 
-void MatchLeaves::tell(Listing& record, Py_ssize_t most, const LeafPlace& place,
+void MatchLeaves::report(Listing& listing, Py_ssize_t most, const LeafPlace& place,
                        const Ref& what) const {
-    if (record.count++ >= most) return;
+    if (listing.count++ >= most) return;
     const Ref entry = Ref::checked(PyTuple_Pack(2, place.path.shown().get(), what.get()));
-    check(PyList_Append(record.shown.get(), entry.get()));
+    check(PyList_Append(listing.shown.get(), entry.get()));
 }
 
 }  // namespace shardrules::resolution

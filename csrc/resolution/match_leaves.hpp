@@ -1,6 +1,6 @@
-// The decision for one leaf: which spec it gets, whether it needs a rule at all, and a record of what
-// no rule or too many rules match. The dialect's choices say how libraries differ in it. Reads a
-// leaf's .shape and nothing else.
+// The decision for one leaf: whether it needs a rule, and which answer it gets; and lists of the leaves
+// that no rule matches, or too many. The choices are the dialect's. Reads a leaf's .shape and nothing
+// else.
 #pragma once
 
 #include <vector>
@@ -21,16 +21,16 @@ using pytree::Ref;
 struct MatchOptions {
     bool strict;           // look at shapes: scalars, min_size, truncation
     PyObject* min_size;    // a number; leaves with fewer elements are replicated
-    PyObject* replicated;  // what a leaf gets that no rule shards
-    PyObject* unmatched;   // what a leaf gets that no rule matches; None: that is an error
-    PyObject* ambiguous;   // or several rules, where one alone may; None: that is an error
+    PyObject* replicated;  // what a leaf gets that needs no rule, or is too small
+    PyObject* unmatched;   // what a leaf gets that no rule matches; None: it is listed
+    PyObject* ambiguous;   // what a leaf gets that several match, where only one may; None: it is listed
     bool record_events;
 };
 
-// Leaves to tell of, in the order of the walk: how many, and the first of them.
+// Leaves to report, in the order of the walk: how many, and the first of them.
 struct Listing {
     Py_ssize_t count = 0;
-    Ref shown = Ref::checked(PyList_New(0));  // (path, what is to tell)
+    Ref shown = Ref::checked(PyList_New(0));  // (path, what there is to say of it)
 };
 
 class MatchLeaves final : public LeafVisitor {
@@ -42,7 +42,7 @@ class MatchLeaves final : public LeafVisitor {
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
 
     const Listing& unmatched() const { return unmatched_; }  // shape, or None
-    // (rules, shape): several of them match where one alone may.
+    // (rules, shape): several of them match, where only one may.
     const Listing& ambiguous() const { return ambiguous_; }
     const Listing& misfits() const { return misfits_; }  // (rule, shape): it cannot be applied
     // With record_events: the truncated spec, or None when the leaf was smaller than min_size.
@@ -55,7 +55,7 @@ class MatchLeaves final : public LeafVisitor {
     bool too_small(PyObject* shape) const;
     automata::RuleId decide(const LeafPlace& place);
     Ref undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape);
-    void tell(Listing& record, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
+    void report(Listing& listing, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
 
     Answers& answers_;
     const std::vector<SearchedRule>& searched_;

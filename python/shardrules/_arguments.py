@@ -1,4 +1,4 @@
-"""What public functions are given, checked by the name of the parameter.
+"""Checks of what public functions are given; their errors name the parameter.
 
 A check costs an `isinstance` or two, and nothing for each leaf of a tree. Must not know which
 function asks.
@@ -53,17 +53,17 @@ _INSTEAD: Final = {
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
-    """That it is of one of the types.
+    """Checks that the value is of one of the types.
 
     Raises:
-        TypeError: It is not; `what` says what it must be.
+        TypeError: It is not; `what` says in the message what it must be.
     """
     if not isinstance(value, types):
         raise TypeError(f"{name} is {shown(value)}; it must be {what}")
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """That it is one of the choices.
+    """Checks that the choice is one of `choices`.
 
     Raises:
         ValueError: It is not; the message lists them.
@@ -75,10 +75,10 @@ def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None
 
 
 def check_choices(record: Any) -> None:
-    """That each field of a dataclass has one of the values that its annotation, a Literal, lists.
+    """Checks that each field of a dataclass has a value that its annotation, a Literal, lists.
 
     Raises:
-        ValueError: One has not; the message names the field and lists the values.
+        ValueError: One has another value; the message names the field and lists the choices.
     """
     for name, choices in _choices_of(record.__class__).items():
         check_choice(name, getattr(record, name), choices)
@@ -91,10 +91,10 @@ def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
 
 
 def boolean(name: str, value: object) -> bool:
-    """The value, of Python or numpy, as a bool.
+    """The value, a bool of Python or numpy, as Python's.
 
     Raises:
-        TypeError: It is neither true nor false.
+        TypeError: It is neither True nor False.
     """
     if not isinstance(value, Hashable) or value not in (True, False):
         raise TypeError(f"{name} is {shown(value)}; it must be True or False")
@@ -102,10 +102,10 @@ def boolean(name: str, value: object) -> bool:
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str = "") -> int:
-    """An integer, of Python or numpy, as an int.
+    """The value, an integer of Python or numpy, as an int.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not an integer.
         ValueError: It is below `least` or above `most`.
     """
     needed = what or "an integer"
@@ -124,25 +124,25 @@ def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str =
 
 
 def check_real(name: str, value: object) -> None:
-    """That it is a number that others can be compared with.
+    """Checks that the value is a real number, which others can be compared with.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not.
     """
     check_type(name, value, Real, "a number")
 
 
 def check_file(name: str, value: object) -> None:
-    """That it is None, or names a file.
+    """Checks that the value is None or the path of a file.
 
     Raises:
-        TypeError: It does not.
+        TypeError: It is neither.
     """
     check_type(name, value, str | os.PathLike | None, "the path of a file")
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Strings, of which one alone would be taken for its letters.
+    """A sequence of strings, as a tuple. A single string is refused: its items are its letters.
 
     Raises:
         TypeError: It is something else.
@@ -152,7 +152,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """The items of an iterable that is not one of texts or keys.
+    """The items of an iterable, as a tuple. A string or a mapping is refused.
 
     Raises:
         TypeError: It is something else.
@@ -163,7 +163,7 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str) -> tuple[Any, ...]:
-    """The values, each of one of the types.
+    """The same values, each checked to be of one of the types.
 
     Raises:
         TypeError: One is not; the message has its position.
@@ -174,10 +174,10 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
 
 
 def shape_of(name: str, value: Any) -> tuple[Any, ...]:
-    """A shape; what its dimensions are other than integers is for whoever takes it.
+    """A shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
 
     Raises:
-        TypeError: It is no sequence.
+        TypeError: It is not a sequence, or a dimension is a float, a string or None.
         ValueError: A dimension is negative, or above 2**63 - 1.
     """
     shape = listed(name, value, "integers")
@@ -188,7 +188,7 @@ def shape_of(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_tree(name: str, tree: object) -> None:
-    """That it may be a tree of arrays; what is certainly none is refused by the looks of its root.
+    """Checks that it may be a tree of arrays, by a look at its root and the root's children.
 
     Raises:
         TypeError: It is a path, an optimizer, a model, a generator or the like; the message says

@@ -1,4 +1,4 @@
-"""What a rule list says about specs that do not fit: policies, and a rule's own.
+"""What becomes of specs that do not fit: `Correction`, and `RuleSpec` for one rule.
 
 Records that check themselves; `_sharding/spec_on_mesh.py` does what they say. Must not know about
 meshes.
@@ -61,12 +61,12 @@ class RuleSpec:
 
     Args:
         spec: As in `Rules`.
-        correction: Instead of the dialect's.
-        units: Per dimension, the number in whose multiples alone it may be cut, such as head_dim;
-            or None. Below 2**63.
+        correction: For this rule. Default: the dialect's.
+        units: For each dimension a number, such as head_dim, or None. A device's part of the
+            dimension must be a multiple of it. Below 2**63.
 
     Raises:
-        TypeError: correction or units are no such things.
+        TypeError: correction is not a Correction, or units are not integers.
         ValueError: A unit is below 1, or above 2**63 - 1.
 
     Example:
@@ -87,7 +87,7 @@ class RuleSpec:
 
 
 def check_correction(correction: object) -> None:
-    """That it is a Correction, or None.
+    """Checks that it is a Correction, or None.
 
     Raises:
         TypeError: It is not.
@@ -101,10 +101,10 @@ def check_correction(correction: object) -> None:
 
 
 def rule_spec(given: Any) -> RuleSpec:
-    """What a rule gives, with the correction of its own that it may have."""
+    """The spec of a rule, as a RuleSpec."""
     return given if isinstance(given, RuleSpec) else RuleSpec(given)
 
 
 def plain_spec(given: Any) -> Any:
-    """What a rule gives, without a correction of its own."""
+    """The spec of a rule, without a correction of its own."""
     return given.spec if isinstance(given, RuleSpec) else given

@@ -1,10 +1,10 @@
-"""What is known of a registered pytree type beyond the registry: which of them are plain records.
+"""Which registered pytree types are plain records, and how their nodes are read and rebuilt.
 
 A record's children are attributes with fixed names, so the core reads and rebuilds it without the
-registry's Python functions. Three are known: JAX's own dataclasses, equinox modules and flax nnx
-Variables. Each is recognised by the very functions that it was registered with, and checked on the
-first node met; whatever looks different goes through the registry. Asked once per type and walk;
-imports neither flax nor equinox.
+registry's Python functions. Three kinds are known: JAX's own dataclasses, equinox modules and flax
+nnx Variables. Each is recognised by the very functions that it was registered with, and checked on
+the first node met; whatever looks different goes through the registry. Asked once per type and
+walk; imports neither flax nor equinox.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 def registration(
     node_type: type, example: object
 ) -> tuple[Callable[..., Any] | None, Record | None]:
-    """The unflatten function that the type is registered with, and the record that it is.
+    """The unflatten function that the type is registered with, and its layout if it is a record.
 
-    Either is None if it is not known; then the registry itself is asked, node by node.
+    Either is None if it is not known; then the core asks the registry itself, node by node.
     """
     from jax._src import tree_util
 

@@ -1,4 +1,4 @@
-"""What a rule may give a leaf: a PartitionSpec, or any object of the user's.
+"""What a rule may give a leaf: a PartitionSpec, or any object of the user's own.
 
 Normalises specs once per rule and cuts them to a rank once per (rule, rank). JAX is imported only
 when a PartitionSpec has to be made. Must not know about patterns or trees.
@@ -46,13 +46,13 @@ def partition_spec(*entries: Any) -> PartitionSpec:
 
 
 def normalize_spec(index: int, spec: object) -> object:
-    """What rule `index` was given, ready for use: a hashable object.
+    """The spec of rule `index`, as a hashable object.
 
     None, a string, and a tuple or list of axis names become tuples of PartitionSpec entries; they
     are made a PartitionSpec when the first leaf needs one. Any other object is kept.
 
     Raises:
-        TypeError: an entry is no axis name, or the spec cannot be hashed.
+        TypeError: An entry is not an axis name, or the spec cannot be hashed.
     """
     if spec is None:
         return Entries(())
@@ -85,7 +85,7 @@ RankPolicy = Literal["truncate", "replicate", "keep", "error"]
 
 
 def spec_length(spec: object) -> int:
-    """Entries that a spec has; a leaf of at least this rank gets the spec as it is."""
+    """The number of a spec's entries. A leaf of at least this rank gets the spec whole."""
     return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
 
 
@@ -159,12 +159,12 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
 
 
 def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
-    """The spec of an array whose dimensions are those of another's, which has `spec`.
+    """The spec of an array that is made from another one, which has `spec`.
 
     Args:
-        spec: The other array's.
-        dims: Per dimension the other's that it is, None for one that is not cut, or the mesh axes
-            that cut it.
+        spec: The other array's spec.
+        dims: For each dimension of the new array: the number of the other array's dimension whose
+            entry it gets; None if it is not sharded; or the mesh axes that shard it.
 
     Example:
         >>> with_dims(Entries(("fsdp", "tp")), (None, 1))
@@ -179,7 +179,7 @@ def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
 
 
 def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spec:
-    """The spec with these mesh axes left out; `emptied` is the entry that has lost them all."""
+    """The spec without these mesh axes; an entry that has lost all its axes becomes `emptied`."""
     if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
         return spec
 

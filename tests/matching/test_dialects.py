@@ -478,7 +478,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="several rules") as info:
             rules.match({"a": {"kernel": array(4), "bias": array(4)}})
         assert str(info.value) == (
-            "1 leaf matches several rules, where one alone may:\n"
+            "1 leaf matches several rules, where only one may:\n"
             "    a/kernel  shape (4,)  rule 0: '.*kernel', rule 1: 'a/.*'\n"
             "  Make the patterns exclude each other, or add a rule whose pattern is the path itself."
         )

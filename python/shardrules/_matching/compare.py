@@ -1,4 +1,4 @@
-"""`compare`: where two rule lists, of any dialects, do not agree about a tree.
+"""`compare`: the leaves of a tree that two rule lists, of any dialects, decide differently.
 
 One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
 a dialect's choices mean.
@@ -33,7 +33,7 @@ class Decision(NamedTuple):
     """What a rule list gives a leaf."""
 
     spec: Any
-    """None if it gives it none."""
+    """None if there is a problem."""
     rule: int | None
     """None if no rule matches, or none is needed."""
     pattern: Pattern | None
@@ -122,9 +122,13 @@ def _decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
         problem: Problem | None = "spec longer than rank" if spec is None else None
         return Decision(spec, rule, matcher.pairs[rule][0], problem)
 
-    answers = matcher.answers(decision)
-    return matcher.resolve(
-        tree, answers, replicated, _UNMATCHED, _AMBIGUOUS, min_size=min_size
+    return matcher.decide(
+        tree,
+        matcher.answers(decision),
+        replicated,
+        replicated if matcher.dialect.unmatched == "replicate" else _UNMATCHED,
+        _AMBIGUOUS,
+        min_size=min_size,
     ).tree
 
 

@@ -43,19 +43,19 @@ class Dialect:
             "glob_parent" compare the path without its last component. With "window" a pattern is
             a tuple of regexes for consecutive components, each with a `$` added and met by
             `re.match`; keys must not contain a newline.
-        precedence: Of several rules that match, the "first" wins; or, if exactly one is allowed,
-            "only" it. Other matches are an error then, in the first mode that has any.
-        scalars: Leaves that need no rule: those of "rank 0" or without a shape; these and those of
-            "size 1"; or "none".
-        min_size: Whether a leaf below the minimal size needs a rule: then its size is looked at
-            "after" the match, else "before".
+        precedence: "first": of several rules that match, the first one wins. "only": at most one
+            may match; more are an error. It is counted in the first match mode that has any match.
+        scalars: Which leaves need no rule. "rank 0": those of rank 0 or without a shape. "size 1":
+            these, and those of one element. "none": each leaf needs a rule.
+        min_size: Whether leaves below `min_size` need a rule. "after": they do, since the size is
+            looked at after the match. "before": they do not.
         rank: What `match` does with a spec that is longer than the leaf's rank: "truncate" it,
             "replicate" the leaf, "keep" it, or "error".
-        unmatched: What no rule matches is an "error"; or "replicate" it.
+        unmatched: What becomes of leaves that no rule matches: an "error", or "replicate" them.
 
     Raises:
         ValueError: A choice that does not exist.
-        TypeError: A name, separator or correction that is none.
+        TypeError: name or separator is not a string, or correction not a Correction.
 
     Example:
         >>> from dataclasses import replace
@@ -99,7 +99,7 @@ def key_separator(dialect: Dialect) -> str:
     return COMPONENT_SEPARATOR if "window" in dialect.match else dialect.separator
 
 
-# What JAX would refuse in the end is refused, with the path and the rule.
+# What JAX would refuse later is an error here, which names the path and the rule.
 _NONE: Final = Correction(absent="error", indivisible="error", rank="error", pad=False)
 
 EFORMER = Dialect(name="eformer", separator="/", correction=Correction())

@@ -48,7 +48,7 @@ def _as_written(pattern: str | re.Pattern[str]) -> tuple[str | re.Pattern[str], 
 
 
 def _literally(pattern: str | re.Pattern[str]) -> tuple[str]:
-    # A compiled pattern is no text that a path could be equal to.
+    # No path is equal to a compiled pattern.
     return (re.escape(pattern) if isinstance(pattern, str) else _NEVER,)
 
 

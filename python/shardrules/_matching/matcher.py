@@ -109,7 +109,7 @@ class Matcher:
         tree: Any,
         answers: Answers,
         replicated: object,
-        unmatched: object,
+        unmatched: object = None,
         ambiguous: object = None,
         *,
         min_size: int = 0,
@@ -121,12 +121,15 @@ class Matcher:
             tree: Any pytree; of its leaves only `.shape` is read.
             answers: What the leaves of each rule get.
             replicated: What a leaf gets that needs no rule.
-            unmatched: What a leaf gets that no rule matches. None: it is reported.
+            unmatched: What a leaf gets that no rule matches. None: `replicated` if the dialect
+                replicates such leaves; otherwise it is reported.
             ambiguous: What a leaf gets that several rules match, where only one may. None: it is
                 reported.
             min_size: As in `match_partition_rules`.
             strict: The same.
         """
+        if unmatched is None and self.dialect.unmatched == "replicate":
+            unmatched = replicated
         return WalkResult(
             *self.rule_set.match(
                 tree,
@@ -138,24 +141,6 @@ class Matcher:
                 ambiguous=ambiguous,
                 record_events=logs_moves(),
             )
-        )
-
-    def resolve(
-        self,
-        tree: Any,
-        answers: Answers,
-        replicated: object,
-        unmatched: object = None,
-        ambiguous: object = None,
-        *,
-        min_size: int = 0,
-        strict: bool = True,
-    ) -> WalkResult:
-        """As `decide`, but leaves that no rule matches are replicated if the dialect says so."""
-        if self.dialect.unmatched == "replicate":
-            unmatched = replicated
-        return self.decide(
-            tree, answers, replicated, unmatched, ambiguous, min_size=min_size, strict=strict
         )
 
     def survey(

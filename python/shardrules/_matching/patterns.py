@@ -300,7 +300,12 @@ def _is_literal(pattern: str | re.Pattern[str]) -> TypeGuard[str]:
 
 
 def parse(where: str, regex: str | re.Pattern[str], written: str | re.Pattern[str]) -> Any:
-    """The parse tree of a regex, which the user has written like that and there.
+    """The parse tree of a regex.
+
+    Args:
+        where: The place of the pattern, such as "rule 3", for errors.
+        regex: What to parse.
+        written: What the user wrote for it, which errors show.
 
     Raises:
         re.error, OverflowError, RecursionError, ValueError: `re` rejects it; the message begins

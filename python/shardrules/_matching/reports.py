@@ -1,4 +1,4 @@
-"""The words for leaves that get no spec, and why: each names paths, rules and the way out.
+"""The messages about leaves that get no spec: each names paths and rules, and says what to do.
 
 Costs nothing unless something went wrong. Must not know how a match is found.
 """
@@ -27,24 +27,24 @@ def undecided_messages(matcher: Matcher, found: WalkResult) -> list[str]:
 
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
-    """Of leaves that no rule matches, as (path, shape or None)."""
+    """About leaves that no rule matches; of the first ones (path, shape or None)."""
     listed = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
     searches = matcher.dialect.match == ("search",)
     catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
-    way_out = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
+    fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
         f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
         f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{listed}\n"
-        f"  {way_out}"
+        f"  {fix}"
     )
 
 
 def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
-    """Of leaves that several rules match, where one alone may, as (path, (rules, shape))."""
+    """About leaves that several rules match, where only one may; (path, (rules, shape))."""
     listed = _listed(
         count,
         [
@@ -56,7 +56,7 @@ def ambiguous_message(
     tries_exact = matcher.dialect.match[0] == "exact"
     exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
     return (
-        f"{_leaves_match(count)} several rules, where one alone may:\n{listed}\n"
+        f"{_leaves_match(count)} several rules, where only one may:\n{listed}\n"
         f"  Make the patterns exclude each other{exact}."
     )
 
@@ -64,7 +64,7 @@ def ambiguous_message(
 def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    """Of leaves whose spec has more entries than they have dimensions, as (path, (rule, shape))."""
+    """About leaves of a lower rank than their spec has entries; (path, (rule, shape))."""
     listed = _listed(
         count,
         [
@@ -80,7 +80,7 @@ def too_long_message(
 
 
 def event_message(path: str, spec: object) -> str:
-    """Eformer's words, for those who filter warnings by them."""
+    """In eformer's own words, so that filters of its warnings work."""
     if spec is None:
         what = "was safer and faster being local array."
     else:

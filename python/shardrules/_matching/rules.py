@@ -50,11 +50,11 @@ class Rules:
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
             runs at the same time, and as many on its way down a tree. Default: 32 MiB. When they
-            are spent it forgets and goes on, slower; with 0 it remembers nothing.
+            are spent, it clears the states and goes on, more slowly; with 0 it keeps none.
 
     Raises:
-        TypeError: A rule is not a pair, a pattern is no string, a spec cannot be one, dialect is
-            no Dialect, or memory_budget no integer.
+        TypeError: A rule is not a pair, a pattern not a string, a spec not hashable, dialect not
+            a Dialect, or memory_budget not an integer.
         re.error: A pattern is invalid; the message has the rule's index and a caret.
         ValueError: memory_budget is negative, or above 2**63 - 1.
 
@@ -108,7 +108,7 @@ class Rules:
     def first_match(self, path: str) -> int | None:
         """The index of the first rule that matches the path, or None.
 
-        That it is the only one, where the dialect allows one alone, is for `match` to check.
+        A dialect may allow only one to match; `match` checks that, and this does not.
         """
         return self._matcher.first_match(path)
 
@@ -121,7 +121,7 @@ class Rules:
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
-            strict: Scalars, as the dialect has it, need no rule and are not counted.
+            strict: Whether leaves that need no rule (the dialect's `scalars`) are left out.
 
         Example:
             >>> import numpy as np
@@ -191,7 +191,7 @@ def match_partition_rules(
 
     Raises:
         ValueError: No rule matches some leaf; the message has the count and the first ten paths.
-        TypeError: A rule is not a pair, a pattern is no string, or a spec cannot be one.
+        TypeError: A rule is not a pair, a pattern not a string, or a spec not hashable.
         re.error: A pattern is invalid.
         RecursionError: The tree is nested too deeply.
 
@@ -212,7 +212,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
     Raises:
         ValueError, TypeError, RecursionError: As `match_partition_rules`.
     """
-    found = matcher.resolve(
+    found = matcher.decide(
         tree,
         matcher.specs,
         partition_spec(),
@@ -230,7 +230,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
 
 
 def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:
-    """Rules, compiled if they are not yet; `name` is the parameter's.
+    """The rules, compiled if they are pairs; `name` is the parameter's, for errors.
 
     Raises:
         TypeError, re.error: As `Rules`.
@@ -239,7 +239,7 @@ def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:
 
 
 def matcher_of(rules: Rules) -> Matcher:
-    """What has compiled the rules, for the modules of this package."""
+    """The matcher inside the rules, for the modules of this package."""
     return rules._matcher
 
 

@@ -65,7 +65,7 @@ def shardings_by_rules(
 ) -> Any:
     """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
     on_mesh = _bound(matcher, mesh, correction)
-    found = matcher.resolve(
+    found = matcher.decide(
         tree, on_mesh.table, on_mesh.replicated, min_size=checked_min_size(min_size)
     )
     for path, spec in found.events[1]:
