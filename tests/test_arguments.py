@@ -59,7 +59,7 @@ NOT_RULES = (
     [("w", 3.5j, 1)],
 )
 NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2**63}, {3: 2},
-            {"tp": 2**31}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
+            {"tp": 2**24 + 1}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
 NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
 NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])

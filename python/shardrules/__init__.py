@@ -7,7 +7,7 @@ See `match_partition_rules` and `named_shardings` for the main job, `shard` and
 from typing import TYPE_CHECKING
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._files.errors import FileError
+from shardrules._file_error import FileError
 from shardrules._logical.context import logical_axis_rules
 from shardrules._logical.rules import FLAX_CORE, LINEN, LogicalDialect
 from shardrules._logical.trees import (
@@ -33,9 +33,9 @@ from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.fingerprint import fingerprint
+from shardrules._sharding.leaf_shardings import named_shardings
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
-from shardrules._sharding.requests import named_shardings
 from shardrules._sharding.shardings import spec_for
 
 # Planning costs as much to import as all the rest, and who only matches rules does not need it: a

@@ -15,8 +15,7 @@ from time import perf_counter
 from typing import Any, Final
 
 from shardrules import match_partition_rules, named_shardings, plan
-from shardrules._files.arrays import read_arrays
-from shardrules._files.manifest import read_manifest
+from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.rules import read_rules
 from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
@@ -26,6 +25,8 @@ __all__ = ["main"]
 
 DATA: Final = Path(__file__).parent / "demo_data"
 MODEL: Final = DATA / "deepseek-v3.json.gz"
+# EasyDeL 0.2.0 (2025-12-30, commit 05063fee3539), DeepseekV3Config.get_partition_rules() in
+# easydel/modules/deepseek_v3/deepseek_configuration.py.
 RULES: Final = DATA / "easydel-deepseek-v3.json"
 MESH: Final = {"fsdp": 64, "sp": 1, "tp": 8}
 # What the rules lack: they are written for experts stacked into one array.
@@ -103,7 +104,7 @@ def _report(fixed: Plan) -> str:
 def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
     import jax
 
-    tree = read_manifest(MODEL).nested(lambda p: jax.ShapeDtypeStruct(p.shape, "bfloat16"))
+    tree = nested(read_arrays(str(MODEL)))
     ours = _milliseconds(lambda: match_partition_rules(rules, tree), _RUNS)
     identity = _milliseconds(lambda: jax.tree_util.tree_map(lambda x: x, tree), _RUNS)
     console.print(

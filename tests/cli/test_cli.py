@@ -280,7 +280,7 @@ def test_bad_models_are_told_and_nothing_is_written(small, tmp_path, name, conte
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("-m", "tp=4294967296,fsdp=4294967296"), "overflow"),
+        (("-m", "tp=4294967296,fsdp=4294967296"), "at most 16,777,216"),
         (("-m", "tp=0"), "below 1"),
         (("-m", "tp=x"), "no integer"),
         (("-m", "tp=2,tp=2"), "twice"),

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._dtypes import BITS, SAFETENSORS, bits_of, numpy_name
+from shardrules._file_error import FileError
 from shardrules._files.arrays import read_arrays
-from shardrules._files.dtypes import BITS, SAFETENSORS, bits_of, numpy_name
-from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec
-from shardrules._files.meshes import parse_mesh
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, read_rules
+from shardrules._mesh_sizes import parse_mesh
 from tests.support import corpus
 from tests.support.files import message
 from tests.support.folders import ROOT
@@ -384,10 +384,17 @@ def test_rules_of_toml(write):
 
 @pytest.mark.parametrize("name", corpus.regex_rule_sets())
 def test_rules_of_json(write, name):
-    content = corpus.rule_file(name)
-    for form in (content, content["rules"]):
+    listed = corpus.rule_file(name)["rules"]
+    for form in ({"rules": listed}, listed):
         rules = read_rules(write("rules.json", form)).rules
         assert [(pattern, P(*spec)) for pattern, spec in rules] == corpus.rules(name)
+
+
+@pytest.mark.parametrize("key", ["source", "kind", "comment"])
+def test_a_key_that_says_nothing_of_rules(write, key):
+    path = write("rules.json", {key: "logical", "rules": [["w", ["tp"]]]})
+    with pytest.raises(FileError, match=f"key '{key}' is unknown; the keys are rules, dialect"):
+        read_rules(path)
 
 
 def test_rules_of_windows_and_plans(write):
@@ -461,7 +468,7 @@ def test_bad_rules(write, case):
 
 def test_a_mesh():
     assert list(parse_mesh("dp=8,fsdp=16, tp = 4").items()) == [("dp", 8), ("fsdp", 16), ("tp", 4)]
-    assert parse_mesh("x=2147483647") == {"x": 2**31 - 1}
+    assert parse_mesh("x=16777216") == {"x": 2**24}
 
 
 @pytest.mark.parametrize(
@@ -475,9 +482,9 @@ def test_a_mesh():
         ("dp=2.5", "the size of 'dp' is no integer; write dp=4"),
         ("dp=x", "the size of 'dp' is no integer"),
         ("dp=" + "9" * 5000, "the size of 'dp' is no integer"),
-        ("dp=0", "the size of 'dp' is below 1"),
-        ("dp=-4", "the size of 'dp' is below 1"),
-        ("a=65536,b=32768", "the product of the sizes overflows"),
+        ("dp=0", "the size of the mesh axis 'dp' is 0 (a int); it must be an integer from 1"),
+        ("dp=-4", "the size of the mesh axis 'dp' is -4"),
+        ("a=65536,b=32768", "a mesh of 2147483648 devices; it can have at most 16,777,216"),
     ],
 )
 def test_a_bad_mesh(text, expected):
@@ -490,7 +497,7 @@ def test_a_bad_mesh(text, expected):
 
 def test_reading_imports_no_jax():
     code = (
-        "import sys; from shardrules._files import arrays, rules, meshes\n"
+        "import sys; from shardrules import _mesh_sizes; from shardrules._files import arrays, rules\n"
         f"arrays.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
         "assert 'jax' not in sys.modules, 'imported'"
     )

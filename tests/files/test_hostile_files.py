@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from shardrules import _file_content as content
 from shardrules._cli.app import app
-from shardrules._cli.inputs import _nested
-from shardrules._files import content
-from shardrules._files.arrays import Arrays, read_arrays
-from shardrules._files.content import memory_within, parse_json, read_bytes
-from shardrules._files.errors import FileError
+from shardrules._file_content import memory_within, parse_json, read_bytes
+from shardrules._file_error import FileError
+from shardrules._files.arrays import Arrays, nested, read_arrays
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
 from tests.support.files import header_file, message
@@ -40,7 +39,7 @@ import sys
 from pathlib import Path
 from shardrules import FileError
 from shardrules._files.arrays import read_arrays
-from shardrules._files.content import parse_json, read_bytes
+from shardrules._file_content import parse_json, read_bytes
 from shardrules._files.rules import read_rules
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
         "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules}
@@ -246,7 +245,7 @@ def test_names_of_many_levels_do_not_fill_the_memory(names):
     with pytest.raises(
         FileError, match="^m: .* the names have more levels than this dialect"
     ) as info:
-        _nested(Arrays("m", dict.fromkeys(names, leaf), "/"))
+        nested(Arrays("m", dict.fromkeys(names, leaf), "/"))
     assert len(str(info.value)) < 3000
 
 
@@ -255,9 +254,9 @@ def test_dicts_are_counted_as_they_are_made():
     names = [f"layers/{i}/attention/{name}/kernel" for i in range(1000) for name in "qkvo"]
     arrays = Arrays("m", dict.fromkeys(names, leaf), "/")
     with memory_within(6005 * 320):
-        assert _nested(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
+        assert nested(arrays)["layers"]["999"]["attention"]["o"] == {"kernel": leaf}
     with memory_within(5000 * 320), pytest.raises(FileError, match="more levels"):
-        _nested(arrays)
+        nested(arrays)
 
 
 # What is no regular file

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shardrules._dtypes import BITS, SAFETENSORS
+from shardrules._file_error import FileError
 from shardrules._files.arrays import read_arrays
-from shardrules._files.dtypes import BITS, SAFETENSORS
-from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec
 from tests.support.files import header_file, message
 

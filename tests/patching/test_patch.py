@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._patching import patch as _patch
-from shardrules._patching.fingerprint import fingerprint
+from shardrules._patching.code_digest import code_digest
 from tests.support import corpus, peer_sources
 from tests.support.contexts import legacy, needs_set_mesh
 from tests.support.folders import ROOT
@@ -349,7 +349,7 @@ def function(x):
 class TestFingerprints:
     @pytest.fixture
     def of(self, tmp_path, monkeypatch):
-        """The fingerprint of `function` in a library of this text."""
+        """The digest of `function` in a library of this text."""
 
         def call(text):
             number = len(list(tmp_path.iterdir()))
@@ -359,7 +359,7 @@ class TestFingerprints:
             monkeypatch.setitem(sys.modules, "library", library)
             library.__file__ = str(tmp_path / f"text{number}.py")
             exec(code, vars(library))
-            return fingerprint(library.function)
+            return code_digest(library.function)
 
         return call
 

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._files.dtypes import bits_of
+from shardrules._dtypes import bits_of
 from shardrules._planning.asking.budget import by_class
 from shardrules._sharding.device_bytes import device_bytes
 from tests.support import corpus, references
@@ -500,7 +500,7 @@ def test_a_long_name_widens_no_other_row(name):
 
 def test_too_many_mesh_axes():
     """NumPy told it in its own words, when the first leaf was counted."""
-    with pytest.raises(ValueError, match="a mesh of 65 axes; bytes are counted for at most 32"):
+    with pytest.raises(ValueError, match="a mesh of 65 axes; it can have at most 32"):
         sr.plan({"w": array(8)}, [("w", None)], {f"a{i}": 1 for i in range(65)})
 
 

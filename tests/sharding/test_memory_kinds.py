@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding.listing import digest
+from shardrules._sharding.leaf_rows import digest
 from tests.support.contexts import needs_set_mesh
 
 RULES = [("w", P("fsdp", "tp"))]

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._mesh_sizes import parse_mesh
 from tests.support.contexts import legacy, needs_set_mesh
 
 
@@ -126,3 +127,24 @@ def test_what_is_no_mesh(given, error, message):
     with pytest.raises(error) as caught:
         sr.resolve_mesh(given)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda sizes: sr.resolve_mesh(sizes),
+        lambda sizes: parse_mesh(",".join(f"{axis}={size}" for axis, size in sizes.items())),
+        lambda sizes: sr.plan({"w": np.ones(8)}, [("w", None)], sizes),
+        lambda sizes: sr.named_shardings({"w": np.ones(8)}, [("w", None)], sizes),
+    ],
+    ids=["resolve_mesh", "text", "plan", "named_shardings"],
+)
+def test_one_bound_on_meshes(use):
+    """Text allowed 2**31 - 1 devices, and plans 2**24."""
+    use({"dp": 2**20, "tp": 2**4})
+    with pytest.raises(
+        ValueError, match="a mesh of 33554432 devices; it can have at most 16,777,216"
+    ):
+        use({"dp": 2**20, "tp": 2**5})
+    with pytest.raises(ValueError, match="a mesh of 33 axes; it can have at most 32"):
+        use({f"a{i}": 1 for i in range(33)})

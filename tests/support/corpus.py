@@ -12,8 +12,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardrules import demo
-from shardrules._files.manifest import Manifest, Parameter, read_manifest
 from tests.support.folders import DATA
+from tests.support.manifest import Manifest, Parameter, read_manifest
 
 DEEPSEEK = "flaxpath-deepseek-v3"
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding import rounds
+from shardrules._sharding import coordination
 from tests.support import corpus
 
 RULES = "easydel__gpt2-GPT2Config-v0.2.0"
@@ -293,7 +293,7 @@ def has_own_parts(placed):
 def disagree():
     """[odd process, case, the error, whether the next call is right]; each process odd in turn."""
     mesh, me = make_mesh(), jax.process_index()
-    rounds._CHUNK = 50  # bytes: rows come in many
+    coordination._CHUNK = 50  # bytes: rows come in many
 
     def place():
         return sr.shard(TREE, RULES_OF_TREE, mesh)["a"]
@@ -325,7 +325,7 @@ def wait():
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     logging.getLogger("shardrules").addHandler(handler)
-    rounds._QUIET_SECONDS = 0.5
+    coordination._QUIET_SECONDS = 0.5
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def place():

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ParamSpec, cast
 
 import typer
 
+from shardrules._atomic_write import write_text
 from shardrules._cli.inputs import (
     MOMENTS,
     Planned,
@@ -25,11 +26,10 @@ from shardrules._cli.inputs import (
 from shardrules._cli.process import FAILED, code_of, note
 from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
 from shardrules._declared import Declared
-from shardrules._files.content import memory_within
-from shardrules._files.dtypes import numpy_name
-from shardrules._files.meshes import parse_mesh
+from shardrules._dtypes import numpy_name
+from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._files.rules import DIALECTS
-from shardrules._files.write import write_text
+from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.asking.findings import LEVELS, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
@@ -38,7 +38,7 @@ from shardrules._words import and_more
 __all__ = ["app", "run"]
 
 _P = ParamSpec("_P")
-_MAX_MEMORY = "512MiB"
+_MAX_MEMORY = f"{DEFAULT_MEMORY >> 20}MiB"
 _MOST_BARS = 40
 _MOST_FALLBACKS = 5
 # Of whichever click typer is built on.

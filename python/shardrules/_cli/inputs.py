@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._declared import Declared, compiled_replicated
-from shardrules._files.arrays import Arrays, read_arrays
-from shardrules._files.content import max_memory
-from shardrules._files.errors import FileError
-from shardrules._files.meshes import parse_mesh
+from shardrules._file_error import FileError
+from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._matching.dialects import key_separator
+from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ _NOTHING: Final = Declared()
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                  "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
-# A dict with one key, and the key. No tree is walked deeper than some 1,000 levels.
-_BYTES_OF_NODE: Final = 320
-_MOST_LEVELS: Final = 1000
 
 
 class Planned(NamedTuple):
@@ -151,28 +146,4 @@ def _tree(source: str, rules: Rules) -> tuple[str, Any]:
     arrays = read_arrays(source)
     dialect = rules.dialect
     joins_keys = dialect.keys != "text" or key_separator(dialect) != dialect.separator
-    return arrays.name, _nested(arrays) if joins_keys else arrays.leaves
-
-
-def _nested(arrays: Arrays) -> dict[str, Any]:
-    """Dicts in dicts, for dialects whose paths are more than the text of a name."""
-    tree: dict[str, Any] = {}
-    left = max_memory.get() // _BYTES_OF_NODE
-    for name, leaf in arrays.leaves.items():
-        *outer, last = name.split(arrays.separator, _MOST_LEVELS)
-        left -= len(outer)
-        if arrays.separator in last or left < 0:
-            raise FileError(
-                f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
-                "shorten them, or allow more with --max-memory"
-            )
-        node = tree
-        for key in outer:
-            left += key in node  # nothing is made for it
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
-        if last in node:
-            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
-        node[last] = leaf
-    return tree
+    return arrays.name, nested(arrays) if joins_keys else arrays.leaves

@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final, NoReturn
 
-from shardrules._files.errors import FileError
+from shardrules._file_error import FileError
 from shardrules._printable import printable
 
 __all__ = ["FAILED", "code_of", "exit_with", "note"]

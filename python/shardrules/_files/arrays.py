@@ -12,13 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shardrules._file_content import max_memory, parse_json, read_bytes, unreadable
+from shardrules._file_error import FileError
 from shardrules._files import orbax, safetensors
-from shardrules._files.content import parse_json, read_bytes, unreadable
-from shardrules._files.errors import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, types_of
 from shardrules._words import shown
 
-__all__ = ["Arrays", "read_arrays"]
+__all__ = ["Arrays", "nested", "read_arrays"]
+
+# A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
+_BYTES_OF_NODE: Final = 320
+_MOST_LEVELS: Final = 1000
 
 _FORMS: Final = (
     "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
@@ -130,3 +134,31 @@ def _raise_odd_row(path: Path, rows: list[Any]) -> None:
             raise FileError(
                 f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
             )
+
+
+def nested(arrays: Arrays) -> dict[str, Any]:
+    """The arrays as dicts in dicts, with a level for each component of the names.
+
+    Raises:
+        FileError: A name is a part of another one, or the dicts take more than `max_memory`.
+    """
+    tree: dict[str, Any] = {}
+    left = max_memory.get() // _BYTES_OF_NODE
+    for name, leaf in arrays.leaves.items():
+        *outer, last = name.split(arrays.separator, _MOST_LEVELS)
+        left -= len(outer)
+        if arrays.separator in last or left < 0:
+            raise FileError(
+                f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
+                "shorten them, or allow more with --max-memory"
+            )
+        node = tree
+        for key in outer:
+            left += key in node  # nothing is made for it
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
+        if last in node:
+            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
+        node[last] = leaf
+    return tree

@@ -14,14 +14,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._files.content import first_repeated
-from shardrules._files.dtypes import numpy_name
-from shardrules._files.errors import FileError
+from shardrules._arguments import MOST
+from shardrules._dtypes import numpy_name
+from shardrules._file_content import first_repeated
+from shardrules._file_error import FileError
 from shardrules._words import brief, shown
 
 __all__ = ["ArraySpec", "ArraySpecs", "check_column", "check_text", "types_of"]
 
-_MOST_ELEMENTS: Final = 2**63 - 1
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"
 
@@ -103,7 +103,7 @@ def _is_too_large(shape: tuple[int, ...]) -> bool:
     count = 1
     for size in shape:
         count *= size or 1
-        if count > _MOST_ELEMENTS:
+        if count > MOST:
             return True
     return False
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._files.errors import FileError
+from shardrules._file_error import FileError
 
 __all__ = ["is_module_form", "load_object"]
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from shardrules._files.content import parse_json, read_bytes
-from shardrules._files.errors import FileError
+from shardrules._file_content import parse_json, read_bytes
+from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs
 
 __all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]

@@ -31,8 +31,8 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import Declared
-from shardrules._files.content import max_memory, parse_json, read_bytes
-from shardrules._files.errors import FileError
+from shardrules._file_content import max_memory, parse_json, read_bytes
+from shardrules._file_error import FileError
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
 from shardrules._matching import dialects as _dialects
@@ -47,10 +47,7 @@ DIALECTS: Final = {
 }
 """By the names that they have in files, where case does not matter."""
 
-# "source" and "kind" are remarks: where the rules are from, and what they are.
-_KEYS: Final = (
-    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", "source", "kind",
-)  # fmt: skip
+_KEYS: Final = ("rules", "dialect", "correction", "replicated", "optional_axes", "data_axes")
 _RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}

@@ -19,9 +19,9 @@ from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._files.content import joined, opened, parse_json
-from shardrules._files.dtypes import SAFETENSORS, bits_of
-from shardrules._files.errors import FileError
+from shardrules._dtypes import SAFETENSORS, bits_of
+from shardrules._file_content import joined, opened, parse_json
+from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, check_text, types_of
 from shardrules._words import shown
 

@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._files.content import text_of
-from shardrules._files.errors import FileError
+from shardrules._file_content import text_of
+from shardrules._file_error import FileError
 
 __all__ = ["parse_toml"]
 

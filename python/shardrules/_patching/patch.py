@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, TypeGuard
 
 from shardrules._arguments import each
-from shardrules._patching.fingerprint import fingerprint
+from shardrules._patching.code_digest import code_digest
 
 __all__ = ["Patch", "patch", "unpatch"]
 
@@ -35,7 +35,7 @@ class _Library:
     versions: str
     """Where the functions are as tests have compared them with ours."""
     functions: Mapping[str, tuple[str, ...]]
-    """By name, the fingerprints of those."""
+    """By name, the digests of their code."""
 
 
 # Only functions that are equal and faster: docs/patch.md says why the others are not here.
@@ -154,11 +154,11 @@ def _originals(name: str) -> list[tuple[_Function, _Function]]:
     module = _imported(library.module)
     ours = importlib.import_module(library.ours)
     originals: list[tuple[_Function, _Function]] = []
-    for function, fingerprints in library.functions.items():
+    for function, digests in library.functions.items():
         original = getattr(module, function, None)
         if original in _replacements.values():
             continue
-        if not _is_known(original, fingerprints):
+        if not _is_known(original, digests):
             raise RuntimeError(
                 f"patch does not know this {function} of {name}: its source is not that of {name} "
                 f"{library.versions}, and it may do something else. Nothing is patched; install "
@@ -182,7 +182,7 @@ def _imported(module: str) -> ModuleType:
 
 def _is_known(function: object, known: tuple[str, ...]) -> TypeGuard[FunctionType]:
     try:
-        return isinstance(function, FunctionType) and fingerprint(function) in known
+        return isinstance(function, FunctionType) and code_digest(function) in known
     except (OSError, TypeError):  # no source to read
         return False
 

@@ -24,12 +24,13 @@ from shardrules._arguments import (
     listed,
     texts,
 )
+from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
-from shardrules._files.write import write_text
 from shardrules._logical.leaves import check_rules_are_for_paths
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules
+from shardrules._mesh_sizes import checked_sizes
 from shardrules._planning.asking.budget import DeviceBytes, budget
 from shardrules._planning.asking.check import DEFAULT_LARGE, check
 from shardrules._planning.asking.diff import PlanDiff, diff
@@ -47,7 +48,7 @@ from shardrules._planning.placing.on_mesh import axis_sizes_of
 from shardrules._planning.placing.optimizer import by_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
-from shardrules._sharding.mesh import as_mesh, checked_sizes, resolve_mesh
+from shardrules._sharding.mesh import as_mesh, resolve_mesh
 from shardrules._sharding.shardings import RulesLike
 from shardrules._words import mesh_shown
 

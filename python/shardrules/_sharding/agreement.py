@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from shardrules._sharding.listing import Row
+from shardrules._sharding.leaf_rows import Row
 
 __all__ = ["JointCall"]
 
@@ -41,17 +41,17 @@ class JointCall:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None and self.joint:
-            from shardrules._sharding import rounds
+            from shardrules._sharding import coordination
 
-            rounds.fail(self._name, error)
+            coordination.fail(self._name, error)
 
     def alone(self) -> None:
         """The call touches this process's devices alone. Leaves a note for those who wait."""
         if self.joint:
-            from shardrules._sharding import rounds
+            from shardrules._sharding import coordination
 
             self.joint = False
-            rounds.note(f"{self._name} on devices of its own")
+            coordination.note(f"{self._name} on devices of its own")
 
     def agree(self, rows: Callable[[], list[Row]]) -> None:
         """Returns when all processes are about to do the same.
@@ -62,19 +62,19 @@ class JointCall:
             ValueError: The environment's time limit is no number above 0.
         """
         if self.joint:
-            from shardrules._sharding import rounds
+            from shardrules._sharding import coordination
 
-            own, limit = rows(), rounds.wait_limit()
+            own, limit = rows(), coordination.wait_limit()
             self.joint = False
-            rounds.settle(self._name, own, limit)
+            coordination.settle(self._name, own, limit)
 
 
 def _leave() -> None:
     distributed = sys.modules.get("jax._src.distributed")
     if distributed is not None and distributed.global_state.client is not None:
-        from shardrules._sharding import rounds
+        from shardrules._sharding import coordination
 
-        rounds.leave()
+        coordination.leave()
 
 
 def _before_jax_ends() -> None:

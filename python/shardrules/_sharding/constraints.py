@@ -10,10 +10,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
+from shardrules._sharding.leaf_shardings import requested_shardings
 from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import axes_of_type, current_view
 from shardrules._sharding.placement import agreed_shardings, put
-from shardrules._sharding.requests import requested_shardings
 from shardrules._sharding.shardings import manual_axes
 from shardrules._specs import (
     entries_of,

@@ -13,40 +13,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._arguments import MOST
 from shardrules._specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
-__all__ = ["DeviceClasses", "Held", "check_countable", "device_bytes", "held_of"]
+__all__ = ["DeviceClasses", "Held", "device_bytes", "held_of"]
 
-_MOST_DEVICES: Final = 2**24
-# NumPy 1's arrays have no more dimensions.
-_MOST_AXES: Final = 32
-_MOST_INT64: Final = 2**63 - 1
 # A million devices of as many classes, and a thousand ways to cut arrays: half a minute. Four
 # million Python ints, for counts that int64 cannot hold, take 200 MB.
 _MOST_CLASSES: Final = 2**22
 _MOST_WORK: Final = 2**30
-
-
-def check_countable(axis_sizes: Mapping[str, int]) -> None:
-    """That a number for each device fits into memory.
-
-    Raises:
-        ValueError: There are more than 16 million devices, or more than 32 axes.
-    """
-    if len(axis_sizes) > _MOST_AXES:
-        raise ValueError(
-            f"a mesh of {len(axis_sizes):,} axes; bytes are counted for at most {_MOST_AXES} "
-            "dimensions of devices: leave out axes of size 1"
-        )
-    devices = prod(axis_sizes.values())
-    if devices > _MOST_DEVICES:
-        raise ValueError(
-            f"a mesh of {devices:,} devices; bytes are counted for at most {_MOST_DEVICES:,}"
-        )
 
 
 class _Cut(NamedTuple):
@@ -184,7 +163,7 @@ class DeviceClasses:
             counts[held] += count
         most = max((held.most_bits for held in counts), default=0)
         most = max(most, sum(count * held.most for held, count in counts.items()))
-        exact = np.dtype(np.int64 if most <= _MOST_INT64 else object)
+        exact = np.dtype(np.int64 if most <= MOST else object)
         whole = sum(count * held.most for held, count in counts.items() if not held.cuts)
         total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), whole, exact)
         alike: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)

@@ -8,11 +8,10 @@ specs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_type, integer
-from shardrules._words import brief, mesh_shown, shown
+from shardrules._mesh_sizes import check_bounds, checked_sizes
+from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "as_mesh",
     "axes_of_type",
-    "checked_sizes",
     "context_mesh",
     "current_view",
     "has_own_devices",
@@ -31,10 +29,6 @@ __all__ = [
     "local_view",
     "resolve_mesh",
 ]
-
-
-_MOST_DEVICES: Final = 2**31 - 1
-"""JAX gives devices numbers of 32 bits."""
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -48,7 +42,7 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
             device is needed; or None for the context's.
 
     Raises:
-        ValueError: No mesh, a mesh without devices or of more than 2**31 - 1, or two contexts that
+        ValueError: There is no mesh, it has no devices or more than 2**24, or two contexts
             disagree.
         TypeError: `mesh` is something else.
 
@@ -78,7 +72,7 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
         )
     if not mesh.shape or 0 in mesh.shape.values():
         raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
-    _check_devices(mesh.shape)
+    check_bounds(mesh.shape)
     return mesh
 
 
@@ -164,32 +158,6 @@ def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
     if concrete is not None:
         return bool(legacy == concrete)
     return bool(legacy.shape_tuple == current.shape_tuple)
-
-
-def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Devices per axis, as a dict of its own.
-
-    Raises:
-        ValueError: No axes, one with a size below 1, or more than 2**31 - 1 devices.
-        TypeError: A name is no string, or a size no integer.
-    """
-    if not sizes:
-        raise ValueError("a mesh without axes")
-    checked = {}
-    for name, size in sizes.items():
-        check_type("the name of a mesh axis", name, str, "a string")
-        checked[name] = integer(f"the size of the mesh axis {brief(name)}", size, 1)
-    _check_devices(checked)
-    return checked
-
-
-def _check_devices(sizes: Mapping[str, int]) -> None:
-    devices = prod(sizes.values())
-    if devices > _MOST_DEVICES:
-        raise ValueError(
-            f"a mesh of {brief(devices)} devices; it can have at most {_MOST_DEVICES:,}: "
-            "make an axis smaller"
-        )
 
 
 def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction
 from shardrules._sharding.agreement import JointCall
-from shardrules._sharding.listing import canonical_dtype, is_spread, rows_of
-from shardrules._sharding.requests import asks_for_own_devices, requested_shardings
+from shardrules._sharding.leaf_rows import canonical_dtype, is_spread, rows_of
+from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
 from shardrules._words import shown
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._arguments import MOST
-from shardrules._files.dtypes import bits_of
+from shardrules._dtypes import bits_of
 from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
 from shardrules._words import bytes_shown, shown

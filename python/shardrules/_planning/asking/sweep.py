@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
-from shardrules._sharding.device_bytes import check_countable
 from shardrules._words import bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def factorizations(
     names = (*axes, *fixed)
     if not axes or len(set(names)) < len(names):
         raise ValueError(f"the axes of a mesh are names, each once, not {names}")
-    check_countable({"devices": devices})
+    check_bounds({"devices": devices})
     if devices < 1:
         raise ValueError(f"a mesh has at least 1 device, not {devices}")
     each, rest = divmod(devices, prod(fixed.values()))

@@ -17,10 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._files.content import parse_json, read_bytes
-from shardrules._files.errors import FileError
+from shardrules._file_content import parse_json, read_bytes
+from shardrules._file_error import FileError
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
+from shardrules._mesh_sizes import checked_sizes
 from shardrules._planning.columns import Columns
 from shardrules._planning.fold import parts_of
 from shardrules._planning.kinds import Kind
@@ -47,8 +48,6 @@ from shardrules._planning.placing.on_mesh import (
     kind_on_mesh,
 )
 from shardrules._planning.placing.survey import checked_type
-from shardrules._sharding.device_bytes import check_countable
-from shardrules._sharding.mesh import checked_sizes
 from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown
 from shardrules._words import brief, shown
 
@@ -73,7 +72,6 @@ def read_lock(data: bytes, name: str) -> Columns:
             raise ValueError(f"not a lock: its format is not {FORMAT!r}")
         _check_known(content, fields)
         axis_sizes = checked_sizes(_typed(content["mesh"], dict))
-        check_countable(axis_sizes)
         rule_entries = _typed(content["rules"], list)
         leaf_entries = _typed(content["leaves"], list)
     with _errors_at(f"{name}: rules"):

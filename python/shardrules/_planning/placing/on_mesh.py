@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._planning.placing.derive import Derivation, dims_for, dims_shown
-from shardrules._sharding.device_bytes import check_countable, held_of
-from shardrules._sharding.mesh import axes_of_type, checked_sizes
+from shardrules._sharding.device_bytes import held_of
+from shardrules._sharding.mesh import axes_of_type
 from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
 from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._words import nearest
@@ -67,7 +68,7 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
         ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
     """
     sizes = checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
-    check_countable(sizes)
+    check_bounds(sizes)
     return sizes
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardrules._files.dtypes import bits_of
+from shardrules._dtypes import bits_of
 from shardrules._matching.rules import Rules, matcher_of
 from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED

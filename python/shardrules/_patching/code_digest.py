@@ -1,8 +1,8 @@
-"""Whether a library's function is one that tests have compared with ours: by its source.
+"""A digest of a function's code, by which `patch` recognises the functions that tests compared.
 
-A fingerprint is of the function's own syntax and of all that it reaches in its library, functions,
-classes and the classes of its objects. Comments, docstrings, annotations and layout are no part of
-it. Reads and parses some hundred lines; must not know what is replaced.
+It covers the function's own syntax and all that the function reaches in its library: functions,
+classes, and the classes of objects. Comments, docstrings, annotations and layout do not count.
+Parses a few hundred lines. Must not know what is replaced.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import textwrap
 from types import FunctionType
 from typing import Any, Final
 
-__all__ = ["fingerprint"]
+__all__ = ["code_digest"]
 
 _LEFT_OUT: Final = ("annotation", "returns", "type_comment", "type_params", "kind")
 
 
-def fingerprint(function: FunctionType) -> str:
-    """The same for functions that are the same but for how they are written down.
+def code_digest(function: FunctionType) -> str:
+    """16 hex digits of the code that a function runs in its library.
+
+    Functions that differ only in comments, docstrings, annotations or layout have the same digest.
 
     Raises:
         OSError: There is no source to read.
 
     Example:
-        >>> len(fingerprint(fingerprint))
+        >>> len(code_digest(code_digest))
         16
     """
     library = function.__module__.partition(".")[0]

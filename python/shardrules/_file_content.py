@@ -22,15 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._files.errors import FileError
+from shardrules._file_error import FileError
 from shardrules._words import bytes_shown
 
 __all__ = [
-    "first_repeated", "joined", "max_memory", "memory_within", "opened", "parse_json", "read_bytes",
-    "text_of", "unreadable",
+    "DEFAULT_MEMORY", "first_repeated", "joined", "max_memory", "memory_within", "opened",
+    "parse_json", "read_bytes", "text_of", "unreadable",
 ]  # fmt: skip
 
-max_memory: Final = ContextVar("max_memory", default=512 << 20)
+DEFAULT_MEMORY: Final = 512 << 20
+max_memory: Final = ContextVar("max_memory", default=DEFAULT_MEMORY)
 """Bytes that the reading of one file may take beyond the file's own size."""
 
 _CHUNK: Final = 1 << 20

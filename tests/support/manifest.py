@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardrules._dtypes import bits_of
 from shardrules._files.arrays import read_arrays
-from shardrules._files.dtypes import bits_of
 
 __all__ = ["Manifest", "Parameter", "read_manifest"]
 

@@ -1,0 +1,87 @@
+"""The axis sizes of a mesh: from text, from a dict, and the bounds that every mesh must keep.
+
+Costs a look at each axis. Must not know about JAX's meshes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+from shardrules._arguments import check_type, integer
+from shardrules._words import brief
+
+__all__ = ["check_bounds", "checked_sizes", "parse_mesh"]
+
+# A plan has a number for each device: 128 MB for this many. Real meshes have 10,000s of devices.
+_MOST_DEVICES: Final = 2**24
+# NumPy 1's arrays have no more dimensions, and a mesh is an array of devices.
+_MOST_AXES: Final = 32
+_AXIS: Final = re.compile(r"\s*(?P<name>[^=\s]+)\s*=\s*(?P<size>\S+)\s*")
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,1000}")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """{axis: size}, in the order of the text.
+
+    Args:
+        text: For example `dp=8,fsdp=16,tp=4`.
+
+    Raises:
+        ValueError: The text has another form, an axis is there twice, or the sizes are invalid.
+    """
+    if not text.strip():
+        raise ValueError("the mesh is empty; write its axes as dp=8,tp=4")
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis = _AXIS.fullmatch(part)
+        if axis is None:
+            raise ValueError(f"mesh {text!r}: {part!r} is no axis; write its name and size as tp=4")
+        name = axis["name"]
+        if name in sizes:
+            raise ValueError(f"mesh {text!r}: axis {name!r} is there twice; rename or remove one")
+        if not _INTEGER.fullmatch(axis["size"]):
+            raise ValueError(f"mesh {text!r}: the size of {name!r} is no integer; write {name}=4")
+        sizes[name] = int(axis["size"])
+    try:
+        return checked_sizes(sizes)
+    except ValueError as error:
+        raise ValueError(f"mesh {text!r}: {error}") from None
+
+
+def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Devices per axis, as a new dict.
+
+    Raises:
+        ValueError: There are no axes, a size is below 1, or the mesh is out of bounds.
+        TypeError: A name is not a string, or a size not an integer.
+    """
+    if not sizes:
+        raise ValueError("a mesh without axes")
+    checked = {}
+    for name, size in sizes.items():
+        check_type("the name of a mesh axis", name, str, "a string")
+        checked[name] = integer(f"the size of the mesh axis {brief(name)}", size, 1)
+    check_bounds(checked)
+    return checked
+
+
+def check_bounds(sizes: Mapping[str, int]) -> None:
+    """That a mesh has at most 32 axes and 2**24 devices.
+
+    Raises:
+        ValueError: It has more.
+    """
+    if len(sizes) > _MOST_AXES:
+        raise ValueError(
+            f"a mesh of {len(sizes):,} axes; it can have at most {_MOST_AXES}: leave out axes of "
+            "size 1"
+        )
+    devices = prod(sizes.values())
+    if devices > _MOST_DEVICES:
+        raise ValueError(
+            f"a mesh of {brief(devices)} devices; it can have at most {_MOST_DEVICES:,}: "
+            "make an axis smaller"
+        )
