@@ -281,11 +281,11 @@ def test_bad_models_are_told_and_nothing_is_written(small, tmp_path, name, conte
     ("args", "message"),
     [
         (("-m", "tp=4294967296,fsdp=4294967296"), "at most 16,777,216"),
-        (("-m", "tp=0"), "below 1"),
+        (("-m", "tp=0"), "must be an integer from 1"),
         (("-m", "tp=x"), "no integer"),
         (("-m", "tp=2,tp=2"), "twice"),
         (("-m", "tp=2", "--dialect", "nobody"), "no dialect 'nobody'"),
-        (("-m", "tp=2", "--hbm", "lots"), "'lots' is no number of bytes"),
+        (("-m", "tp=2", "--hbm", "lots"), "'lots' is not a number of bytes"),
         (("-m", "tp=2", "--gradients", "F33"), "F33"),
         (("-m", "tp=2", "--optimizer", "magic"), "--optimizer is 'magic'"),
         (("-m", "tp=2", "--format", "xml"), "--format is 'xml'"),

@@ -204,16 +204,16 @@ class TestWhatMayGoWrongInside:
         code, err = self.ended(monkeypatch, capsys, MemoryError("Unable to allocate 8 GiB"))
         assert (code, err) == (
             2,
-            "error: there is not enough memory for this: Unable to allocate 8 GiB\n",
+            "error: out of memory: Unable to allocate 8 GiB\n",
         )
         code, err = self.ended(monkeypatch, capsys, MemoryError())
-        assert (code, err) == (2, "error: there is not enough memory for this\n")
+        assert (code, err) == (2, "error: out of memory\n")
 
     def test_a_bug_is_called_one(self, monkeypatch, capsys):
         code, err = self.ended(monkeypatch, capsys, ZeroDivisionError("a\n0 errors"))
         assert code == 2
         assert err.startswith(
-            r"error: ZeroDivisionError: a\u000a0 errors: this is a bug of shardrules"
+            r"error: ZeroDivisionError: a\u000a0 errors: this is a bug in shardrules"
         )
         assert err.count("\n") == 1
 
@@ -245,13 +245,13 @@ CONTRADICTIONS = [
     (["sweep", "--devices", "-8", "--axes", "tp"], "--devices"),
     (["sweep", "-m", "tp=2", "--most", "-3"], "--most"),
     (["sweep", "-m", "tp=2", "--most", "0"], "--most"),
-    (["sweep", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is below 0"),
+    (["sweep", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is negative"),
     (["sweep", "-m", "tp=2", "-m", "tp=0"], "it must be an integer from 1"),
     (["sweep", "-m", "tp=2", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
-    (["plan", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is below 0"),
+    (["plan", "-m", "tp=2", "--hbm", "-5GB"], "'-5GB' is negative"),
     (["plan", "-m", "tp=2", "--hbm", "0"], "--hbm is '0'"),
-    (["plan", "-m", "tp=2", "--hbm", "nan"], "'nan' is no number of bytes"),
-    (["plan", "-m", "tp=2", "--hbm", "inf"], "'inf' is no number of bytes"),
+    (["plan", "-m", "tp=2", "--hbm", "nan"], "'nan' is not a number of bytes"),
+    (["plan", "-m", "tp=2", "--hbm", "inf"], "'inf' is not a number of bytes"),
     (["plan", "-m", "tp=2", "--min-size", "-1"], "--min-size"),
     (["plan", "-m", "tp=2", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
     (["plan", "-m", "tp=2", "--optimizer", "sgd", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
@@ -261,7 +261,7 @@ CONTRADICTIONS = [
     (["plan", "-m", "tp=-1"], "it must be an integer from 1"),
     (["plan", "-m", "tp=nan"], "no integer"),
     (["plan", "-m", "tp=inf"], "no integer"),
-    (["check", "-m", "tp=2", "--large", "-1"], "'-1' is below 0"),
+    (["check", "-m", "tp=2", "--large", "-1"], "'-1' is negative"),
     (["check", "-m", "tp=2", "--head-dim", "0"], "--head-dim"),
     (["check", "-m", "tp=2", "--level", "dead=off", "--level", "dead=error"], "gives 'dead' two levels"),
     (["check", "-m", "tp=2", "--no-such-option"], "No such option"),

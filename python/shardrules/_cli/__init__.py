@@ -1,6 +1,6 @@
 """The command line: `shardrules plan | check | explain | sweep | diff | demo`.
 
-Reads what it is given, makes a plan, and shows it. typer and rich come with the extra `[cli]`, and
+Reads a model and rules, makes a plan, and shows it. typer and rich come with the extra `[cli]`, and
 are imported when a command runs. Must not decide anything about a sharding.
 """
 
@@ -14,8 +14,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The entry point of `shardrules`; `_cli/process.py` has the exit codes."""
-    # numpy's BLAS would start a thread for each core, and a plan multiplies no matrices.
+    """The entry point of `shardrules`. The exit codes are in `_cli/process.py`."""
+    # Else numpy's BLAS would start a thread for each core; a plan multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     exit_with(_run)
 

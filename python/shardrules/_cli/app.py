@@ -1,4 +1,4 @@
-"""The commands and their options. Each loads a plan, asks it one thing, and shows the answer.
+"""The commands and their options. Each command loads a plan, asks one question, shows the answer.
 
 Must not know how anything is decided or drawn.
 """
@@ -29,6 +29,7 @@ from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._files.rules import DIALECTS
+from shardrules._matching.dialects import EFORMER
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.asking.findings import LEVELS, Level
 from shardrules._planning.asking.sweep import Sweep
@@ -41,48 +42,62 @@ _P = ParamSpec("_P")
 _MAX_MEMORY = f"{DEFAULT_MEMORY >> 20}MiB"
 _MOST_BARS = 40
 _MOST_FALLBACKS = 5
-# Of whichever click typer is built on.
+# The class of the click that typer is built on.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="See, check and budget how every array of a JAX model is sharded, without a device.",
+    help="Plan, check and budget the sharding of a JAX model's arrays, without a device.",
 )
 
 Source = Annotated[
     str,
     typer.Argument(
-        help="The model: a safetensors file, index or directory, an orbax checkpoint, a JSON "
-        "manifest (also .gz; - is standard input), or package.module:function that returns a tree."
+        help="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
+        "manifest, also gzipped; - for a manifest on standard input; or package.module:function, "
+        "which returns a tree."
     ),
 ]
 RulesFile = Annotated[
-    str, typer.Option("--rules", "-r", help="Rules: TOML, JSON, or package.module:NAME.")
+    str,
+    typer.Option("--rules", "-r", help="The rules: a TOML or JSON file, or package.module:NAME."),
 ]
-Mesh = Annotated[str, typer.Option("--mesh", "-m", help="Devices per axis: dp=8,fsdp=16,tp=4.")]
+Mesh = Annotated[
+    str, typer.Option("--mesh", "-m", help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
+]
 DialectName = Annotated[
-    str | None, typer.Option("--dialect", help=f"Semantics: {', '.join(sorted(DIALECTS))}.")
+    str | None,
+    typer.Option(
+        "--dialect",
+        help=f"Semantics of the rules: {', '.join(sorted(DIALECTS))}. Default: the rule file's "
+        f"dialect, or else {EFORMER.name}.",
+    ),
 ]
-MinSize = Annotated[int, typer.Option(min=0, help="Leaves with fewer elements are replicated.")]
+MinSize = Annotated[int, typer.Option(min=0, help="Replicate leaves with fewer elements.")]
 MaxMemory = Annotated[
     str,
-    typer.Option(help="Memory that reading a file may take beyond the file's own size: 2GB."),
+    typer.Option(help="Maximum memory for reading a file, beyond the file's size, such as 2GB."),
 ]
 NoFallbacks = Annotated[
     bool,
     typer.Option(
-        "--no-fallbacks", help="Refuse patterns that backtracking `re` has to match, path by path."
+        "--no-fallbacks",
+        help="Refuse patterns that only Python's backtracking `re` can match, path by path.",
     ),
 ]
 Gradients = Annotated[
-    str | None, typer.Option(help="Count gradients of this dtype, or 'same' as the parameters.")
+    str | None,
+    typer.Option(help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
 ]
-Optimizer = Annotated[str | None, typer.Option(help=f"Count its state: {', '.join(MOMENTS)}.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}. Default: none."),
+]
 OptimizerDtype = Annotated[
     str | None, typer.Option(help="The dtype of the optimizer's moments. Default: float32.")
 ]
-Hbm = Annotated[str | None, typer.Option(help="Memory of a device: 96GB, 80GiB.")]
+Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
 
 
 def run() -> int:
@@ -90,14 +105,14 @@ def run() -> int:
     try:
         return app(standalone_mode=False) or 0
     except _UsageError as error:
-        # Typer has shown the help already to who gives no arguments.
+        # Without arguments typer has shown the help already.
         if len(sys.argv) > 1:
-            note(f"error: {printable(error.format_message())}; --help has what there is")
+            note(f"error: {printable(error.format_message())}; see --help")
         return FAILED
 
 
 def _ended(command: Callable[_P, None]) -> Callable[_P, None]:
-    """The command, ended by whatever goes wrong with that exit code, which typer would not know."""
+    """The command; whatever it raises becomes its exit code, which typer would not choose."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -125,11 +140,13 @@ def plan_command(
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
     hbm: Hbm = None,
-    format_: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
-    lock: Annotated[Path | None, typer.Option(help="Write a lockfile.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report: one file, offline.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
+    lock: Annotated[Path | None, typer.Option(help="Write a lockfile to this path.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write an HTML report to this path; it works offline.")
+    ] = None,
 ) -> None:
-    """What every array gets, and what that costs on each device."""
+    """Show the spec of every array, and its bytes on each device."""
     _one_of("--format", format_, ("text", "json"))
     memory = _memory(hbm)
     counted = {
@@ -142,13 +159,13 @@ def plan_command(
     )
     plan = planned.plan
     held = plan.bytes_per_device(**counted)
-    # What cannot be made leaves no part of the rest behind.
+    # Made before anything is written: a failure leaves no file behind.
     report = None if html is None else _report(planned, memory, counted)
     if lock is not None:
         plan.lock(lock)
     if html is not None and report is not None:
         write_text(html, report)
-        note(printable(f"{html}: one file that works offline"))
+        note(printable(f"{html}: a report in one file, which works offline"))
     if format_ == "json":
         print(plan_json(plan, held, memory))
         return
@@ -168,20 +185,25 @@ def check(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
-    format_: Annotated[str, typer.Option("--format", help="text, json or github.")] = "text",
-    fail_on: Annotated[str, typer.Option(help="error, warning, info or never.")] = "error",
+    format_: Annotated[
+        str, typer.Option("--format", help="Output format: text, json or github.")
+    ] = "text",
+    fail_on: Annotated[
+        str,
+        typer.Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
+    ] = "error",
     large: Annotated[
         str, typer.Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
     ] = "16MiB",
     replicated: Annotated[
         list[str] | None,
-        typer.Option(help="A pattern of paths that are meant to be replicated; repeatable."),
+        typer.Option(help="Pattern of paths that are replicated on purpose; repeatable."),
     ] = None,
     optional_axes: Annotated[
-        str | None, typer.Option(help="Mesh axes that rules name and a mesh may lack: sp,ep.")
+        str | None, typer.Option(help="Mesh axes that a mesh may lack, such as sp,ep.")
     ] = None,
     data_axes: Annotated[
-        str | None, typer.Option(help="Mesh axes that cut batches alone, and no leaf: dp.")
+        str | None, typer.Option(help="Mesh axes that shard only batches, such as dp.")
     ] = None,
     head_dim: Annotated[
         int | None,
@@ -191,17 +213,20 @@ def check(
         ),
     ] = None,
     level: Annotated[
-        list[str] | None, typer.Option(help="Another level: dead=off, siblings=error; repeatable.")
+        list[str] | None,
+        typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
     ] = None,
 ) -> None:
-    """The coverage contract: exits with 1 if something is replicated or ignored silently."""
+    """Find mistakes in the rules. Exits with 1 if there are findings of the level --fail-on."""
     _one_of("--format", format_, ("text", "json", "github"))
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
     size, levels = byte_count(large), _levels(level or ())
-    told = Declared(tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes)))
+    declared = Declared(
+        tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes))
+    )
     planned = _load(
         source, rules, mesh, dialect, min_size,
-        max_memory=max_memory, no_fallbacks=no_fallbacks, told=told,
+        max_memory=max_memory, no_fallbacks=no_fallbacks, declared=declared,
     )  # fmt: skip
     findings = planned.plan.check(
         **planned.rules.declared._asdict(),
@@ -223,7 +248,7 @@ def check(
 @_ended
 def explain(
     source: Source,
-    path: Annotated[str, typer.Argument(help="The array's path.")],
+    path: Annotated[str, typer.Argument(help="The path of the array.")],
     rules: RulesFile,
     mesh: Mesh,
     dialect: DialectName = None,
@@ -231,7 +256,7 @@ def explain(
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
 ) -> None:
-    """Why one array gets what it gets: each rule that matches, and each correction."""
+    """Explain the spec of one array: the rules that match it, and each correction."""
     planned = _load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
     )
@@ -244,12 +269,15 @@ def sweep(
     source: Source,
     rules: RulesFile,
     mesh: Annotated[
-        list[str] | None, typer.Option("--mesh", "-m", help="A mesh to try; repeatable.")
+        list[str] | None, typer.Option("--mesh", "-m", help="A mesh to compare; repeatable.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Try all meshes of so many devices.")
+        int | None, typer.Option(min=1, help="Compare all meshes of this many devices.")
     ] = None,
-    axes: Annotated[str | None, typer.Option(help="Their axes: fsdp,tp,sp=1.")] = None,
+    axes: Annotated[
+        str | None,
+        typer.Option(help="Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."),
+    ] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
@@ -258,9 +286,9 @@ def sweep(
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
     hbm: Hbm = None,
-    most: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 20,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
 ) -> None:
-    """One set of rules on many meshes: what fits, those with the fewest bytes first."""
+    """Compare meshes for one set of rules, sorted by bytes per device."""
     if mesh:
         _refuse("the meshes are those of --mesh", {"--devices": devices, "--axes": axes})
     elif devices is None or axes is None:
@@ -289,16 +317,16 @@ def sweep(
 @app.command()
 @_ended
 def diff(
-    before: Annotated[str, typer.Argument(help="A lockfile, or a model.")],
-    after: Annotated[str, typer.Argument(help="A lockfile, or a model.")],
-    rules: Annotated[str | None, typer.Option("--rules", "-r", help="For models.")] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", "-m", help="For models.")] = None,
+    before: Annotated[str, typer.Argument(help="A lockfile or a model.")],
+    after: Annotated[str, typer.Argument(help="A lockfile or a model.")],
+    rules: Annotated[str | None, typer.Option("--rules", "-r", help="Rules for models.")] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", "-m", help="Mesh for models.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
 ) -> None:
-    """What differs between two plans: exits with 1 if anything does."""
+    """Show the differences between two plans. Exits with 1 if there are any."""
     if is_lock(before) and is_lock(after):
         given = {
             "--rules": rules,
@@ -321,24 +349,24 @@ def diff(
 @app.command()
 @_ended
 def demo() -> None:
-    """DeepSeek-V3 meets real rules: the plan, the finding, the fix, the bytes, the report."""
+    """Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
     from shardrules.demo import main
 
     raise typer.Exit(main())
 
 
 def _axes(text: str) -> tuple[list[str], dict[str, int]]:
-    """The names of fsdp,tp,sp=1, and the sizes of those that have one."""
+    """The axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
     parts = _names(text)
     names = [part for part in parts if "=" not in part]
     fixed = ",".join(part for part in parts if "=" in part)
     if text and not names:
-        raise ValueError(f"--axes {text!r}: name an axis without a size, whose sizes are tried")
+        raise ValueError(f"--axes {text!r}: give at least one axis without a size")
     return names, parse_mesh(fixed) if fixed else {}
 
 
 def _names(text: str | None) -> list[str]:
-    """The parts of a list with commas."""
+    """The parts of a text with commas."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
@@ -350,14 +378,14 @@ def _load(source: str, *args: Any, max_memory: str, **options: Any) -> Planned:
 
 
 def _tell_fallbacks(fallbacks: Collection[str]) -> None:
-    """Names what costs more than the automaton, and may take however long."""
+    """Notes for the patterns that cost more than the automaton, without a bound on time."""
     lines = [f"note: `re`, not the automaton, evaluates {one}" for one in fallbacks]
     for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
         note(printable(line))
 
 
 def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> str:
-    """The report, with all that is counted beside the parameters in each of its numbers."""
+    """The HTML report; its numbers include the gradients and moments in `counted`."""
     plan = planned.plan
     findings = plan.check(**planned.rules.declared._asdict())
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
@@ -368,7 +396,7 @@ def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> st
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
-    """That nothing is written over what is read, or over something else that is written."""
+    """That no output replaces an input or another output."""
     taken = {os.path.realpath(name): name for name in read}
     for option, path in written.items():
         if path is None:
@@ -386,7 +414,7 @@ def _moments(optimizer: str | None, dtype: str | None) -> tuple[str, ...] | None
     if optimizer is not None:
         _one_of("--optimizer", optimizer, tuple(MOMENTS))
     if not MOMENTS.get(optimizer or ""):
-        _refuse("no --optimizer with moments is counted", {"--optimizer-dtype": dtype})
+        _refuse("--optimizer names no optimizer with moments", {"--optimizer-dtype": dtype})
     return None if optimizer is None else (numpy_name(dtype or "float32"),) * MOMENTS[optimizer]
 
 
@@ -412,7 +440,7 @@ def _levels(texts: Iterable[str]) -> dict[Any, Any]:
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:
-    """That none of these options is given, which would be ignored."""
+    """That none of these options is given, since they would be ignored."""
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ValueError(f"{why}, so leave out {', '.join(given)}")

@@ -1,6 +1,6 @@
-"""From the words of a command line to a plan. Costs what reading and planning cost.
+"""From the arguments of a command line to a plan. Costs what reading and planning cost.
 
-Must not print: what is wrong with the input is an exception.
+Must not print: wrong input raises an exception.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["MOMENTS", "Planned", "byte_count", "is_lock", "load_plan", "load_side"]
 
 _NOTHING: Final = Declared()
-# Optimizers by the moments that they keep, each of the parameters' shapes.
+# Optimizers, with the number of moments that each keeps per parameter.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                  "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 class Planned(NamedTuple):
-    """A plan and what it was made from."""
+    """A plan with the model and the rules that it was made from."""
 
     plan: Plan
     model: str
     rules: RuleFile
     fallbacks: tuple[str, ...]
-    """The patterns that `re` evaluates, and why; a line for each."""
+    """A line for each pattern that `re` evaluates, with the reason."""
 
 
 def load_plan(
@@ -49,31 +49,31 @@ def load_plan(
     min_size: int,
     *,
     no_fallbacks: bool,
-    told: Declared = _NOTHING,
+    declared: Declared = _NOTHING,
 ) -> Planned:
-    """The plan that a command is about.
+    """The plan of a model under rules on a mesh.
 
     Args:
         source: A file of arrays, or `package.module:function` that returns a tree.
         rules: A rule file, or `package.module:NAME`.
-        mesh: Such as dp=8,tp=4.
-        dialect: A dialect's name; the rule file's own, or eformer, unless given.
+        mesh: Axis sizes, such as dp=8,tp=4.
+        dialect: The name of a dialect. Default: the rule file's dialect, or else eformer.
         min_size: As in `plan`.
         no_fallbacks: Whether a pattern that `re` has to evaluate is an error.
-        told: What is declared beside what the rule file declares.
+        declared: Declarations beside those of the rule file.
 
     Raises:
-        FileError, ValueError, TypeError: Something is wrong with one of them.
+        FileError, ValueError, TypeError: One of the arguments is invalid.
     """
     axis_sizes = parse_mesh(mesh)
     chosen = None if dialect is None else _dialect_of(dialect)
     loaded = read_rules(rules, chosen)
-    loaded = loaded._replace(declared=loaded.declared.also(told))
+    loaded = loaded._replace(declared=loaded.declared.also(declared))
     fallbacks = tuple(dict.fromkeys(_fallbacks(loaded)))
     if fallbacks and no_fallbacks:
         raise FileError(
             f"{rules}: --no-fallbacks, but the automaton cannot evaluate {'; '.join(fallbacks)}: "
-            "write it without, or leave --no-fallbacks out"
+            "rewrite the pattern, or leave out --no-fallbacks"
         )
     name, tree = _tree(source, loaded.rules)
     return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded, fallbacks)
@@ -82,10 +82,10 @@ def load_plan(
 def load_side(
     text: str, rules: str | None, mesh: str | None, **options: Any
 ) -> tuple[Plan, tuple[str, ...]]:
-    """One side of a diff: a lock, or a model for which rules and a mesh are given; its fallbacks.
+    """The plan and the fallbacks of one side of a diff: a lock, or a model with rules and a mesh.
 
     Raises:
-        As `load_plan`; and FileError if a model comes without rules or a mesh.
+        As `load_plan`. FileError if a model comes without rules or a mesh.
     """
     if is_lock(text):
         return Plan.from_lock(Path(text)), ()
@@ -107,7 +107,7 @@ def _dialect_of(name: str) -> Dialect:
     """The dialect of this name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such dialect.
     """
     if name.lower() not in DIALECTS:
         raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(DIALECTS))}")
@@ -115,19 +115,19 @@ def _dialect_of(name: str) -> Dialect:
 
 
 def byte_count(text: str) -> int:
-    """Bytes of 96GB, 80GiB or 1000000.
+    """The number of bytes that a text such as 96GB, 80GiB or 1000000 means.
 
     Raises:
-        ValueError: It is no such text, or below 0.
+        ValueError: The text has another form, or the number is negative.
     """
     digits = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(digits) :].strip().upper()
     try:
         count = int(float(digits) * _UNITS["" if unit == "B" else unit])
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no number of bytes, such as 96GB or 80GiB") from None
+        raise ValueError(f"{text!r} is not a number of bytes; write it as 96GB or 80GiB") from None
     if count < 0:
-        raise ValueError(f"{text!r} is below 0; write a number of bytes, such as 96GB or 80GiB")
+        raise ValueError(f"{text!r} is negative; write a number of bytes, such as 96GB or 80GiB")
     return count
 
 

@@ -1,8 +1,7 @@
 """The process around a command: its streams, its signals and its exit code.
 
-0 is success, 1 findings or differences, 2 whatever else went wrong, and 128 + N the signal N, as
-shells have it; a reader that has left is SIGPIPE. Costs a few system calls. Must not know what
-commands do.
+Exit codes: 0 is success; 1 findings or differences; 2 any error; 128 + N an end by signal N, as in
+shells. A closed pipe counts as SIGPIPE. Costs a few system calls. Must not know what commands do.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardrules._printable import printable
 __all__ = ["FAILED", "code_of", "exit_with", "note"]
 
 FAILED: Final = 2
-"""The exit code of whatever has no result."""
+"""The exit code of a command that has no result."""
 _OF_SIGNALS: Final = 128
 _SIGPIPE: Final = 13
 # Windows has no SIGHUP.
@@ -32,17 +31,17 @@ _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, Recu
 
 
 class _EndedError(BaseException):
-    """A signal that ends the process; as an exception it lets `finally` clauses run.
+    """A signal that ends the process, as an exception, so that `finally` clauses run.
 
-    No SystemExit: that of a module of the user's is a mistake there.
+    It is not a SystemExit, because a user's module that raises SystemExit is reported as an error.
     """
 
 
 def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Runs the command line and exits with the code that it returns, or that its end has."""
+    """Runs the command and exits with the code that it returns, or that of its exception."""
     _open_streams()
     for number in _ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignoring stays
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it stays ignored
             signal.signal(number, _end)
     try:
         code = command()
@@ -50,17 +49,17 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
     except BaseException as error:
         code = code_of(error)
     for number in (signal.SIGINT, *_ENDING):
-        signal.signal(number, signal.SIG_DFL)  # from here on there is nothing to tidy
-    _drop_what_is_not_taken()
+        signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
+    _drop_unwritten()
     sys.exit(code)
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of what has ended a command, of which a line on stderr tells.
+    """The exit code for an exception that ended a command; prints a line about an error to stderr.
 
-    In Python's development mode (PYTHONDEVMODE=1) the traceback stands above it.
+    In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
     """
-    if isinstance(error, BrokenPipeError | SystemExit):  # rich and typer make the one the other
+    if isinstance(error, BrokenPipeError | SystemExit):  # which rich or typer makes of it
         return _OF_SIGNALS + _SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         return _OF_SIGNALS + signal.SIGINT
@@ -68,27 +67,27 @@ def code_of(error: BaseException) -> int:
         return _OF_SIGNALS + int(error.args[0])
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
-    note(f"error: {_told(error)}")
+    note(f"error: {_message(error)}")
     return FAILED
 
 
 def note(text: str) -> None:
-    """Writes a line to stderr, which may be full: that is no reason to fail."""
+    """Writes a line to stderr. A stderr that takes no text is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr)
 
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, FileError | re.error):  # printable, and perhaps with lines of their own
+def _message(error: BaseException) -> str:
+    if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
     if isinstance(error, MemoryError):
-        return printable(f"there is not enough memory for this: {error}".removesuffix(": "))
+        return printable(f"out of memory: {error}".removesuffix(": "))
     if isinstance(error, _BAD_INPUT):
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         return printable(str(text))
     return printable(
-        f"{type(error).__name__}: {error}: this is a bug of shardrules; please report it, with "
-        "the traceback that PYTHONDEVMODE=1 shows"
+        f"{type(error).__name__}: {error}: this is a bug in shardrules; please report it with the "
+        "traceback, which PYTHONDEVMODE=1 shows"
     )
 
 
@@ -97,9 +96,9 @@ def _end(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """What is closed becomes the null device, lest the next file that is opened takes its place.
+    """Replaces closed streams by the null device, and escapes what a stream's encoding lacks.
 
-    And what a stream's encoding lacks is written as an escape.
+    Else the next file that is opened would get the number of the closed stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -109,8 +108,8 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_what_is_not_taken() -> None:
-    """Text that a stream does not take would be an error once more when Python ends."""
+def _drop_unwritten() -> None:
+    """Drops text that a stream does not take: Python would report it once more at its end."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,6 +1,6 @@
-"""Plans, sweeps and explanations on a terminal: rich tables for people, plain text for pipes.
+"""Plans, findings and sweeps as output: rich tables on a terminal, plain text in a pipe.
 
-Costs rich's import where somebody looks at it. Must not know where a plan comes from.
+Imports rich only for a terminal. Must not know where a plan comes from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on a terminal that something is under way, as long as it is."""
+    """Shows a spinner with this text on a terminal while the body runs."""
     if not sys.stderr.isatty():
         yield
         return
@@ -40,7 +40,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def show_plan(plan: Plan) -> None:
-    """The heading and all folded paths."""
+    """Prints the heading and all folded paths."""
     if not sys.stdout.isatty():
         print(repr(plan))
         return
@@ -62,7 +62,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_findings(findings: Findings) -> None:
-    """All of them, and how many there are."""
+    """Prints all findings and their number."""
     if not sys.stdout.isatty():
         print(findings)
         return
@@ -79,7 +79,7 @@ def show_findings(findings: Findings) -> None:
 
 
 def show_sweep(found: Sweep, most: int) -> None:
-    """The first rows."""
+    """Prints the first `most` rows."""
     if not sys.stdout.isatty():
         print(Sweep(found[:most]))
         return
@@ -103,9 +103,12 @@ def show_sweep(found: Sweep, most: int) -> None:
 
 
 def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
-    """The plan for programs: an object with a row for each folded path.
+    """The plan as a JSON object, with a row for each folded path.
 
-    With the memory of a device it says whether the plan fits.
+    Args:
+        plan: The plan.
+        held: Its bytes on each device.
+        memory: Bytes of one device's memory, for the key "fits". None for no such key.
     """
     leaves = [
         {
@@ -138,7 +141,7 @@ def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
 
 
 def _plain(line: str) -> Any:
-    """A line in which brackets are brackets, and which may be folded before any character."""
+    """The line as rich text, without markup or emoji codes."""
     from rich.text import Text
 
     return Text(printable(line).replace("::", r"\u003a:"))
