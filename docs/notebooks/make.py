@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 CELLS = [
     """# A plan in a notebook
 
-A plan decides what every array of a model gets on a mesh, before any device is touched. This
-model has four layers; its arrays are shapes alone.""",
+A plan decides the sharding of every array of a model on a mesh, without any device. This
+model has four layers. Its arrays are abstract: they have only shapes and dtypes.""",
     """
 import jax
 
@@ -41,14 +41,14 @@ rules = [
 plan = sr.plan(params, rules, {"fsdp": 8, "tp": 16})
 plan
 """,
-    """The table above is the plan's `_repr_html_`: the rows with most bytes first, siblings folded.
+    """The table is the plan's `_repr_html_`. The largest rows come first; siblings are folded.
 
-`check` lists what is wrong. The rules forget the embedding and `up`, which the last rule
-replicates silently, and `wk` does not divide by 16.""",
+`check` lists mistakes. No rule is for the embedding and `up`, so the last rule silently
+replicates them. And 16 does not divide a dimension of `wk`.""",
     "print(plan.check())",
-    "Why does a single array get what it gets?",
+    "`explain` gives the reasons for one array.",
     'print(plan.explain("layers/3/wk/kernel"))',
-    "Two rules mend the first finding. Norms are meant to be replicated, so they are declared.",
+    "Two more rules fix the first finding. Norms are replicated on purpose, so we declare them.",
     """
 better = sr.plan(
     params,
@@ -57,19 +57,19 @@ better = sr.plan(
 )
 print(better.check(replicated=["norm"]))
 """,
-    "What has changed, and what each device holds when training with Adam:",
+    "`diff` lists the changes. `bytes_per_device` counts the bytes for training with Adam:",
     """
 print(plan.diff(better))
 print()
 print(better.bytes_per_device(gradients="bfloat16", optimizer=("float32", "float32")))
 """,
-    """The same leaves and rules on all meshes of 128 devices, of 100 MB each. The tree is not
-walked again.""",
+    """`sweep` compares all meshes of 128 devices with 100 MB each. It does not walk the tree
+again.""",
     """
 print(better.sweep(hbm=100 * 10**6, gradients="bfloat16", optimizer=("float32", "float32")))
 """,
-    """`plan.to_html("plan.html")` writes the whole report as one file that works offline, and
-`plan.lock("plan.lock")` a text to keep under version control.""",
+    """`plan.to_html("plan.html")` writes a report in one file, which works offline.
+`plan.lock("plan.lock")` writes a text file to keep under version control.""",
 ]
 
 
