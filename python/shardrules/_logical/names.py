@@ -1,4 +1,4 @@
-"""What logical axis names and rules are: checked, and in the form that the rest works with.
+"""Logical axis names and rules, checked and in the form that the rest of the package uses.
 
 Pure functions. Must not know how rules are resolved.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._specs import entries_of, is_partition_spec
+from shardrules._specs import entries_of, is_partition_spec, partition_spec, with_entries
 from shardrules._words import shown
 
 if TYPE_CHECKING:
-    LogicalRules = Iterable[tuple[str, Any]]
+    from jax.sharding import PartitionSpec
 
-__all__ = ["check_rules", "last_wins", "logical_names"]
+__all__ = ["check_rules", "last_wins", "logical_names", "spec_of_names"]
 
 
-def last_wins(rules: LogicalRules) -> dict[Any, Any]:
+def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
     """Rules as a dict from logical name to mesh axes.
 
     Raises:
-        ValueError: A rule is not of length two, or is a string, even one of length two.
-        TypeError: A rule is no tuple or list, or its name cannot be hashed.
+        ValueError: A rule is a string, or its length is not two.
+        TypeError: A rule is not a tuple or list, or its name is not hashable.
 
     Example:
         >>> last_wins([("embed", "tp"), ("embed", None)])
@@ -33,13 +33,13 @@ def last_wins(rules: LogicalRules) -> dict[Any, Any]:
         try:
             return dict(listed)
         except (TypeError, ValueError):
-            pass  # which rule it is is found below
+            pass  # the error below names the rule
     check_rules(listed, ".items()" if isinstance(rules, dict) else "")
     return dict(listed)
 
 
 def check_rules(rules: Iterable[Any], instead: str = "") -> None:
-    """That each rule is a pair with a name that can be looked up.
+    """That each rule is a pair with a hashable name.
 
     Raises:
         ValueError, TypeError: As `last_wins`.
@@ -66,7 +66,7 @@ def logical_names(names: Any) -> tuple[Any, ...]:
     """The entries of a tuple, list or PartitionSpec of logical axis names.
 
     Raises:
-        TypeError: Something else, such as a string, whose letters would be taken for names.
+        TypeError: It is something else, such as a string, whose letters would count as names.
     """
     if type(names) is tuple:  # most are
         return names
@@ -78,3 +78,8 @@ def logical_names(names: Any) -> tuple[Any, ...]:
             "dimension, such as ('embed', None)"
         )
     return tuple(names)
+
+
+def spec_of_names(names: Any, entries: Iterable[Any]) -> PartitionSpec:
+    """The PartitionSpec of these entries, with the unreduced and reduced axes of `names`."""
+    return with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)

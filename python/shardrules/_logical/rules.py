@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_type
 from shardrules._core import LogicalRules
-from shardrules._logical.names import check_rules, last_wins, logical_names
+from shardrules._logical.names import check_rules, last_wins, logical_names, spec_of_names
 from shardrules._printable import printable_lines
-from shardrules._specs import is_partition_spec, is_unconstrained, partition_spec, with_entries
+from shardrules._specs import is_unconstrained
 from shardrules._words import shown
 
 if TYPE_CHECKING:
@@ -197,9 +197,7 @@ class Outcome(NamedTuple):
     def spec(self, names: Any) -> PartitionSpec:
         """The PartitionSpec, unassigned names unsharded, with the unreduced axes of `names`."""
         entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
-        return (
-            with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
-        )
+        return spec_of_names(names, entries)
 
     def explained(self) -> str:
         """A line for each dimension, below it one for each rule that lost it, and to whom."""

@@ -205,7 +205,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
             ValueError: JAX refuses: an axis that the mesh does not have, or that does not divide.
             AssertionError: The mesh's axes are Explicit, and the value is not sharded like that.
         """
-        if not apply_constraint or (self.mesh is None and not global_mesh_defined()):
+        if not (apply_constraint and self._has_mesh()):
             return self.value  # type: ignore[no-any-return]
         sharding: Any = self.get_partition_spec()
         if self.mesh is not None:
@@ -269,6 +269,9 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         known = {**metadata, "names": metadata["out_sharding"]}
         return cls(**{key: value for key, value in known.items() if key in fields})
 
+    def _has_mesh(self) -> bool:
+        return self.mesh is not None or global_mesh_defined()
+
     def _get_partition_name(self, params: dict[Any, Any]) -> Any:
         if PARTITION_NAME not in params:
             raise _unspecified()(self)
@@ -290,10 +293,15 @@ def with_partitioning(
         >>> init(jax.random.key(0), (2, 4)).names
         (None, 'tp')
     """
+    return boxing(fn, lambda value: Partitioned(value, names, mesh=mesh))
+
+
+def boxing(fn: Callable[..., Any], box: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function, with its result in the box that `box` makes."""
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Partitioned[Any]:
-        return Partitioned(fn(*args, **kwargs), names, mesh=mesh)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return box(fn(*args, **kwargs))
 
     return wrapper
 

@@ -7,7 +7,7 @@ docs/migration/flax.md lists the differences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._logical.context import (
@@ -16,18 +16,17 @@ from shardrules._logical.context import (
     set_logical_axis_rules,
 )
 from shardrules._logical.flax import loaded
-from shardrules._logical.names import last_wins, logical_names
+from shardrules._logical.names import last_wins, logical_names, spec_of_names
 from shardrules._logical.rules import resolve_core
 from shardrules._sharding.mesh import axes_of_type, context_mesh
-from shardrules._specs import is_partition_spec, partition_spec, with_entries
+from shardrules._specs import is_partition_spec
 from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
+    from shardrules._logical.context import LogicalRulesLike as LogicalRules
     from shardrules._sharding.mesh import AnyMesh
-
-    LogicalRules = Sequence[tuple[str, Any]]
 
 __all__ = [
     "apply_rules",
@@ -98,10 +97,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
     """
 
     def mapped(names: Any) -> PartitionSpec:
-        entries = [f(entry) for entry in logical_names(names)]
-        return (
-            with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
-        )
+        return spec_of_names(names, [f(entry) for entry in logical_names(names)])
 
     return _with_spec(mapped, sharding)
 

@@ -7,7 +7,6 @@ are resolved once for each list. Must not know how rules are resolved.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +28,13 @@ from shardrules._logical.trees import (
     named_sharding,
 )
 from shardrules._specs import is_partition_spec
-from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
+from shardrules.compat.flax_core_meta import Partitioned, boxing, global_mesh_defined
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from shardrules._logical.context import LogicalRulesLike
-
-    LogicalNames = tuple[str | None, ...]
+    from shardrules.compat.flax_core_meta import LogicalNames
 
 __all__ = [
     "LogicallyPartitioned",
@@ -184,7 +182,7 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """The value, constrained by its logical names if there is a mesh."""
-        if not apply_constraint or (self.mesh is None and not global_mesh_defined()):
+        if not (apply_constraint and self._has_mesh()):
             return self.value
         return with_logical_constraint(
             self.value, self.get_partition_spec(), rules=self.rules, mesh=self.mesh
@@ -223,12 +221,7 @@ def with_logical_partitioning(
         >>> init(jax.random.key(0), (2, 4)).names
         (None, 'embed')
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
-        return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
-
-    return wrapper
+    return boxing(fn, lambda value: LogicallyPartitioned(value, names, mesh=mesh, rules=rules))
 
 
 def _leaves_by_path(tree: Any) -> list[tuple[str, Any, None]]:
