@@ -1,4 +1,4 @@
-"""Specs on meshes: correction, NamedShardings, placed arrays, constraints, the mesh of a context.
+"""Specs on meshes: corrections, NamedShardings, placed arrays, constraints, contexts' meshes.
 
 Must not know how a rule is matched.
 """

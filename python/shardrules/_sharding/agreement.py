@@ -1,6 +1,7 @@
-"""Calls that several processes make together: each one agrees on it first, or all have an error.
+"""Calls that several processes make together: all agree on the call, or all get an error.
 
-Costs a microsecond or two in one process. Must not know what is agreed on, nor how processes talk.
+Costs a microsecond or two in one process. Must not know what the processes agree on, nor how they
+communicate.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ __all__ = ["JointCall"]
 
 
 class JointCall:
-    """What one process does of a call that all make: in the `with`, up to the agreement.
+    """A context manager for one process's part of a joint call, up to the agreement.
 
-    Whatever is raised in it, SystemExit and KeyboardInterrupt too, becomes an error in the other
-    processes, unless `alone` or `agree` was called before.
+    Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
+    processes, unless `alone` or `agree` was called before it.
 
     Attributes:
-        joint: Whether other processes are still to be asked.
+        joint: Whether the other processes still have to agree.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +47,7 @@ class JointCall:
             coordination.fail(self._name, error)
 
     def alone(self) -> None:
-        """The call touches this process's devices alone. Leaves a note for those who wait."""
+        """Ends the joint call, which uses only this process's devices. Leaves a note for others."""
         if self.joint:
             from shardrules._sharding import coordination
 
@@ -54,12 +55,12 @@ class JointCall:
             coordination.note(f"{self._name} on devices of its own")
 
     def agree(self, rows: Callable[[], list[Row]]) -> None:
-        """Returns when all processes are about to do the same.
+        """Waits until all processes have the same rows.
 
         Raises:
-            RuntimeError: They are not; or one has failed, or has not come in time; or there is no
+            RuntimeError: Their rows differ, a process has failed or is late, or there is no
                 coordination service.
-            ValueError: The environment's time limit is no number above 0.
+            ValueError: The environment's time limit is not a number above 0.
         """
         if self.joint:
             from shardrules._sharding import coordination
@@ -78,7 +79,7 @@ def _leave() -> None:
 
 
 def _before_jax_ends() -> None:
-    """Registers `_leave` last, so that it runs before JAX's own, which waits for all processes."""
+    """Registers `_leave` last, so that it runs before JAX's handler, which waits for all."""
     atexit.unregister(_leave)
     atexit.register(_leave)
 

@@ -1,7 +1,6 @@
-"""`with_sharding_constraint`: rules or specs applied to arrays, inside jit and outside of it.
+"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit.
 
-Decides, per kind of mesh axis, which of JAX's operations says the same thing. Must not know how a
-sharding was decided.
+Chooses the JAX operation for each type of mesh axis. Must not know how a sharding was decided.
 """
 
 from __future__ import annotations
@@ -39,35 +38,38 @@ def with_sharding_constraint(
     *,
     correction: Correction | None = None,
 ) -> Any:
-    """The tree with its arrays constrained to shardings, corrected to their shapes and the mesh.
+    """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
 
-    As `jax.lax.with_sharding_constraint`, and with the correction of
-    `eformer.escale.with_sharding_constraint`. Inside jit, axes of type Auto become a constraint,
-    Explicit ones a `jax.sharding.reshard`, and Manual ones (inside shard_map) are left out: a
-    dimension that only they cut is unconstrained. Outside of jit the arrays, numpy ones included,
-    are put there in one batched call, and what comes back are copies, as with JAX's: to donate one
-    leaves the array that was given as it is. Several processes agree first, as in `shard`.
+    Semantics of `jax.lax.with_sharding_constraint`, with the correction of
+    `eformer.escale.with_sharding_constraint`.
 
-    Rules and specs leave an array in the kind of memory that it is in; a NamedSharding has one.
-    Inside jit, one of its devices' default kind leaves the array where it is, as in JAX, and one of
-    "pinned_host" moves it there.
+    Inside jit, axes of type Auto become a sharding constraint, and Explicit axes a
+    `jax.sharding.reshard`. Manual axes (inside shard_map) are left out; a dimension that only they
+    cut is unconstrained. Outside jit, one batched call places all arrays, also numpy arrays. It
+    returns copies, as JAX does, so donating a result leaves the input alone. Several processes
+    agree first, as in `shard`.
+
+    With rules and specs an array stays in its memory kind. A NamedSharding has its own memory kind.
+    Inside jit, the devices' default kind leaves the array in its kind, as in JAX, and "pinned_host"
+    moves the array there.
 
     Args:
-        tree: Any pytree. Leaves without a shape, such as Python numbers, are left alone.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; or a PartitionSpec or NamedSharding for
-            all leaves; or a tree of those, which may be a prefix of `tree`; None leaves a leaf
-            alone.
-        mesh: For rules and PartitionSpecs; the context's unless given.
-        correction: Instead of the dialect's; eformer's for specs.
+        tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; a PartitionSpec or NamedSharding for all
+            leaves; or a tree of these, which may be a prefix of `tree`. None leaves a leaf
+            unchanged.
+        mesh: The mesh for rules and PartitionSpecs. Default: the context's.
+        correction: The policies for specs that do not fit. Default: the dialect's for rules,
+            eformer's for specs.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        ValueError: As `named_shardings`, before anything is done to an array; or inside jit a kind
-            of memory that JAX does not have there.
-        TypeError: Something else is given for a spec.
-        RuntimeError: Outside of jit, as `shard`.
+        ValueError: As `named_shardings`, before any array is changed; or JAX does not have the
+            memory kind inside jit.
+        TypeError: A spec is something else.
+        RuntimeError: Outside jit, as `shard`.
 
     Example:
         >>> import jax
@@ -88,7 +90,7 @@ def with_sharding_constraint(
 
 
 def is_tracing(leaves: list[Any]) -> bool:
-    """Whether this is inside of jit or another transformation, or one of the leaves is."""
+    """Whether the caller, or one of the leaves, is inside jit or another transformation."""
     from jax._src.core import trace_state_clean
     from jax.core import Tracer
 
@@ -142,7 +144,7 @@ def _constrained(array: Any, explicit: NamedSharding | None, auto: NamedSharding
 
 
 def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
-    """The array's own entries for what is UNCONSTRAINED, which `reshard` does not know."""
+    """The sharding with the array's own entries for UNCONSTRAINED, which `reshard` refuses."""
     import jax
 
     wanted = entries_of(sharding.spec)
@@ -163,7 +165,7 @@ def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
 def _by_axis_type(
     sharding: NamedSharding, view: AnyMesh
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """(for reshard, for with_sharding_constraint), in terms of `view`; None: nothing to do."""
+    """(sharding for reshard, sharding for with_sharding_constraint) on `view`; None for no call."""
     from jax.sharding import NamedSharding
 
     types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}

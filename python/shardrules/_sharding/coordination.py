@@ -1,11 +1,11 @@
-"""Rounds of processes that agree, in the key-value store of JAX's coordination service.
+"""Agreement of processes on a call, in the key-value store of JAX's coordination service.
 
-It has time limits, needs no device and lets a process that fails say so without waiting. Rounds are
-numbered, so one call is never compared with another. Costs a few round trips per call; imported by
-the first call in several processes. Must not know what is agreed on.
+The store has time limits and needs no device, and a process that fails can say so without waiting.
+Rounds are numbered, so a call is never compared with another call. Costs a few round trips per
+call. The first call in several processes imports this module. Must not know what processes agree on.
 
-Process 0 collects a row from each process and writes one verdict. A verdict is written once: a
-process that fails or gives up writes one too, and whoever was first is obeyed by all.
+Process 0 collects a row from each process and writes a verdict. A verdict is written once: a
+process that fails or gives up writes one too, and all processes follow the first verdict.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from shardrules._words import brief
 
 __all__ = ["fail", "leave", "note", "settle", "wait_limit"]
 
-# The 1 is this protocol's.
+# 1 is the version of the protocol.
 _ROOT: Final = "shardrules/1"
 _LIMIT: Final = "SHARDRULES_WAIT_SECONDS"
-# JAX starts clusters within 300 s; a host that reads its part of a checkpoint may take longer.
+# JAX waits 300 s for a cluster to start; reading a part of a checkpoint may take longer.
 _LIMIT_SECONDS: Final = 600.0
 _QUIET_SECONDS: Final = 10.0
-# Between two looks at signals.
+# Between two checks for signals.
 _SLICE_SECONDS: Final = 1.0
-# For processes that are known to be there.
+# For processes that have answered in this round.
 _ANSWER_SECONDS: Final = 60.0
-# A message of gRPC has 4 MiB at most.
+# A gRPC message has at most 4 MiB.
 _CHUNK: Final = 1 << 20
 _TOLD: Final = 300
 # The row of a process that has written the verdict itself.
@@ -53,20 +53,20 @@ def settle(name: str, rows: list[Row], limit: float) -> None:
 
 
 def fail(name: str, error: BaseException) -> None:
-    """Tells the others that this process has failed in its call."""
-    # Its own error is what counts here.
+    """Tells the other processes that this process has failed in its call."""
+    # The process raises its own error, whatever happens here.
     with contextlib.suppress(RuntimeError), _lock:
         _next_round(name).fail(error)
 
 
 def note(text: str) -> None:
-    """Tells those who wait what this process has called last, on its own."""
+    """Tells waiting processes which call this process made last, without them."""
     with contextlib.suppress(RuntimeError):
         _job().note(text)
 
 
 def leave() -> None:
-    """Nobody need wait for a process that has ended. Makes no backend, which takes all of them."""
+    """Tells the others that this process has ended. Creates no backend, which needs all of them."""
     from jax._src import distributed
 
     with contextlib.suppress(RuntimeError):
@@ -79,7 +79,7 @@ def wait_limit() -> float:
     """Seconds to wait for the other processes.
 
     Raises:
-        ValueError: The environment's is no number above 0.
+        ValueError: The environment variable is not a number above 0.
     """
     given = os.environ.get(_LIMIT, "")
     try:
@@ -92,7 +92,7 @@ def wait_limit() -> float:
 
 
 class _Job:
-    """A process among the others, and the number of its last joint call."""
+    """A process in its job, and the number of its last joint call."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -119,7 +119,7 @@ class _Job:
             self._noted = noted
 
     def notes(self) -> dict[int, str]:
-        """What other processes have done on their own since the call before this one."""
+        """By process, the calls that others have made alone since the previous joint call."""
         found = {}
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
@@ -129,17 +129,17 @@ class _Job:
 
 
 class _Round:
-    """One joint call in the store: a row for each process, and the verdict."""
+    """The data of one joint call in the store: a row for each process, and the verdict."""
 
     def __init__(self, job: _Job, name: str) -> None:
         self._job, self._name = job, name
         self._at = f"{_ROOT}/{job.number}"
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others, and waits for nobody."""
+        """Writes a verdict of failure, without waiting."""
         why = f"failed before anything was done: {_first_line(error)}"
         verdict = {"error": f"process {self._job.me} {why}"}
-        # Each may be there already: the call may be given up, or interrupted while it waits.
+        # Either may exist: others may have given up, or this process may be interrupted.
         for key, value in (("verdict", verdict), (f"row/{self._job.me}", _FAILED)):
             with contextlib.suppress(RuntimeError):
                 self._set(key, value)
@@ -188,7 +188,7 @@ class _Round:
         return None
 
     def _forget(self) -> None:
-        """All are here, so nobody reads of the calls before any more."""
+        """Deletes earlier calls: all processes are here, so none reads them any more."""
         job = self._job
         for number in range(job.oldest, job.number):
             job.client.key_value_delete(f"{_ROOT}/{number}")
@@ -219,13 +219,13 @@ class _Round:
 
     def _for_whom(self, waited: float) -> str:
         there, notes = self._rows(), self._job.notes()
-        # With all rows there it is process 0 that has not spoken.
+        # If all rows are there, the verdict of process 0 is missing.
         missing = [i for i in range(self._job.count) if i not in there] or [0]
         alone = "".join(f"; process {i} last called {notes[i]}" for i in missing if i in notes)
         return f"{waited:.0f} s for {_processes(missing)}{alone}"
 
     def decide(self, verdict: dict[str, Any]) -> dict[str, Any]:
-        """The verdict that was written first: this one, or another process's."""
+        """Writes the verdict, unless there is one already; returns the one that counts."""
         try:
             self._set("verdict", verdict)
         except RuntimeError:
@@ -236,7 +236,7 @@ class _Round:
         return verdict
 
     def _rows(self) -> dict[int, Any]:
-        """By process, the rows that there are."""
+        """The rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
         return dict(sorted((_last(key), json.loads(row)) for key, row in there))
 
@@ -259,7 +259,7 @@ class _Round:
         self._job.client.key_value_set(f"{self._at}/{key}", json.dumps(value))
 
     def _found(self, key: str, seconds: float = 0.0) -> Any:
-        """What is there, within that time; else None."""
+        """The value of a key, waiting up to this time; None if there is none."""
         get, path = self._job.client, f"{self._at}/{key}"
         try:
             if seconds:
@@ -283,7 +283,7 @@ def _job() -> _Job:
     return _job_of(client)
 
 
-# Numbers begin anew with each jax.distributed.initialize, in all processes.
+# In all processes numbers start again with each jax.distributed.initialize.
 _job_of: Final = functools.lru_cache(maxsize=1)(_Job)
 
 

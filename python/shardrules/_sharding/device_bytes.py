@@ -1,7 +1,7 @@
 """Bytes of sharded arrays on each device, uneven shards included.
 
-Devices that hold alike are one class, so that an array costs a few numbers, however many devices
-there are; only `DeviceClasses.each` makes a number for each. Must not know about trees or rules.
+Devices with equal contents are one class, so an array costs a few numbers on any number of devices.
+Only `DeviceClasses.each` makes a number for each device. Must not know about trees or rules.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceClasses", "Held", "device_bytes", "held_of"]
 
-# A million devices of as many classes, and a thousand ways to cut arrays: half a minute. Four
-# million Python ints, for counts that int64 cannot hold, take 200 MB.
+# A million classes and a thousand ways to cut arrays take half a minute. Four million Python ints,
+# for counts beyond int64, take 200 MB.
 _MOST_CLASSES: Final = 2**22
 _MOST_WORK: Final = 2**30
 
@@ -34,10 +34,10 @@ class _Cut(NamedTuple):
     axes: tuple[str, ...]
     size: int
     part: int
-    """What each of the first devices has of it; then one has what is left, and others nothing."""
+    """Size of a full shard. After the full shards one device has the rest, and others nothing."""
 
     def steps(self, axis_sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """Positions among the parts from which on devices have other lengths, and these lengths."""
+        """(positions at which the shard's length changes, the lengths from there on)."""
         full = self.size // self.part
         positions, lengths = [0, full, full + 1], [self.part, self.size - full * self.part, 0]
         kept = 3 if full + 1 < prod(axis_sizes[axis] for axis in self.axes) else 2
@@ -45,28 +45,28 @@ class _Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the devices hold of one array."""
+    """The bits of one array on each device."""
 
     bits: int
-    """Of one element, times what each device has of the dimensions that are cut evenly."""
+    """Bits of an element, times each device's share of the evenly cut dimensions."""
     cuts: tuple[_Cut, ...]
-    """The other dimensions."""
+    """The dimensions that are cut unevenly."""
 
     @property
     def most(self) -> int:
-        """Bytes on the device that holds most, which is the first."""
+        """Bytes on the fullest device, which is the first one."""
         return -(-self.most_bits // 8)
 
     @property
     def most_bits(self) -> int:
-        """The same in bits."""
+        """Bits on the fullest device."""
         return self.bits * prod(cut.part for cut in self.cuts)
 
 
 def held_of(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> Held:
-    """What the devices hold of an array; see `device_bytes`."""
+    """The bits of an array on each device; arguments as in `device_bytes`."""
     entries = entries_of(spec)
     cuts = []
     for dim, size in enumerate(shape):
@@ -84,20 +84,20 @@ def held_of(
 def device_bytes(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> npt.NDArray[Any]:
-    """What each device of the mesh holds of the array.
+    """Bytes of an array on each device of a mesh.
 
-    A dimension that its axes do not divide is cut as XLA cuts it: into parts of the size rounded
-    up, the last ones smaller or empty.
+    A dimension that its axes do not divide is cut as in XLA: the shard size is rounded up, and the
+    last shards are smaller or empty.
 
     Args:
-        shape: Of the whole array.
-        bits: Of one element; 8 for each byte. Fewer are packed, as in int4.
+        shape: Shape of the whole array.
+        bits: Bits of one element, such as 16 for bfloat16. Less than 8 are packed, as in int4.
         spec: At most as long as the shape.
         axis_sizes: Devices along each mesh axis, in the mesh's order.
 
     Returns:
-        Bytes, an array with one dimension for each mesh axis: int64, or Python's ints for an array
-        of 2**60 bytes and more. It cannot be written to.
+        A read-only array of bytes with one dimension for each mesh axis. Its dtype is int64, or
+        object (Python ints) for an array of 2**60 bytes or more.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -110,18 +110,18 @@ def device_bytes(
 
 
 class DeviceClasses:
-    """The devices of a mesh in classes: those of one hold alike of each of some arrays.
+    """Classes of devices: all devices of a class hold the same bytes of each given array.
 
-    Along a mesh axis what devices hold changes at a few coordinates. The classes are the boxes
-    between these: arrays of numbers per class have a dimension for each mesh axis, of size 1 where
-    nothing changes.
+    Along a mesh axis the bytes change at a few coordinates. The classes are the boxes between these
+    coordinates. An array of numbers per class has a dimension for each mesh axis, of size 1 if
+    nothing changes along it.
 
     Args:
-        arrays: All that are to be counted.
+        arrays: All arrays that will be counted.
         axis_sizes: Devices along each mesh axis, in the mesh's order.
 
     Raises:
-        ValueError: There are too many classes, or too many ways to cut arrays, to be counted.
+        ValueError: There are too many classes, or too many ways to cut arrays.
     """
 
     def __init__(self, arrays: Iterable[Held], axis_sizes: Mapping[str, int]) -> None:
@@ -130,7 +130,7 @@ class DeviceClasses:
         starts = {axis: {0} for axis in axis_sizes}
         for cut in {cut for cuts in distinct for cut in cuts}:
             for position in cut.steps(axis_sizes)[0]:
-                # The box of the position itself, and all behind it, along each axis.
+                # A box for the position itself, and one for all after it, along each axis.
                 left = position
                 for axis in reversed(cut.axes):
                     left, coordinate = divmod(left, axis_sizes[axis])
@@ -153,10 +153,13 @@ class DeviceClasses:
             )
 
     def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
-        """Bytes of so many arrays of each kind, by class.
+        """Bytes per class of all arrays.
+
+        Args:
+            counted: (number of arrays, one of them) pairs.
 
         Returns:
-            int64, or Python's ints where that is too small.
+            An array of int64, or of Python ints if int64 is too small.
         """
         counts: Counter[Held] = Counter()
         for count, held in counted:
@@ -177,10 +180,10 @@ class DeviceClasses:
     def _cut_alike(
         self, axes: tuple[tuple[str, ...], ...], counts: dict[Held, int], exact: np.dtype[Any]
     ) -> npt.NDArray[Any]:
-        """The same of arrays whose uneven dimensions are cut by the same axes.
+        """The total of arrays whose uneven dimensions are cut by the same axes.
 
-        The bytes by position among the parts of these dimensions are steps: where each array steps
-        is noted, and the steps are summed up at the end, for all arrays together.
+        Bytes as a function of the position among the shards are a step function. The steps of each
+        array are added up, and one cumulative sum gives the total of all arrays.
         """
         steps = {held: [cut.steps(self._axis_sizes) for cut in held.cuts] for held in counts}
         starts = [
@@ -206,7 +209,7 @@ class DeviceClasses:
         return noted[tuple(places)]
 
     def _positions(self, axes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """By class, the position of its first device among the parts that these axes make."""
+        """Per class, the position of its first device among the shards that these axes make."""
         names = list(self._axis_sizes)
         position = np.zeros((1,) * len(names), np.int64)
         for axis in axes:
@@ -216,9 +219,9 @@ class DeviceClasses:
         return position
 
     def each(self, of_classes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """By device, what is given by class: a dimension for each mesh axis, in the mesh's order.
+        """Numbers per class as numbers per device, with a dimension for each mesh axis in order.
 
-        It cannot be written to: what no axis changes is there only once.
+        The result is read-only, because equal numbers along an axis are stored once.
         """
         sizes = tuple(self._axis_sizes.values())
         for dim, (starts, size) in enumerate(zip(self._starts.values(), sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""A fingerprint of who gets which sharding, to compare between processes and over time.
+"""A fingerprint of all leaves' shardings, to compare between processes and over time.
 
 Costs microseconds per leaf. Must not know how a sharding was decided.
 """
@@ -19,18 +19,22 @@ __all__ = ["fingerprint", "spec_text"]
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
-    """64 hex digits that change with any path, shape, dtype, spec, mesh axis size or memory kind.
+    """A digest of the sharding of every leaf, equal in every process and every run.
 
-    The same in every process and every run; devices do not count.
+    It changes with any path, shape, dtype, spec, mesh axis size or memory kind. It does not depend
+    on devices.
 
     Args:
         tree: A pytree of arrays, abstract arrays or numbers.
-        shardings: A tree of the same structure with NamedShardings, as from `named_shardings`; None
-            for a leaf that is left alone.
+        shardings: A tree of the same structure with NamedShardings, such as the result of
+            `named_shardings`. None stands for a leaf without a sharding.
+
+    Returns:
+        64 hex digits.
 
     Raises:
         ValueError: The trees differ in structure.
-        TypeError: A leaf of shardings is no NamedSharding, or the tree is none.
+        TypeError: A leaf of `shardings` is not a NamedSharding, or `tree` has no arrays.
 
     Example:
         >>> import jax
@@ -74,7 +78,7 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
 
 
 def spec_text(sharding: NamedSharding) -> str:
-    """The spec and the kind of memory, if it is not the default one."""
+    """The spec as text, with the memory kind if that is not the default."""
     extra = [
         f"{name}={sorted(getattr(sharding.spec, name))}"
         for name in ("unreduced", "reduced")

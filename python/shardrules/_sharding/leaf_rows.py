@@ -1,8 +1,8 @@
-"""What a process is about to do with its leaves, in rows that processes compare.
+"""A row of text for each leaf of a joint call, which processes compare.
 
-A row is a leaf's path and, in words, all that makes another program or other data: dtype on the
-device, shape, where it is and where it goes. Costs microseconds per leaf. Must not know how
-processes talk.
+A row has a leaf's path and everything that changes the program or the data: dtype on the device,
+shape, current sharding and new sharding. Costs microseconds per leaf. Must not know how processes
+communicate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "canonical_dtype", "digest", "first_difference", "is_spread", "rows_of"]
 
 Row = tuple[str, str]
-"""(path, what becomes of it)"""
+"""(path, dtype, shape and shardings as text)"""
 
 _DEVICES: Final = "the order of the mesh's devices"
 _SHOWN: Final = 200
@@ -35,27 +35,27 @@ def rows_of(tree: Any, wanted: Mapping[int, NamedSharding | None]) -> list[Row]:
 
     Args:
         tree: A pytree.
-        wanted: By a leaf's index where it goes, or None if it stays.
+        wanted: The new sharding by the leaf's index. None for a leaf that stays.
     """
     from jax import tree_util
 
-    words, paths = _Words(), tree_util.tree_flatten_with_path(tree)[0]
+    texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
-        (tree_util.keystr(paths[index][0]) or "(the tree)", words.leaf(paths[index][1], to))
+        (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
         for index, to in wanted.items()
     ]
-    return [*rows, (_DEVICES, words.devices())]
+    return [*rows, (_DEVICES, texts.devices())]
 
 
 def digest(rows: list[Row]) -> str:
-    """64 hex digits that differ if a row does."""
+    """64 hex digits that differ if any row differs."""
     import hashlib
 
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -> str:
-    """The first place where two processes' rows differ, and what each of them has there."""
+    """The first row that differs between two processes, with the text of each process."""
     *leaves, devices = one
     *other_leaves, other_devices = other
     pairs = [*zip_longest(leaves, other_leaves), (devices, other_devices)]
@@ -72,25 +72,25 @@ def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -
 
 
 def is_spread(leaf: Any) -> bool:
-    """Whether it is an array of which other processes hold parts."""
+    """Whether other processes hold parts of this array."""
     import jax
 
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def canonical_dtype(leaf: Any) -> Any:
-    """The dtype that a numpy array or a number has on devices, as jax_enable_x64 says."""
+    """The dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
     import jax
     import numpy as np
 
     return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
 
-class _Words:
-    """Words for leaves and shardings; each sharding's, of which there are few, are made once."""
+class _Texts:
+    """Texts of leaves and shardings. The text of each distinct sharding is made once."""
 
     def __init__(self) -> None:
-        # With the sharding, so that its id stays its own.
+        # Holds the sharding too, so that no other object gets its id.
         self._texts: dict[int, tuple[Sharding, str]] = {}
         self._meshes: dict[AnyMesh, int] = {}
 
@@ -108,7 +108,7 @@ class _Words:
         return f"{text}, which stays" if to is None else f"{text} for {self._of(to)}"
 
     def devices(self) -> str:
-        """The numbers of the devices of all meshes, in their order."""
+        """The ids of the devices of all meshes, in order."""
         meshes = [getattr(mesh, "devices", None) for mesh in self._meshes]
         return "; ".join(
             " ".join(str(device.id) for device in devices.flat)
@@ -140,7 +140,7 @@ _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to 
 
 
 def _common(one: str, other: str) -> int:
-    """Letters that both begin with."""
+    """Length of the common prefix."""
     same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(same, min(len(one), len(other)))
 

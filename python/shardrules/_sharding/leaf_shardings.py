@@ -1,4 +1,4 @@
-"""`named_shardings`, and what a caller asks for: rules, specs or shardings, one for each leaf.
+"""The sharding of each leaf, from rules, specs or shardings: `named_shardings` and its relatives.
 
 Shared by the functions that apply shardings to arrays. Must not know how they are applied.
 """
@@ -39,32 +39,33 @@ def named_shardings(
     min_size: int | None = 0,
     correction: Correction | None = None,
 ) -> Any:
-    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh.
+    """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
 
-    As `eformer.escale.get_corrected_named_sharding` of what `match_partition_rules` gives, leaf by
-    leaf, but in one call; and leaves that get the same sharding get the same object.
+    The result equals `eformer.escale.get_corrected_named_sharding` of the specs of
+    `match_partition_rules`, leaf by leaf, but takes one call. Equal shardings are one object.
 
-    Inside shard_map shapes are the local ones, and the axes that are manual there are left out: a
-    dimension that only they cut is UNCONSTRAINED, where axes of type Auto are left.
+    Inside shard_map, shapes are the local shapes, and manual axes are left out. A dimension that
+    only they cut is UNCONSTRAINED, if the mesh has axes of type Auto left.
 
     Args:
-        tree: Any pytree; of its leaves only `.shape` is read. A leaf without one is replicated.
+        tree: Any pytree. Only `.shape` of its leaves is read. A leaf without a shape is replicated.
         rules: `Rules` or (pattern, spec) pairs; or specs, as in `shard`.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
-        min_size: As in `match_partition_rules`; specs have none.
-        correction: Instead of the dialect's, or for specs of eformer's; rules with a `RuleSpec`
-            keep their own.
+        mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
+        min_size: As in `match_partition_rules`. Not for specs.
+        correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
+            the dialect's for rules, eformer's for specs.
 
     Returns:
-        A tree of the same structure, with None where a spec is None. On a dict of axis sizes the
-        shardings have an AbstractMesh.
+        A tree of the same structure, with None for a spec that is None. With a dict of axis sizes
+        the shardings have an AbstractMesh.
 
     Raises:
-        ValueError: No mesh; leaves that no rule matches; or leaves that cannot be sharded as their
-            rules say: an axis used twice, and whatever the correction calls an error. All leaves
-            are looked at first; the message lists the first 20, with the count. Or a tree of specs
-            does not fit the tree.
-        TypeError: A rule's spec cannot be made a PartitionSpec, or the tree is none.
+        ValueError: There is no mesh; no rule matches a leaf; a leaf cannot be sharded as its rule
+            says, because it uses an axis twice or the correction makes it an error; or a tree of
+            specs does not fit the tree. All leaves are checked first; the message has their number
+            and lists the first 20.
+        TypeError: The spec of a rule cannot become a PartitionSpec, or `tree` is not a pytree of
+            arrays.
 
     Example:
         >>> import jax
@@ -91,20 +92,20 @@ def named_shardings(
 def requested_shardings(
     tree: Any, specs_or_rules: Any, mesh: MeshLike | None, correction: Correction | None
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """(leaves, treedef, the sharding of each leaf or None where nothing is asked for).
+    """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
 
-    Rules and specs say nothing about memory: with them an array stays in the kind that it is in.
+    Rules and specs say nothing about memory, so an array stays in its memory kind.
 
     Args:
         tree: Any pytree.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; or a PartitionSpec, a NamedSharding or
-            None for all leaves; or a tree of those, which may be a prefix of `tree`.
-        mesh: For rules and PartitionSpecs; the context's unless given.
-        correction: Instead of the dialect's.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; a PartitionSpec, a NamedSharding or None
+            for all leaves; or a tree of these, which may be a prefix of `tree`.
+        mesh: The mesh for rules and PartitionSpecs. Default: the context's.
+        correction: The policies for specs that do not fit. Default: the dialect's.
 
     Raises:
         ValueError: As `named_shardings`.
-        TypeError: Something else is given for a spec, or the tree is none.
+        TypeError: A spec is something else, or `tree` is not a pytree of arrays.
     """
     from jax import tree_util
 
@@ -126,9 +127,9 @@ def requested_shardings(
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
-    """Whether this process alone has the devices of each mesh that `requested_shardings` would use.
+    """Whether this process has all devices of each mesh that `requested_shardings` would use.
 
-    False as well where that cannot be told, as what is given is wrong.
+    False also if the arguments are invalid.
     """
     from jax import tree_util
 
@@ -151,7 +152,7 @@ def _shardings_by_specs(
     *,
     keep_memory: bool,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """See `requested_shardings`; `name` is the parameter that the specs were given for."""
+    """See `requested_shardings`; `name` is the name of the parameter `specs` in messages."""
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
@@ -191,10 +192,10 @@ def _shardings_by_specs(
 
 
 def _spread(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
-    """What is asked for each leaf, by a tree of specs that may be a prefix of the tree."""
+    """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 
-    if is_partition_spec(specs):  # the common case in a forward pass, and worth ten microseconds
+    if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
         return [specs] * len(leaves)
     spread: list[Any] = []
     try:
@@ -218,7 +219,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:
-    """The first place where a tree of specs is no prefix of the tree."""
+    """The first place where a tree of specs is not a prefix of the tree."""
     here, there = _children(specs, _is_spec), _children(tree, lambda node: node is None)
     if here is None:
         return None
@@ -235,7 +236,7 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
 
 
 def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """Per key, as `keystr` has it, a node's child; None for a leaf."""
+    """The children of a node by `keystr` of their keys; None for a leaf."""
     from jax import tree_util
 
     if is_leaf(node) or tree_util.all_leaves([node]):
@@ -245,7 +246,7 @@ def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | Non
 
 
 def _are_specs(given: Any) -> bool:
-    """Whether it is a spec or a tree of specs, and nothing that rules could be."""
+    """Whether it is a spec or a tree of specs, and cannot be rules."""
     from jax import tree_util
 
     if is_partition_spec(given):
@@ -257,7 +258,7 @@ def _are_specs(given: Any) -> bool:
 def _are_rules(given: Any) -> bool:
     if isinstance(given, Rules):
         return True
-    # A spec has no strings outside its PartitionSpec, so a pair with a pattern is a rule.
+    # A tree of specs has strings only inside PartitionSpecs, so a pair with a pattern is a rule.
     return (
         isinstance(given, (list, tuple))
         and len(given) > 0

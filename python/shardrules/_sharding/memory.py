@@ -1,7 +1,7 @@
-"""Kinds of memory: which one an array stays in, and what moves it inside jit.
+"""Memory kinds: which one an array stays in, and how it is moved inside jit.
 
-A sharding has the kind that its devices use by default, unless told. Inside jit JAX has two kinds,
-and its constraints pass over them. Costs an attribute per array. Must not know about specs.
+The default kind of a sharding is that of its devices. Inside jit JAX has two kinds, and its
+sharding constraints ignore them. Costs an attribute per array. Must not know about specs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["in_its_memory", "memory_apart", "moved_inside_jit"]
 
-# The kinds that there are inside jit, by their names in jax.memory.Space.
+# The kinds inside jit, with their names in jax.memory.Space.
 _SPACES: Final = {"device": "Device", "pinned_host": "Host"}
 
 
 def memory_apart(sharding: Sharding) -> str | None:
-    """The sharding's kind of memory, if it is not the one that its devices use by default."""
+    """The sharding's memory kind; None if it is the default of its devices."""
     kind = sharding.memory_kind
     if kind in (None, "device"):
         return None
@@ -26,7 +26,7 @@ def memory_apart(sharding: Sharding) -> str | None:
 
 
 def in_its_memory(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding in the kind of memory that the leaf is in: a spec says nothing about memory."""
+    """The sharding with the memory kind of the leaf, since a spec says nothing about memory."""
     from jax import Array
     from jax.core import Tracer
 
@@ -37,7 +37,7 @@ def in_its_memory(leaf: Any, sharding: NamedSharding) -> NamedSharding:
 
 
 def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
-    """The array in the sharding's kind of memory, if that is not its devices' default one.
+    """The array, moved to the sharding's memory kind unless that is the default of its devices.
 
     Raises:
         ValueError: JAX does not have this kind inside jit.
@@ -54,7 +54,7 @@ def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
         )
     if hasattr(jax, "memory"):
         return jax.device_put(array, getattr(jax.memory.Space, _SPACES[kind]))
-    from jax._src import sharding_impls  # before there was jax.memory
+    from jax._src import sharding_impls  # JAX without jax.memory
 
     transfer: Any = sharding_impls
     return jax.device_put(array, transfer.TransferToMemoryKind(kind))

@@ -1,8 +1,7 @@
-"""One answer to "which mesh?", for every function that takes `mesh=None`.
+"""Resolves the mesh for every function that takes `mesh=None`.
 
-The only module that looks into JAX's mesh contexts; what JAX has no public function for is read
-from its private module, without the deprecation warnings of the public aliases. Must not know about
-specs.
+The only module that reads JAX's mesh contexts. It reads JAX's private module where there is no
+public function, or where the public alias raises deprecation warnings. Must not know about specs.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ __all__ = [
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
-    """The mesh to use.
+    """The mesh that a function uses for this argument.
 
-    In this order: the argument; the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`,
-    inside and outside jit; the mesh of the legacy `with mesh:`.
+    The first of these: the argument; the mesh of `jax.set_mesh` or
+    `jax.sharding.use_abstract_mesh`, inside and outside jit; the mesh of the legacy `with mesh:`.
 
     Args:
-        mesh: A Mesh, an AbstractMesh, or devices per axis such as {"dp": 8, "tp": 4}, for when no
-            device is needed; or None for the context's.
+        mesh: A Mesh, an AbstractMesh, or, if no device is needed, devices per axis such as
+            {"dp": 8, "tp": 4}. Default: the context's mesh.
 
     Raises:
         ValueError: There is no mesh, it has no devices or more than 2**24, or two contexts
@@ -60,7 +59,7 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
 
 
 def as_mesh(mesh: MeshLike) -> AnyMesh:
-    """A mesh from what may stand for one; see `resolve_mesh`."""
+    """The mesh that an argument means; see `resolve_mesh`."""
     from jax.sharding import AbstractMesh, Mesh
 
     if isinstance(mesh, Mapping):
@@ -101,14 +100,14 @@ def context_mesh() -> AnyMesh | None:
 
 
 def legacy_mesh() -> Mesh | None:
-    """The mesh of `with mesh:` alone, or None: what code sees that knows no `jax.set_mesh`."""
+    """The mesh of `with mesh:` only, or None. Code from before `jax.set_mesh` uses this mesh."""
     from jax._src import mesh as jax_mesh
 
     return _unless_empty(jax_mesh.thread_resources.env.physical_mesh)  # type: ignore[return-value]
 
 
 def current_view(mesh: AnyMesh) -> AnyMesh:
-    """The mesh as the code that is being traced sees it: inside shard_map some axes are manual."""
+    """The mesh with the axis types of the traced code: inside shard_map some axes are manual."""
     from jax._src import mesh as jax_mesh
 
     abstract = _unless_empty(jax_mesh.get_abstract_mesh())
@@ -118,13 +117,13 @@ def current_view(mesh: AnyMesh) -> AnyMesh:
 
 
 def local_view(mesh: AnyMesh) -> AnyMesh:
-    """The mesh itself; inside a shard_map over axes of it, the one on which those are Manual."""
+    """The mesh; inside a shard_map over some of its axes, the mesh on which these are Manual."""
     view = current_view(mesh)
     return view if axes_of_type(view, "Manual") else mesh
 
 
 def has_own_devices(mesh: AnyMesh) -> bool:
-    """Whether it has devices, and all of them are this process's."""
+    """Whether the mesh has devices, and all of them belong to this process."""
     from jax.sharding import Mesh
 
     return isinstance(mesh, Mesh) and not mesh.is_multi_process
@@ -133,7 +132,7 @@ def has_own_devices(mesh: AnyMesh) -> bool:
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
     """The axes of type "Auto", "Explicit" or "Manual"."""
     types = getattr(mesh, "axis_types", None)
-    if not isinstance(types, tuple):  # JAX before 0.6 knows no types that matter here
+    if not isinstance(types, tuple):  # JAX before 0.6 has no such types
         return frozenset(mesh.axis_names) if kind == "Auto" else frozenset()
     return frozenset(
         name for name, type_ in zip(mesh.axis_names, types, strict=True) if type_.name == kind
@@ -146,7 +145,7 @@ def _unless_empty(mesh: Any) -> AnyMesh | None:
 
 
 def _has_other_axes(abstract: Any, concrete: Any) -> bool:
-    """Whether use_abstract_mesh, or shard_map, has made something else of set_mesh's mesh."""
+    """Whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
     if abstract is None:
         return False
     types = getattr(abstract, "axis_types", None) != getattr(concrete, "axis_types", None)
@@ -154,7 +153,7 @@ def _has_other_axes(abstract: Any, concrete: Any) -> bool:
 
 
 def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
-    """Whether `with mesh:` and the mesh in force are one, as far as both have devices."""
+    """Whether `with mesh:` and the mesh in force are the same, as far as both have devices."""
     if concrete is not None:
         return bool(legacy == concrete)
     return bool(legacy.shape_tuple == current.shape_tuple)

@@ -1,8 +1,8 @@
 """`shard` and `gather`: whole trees onto devices and back.
 
-In one process it is one batched call, and nothing is compiled per leaf. In several processes each
-device gets its own part of what the hosts hold, and the processes first agree on what they do. Must
-not know how a sharding was decided.
+In one process this is one batched call, and nothing is compiled per leaf. In several processes each
+device gets its own part of the hosts' data, after the processes have agreed on the call. Must not
+know how a sharding was decided.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ def shard(
     *,
     correction: Correction | None = None,
 ) -> Any:
-    """The tree with its arrays and numbers as jax.Arrays, placed as the rules say.
+    """Place the arrays and numbers of a tree on devices, as the rules say.
 
-    In several processes, each calls this with the same tree, or at least with its own shards' part
-    of each array right; no device ever holds more than its shards. They agree on what they are
-    about to do first, unless all devices of the mesh are this process's.
+    In several processes, each process calls this with the same tree. Each array needs correct
+    values only in the shards of the process's own devices. No device ever holds more than its
+    shards. The processes agree on the call first, unless all devices of the mesh belong to this
+    process.
 
     Args:
-        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions and bools in it,
-            and whatever else an attribute of an equinox module is, are left as they are.
-        specs_or_rules: As in `with_sharding_constraint`; None leaves a leaf where it is.
-        mesh: A Mesh, for rules and PartitionSpecs; the context's unless given.
-        correction: Instead of the dialect's; eformer's for specs.
+        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and other
+            attributes of equinox modules stay unchanged.
+        specs_or_rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
+        mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
+        correction: The policies for specs that do not fit. Default: the dialect's for rules,
+            eformer's for specs.
 
     Returns:
-        A tree of the same structure. As with `jax.device_put`, an array that is in place already
-        is not copied but returned, so to donate one deletes the other; a numpy array may share its
-        memory with what comes back. Rules and specs leave an array in the kind of memory that it
-        is in; a NamedSharding has one.
+        A tree of the same structure, with jax.Arrays. As with `jax.device_put`, an array that is in
+        place already is returned itself, so donating the result deletes the input. The result may
+        share its memory with a numpy array. With rules and specs an array stays in its memory kind.
+        A NamedSharding has its own memory kind.
 
     Raises:
-        ValueError: As `named_shardings`; before anything is placed.
-        TypeError: A leaf is no array and no number, the mesh is an abstract one, or this is inside
-            jit.
-        RuntimeError: In several processes: they are about to do different things, or one has
-            failed, or has not come in time.
+        ValueError: As `named_shardings`, before anything is placed.
+        TypeError: A leaf is neither an array nor a number, the mesh is an abstract one, or the call
+            is inside jit.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
     Example:
         >>> import jax, numpy as np
@@ -77,17 +78,20 @@ def shard(
 
 
 def gather(tree: Any) -> Any:
-    """The tree with its jax.Arrays as whole numpy arrays on this host.
+    """Copy the jax.Arrays of a tree to this host, as whole numpy arrays.
 
-    In several processes, each calls this with the same tree. Arrays that are spread over them are
-    replicated on the way, one after the other: each device needs room for the largest. Without such
-    an array the call is this process's own, and may be made by one alone.
+    In several processes, each process calls this with the same tree. Arrays that are spread over
+    processes are replicated first, one after the other, so each device needs room for the largest
+    one. If the tree has no such array, one process may call this alone.
 
     Args:
-        tree: Any pytree. Leaves that are no jax.Array, and random keys, are left alone.
+        tree: Any pytree. Leaves that are not jax.Arrays, and random keys, stay unchanged.
+
+    Returns:
+        A tree of the same structure.
 
     Raises:
-        TypeError: This is inside jit.
+        TypeError: The call is inside jit.
         RuntimeError: As `shard`, if there are arrays that are spread over processes.
 
     Example:
@@ -118,7 +122,7 @@ def gather(tree: Any) -> Any:
             call.alone()
         call.agree(lambda: rows_of(tree, spread))
     for index, sharding in spread.items():
-        # All devices are done with one before the next takes room.
+        # One after the other, so that the devices need room for one only.
         replicated = jax.block_until_ready(jax.device_put(leaves[index], sharding))
         leaves[index] = jax.device_get(replicated)
     fetched = jax.device_get([leaves[i] for i in at_once])
@@ -136,16 +140,16 @@ def agreed_shardings(
     correction: Correction | None,
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """As `requested_shardings`, once all processes have the same.
+    """The result of `requested_shardings`, after all processes have agreed on it.
 
     Args:
-        name: The function that is called.
+        name: The name of the function that agrees.
         tree: Any pytree.
-        specs_or_rules: As in `requested_shardings`, and so are the next two.
-        mesh: For rules and PartitionSpecs.
-        correction: Instead of the dialect's.
-        chosen: What becomes of the tree, its leaves and the shardings requested: those that are
-            left.
+        specs_or_rules: As in `requested_shardings`.
+        mesh: As in `requested_shardings`.
+        correction: As in `requested_shardings`.
+        chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
+            stays unchanged. Default: all shardings are used.
     """
     with JointCall(name) as call:
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
@@ -158,17 +162,16 @@ def agreed_shardings(
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = True) -> list[Any]:
-    """What jax.device_put does, in one batch, without what it does for each leaf.
+    """`jax.device_put` in one batch, without its costs per leaf.
 
-    In several processes each does its own devices' part of the host's arrays; JAX's own would
-    compare the data between all processes. An array on other devices, as a fresh one on a single
-    device, goes through the host; JAX would compile a program to cut it.
+    In several processes each process places its own devices' part of host arrays; JAX would compare
+    the data between all processes. An array on other devices, such as a new one on a single device,
+    goes through the host; JAX would compile a program to cut it.
 
     Args:
         leaves: Arrays and numbers.
-        shardings: Of each leaf.
-        may_alias: Whether what comes back may be, or share its memory with, a jax.Array that was
-            given.
+        shardings: The sharding of each leaf.
+        may_alias: Whether a result may be a given jax.Array, or share its memory.
     """
     import jax
 
@@ -204,7 +207,7 @@ def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
 def _of_placeable(
     tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
 ) -> list[NamedSharding | None]:
-    """The shardings, None for leaves that stay as they are."""
+    """The shardings, with None for leaves that stay unchanged."""
     import jax
     from jax.core import Tracer
     from jax.sharding import Mesh
@@ -239,7 +242,7 @@ def _of_placeable(
 
 
 def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
-    """(index, keys) of these leaves."""
+    """(index, keys) of each of these leaves."""
     from jax import tree_util
 
     if not indices:
@@ -249,13 +252,13 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
-    """Whether it is a part of a model that is no data: a flag, a function, another attribute."""
+    """Whether the leaf is a part of a model but not data: a flag, a function, an attribute."""
     from jax.tree_util import GetAttrKey
 
     if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
         return False
-    # A flag that has become an array cannot be asked inside jit any more. A text as an attribute is
-    # an option of its module; among the parameters in a dict it is a mistake.
+    # A flag must stay a bool: an array cannot decide an `if` inside jit. A string is an option if
+    # it is a module's attribute, and a mistake in a dict of parameters.
     return isinstance(leaf, bool) or callable(leaf) or isinstance((path or (None,))[-1], GetAttrKey)
 
 
@@ -269,7 +272,7 @@ def _can_be_placed(leaf: Any) -> bool:
 
 
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
-    """The global array of which this process's devices get their parts of the host's."""
+    """The global array, made from the parts of host data that this process's devices need."""
     import jax
 
     host, weak = _on_host(leaf)
@@ -278,7 +281,7 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
-    """(the leaf with the dtype that it has on devices, whether its type is weak)."""
+    """(the leaf with its dtype on devices, whether its type is weak)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -291,7 +294,7 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
 
 
 def _weak(array: Any) -> Any:
-    # Else a number would be promoted otherwise in several processes than in one.
+    # Else type promotion of a number would be different in several processes and in one.
     from jax._src.lax.lax import _convert_element_type
 
     return _convert_element_type(array, weak_type=True)

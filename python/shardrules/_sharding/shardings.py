@@ -1,6 +1,6 @@
 """From rules and a mesh to NamedShardings: one walk over the tree, one object per sharding.
 
-Binds the specs of a rule list to a mesh once, and words what cannot be. Must not know about arrays
+Binds the specs of a rule list to a mesh once, and words the errors. Must not know about arrays
 or devices beyond shapes.
 """
 
@@ -87,9 +87,21 @@ def spec_for(
     min_size: int | None = 0,
     correction: Correction | None = None,
 ) -> PartitionSpec:
-    """The PartitionSpec of one array: that of `named_shardings`.
+    """The PartitionSpec of one array.
 
-    Without a mesh, given or in the context, that of `match_partition_rules`.
+    It is the spec of `named_shardings`. Without a mesh, neither given nor in the context, it is the
+    spec of `match_partition_rules`.
+
+    Args:
+        path: The array's path.
+        shape: The array's shape.
+        rules: `Rules` or (pattern, spec) pairs.
+        mesh: As in `named_shardings`.
+        min_size: As in `match_partition_rules`.
+        correction: As in `named_shardings`.
+
+    Raises:
+        ValueError, TypeError: As `named_shardings`.
 
     Example:
         >>> mesh = {"fsdp": 8, "tp": 4}
@@ -114,7 +126,7 @@ def corrected_sharding(
     """The NamedSharding of one array whose spec is known.
 
     Raises:
-        ValueError: The correction calls what is wrong an error; no path is named.
+        ValueError: The correction makes it an error. The message names no path.
     """
     from jax.sharding import NamedSharding
 
@@ -133,7 +145,7 @@ def corrected_sharding(
 def correction_losses(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> list[LostAxes]:
-    """What an array of this shape does not get of its spec."""
+    """The axes of its spec that an array of this shape loses."""
     on_mesh = _spec_on_mesh(spec, mesh, correction)
     return list(on_mesh.lost(len(shape), on_mesh.corrector.kept(shape)))
 
