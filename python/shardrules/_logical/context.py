@@ -1,4 +1,4 @@
-"""The logical axis rules in force in a thread, which are flax's own where flax is loaded.
+"""The logical axis rules in force in a thread. If flax is loaded, they are stored in flax.
 
 A thread-local value. Must not know what the rules mean.
 """
@@ -26,10 +26,10 @@ LogicalRulesLike = Sequence[tuple[str, Any]]
 
 
 def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
-    """Put logical axis rules in force in this thread, until they are set again.
+    """Set the logical axis rules of this thread.
 
-    Semantics of flax.core.spmd.set_logical_axis_rules, 0.12; where flax is loaded, flax's own
-    functions see them, and the other way round.
+    Semantics of flax.core.spmd.set_logical_axis_rules, 0.12. If flax is loaded, flax's functions
+    and ours use the same rules.
 
     Args:
         rules: (logical name, mesh axes) pairs.
@@ -48,7 +48,9 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
 
 
 def get_logical_axis_rules() -> LogicalRulesLike:
-    """The rules in force in this thread. Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
+    """The logical axis rules of this thread.
+
+    Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
 
     Example:
         >>> get_logical_axis_rules()
@@ -59,7 +61,7 @@ def get_logical_axis_rules() -> LogicalRulesLike:
 
 @contextmanager
 def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
-    """A context with these rules in force, instead of those outside of it.
+    """A context with these logical axis rules in force, instead of the outer ones.
 
     Semantics of flax.core.spmd.logical_axis_rules, 0.12.
 
@@ -100,7 +102,7 @@ _own = _AxisRules()
 
 
 def _rules_in_force() -> Any:
-    """What holds this thread's rules: flax's own object, where flax is loaded."""
+    """The object with this thread's rules: flax's own object, if flax is loaded."""
     theirs = loaded("flax.core.spmd", "_axis_rules")
     if theirs is None:
         return _own

@@ -1,6 +1,6 @@
-"""What this process has of flax, recognised without importing it.
+"""The parts of flax that this process has loaded, found without importing flax.
 
-A few look-ups in `sys.modules`. Must not know what the compat modules do with it.
+A few look-ups in `sys.modules`. Must not know what the compat modules do with them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["box_types", "loaded", "says_its_sharding", "variable_sharding", "var
 
 
 def loaded(module: str, name: str) -> Any:
-    """An attribute of a module that something else has imported; None where nothing has."""
+    """An attribute of a module that is already imported; None if it is not."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def variable_types() -> tuple[type, ...]:
-    """The Variable of nnx, and what flax before 0.12 called VariableState; () without nnx."""
+    """The classes Variable and (before flax 0.12) VariableState of nnx; () without nnx."""
     nnx = sys.modules.get("flax.nnx.variablelib")
     if nnx is None:
         return ()
@@ -25,13 +25,13 @@ def variable_types() -> tuple[type, ...]:
 
 
 def box_types() -> tuple[type, ...]:
-    """The classes of boxes, ours and flax's, that something in this process has imported."""
+    """The base classes of boxes, ours and flax's, that are already imported."""
     modules = ("shardrules.compat.flax_core_meta", "flax.core.meta")
     return tuple(sys.modules[name].AxisMetadata for name in modules if name in sys.modules)
 
 
 def variable_sharding(variable: Any) -> Any:
-    """The sharding of a Variable, with logical names as a rule; None if it has none."""
+    """The sharding of a Variable, usually a tuple of logical names; None if it has none."""
     metadata = variable.get_metadata()
     # flax before 0.12 says "sharding".
     return metadata.get("out_sharding") or metadata.get("sharding")

@@ -1,6 +1,6 @@
 """The leaves of trees with logical axis names: specs, tuples, boxes, nnx Variables, arrays.
 
-Each type is looked at once for a tree. Must not know what becomes of the names.
+Classifies each type once for a tree. Must not know how the names are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN: Final = re.compile(r"[\w-]+")
 
 
 class Kinds:
-    """What the nodes of one tree are: each type is looked at once."""
+    """Classifies the nodes of one tree, each type once."""
 
     __slots__ = ("_boxes", "_known", "_variables")
 
@@ -49,35 +49,35 @@ class Kinds:
         return kind
 
     def are_specs(self, leaves: list[Any]) -> bool:
-        """Whether all of them are PartitionSpecs, which are their own names."""
+        """Whether all leaves are PartitionSpecs, which need no conversion to names."""
         return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
 
     def has_names(self, node: Any) -> bool:
-        """Whether it is a leaf with names."""
+        """Whether a node is a leaf with names."""
         kind = self.of(node)
         if kind == "spec":
             return True
-        if kind == "tuple":  # an empty one is a node of the tree as a rule
+        if kind == "tuple":  # an empty tuple is usually a node of the tree
             return len(node) > 0 and all(map(is_name, node))
         if kind == "variable":
             return says_its_sharding(node)
         return kind == "box" and hasattr(node, "names")
 
     def names_of(self, leaf: Any) -> Any:
-        """Its names; () for an array, and whatever it is for anything else."""
+        """The names of a leaf: () for an array, and the leaf itself if it is anything else."""
         kind = self.of(leaf)
         if kind == "variable":
             return variable_sharding(leaf)
         if kind == "box":
             return leaf.names
-        # An array in a tree of boxes; flax replicates those without one.
+        # flax replicates the arrays without a box in a tree of boxes.
         return () if kind == "other" and hasattr(leaf, "shape") else leaf
 
     def check_some_have_names(self, leaves: list[Any]) -> None:
-        """That it is not a tree of arrays alone.
+        """That the leaves are not all arrays.
 
         Raises:
-            TypeError: It is.
+            TypeError: They are.
         """
         if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
             raise TypeError(
@@ -88,7 +88,7 @@ class Kinds:
             )
 
     def array_in(self, leaf: Any) -> Any:
-        """What its names are of."""
+        """The array that the names of a leaf belong to."""
         kind = self.of(leaf)
         if kind == "variable":
             return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
@@ -96,13 +96,13 @@ class Kinds:
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
-    """That rules for paths are no logical axis rules: pairs of a name in the tree's boxes and axes.
+    """That rules for paths are not logical axis rules for the tree's boxes.
 
-    Costs a look at each pattern, unless all of them could be names and there are boxes.
+    Costs a look at each pattern, unless there are boxes and all patterns could be names.
 
     Raises:
         TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
-            is found in no path of it.
+            that matches no path.
     """
     if not (box_types() or variable_types()):
         return

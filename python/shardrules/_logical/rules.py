@@ -1,7 +1,7 @@
 """Logical axis rules, compiled once per rule list, in the dialects of flax.linen and flax.core.
 
-Gives names and mesh axes numbers, and lets the C++ core decide which rule each dimension gets and
-why others lost. Must not know about trees, contexts or arrays beyond shapes.
+Gives numbers to names and mesh axes. The C++ core decides which rule each dimension gets, and why
+other rules lose. Must not know about trees, contexts or arrays beyond shapes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ UNASSIGNED: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class LogicalDialect:
-    """How logical axis rules meet the names of an array.
+    """How logical axis rules apply to the names of an array.
 
     Args:
-        name: Whose way it is.
-        last_wins: Of the rules for a name the last one counts, whatever the other dimensions have;
-            instead of the first whose mesh axes are free. Names may then repeat, and a tuple of
-            names can have a rule.
-        keeps_unknown: A name without a rule stays in the spec, instead of being unsharded.
+        name: The name of the dialect.
+        last_wins: Whether the last rule for a name wins, even if other dimensions use its mesh
+            axes. Names may then repeat, and a tuple of names can have a rule. Otherwise the first
+            rule wins whose mesh axes are free.
+        keeps_unknown: Whether a name without a rule stays in the spec. Otherwise its dimension is
+            unsharded.
     """
 
     name: str
@@ -60,24 +61,24 @@ class LogicalDialect:
 
 
 LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)
-"""`flax.linen.logical_to_mesh_axes` of flax 0.12: T5X's and MaxText's way."""
+"""The dialect of `flax.linen.logical_to_mesh_axes` of flax 0.12, T5X and MaxText."""
 FLAX_CORE: Final = LogicalDialect("flax.core", last_wins=True, keeps_unknown=True)
-"""`flax.core.spmd.get_pspec` of flax 0.12: nnx's way."""
+"""The dialect of `flax.core.spmd.get_pspec` of flax 0.12 and nnx."""
 
 
 class CompiledLogicalRules:
     """A list of (logical name, mesh axes) rules. Immutable.
 
     Args:
-        rules: Pairs; the mesh axes are a name, a tuple or list of names, or None.
-        dialect: How they are resolved.
-        axis_sizes: Devices along each mesh axis, for arrays whose shape is known: a rule whose axes
-            do not divide the dimension loses, too. An axis that is not there counts as one device.
-        indivisible: As in `Correction`: what such a rule may keep of its axes; it loses if that is
-            nothing. With "keep" and "error" it keeps them all.
+        rules: Pairs. The mesh axes are a name, a tuple or list of names, or None.
+        dialect: How names are resolved.
+        axis_sizes: Devices along each mesh axis, for arrays with a known shape. A missing axis
+            counts as one device.
+        indivisible: As in `Correction`: the axes that a rule keeps if its axes do not divide the
+            dimension. A rule that keeps none loses. With "keep" and "error" it keeps all.
 
     Raises:
-        ValueError: A rule is not a pair, or the rules are no tuple or list.
+        ValueError: A rule is not a pair, or `rules` is not a tuple or list.
     """
 
     __slots__ = ("_axis_ids", "_core", "_name_ids", "dialect", "rules")
@@ -107,37 +108,37 @@ class CompiledLogicalRules:
             numbered,
             [axis_sizes.get(axis, 1) for axis in self._axis_ids],
             last_wins=dialect.last_wins,
-            # What is kept is for the correction to call an error.
+            # The correction reports the error later.
             indivisible="keep" if indivisible == "error" else indivisible,
         )
 
     @property
     def names(self) -> list[str]:
-        """The names that have rules."""
+        """The logical names that have rules."""
         return [name for name in self._name_ids if isinstance(name, str)]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec of an array with these names, whatever its shape; remembered.
+        """The PartitionSpec of an array with these names and any shape; cached.
 
         Raises:
             ValueError, TypeError: As `resolve`.
         """
         try:
             return _remembered_spec(self, tuple(names) if isinstance(names, list) else names)
-        except TypeError:  # not hashable, or not names: this says which
+        except TypeError:  # not hashable, or not names: this raises the error
             return self.resolve(names).spec(names)
 
     def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Outcome:
-        """What each dimension of an array with these names gets.
+        """The rule of each dimension of an array with these names.
 
         Args:
-            names: Per dimension a name; or None, mesh axes as a tuple, or UNCONSTRAINED, which
-                stay.
-            shape: Of the array, if rules shall lose that do not divide it.
+            names: A name for each dimension. None, a tuple of mesh axes and UNCONSTRAINED stay
+                unchanged.
+            shape: The shape of the array, if rules that do not divide it shall lose.
 
         Raises:
-            ValueError: A name is there twice.
-            TypeError: `names` is no tuple, list or PartitionSpec.
+            ValueError: A name occurs twice.
+            TypeError: `names` is not a tuple, list or PartitionSpec.
         """
         wanted = logical_names(names)
         twice = tuple(n for n, k in Counter(map(_text, wanted)).items() if n is not None and k > 1)
@@ -175,17 +176,17 @@ class CompiledLogicalRules:
 
 
 class Outcome(NamedTuple):
-    """How the names of one array fared."""
+    """The rules that the names of one array got, and the rules that lost."""
 
     rules: CompiledLogicalRules
     names: tuple[Any, ...]
     winners: list[int | None]
-    """Per dimension, the index of the rule that gave it its mesh axes."""
+    """For each dimension, the index of its rule, or None."""
     lost: list[tuple[int, int, str, int | None]]
-    """Rules that were tried and lost: see `_core.LogicalRules.resolve`."""
+    """The rules that lost: see `_core.LogicalRules.resolve`."""
 
     def entries(self) -> list[Any]:
-        """Per dimension its entry; UNASSIGNED for a name that got none."""
+        """The entry of each dimension; UNASSIGNED for a name without mesh axes."""
         unknown_stays = self.rules.dialect.keeps_unknown
         return [
             _tuple_if_list(self.rules.rules[winner][1])
@@ -195,12 +196,12 @@ class Outcome(NamedTuple):
         ]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec, unassigned names unsharded, with the unreduced axes of `names`."""
+        """The PartitionSpec, with None for unassigned names and the unreduced axes of `names`."""
         entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
         return spec_of_names(names, entries)
 
     def explained(self) -> str:
-        """A line for each dimension, below it one for each rule that lost it, and to whom."""
+        """A line for each dimension, followed by a line for each rule that lost it, and why."""
         lines = []
         for dim, (name, entry) in enumerate(zip(self.names, self.entries(), strict=True)):
             winner = self.winners[dim]
@@ -225,7 +226,7 @@ class Outcome(NamedTuple):
 def compiled_rules(
     rules: Any, dialect: LogicalDialect, axis_sizes: Mapping[str, int], indivisible: str = "drop"
 ) -> CompiledLogicalRules:
-    """The rules, compiled once for each mesh's axis sizes."""
+    """The rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
     # Most rules have no lists in them.
     for as_key in (_as_tuple, _hashable):
@@ -233,7 +234,7 @@ def compiled_rules(
             return _compiled(as_key(rules), dialect, axes, indivisible)
         except TypeError:  # something in it cannot be hashed
             pass
-    # This says which rule it is, if any.
+    # Raises the error that names the rule, if one is invalid.
     return CompiledLogicalRules(rules, dialect, axis_sizes, indivisible)
 
 
@@ -245,19 +246,19 @@ def _compiled(
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
-    """The PartitionSpec that logical axis names have under rules.
+    """The PartitionSpec of an array with these logical names, in the dialect of flax.core.
 
-    Each entry of `names` is looked up as a whole, a tuple of names too; of the rules for it the
-    last wins, and an entry that has none stays as it is. Semantics of flax.core.spmd.apply_rules,
-    0.12.
+    Each entry of `names` is looked up as a whole, also a tuple of names. The last rule for an entry
+    wins. An entry without a rule stays unchanged. Semantics of flax.core.spmd.apply_rules, 0.12.
 
     Args:
-        names: A tuple or list of entries, or a PartitionSpec, whose unreduced and reduced axes are
-            kept as they are.
-        rules: (logical name, what it becomes) pairs: a mesh axis, a tuple or list of them, or None.
+        names: A tuple or list of entries, or a PartitionSpec. The unreduced and reduced axes of a
+            PartitionSpec are kept.
+        rules: (logical name, mesh axes) pairs. The mesh axes are one axis, a tuple or list of axes,
+            or None.
 
     Raises:
-        TypeError: `names` is no tuple, list or PartitionSpec, or an entry cannot be hashed.
+        TypeError: `names` is not a tuple, list or PartitionSpec, or an entry is not hashable.
         ValueError, TypeError: A rule is not a pair.
 
     Example:
@@ -298,7 +299,7 @@ def _tuple_if_list(mesh_axes: Any) -> Any:
 
 
 def _hashable(rules: Any) -> Any:
-    """The rules as a tuple of tuples, if they are lists of pairs."""
+    """A list of pairs as a tuple of tuples; anything else unchanged."""
     if not isinstance(rules, (tuple, list)):
         return rules
     return tuple(

@@ -1,6 +1,6 @@
 """Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints.
 
-One crossing into the core for all leaves, one object per distinct (names, shape). Boxes, ours and
+One call into the core for all leaves, and one object per distinct (names, shape). Boxes, ours and
 flax's, are leaves with names. Must not know how rules are resolved.
 """
 
@@ -16,8 +16,8 @@ from shardrules._arguments import check_choice, check_tree, check_type, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._logical.context import get_logical_axis_rules
+from shardrules._logical.errors import ErrorCollector, unknown_axes
 from shardrules._logical.leaves import Kinds, is_name
-from shardrules._logical.problems import Attempts, unknown_axes
 from shardrules._logical.rules import (
     LINEN,
     UNASSIGNED,
@@ -54,9 +54,9 @@ _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 
 
 class RulesFallback(enum.Enum):
-    """What `with_logical_constraint` does where a name gets no mesh axes from any rule.
+    """What `with_logical_constraint` does if a name gets no mesh axes from any rule.
 
-    Semantics of flax.linen.spmd.RulesFallback, whose members are understood as well.
+    Semantics of flax.linen.spmd.RulesFallback, whose members are accepted too.
     """
 
     AXIS_IS_UNSHARDED = "axis_is_unsharded"
@@ -67,21 +67,25 @@ class RulesFallback(enum.Enum):
 def logical_to_mesh(
     tree: Any, rules: LogicalRulesLike | None = None, *, dialect: LogicalDialect = LINEN
 ) -> Any:
-    """The tree with the logical axis names of each leaf replaced by a PartitionSpec.
+    """Replace the logical axis names of each leaf by a PartitionSpec.
 
-    The rules are tried in their order: a rule gives its mesh axes to the dimension of its name, if
-    that has none yet and no other dimension of the array uses them. A name that gets none is
-    unsharded. Semantics of flax.linen.logical_to_mesh, 0.12.
+    The rules are tried in order. A rule gives its mesh axes to the dimension of its name, if the
+    dimension has none yet and no other dimension of the array uses them. A dimension whose name
+    gets no axes is unsharded. Semantics of flax.linen.logical_to_mesh, 0.12.
 
     Args:
-        tree: Any pytree whose leaves are PartitionSpecs or tuples of names (each a logical name,
-            None, UNCONSTRAINED or a tuple of mesh axes), boxes or nnx Variables with names, or
-            arrays, which are replicated.
-        rules: (logical name, mesh axes) pairs; those of `logical_axis_rules` unless given.
-        dialect: `FLAX_CORE` for a dict instead: the last rule for a name wins, unknown names stay.
+        tree: Any pytree. A leaf is a PartitionSpec or a tuple of names (each a logical name, None,
+            UNCONSTRAINED or a tuple of mesh axes); a box or an nnx Variable with names; or an
+            array, which is replicated.
+        rules: (logical name, mesh axes) pairs. Default: the rules of `logical_axis_rules`.
+        dialect: `LINEN`, or `FLAX_CORE`, where the last rule for a name wins and names without a
+            rule stay.
+
+    Returns:
+        A tree of the same structure.
 
     Raises:
-        ValueError: A name twice in one array, or a rule that is not a pair.
+        ValueError: A name occurs twice in one array, or a rule is not a pair.
         TypeError: A leaf is something else.
 
     Example:
@@ -102,29 +106,33 @@ def logical_to_mesh_sharding(
     correction: Correction | None = None,
     dialect: LogicalDialect = LINEN,
 ) -> Any:
-    """The tree with the logical axis names of each leaf replaced by a NamedSharding.
+    """Replace the logical axis names of each leaf by a NamedSharding.
 
-    Semantics of flax.linen.logical_to_mesh_sharding, 0.12. With a `correction`, shapes are looked
-    at in the same pass. Of mesh axes that do not divide the dimension a rule keeps what
-    `indivisible` leaves: nothing with "drop", the axes that fit with "prefix" and "drop_axis", all
-    with "keep" and "error". A rule that keeps nothing loses the dimension to the next one for the
-    name. What is then still wrong (axes that do not divide with "error", an axis that the mesh does
-    not have, a spec longer than the rank) is corrected, or an error.
+    Semantics of flax.linen.logical_to_mesh_sharding, 0.12. A `correction` also takes shapes into
+    account. If the mesh axes of a rule do not divide the dimension, `indivisible` decides which
+    axes the rule keeps: none with "drop", the axes that fit with "prefix" and "drop_axis", all with
+    "keep" and "error". A rule that keeps none loses the dimension to the next rule for the name.
+    The correction then applies to the resulting spec: to axes that the mesh does not have, to a
+    spec longer than the rank, and to axes that do not divide with "error".
 
     Args:
         tree: As in `logical_to_mesh`.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes; the context's unless given.
+        mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
         rules: As in `logical_to_mesh`.
-        arrays: With a correction, a tree of the same structure whose leaves have shapes; without it
-            the leaves of `tree` must be boxes around such.
-        correction: None for flax's way: JAX refuses what does not fit.
+        arrays: Only with a correction: a tree of the same structure whose leaves have shapes.
+            Default: the values in the boxes of `tree`.
+        correction: The policies for specs that do not fit. Default: none, as in flax, so JAX
+            refuses such specs.
         dialect: As in `logical_to_mesh`.
 
+    Returns:
+        A tree of the same structure. Equal shardings are one object.
+
     Raises:
-        ValueError: As `logical_to_mesh`; no mesh; an axis that the mesh does not have; or what the
-            correction calls an error. All leaves are looked at first; the message lists the first
-            20, each with its rules.
-        TypeError: As `logical_to_mesh`; or a leaf without a shape, with a correction.
+        ValueError: As `logical_to_mesh`; there is no mesh; the mesh does not have an axis; or the
+            correction makes a misfit an error. All leaves are checked first; the message lists the
+            first 20, each with its rules.
+        TypeError: As `logical_to_mesh`; or, with a correction, an array without a shape.
 
     Example:
         >>> mesh = {"fsdp": 4, "tp": 2}
@@ -140,7 +148,7 @@ def logical_to_mesh_sharding(
     on_mesh = resolve_mesh(mesh)
     if correction is None:
         resolver = compiled(rules, on_mesh, dialect)
-        make = Attempts(
+        make = ErrorCollector(
             lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
         )
         return _resolved(tree, None, make)
@@ -150,7 +158,7 @@ def logical_to_mesh_sharding(
         spec = resolver.resolve(names, shape).spec(names)
         return corrected_sharding(spec, shape, on_mesh, correction)
 
-    return _resolved(tree, _shapes(tree, arrays), Attempts(corrected, resolver, on_mesh))
+    return _resolved(tree, _shapes(tree, arrays), ErrorCollector(corrected, resolver, on_mesh))
 
 
 def with_logical_constraint(
@@ -160,18 +168,22 @@ def with_logical_constraint(
     mesh: MeshLike | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
-    """The tree with its arrays constrained to the mesh axes of their logical names.
+    """Constrain the arrays of a tree to the mesh axes of their logical names.
 
-    As `with_sharding_constraint`, on every kind of mesh axis. Without rules or without a mesh,
-    nothing happens. Semantics of flax.linen.with_logical_constraint, 0.12.
+    Works as `with_sharding_constraint` on every type of mesh axis. Without rules or a mesh it
+    returns the tree unchanged. Semantics of flax.linen.with_logical_constraint, 0.12.
 
     Args:
         tree: Any pytree of arrays.
-        logical_names: A tuple of names for all leaves, or a tree of those; None for no constraint.
+        logical_names: A tuple of names for all leaves, or a tree of such tuples. None leaves arrays
+            unconstrained.
         rules: As in `logical_to_mesh`.
-        mesh: The context's unless given.
-        fallback: What to do where a name gets no mesh axes: leave the dimension unsharded, raise,
-            or leave the array without a constraint.
+        mesh: The mesh. Default: the context's.
+        fallback: What happens if a name gets no mesh axes: the dimension is unsharded, an error is
+            raised, or the array is left unconstrained.
+
+    Returns:
+        A tree of the same structure.
 
     Raises:
         ValueError: As `logical_to_mesh`; or a name gets no mesh axes and the fallback is
@@ -214,14 +226,18 @@ def explain_logical(
     *,
     dialect: LogicalDialect = LINEN,
 ) -> str:
-    """What each dimension gets, by which rule, and which rules lost it, to whom.
+    """Explain the spec of one array with logical names.
 
     Args:
-        names: The logical names of one array.
+        names: The logical names of the array.
         rules: As in `logical_to_mesh`.
-        mesh: With a shape: for the sizes of its axes.
-        shape: Of the array, if rules shall lose that do not divide it.
+        mesh: The mesh, for the sizes of its axes. Only with a shape. Default: the context's.
+        shape: The shape of the array, if rules that do not divide it shall lose.
         dialect: As in `logical_to_mesh`.
+
+    Returns:
+        A line for each dimension with its mesh axes and its rule, followed by a line for each rule
+        that lost the dimension, and why.
 
     Example:
         >>> rules = [("batch", "fsdp"), ("embed", "fsdp"), ("embed", "tp")]
@@ -241,7 +257,7 @@ def compiled(
     dialect: LogicalDialect = LINEN,
     indivisible: str = "drop",
 ) -> CompiledLogicalRules:
-    """The rules, or those in force, compiled for the axis sizes of the mesh."""
+    """The rules, by default those in force, compiled for the axis sizes of the mesh."""
     check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as FLAX_CORE")
     chosen = get_logical_axis_rules() if rules is None else rules
     return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape), indivisible)
@@ -258,11 +274,11 @@ def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
         kinds.check_some_have_names(leaves)
         names = list(map(kinds.names_of, leaves))
     answers = resolve_all(names, shapes, {}, make)
-    if isinstance(make, Attempts):
+    if isinstance(make, ErrorCollector):
         make.check(lambda: zip(_paths(tree, kinds), names, shapes or repeat(None), strict=False))
     if names is not leaves:
         answers = [
-            # As in flax.nnx.get_partition_spec, a Variable holds what stands for its array.
+            # As in flax.nnx.get_partition_spec, a Variable holds the result.
             leaf.replace(answer) if kinds.of(leaf) == "variable" else answer
             for leaf, answer in zip(leaves, answers, strict=True)
         ]
@@ -299,14 +315,14 @@ def _shapes(tree: Any, arrays: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
-    """A NamedSharding, one object for equal ones."""
+    """The NamedSharding; equal ones are one object."""
     from jax.sharding import NamedSharding
 
     return NamedSharding(mesh, spec)
 
 
 def constraint_spec(outcome: Outcome, fallback: Any) -> PartitionSpec | None:
-    """The spec of a constraint, or None for no constraint; see `with_logical_constraint`."""
+    """The spec of a constraint; None for no constraint. See `with_logical_constraint`."""
     entries = outcome.entries()
     if UNASSIGNED in entries and fallback.value != RulesFallback.AXIS_IS_UNSHARDED.value:
         if fallback.value == RulesFallback.NO_CONSTRAINT.value:
@@ -332,7 +348,7 @@ def _map_names(function: Any, names: Any) -> Any:
 
 
 def is_logical_spec(node: Any) -> bool:
-    """Whether it says what becomes of one array: names, or None for nothing."""
+    """Whether it is for one array: a spec, a tuple of names, or None for no constraint."""
     return (
         node is None
         or is_partition_spec(node)

@@ -2,7 +2,7 @@
 
 The store has time limits and needs no device, and a process that fails can say so without waiting.
 Rounds are numbered, so a call is never compared with another call. Costs a few round trips per
-call. The first call in several processes imports this module. Must not know what processes agree on.
+call. Imported by the first call in several processes. Must not know what processes agree on.
 
 Process 0 collects a row from each process and writes a verdict. A verdict is written once: a
 process that fails or gives up writes one too, and all processes follow the first verdict.

@@ -157,19 +157,20 @@ def _spec_on_mesh(spec: PartitionSpec, mesh: AnyMesh, correction: Correction) ->
 
 
 class ManualAxes(NamedTuple):
-    """The mesh axes over which a shard_map runs, whose shapes are local ones."""
+    """The manual axes of a mesh, over which a shard_map runs. Shapes inside it are local."""
 
     axes: frozenset[str] = frozenset()
     emptied: Any = None
-    """The entry of a dimension that only they cut. Not None where axes of type Auto are left: that
-    would replicate it over those. JAX knows no other entry for axes of type Explicit."""
+    """The entry of a dimension that only manual axes cut. With axes of type Auto it is
+    UNCONSTRAINED, because None would replicate the dimension over them. With Explicit axes it is
+    None, because JAX allows nothing else."""
 
 
 _NO_MANUAL_AXES: Final = ManualAxes()
 
 
 def manual_axes(mesh: AnyMesh) -> ManualAxes:
-    """Those of the mesh, as the code that is being traced sees it."""
+    """The manual axes of the mesh of the traced code."""
     from jax.sharding import PartitionSpec
 
     has_auto = axes_of_type(mesh, "Auto")
@@ -181,7 +182,7 @@ def _inside_shard_map(
     spec: Any, correction: Correction, manual: ManualAxes
 ) -> tuple[Any, Correction]:
     """The spec and the correction for local arrays."""
-    if manual.axes and correction.unconstrained == "drop":  # what the user has written
+    if manual.axes and correction.unconstrained == "drop":  # only what the user wrote
         written = (None if is_unconstrained(entry) else entry for entry in entries_of(spec))
         spec, correction = with_entries(spec, written), replace(correction, unconstrained="keep")
     return without_axes(spec, manual.axes, manual.emptied), correction

@@ -19,7 +19,7 @@ from shardrules._logical.context import (
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._logical.problems import Attempts
+from shardrules._logical.errors import ErrorCollector
 from shardrules._logical.trees import (
     RulesFallback,
     compiled,
@@ -105,7 +105,9 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
         ('tp',)
     """
     priority = compiled(rules, None)
-    make = Attempts(lambda names, _: named_sharding(priority.spec(names), mesh), priority, mesh)
+    make = ErrorCollector(
+        lambda names, _: named_sharding(priority.spec(names), mesh), priority, mesh
+    )
     shardings = _map_specs(tree, make)
     make.check(lambda: _leaves_by_path(tree))
     return shardings

@@ -1,6 +1,6 @@
-"""Words for what logical rules say and a mesh cannot do: which leaf, by which rule, what was meant.
+"""Error messages for logical rules that do not fit a mesh: the leaves, their rules, the axis meant.
 
-Looks at leaves only when something has gone wrong. Must not know how names are resolved.
+Reads leaves only after an error. Must not know how names are resolved.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Outcome,
 from shardrules._printable import printable_lines
 from shardrules._words import and_more, counted, mesh_shown
 
-__all__ = ["Attempts", "unknown_axes"]
+__all__ = ["ErrorCollector", "unknown_axes"]
 
 _SHOWN: Final = 20
 
 
 def unknown_axes(outcome: Outcome, mesh_axes: Collection[str]) -> list[str]:
-    """A line for each mesh axis that an array with these names gets, and the mesh does not have."""
+    """A line for each mesh axis that an array gets and the mesh does not have."""
     lines = []
     for dim, (entry, winner) in enumerate(zip(outcome.entries(), outcome.winners, strict=True)):
         for axis in axes_in(None if entry is UNASSIGNED else entry):
@@ -37,13 +37,13 @@ def unknown_axes(outcome: Outcome, mesh_axes: Collection[str]) -> list[str]:
     return lines
 
 
-class Attempts:
-    """`make`, with what goes wrong remembered, so that all leaves can be told of at once.
+class ErrorCollector:
+    """Calls `make` for each leaf and collects its errors, so that one error reports all leaves.
 
     Args:
-        make: make(names, shape or None); its ValueErrors are problems of the leaf.
-        rules: The rules that it resolves by.
-        mesh: The mesh that it is for.
+        make: make(names, shape or None). A ValueError is an error of the leaf.
+        rules: The rules that `make` resolves names by.
+        mesh: The mesh that `make` uses.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Attempts:
             return None
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
-        """That nothing has gone wrong.
+        """That there was no error.
 
         Args:
-            leaves: Gives (path, names, shape or None) of each leaf; called only if something has.
+            leaves: Returns (path, names, shape or None) of each leaf; called only after an error.
 
         Raises:
-            ValueError: Something has; the message lists the first 20 leaves, with the count.
+            ValueError: There was one. The message has the number of leaves and lists the first 20.
         """
         if not self._failed:
             return
@@ -80,17 +80,17 @@ class Attempts:
         for path, names, shape in wrong[:_SHOWN]:
             size = "" if shape is None else f"  shape {shape}"
             lines.append(f"    {path or '(the tree)'}  names {logical_names(names)}{size}")
-            lines += [f"        {text}" for text in self._problems(names, shape)]
+            lines += [f"        {text}" for text in self._errors_of(names, shape)]
         lines += [f"    {line}" for line in and_more(len(wrong), _SHOWN, "leaf")]
         raise ValueError(printable_lines(lines)) from next(iter(self._failed.values()))
 
-    def _problems(self, names: Any, shape: Any) -> list[str]:
-        said = str(self._failed[names, shape]).splitlines()
+    def _errors_of(self, names: Any, shape: Any) -> list[str]:
+        errors = str(self._failed[names, shape]).splitlines()
         try:
             outcome = self._rules.resolve(names, shape)
         except ValueError:  # the names themselves are wrong
-            return said
+            return errors
         unknown = unknown_axes(outcome, self._mesh.axis_names)
-        # JAX says no more of these; a correction may forbid something else.
-        others = [] if unknown and shape is None else said
+        # Without a correction the only error is JAX's, about these axes.
+        others = [] if unknown and shape is None else errors
         return unknown + others + outcome.explained().splitlines()
