@@ -1,7 +1,7 @@
-"""shardrules: decides how every array of a huge JAX model is sharded.
+"""shardrules decides how every array of a huge JAX model is sharded.
 
-See `match_partition_rules` and `named_shardings` for the main job, `shard` and
-`with_sharding_constraint` to apply it, and `Rules` to compile a rule list once.
+Start with `match_partition_rules` and `named_shardings`. `shard` and `with_sharding_constraint`
+apply shardings to arrays, `plan` works without devices, and `Rules` compiles a rule list once.
 """
 
 from typing import TYPE_CHECKING
@@ -38,9 +38,9 @@ from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
 
-# Planning costs as much to import as all the rest, and who only matches rules does not need it: a
-# name of its api is imported when it is asked for. Type checkers and IDEs see the import, and no
-# __getattr__, which would have them take any name for one of ours.
+# Planning takes as long to import as everything else, and matching does not need it. So a name of
+# its api is imported when it is first used. Type checkers and IDEs see the import, and not
+# __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
     from shardrules._planning.api import *
 else:

@@ -1,6 +1,6 @@
-"""Writing a text file at once: whoever opens it sees the old file or the whole new one.
+"""Atomic writes of text files: a reader sees either the old file or the whole new one.
 
-Costs a file beside the target and two calls of fsync. Must not know what the text is.
+Costs a temporary file beside the target and two calls of fsync. Must not know what the text is.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _STREAMS: Final = (1, 2)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file: a regular file is replaced, anything else is written directly.
+    """Writes a text file. A regular file is replaced; any other file is written directly.
 
-    A link stays, and the file that it leads to is replaced. A new file has the mode that `open`
-    gives it. Of a file that was there the mode is kept, and the owner where the system allows it.
-    What fails or is interrupted leaves the old file as it was, and nothing beside it.
+    A link stays, and its target is replaced. A new file gets the mode that `open` gives. The mode
+    of an existing file is kept, and its owner if the system allows that. A failed or interrupted
+    write leaves the old file unchanged and no temporary file.
 
     Args:
-        path: The file. A device, a FIFO and our own standard output are not replaced.
-        text: Its content, written as UTF-8; newlines stay as they are.
+        path: The file. A device, a FIFO and the process's own standard output are not replaced.
+        text: The content, written as UTF-8. Newlines are not translated.
 
     Raises:
-        OSError: The file cannot be written; the error has its name and the reason.
+        OSError: The file cannot be written. The error has its name and the reason.
     """
     data = text.encode()
     try:
@@ -44,7 +44,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """What is there, behind any links; None for nothing."""
+    """The status of the file behind any links; None if there is no file."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _stream(status: os.stat_result) -> int | None:
-    """Our own output if the file is that: /dev/stdout may lead to a log, which must stay."""
+    """The number of the process's own output stream that is this file, such as a log; or None."""
     for stream in _STREAMS:
         with suppress(OSError):  # it is closed
             if os.path.samestat(status, os.fstat(stream)):
@@ -73,9 +73,9 @@ def _write_directly(path: str | os.PathLike[str], data: bytes, status: os.stat_r
 
 
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
-    # A name that nobody can guess, to plant a link there; the mode "x" would not follow one.
+    # Nobody can guess the name and plant a link there, and the mode "x" follows no link.
     part = target.with_name(f".{secrets.token_hex(16)}.part")
-    # The system takes the umask off. Before it has the old file's rights, no one else may read it.
+    # The system applies the umask. Nobody else may read the file before it has the old mode.
     mode = 0o666 if before is None else 0o600
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -91,19 +91,19 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
 
 
 def _keep_rights(file: int, before: os.stat_result) -> None:
-    """Owner and mode of the file that was there."""
+    """Gives the new file the owner and mode of the old one."""
     if sys.platform == "win32":
         return
     with suppress(PermissionError):
         os.fchown(file, before.st_uid, before.st_gid)
     mode = stat.S_IMODE(before.st_mode)
     if os.fstat(file).st_gid != before.st_gid:
-        mode &= ~stat.S_IRWXG  # what the one group may do, another may not
+        mode &= ~stat.S_IRWXG  # the rights of the old group are not for another one
     os.fchmod(file, mode)
 
 
 def _sync_directory(directory: Path) -> None:
-    """The new name is on the disk, too, where the system can do that."""
+    """Writes the new name to the disk too, if the system can do that."""
     with suppress(OSError):
         file = os.open(directory, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""What users declare about a rule list: that something which looks like a slip is meant so.
+"""Declarations about a rule list: properties that look like mistakes and are intended.
 
-A record; rule files, the command line and `Plan.check` all fill it. Must not know what is checked.
+A record, which rule files, the command line and `Plan.check` fill. Must not know what is checked.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["Declared", "compiled_replicated"]
 
 
 class Declared(NamedTuple):
-    """What is meant to be as it is."""
+    """Properties of a rule list that are intended, so that `check` does not report them."""
 
     replicated: tuple[str | re.Pattern[str], ...] = ()
-    """Patterns, searched in the paths, of leaves that are replicated on purpose."""
+    """Patterns of leaves that are replicated on purpose, searched in the paths."""
     optional_axes: tuple[str, ...] = ()
-    """Mesh axes that rules name and a mesh may lack."""
+    """Mesh axes that a mesh may lack."""
     data_axes: tuple[str, ...] = ()
-    """Mesh axes that cut batches and sequences, and no leaf."""
+    """Mesh axes that shard only batches and sequences."""
 
     def also(self, other: Declared) -> Declared:
-        """What both declare."""
+        """The declarations of both."""
         return Declared(
             self.replicated + other.replicated,
             self.optional_axes + other.optional_axes,
@@ -35,12 +35,12 @@ class Declared(NamedTuple):
 
 
 def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
-    """The patterns as rules, which meet paths as people write them, whatever the dialect.
+    """The patterns as rules, which are searched in paths joined by "/" in every dialect.
 
-    So they cost what rules cost, and what is not regular is in `Rules.fallbacks`.
+    They cost as much as rules. Patterns that are not regular are in `Rules.fallbacks`.
 
     Raises:
-        re.error, OverflowError, RecursionError, ValueError: A pattern is invalid; the message has
+        re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
             its index.
     """
     listed = list(patterns)

@@ -1,7 +1,7 @@
-"""Dtypes by name: how many bits an element takes, and what safetensors calls them.
+"""Dtypes by name: the bits of an element, and the names in safetensors.
 
-Tables of names alone, so that reading a file needs neither numpy nor ml_dtypes. Must not know
-about shapes or files.
+Only tables of names, so that reading a file needs neither numpy nor ml_dtypes. Must not know about
+shapes or files.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NAMES_BY_BITS: Final = {
 }
 
 BITS: Final = {name: bits for bits, names in _NAMES_BY_BITS.items() for name in names.split()}
-"""Bits of one element, by the name that numpy or ml_dtypes has for the dtype.
+"""Bits of one element, by the name of the dtype in numpy or ml_dtypes.
 
-Types of less than a byte count as packed, as safetensors and accelerators have them.
+Types of less than a byte are packed, as in safetensors and on accelerators.
 """
 
 SAFETENSORS: Final = {
@@ -56,14 +56,14 @@ SAFETENSORS: Final = {
     "I64": "int64",
     "U64": "uint64",
 }
-"""The names of safetensors (0.8), with those of numpy and ml_dtypes."""
+"""Names in safetensors 0.8, with the names in numpy and ml_dtypes."""
 
 
 def numpy_name(name: str) -> str:
-    """What numpy or ml_dtypes calls the dtype that has this name there or in safetensors.
+    """The name in numpy or ml_dtypes of a dtype, given by that name or by that in safetensors.
 
     Raises:
-        ValueError: The name is unknown; the message lists those that look like it.
+        ValueError: The name is unknown. The message lists similar names.
     """
     found = SAFETENSORS.get(name, name)
     if found in BITS:
@@ -75,14 +75,14 @@ def numpy_name(name: str) -> str:
 
 
 def bits_of(dtype: object) -> int:
-    """Bits that one element takes.
+    """The number of bits of one element.
 
     Args:
-        dtype: A name, of numpy, ml_dtypes or safetensors; a numpy dtype; or any object that has a
-            number of bytes as its `itemsize`, such as the dtype of JAX's random keys.
+        dtype: A name in numpy, ml_dtypes or safetensors; a numpy dtype; or an object with an
+            `itemsize` in bytes, such as the dtype of JAX's random keys.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It is something else.
     """
     if isinstance(dtype, str):
         return BITS[numpy_name(dtype)]

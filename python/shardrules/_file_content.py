@@ -1,9 +1,9 @@
-"""The content of a file as bytes, as text and as JSON, with every way to fail made a `FileError`.
+"""The content of a file as bytes, text or JSON. Every failure is a `FileError`.
 
-Every file that is given to us is opened here; `-` is standard input. What its JSON will take in
-memory is estimated while it is read, so that a bomb is refused before it bursts. Costs what gunzip
-and `json` cost, and some counting of bytes: nothing is done per value but a look for repeated keys.
-Must not know what the JSON means.
+All input files are opened here; `-` is standard input. The memory that JSON will take is estimated
+while the file is read, so a file that would fill the memory is refused early. Costs what gunzip and
+`json` cost, some counting of bytes, and a check for repeated keys. Must not know what the JSON
+means.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ __all__ = [
 
 DEFAULT_MEMORY: Final = 512 << 20
 max_memory: Final = ContextVar("max_memory", default=DEFAULT_MEMORY)
-"""Bytes that the reading of one file may take beyond the file's own size."""
+"""Maximum bytes of memory for reading one file, beyond the file's own size."""
 
 _CHUNK: Final = 1 << 20
 _STANDARD_INPUT: Final = Path("-")
-# FIFOs without a writer and silent terminals do not make us wait. Windows has no such flags.
+# With these flags a FIFO without a writer or a terminal does not block. Windows lacks them.
 _OPEN_FLAGS: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-# Bytes that CPython 3.11 to 3.13 take at most for each of these, beside the text. A bracket begins
-# a list of up to four values, a brace a dict, a quote is half a string, a colon has a place in a
-# dict and in the pairs of which that is made, a comma one in a list; and behind a colon or comma is
-# a number, which the string that may be there gives back. Real files take 0.6 to 1 of the sum.
+# Maximum bytes that CPython 3.11 to 3.13 take for each of these characters, beside the text. A
+# bracket is a list of up to four values, a brace a dict, a quote half a string. A colon is an item
+# of a dict and a pair, a comma an item of a list; both include a number, which a string after them
+# does not need. Real files take 0.6 to 1 times the sum.
 _COSTS: Final = {b"[": 96, b"{": 61, b":": 163, b",": 41, b'"': 13}
 _OTHERS: Final = bytes(set(range(256)).difference(*_COSTS))
-# The text and its strings, per byte; with one wide character, or an escape of one, each takes four.
+# The text and its strings, per byte. With one wide or escaped character, each takes four bytes.
 _NARROW: Final = 2
 _WIDE: Final = 8
 
 
 @contextmanager
 def memory_within(most: int) -> Iterator[None]:
-    """Within this, the reading of a file may take so many bytes beyond the file's own size."""
+    """A context in which reading a file may take `most` bytes beyond the file's own size."""
     token = max_memory.set(most)
     try:
         yield
@@ -61,10 +61,11 @@ def memory_within(most: int) -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[io.BufferedReader]:
-    """The file, open to be read in binary.
+    """The file, open for reading in binary.
 
     Raises:
-        FileError: It cannot be read, or is neither a regular file nor `-`; or that is a terminal.
+        FileError: It cannot be read, it is neither a regular file nor `-`, or standard input is a
+            terminal.
     """
     if path == _STANDARD_INPUT:
         yield _standard_input()
@@ -82,7 +83,7 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _standard_input() -> io.BufferedReader:
-    # A program may have put anything there.
+    # A program may have replaced sys.stdin by any object.
     stream = getattr(sys.stdin, "buffer", None)
     if not isinstance(stream, io.BufferedReader) or stream.isatty():
         raise FileError("-: nothing is piped into standard input; give a file's name, or pipe it")
@@ -97,8 +98,8 @@ def read_bytes(path: Path) -> bytes:
     """The content of a file, unpacked if it is gzipped.
 
     Raises:
-        FileError: It cannot be read, would take more than `max_memory` as JSON, or is not the gzip
-            that its name promises.
+        FileError: It cannot be read, would take more than `max_memory` as JSON, or is named .gz but
+            is not gzipped.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -124,15 +125,15 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int) -> bytes:
 
 
 def joined(path: Path, chunks: Iterable[bytes], size: int) -> bytes:
-    """The parts of a JSON text as one.
+    """Joins the chunks of a JSON text.
 
     Args:
-        path: The file that they are of.
-        chunks: The parts.
-        size: How many bytes the file itself has.
+        path: The file of the text.
+        chunks: The chunks of the text.
+        size: The size of the file in bytes.
 
     Raises:
-        FileError: The text and what it says would take more than `max_memory` and `size` bytes.
+        FileError: The text and its JSON values would take more than `max_memory` + `size` bytes.
     """
     parts: list[bytes] = []
     length, values, per_byte, most = 0, 0, _NARROW, max_memory.get() + size
@@ -157,15 +158,15 @@ def _raise_too_large(path: Path, size: int) -> NoReturn:
 
 
 def unreadable(path: Path, error: OSError) -> FileError:
-    """What to raise when the system refuses to read a file."""
+    """The error to raise if the system cannot read a file."""
     return FileError(f"{path}: {error.strerror or error}; check the name and the permissions")
 
 
 def text_of(path: Path, data: bytes) -> str:
-    """Bytes of that file as text.
+    """Bytes of a file as text.
 
     Raises:
-        FileError: They are empty or no UTF-8.
+        FileError: They are empty or not UTF-8.
     """
     if not data:
         raise FileError(f"{path}: the file is empty; copy or download it anew")
@@ -179,13 +180,13 @@ def text_of(path: Path, data: bytes) -> str:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """The JSON value that bytes of that file are.
+    """Parses bytes of a file as JSON.
 
     Raises:
-        FileError: They are no JSON, or an object has a key twice.
+        FileError: They are not JSON, or an object has a key twice.
     """
     text = text_of(path, data)
-    del data  # a caller that has kept no name of it needs it no more
+    del data  # frees it, unless the caller holds it
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_json)
     except json.JSONDecodeError as error:
@@ -215,6 +216,6 @@ def _no_json(constant: str) -> NoReturn:
 
 
 def first_repeated(names: list[str]) -> str:
-    """The first of the names that has been there before."""
+    """The first name that is equal to an earlier one."""
     seen: set[str] = set()
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]

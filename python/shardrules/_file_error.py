@@ -1,6 +1,6 @@
-"""The one error of this subpackage: input that a user can put right.
+"""`FileError`: an error in a file that the user can fix.
 
-A command line turns it into a message and an exit code. Must not know about kinds of files.
+The command line turns it into a message and an exit code. Must not know about kinds of files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _END: Final = 300
 
 
 class FileError(ValueError):
-    """What was given cannot be used.
+    """A file, or a name of an object, that cannot be used.
 
-    The message starts with the file's name and the place in it, and ends with the way out. It is
-    one line; further arguments are lines below it. Names of megabytes are cut in the middle.
+    The message starts with the file's name and the place in it, and ends with the fix. It is one
+    line. Further arguments are lines below it. Very long lines are cut in the middle.
     """
 
     def __init__(self, *lines: str) -> None:

@@ -1,9 +1,9 @@
-r"""Text that is safe to print: names come from files, and a file may be anybody's.
+r"""Text that is safe to print. Names come from files, and files may come from anyone.
 
-A name may hold what moves a terminal's cursor, what looks like another name, a line break, or a
-command to the CI that runs us. `printable` makes one line harmless, and leaves the names of models
-as they are; it is for where lines are put together, since later a name's line break cannot be told
-from the layout's. Costs two looks at a line. Must not know what a line says.
+A name may contain terminal controls, invisible characters, a line break, or a command to a CI
+runner. `printable` escapes these in one line, and leaves ordinary names unchanged. It must be
+called before lines are joined, because later a name's line break looks like the layout's. Costs two
+looks at a line. Must not know what a line says.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Final
 
 __all__ = ["printable", "printable_json", "printable_lines"]
 
-# GitHub's runner takes ::name:: at the beginning of a line, behind white space. It and the runners
-# of Azure and TeamCity take ##[name], ##vso[ and ##teamcity[ anywhere.
+# GitHub's runner obeys ::name:: at the beginning of a line, after white space. It and the runners
+# of Azure and TeamCity obey ##[name], ##vso[ and ##teamcity[ anywhere.
 _COMMAND: Final = re.compile(r"^ *:(?=:)|#(?=#[\w.-]*\[)")
 
 
 def printable(line: str) -> str:
-    r"""One line of text without what a terminal or a CI runner would act upon.
+    r"""Escape characters in a line that a terminal or a CI runner would act upon.
 
-    Characters that are not printable, as `str.isprintable` has it (controls, line breaks, marks of
-    direction and other formats, halves of surrogate pairs), become \u001b; so does the first
-    character of a runner's command.
+    These are characters for which `str.isprintable` is false (controls, line breaks, marks of
+    direction and other formats, halves of surrogate pairs), and the first character of a command to
+    a CI runner. They are written as \u001b.
 
     Example:
         >>> print(printable("a\x1b[2J\nb"), printable(r"layers/\d+/(wq|键)"))
@@ -39,12 +39,12 @@ def printable(line: str) -> str:
 
 
 def printable_lines(lines: Iterable[str]) -> str:
-    """A text of these lines, of which each is printable."""
+    """Join lines after making each of them printable."""
     return "\n".join(map(printable, lines))
 
 
 def printable_json(value: Any) -> str:
-    """A value as indented JSON, which says the same without a runner's commands."""
+    """A value as indented JSON without commands to a CI runner. The JSON value is the same."""
     return re.sub("#(?=#)", r"\\u0023", json.dumps(value, indent=1))
 
 

@@ -1,5 +1,5 @@
-"""The files that a command line reads: arrays' shapes, rules, and the text of a mesh.
+"""Readers for models and rules in files.
 
-Files are parsed, never executed or unpickled, and of tensors only headers are read; the one form
-that executes anything is `module:name`. Must not make PartitionSpecs, nor import JAX by itself.
+Files are parsed, never executed or unpickled. Only the headers of tensor files are read. Only the
+form `module:name` executes anything. Must not make PartitionSpecs, nor import JAX by itself.
 """

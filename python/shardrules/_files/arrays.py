@@ -1,7 +1,7 @@
-"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any file that has them.
+"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any supported file.
 
-The kinds of files are told apart by name and content; a list of 100,000 arrays takes about as long
-as its JSON. Must not know about rules or meshes.
+The name and the content of a file decide its kind. A list of 100,000 arrays costs about as much as
+parsing its JSON. Must not know about rules or meshes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Arrays(NamedTuple):
     """The arrays of a model."""
 
     name: str
-    """The model's, or else the file's."""
+    """The model's name, or else the file's."""
     leaves: dict[str, ArraySpec]
-    """In the order of the file; equal leaves are one object."""
+    """{name: leaf} in the order of the file. Equal leaves are one object."""
     separator: str
-    """What separates the components of the names: "/" or "."."""
+    """The separator of the components of the names: "/" or "."."""
 
 
 def read_arrays(source: str) -> Arrays:
-    """What a file says about arrays, of which nothing but names, shapes and dtypes is read.
+    """The arrays of a model in a file: their names, shapes and dtypes.
 
     Args:
         source: A safetensors file, the index of several, a directory of them, the directory of an
-            orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, which may be
-            gzipped: `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params
-            as `{name: {"shape": [dim, ...], "dtype": dtype}}`. `-` is a manifest on standard input.
+            orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, also gzipped:
+            `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params as
+            `{name: {"shape": [dim, ...], "dtype": dtype}}`. `-` is a manifest on standard input.
 
     Raises:
-        FileError: There is no such file, it is of no known kind, or it is damaged.
+        FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     path = Path(source)
     try:
@@ -67,7 +67,7 @@ def read_arrays(source: str) -> Arrays:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Parsing makes no cycles, and lists by the 100,000, which the collector would visit often."""
+    """Pauses the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +154,7 @@ def nested(arrays: Arrays) -> dict[str, Any]:
             )
         node = tree
         for key in outer:
-            left += key in node  # nothing is made for it
+            left += key in node  # it takes no new node
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")

@@ -1,8 +1,8 @@
 """`ArraySpec`, the leaf that stands for an array in a file, and the checks that make leaves.
 
-Names, shapes and dtypes come as columns. Each column is checked as a whole and each distinct
-(shape, dtype) once, so that 100,000 arrays cost milliseconds; only when a check has failed is the
-culprit looked for. Must not know how files are laid out.
+Names, shapes and dtypes come as columns. Each column is checked as a whole, and each distinct
+(shape, dtype) once, so 100,000 arrays cost milliseconds. The invalid entry is searched for only
+after a check has failed. Must not know the layout of files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ODD_SHAPE: Final = "needs a shape that is a list of integers"
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """Shape and dtype of an array. No tuple, which JAX would take for a node of a tree.
+    """Shape and dtype of an array. Not a tuple, which JAX would treat as a node of a tree.
 
     Args:
         shape: The dimensions.
-        dtype: The name that numpy or ml_dtypes has for it.
+        dtype: The name of the dtype in numpy or ml_dtypes.
     """
 
     shape: tuple[int, ...]
@@ -40,9 +40,9 @@ class ArraySpec:
 
 
 class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
-    """Makes the leaves of one source, which may have several files; equal ones are one object.
+    """{(shape, dtype): leaf} of one model, which may have several files.
 
-    It is {(shape, dtype): leaf}, and makes and checks each when it is first looked up.
+    A leaf is made and checked when it is first looked up. Equal leaves are one object.
     """
 
     __slots__ = ()
@@ -65,16 +65,16 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
     def of_columns(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
     ) -> dict[str, ArraySpec]:
-        """{name: leaf}, from what a file says the names, shapes and dtypes are.
+        """{name: leaf}, from the names, shapes and dtypes in a file.
 
         Raises:
-            FileError: Something in a column is not what it should be.
+            FileError: An entry of a column is invalid.
         """
         check_column(path, names, names, str, "has no string as its name")
         check_text(path, names, "array")
         check_column(path, names, shapes, list, _ODD_SHAPE)
         check_column(path, names, dtypes, str, "needs a dtype that is a string")
-        # By type and at once: True and 1.0 equal 1, and would pass for it in a look-up.
+        # By type, since True and 1.0 equal 1 in a look-up.
         if not types_of(chain.from_iterable(shapes)) <= {int}:
             _raise_first(path, names, shapes, lambda shape: types_of(shape) <= {int}, _ODD_SHAPE)
         keys = zip(map(tuple, shapes), dtypes, strict=True)
@@ -99,7 +99,7 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """As numpy says: dimensions of 0 do not make up for others. Stops before numbers get long."""
+    """As in numpy, dimensions of 0 count as 1. Stops before the product gets long."""
     count = 1
     for size in shape:
         count *= size or 1
@@ -116,10 +116,10 @@ def types_of(values: Iterable[object]) -> set[type]:
 def check_column(
     path: Path, names: Sequence[Any], column: Sequence[Any], kind: type, needs: str
 ) -> None:
-    """That all values are of that very type.
+    """That all values have exactly this type.
 
     Raises:
-        FileError: One is not; the message has its array's name, what it `needs`, and the value.
+        FileError: One has not. The message has the array's name, `needs`, and the value.
     """
     if not types_of(column) <= {kind}:
         _raise_first(path, names, column, lambda value: type(value) is kind, needs)
@@ -138,10 +138,10 @@ def _raise_first(
 
 
 def check_text(path: Path, words: Sequence[str], what: str) -> None:
-    """That each word can be printed and written: JSON can escape half a surrogate pair.
+    """That each word can be encoded, since JSON can escape half a surrogate pair.
 
     Raises:
-        FileError: One cannot; the message says `what` it is.
+        FileError: One cannot. The message calls it `what`.
     """
     try:
         "".join(words).encode()

@@ -1,4 +1,4 @@
-"""`module:name`, the one form that executes anything: it imports what the user names.
+"""`module:name`, the only form that executes anything: it imports the user's module.
 
 Costs what that import costs. Must not know what the object is for.
 """
@@ -21,20 +21,21 @@ _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]+):(?P<name>[^\W\d][\w.]*)")
 
 
 def is_module_form(text: str) -> bool:
-    """Whether the text is `package.module:name`, and there is no file of that name."""
+    """Whether the text has the form `package.module:name`, and no file has this name."""
     return _FORM.fullmatch(text) is not None and not Path(text).exists()
 
 
 def load_object(text: str) -> Any:
-    """The object that `package.module:name` names; if it is callable, what it returns.
+    """The object that `package.module:name` names, or its result if it is callable.
 
-    The current directory is searched, too, as by `python -m`. A name may have dots.
+    The current directory is searched too, as with `python -m`. A name may have dots.
 
     Args:
-        text: As `is_module_form` wants it.
+        text: A text for which `is_module_form` is true.
 
     Raises:
-        FileError: There is no such module or name, or its code has raised; the cause is chained.
+        FileError: There is no such module or name, or its code has raised an error, which is
+            chained.
     """
     form = _FORM.fullmatch(text)
     if form is None:

@@ -1,10 +1,10 @@
 """The metadata of an orbax checkpoint, read through orbax itself.
 
-Its JSON files have names but neither dtypes nor whole shapes; those are in the arrays' stores. So
-orbax is imported, and JAX with it, when a checkpoint is read and not before; of the arrays only
-metadata are read. Before that, the checkpoint's files and names are looked at: orbax would follow
-them out of the directory, and wait for a FIFO. Costs a look at each file, and what orbax takes.
-Must not know about other formats.
+The JSON files of a checkpoint have names, but neither dtypes nor whole shapes; these are in the
+arrays' stores. So orbax, and JAX with it, is imported when a checkpoint is read. Only the metadata
+of arrays is read. The files and names of the checkpoint are checked first, because orbax would
+follow links out of the directory and wait for a FIFO. Costs a look at each file, and orbax's own
+time. Must not know about other formats.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]
 
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"
-# What orbax reads whole, beside _METADATA.
+# Other files that orbax reads whole.
 _READ_WHOLE: Final = frozenset({".zarray", "zarr.json", "_sharding", "manifest.ocdbt"})
 # "12", or with a prefix, as in "checkpoint_12"; the name of an unfinished step goes on.
 _STEP: Final = re.compile(r"(?:.*_)?(\d+)")
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """Where the tree is: here, in the only item, or in that of the latest step; None if nowhere.
+    """The directory of the tree: this one, its only item, or that of the latest step; or None.
 
     Raises:
         FileError: There are several items, or a link leads out of the directory.
@@ -63,15 +63,15 @@ def _is_item(directory: Path) -> bool:
 
 
 def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays and numbers of a checkpoint; their names are paths in its tree.
+    """The arrays and numbers of a checkpoint. Their names are paths in its tree.
 
     Args:
-        directory: As `find_checkpoint` has found it.
-        make: What makes the leaves.
+        directory: A result of `find_checkpoint`.
+        make: The leaves of the model.
 
     Raises:
-        FileError: orbax is not installed, or cannot read the checkpoint, or it would read something
-            outside.
+        FileError: orbax is not installed or cannot read the checkpoint, or the checkpoint refers to
+            files outside.
     """
     _check_files(directory)
     _check_names(directory)
@@ -112,7 +112,7 @@ def _check_inside(directory: Path, path: Path) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    """That all are regular files of the checkpoint, and those that are read whole not too large."""
+    """That all files are regular and inside, and that those read whole are not too large."""
     for parent, directories, files in os.walk(directory):
         for name in (*directories, *files):
             path = Path(parent, name)
@@ -128,7 +128,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_names(directory: Path) -> None:
-    """That no array's name leads out: orbax joins its keys by dots, and that to the directory."""
+    """That no array's name leads out, since orbax joins it to the directory."""
     path = directory / _METADATA
     content = parse_json(path, read_bytes(path))
     try:

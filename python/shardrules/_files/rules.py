@@ -1,24 +1,24 @@
 """`read_rules`: a rule list from JSON, from TOML, or from a module.
 
-JSON and TOML have one form, of which TOML, having no null, is the readable one:
+JSON and TOML have the same keys. In TOML:
 
-    dialect = "eformer"               # whose semantics; eformer's unless told
-    replicated = ["norm", "bias$"]    # patterns of what is replicated on purpose
-    optional_axes = ["sp"]            # mesh axes that rules name and a mesh may lack
-    data_axes = ["dp"]                # mesh axes that cut batches alone
+    dialect = "eformer"               # semantics of the rules; default: eformer
+    replicated = ["norm", "bias$"]    # patterns of leaves that are replicated on purpose
+    optional_axes = ["sp"]            # mesh axes that a mesh may lack
+    data_axes = ["dp"]                # mesh axes that shard only batches
 
-    [correction]                      # fields of `Correction`, in the place of the dialect's
+    [correction]                      # fields of `Correction`; default: the dialect's
     indivisible = "prefix"
 
     [[rules]]
     pattern = "wq/kernel"
-    spec = ["fsdp", [], ["tp", "sp"]] # [] is a dimension that is not sharded; in JSON also null
+    spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
     flags = "i"                       # letters of `re`, as in (?i)
     units = [1, 1, 128]               # as in `RuleSpec`
     correction = { indivisible = "error" }
 
-A rule may be a pair, too: `[pattern, spec]`; and JSON may be the bare list of rules. Must not make
-PartitionSpecs: `Rules` keeps entries until a leaf needs one.
+A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Any other key
+is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf needs one.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ __all__ = ["DIALECTS", "RuleFile", "read_rules"]
 DIALECTS: Final = {
     value.name.lower(): value for value in vars(_dialects).values() if isinstance(value, Dialect)
 }
-"""By the names that they have in files, where case does not matter."""
+"""Dialects by their names in files, in lower case."""
 
 _KEYS: Final = ("rules", "dialect", "correction", "replicated", "optional_axes", "data_axes")
 _RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
-# Bytes of memory that a byte takes at most: as the program of all patterns; and in `tomllib`, as a
-# table's name. A pattern that is being parsed takes 220, and 12 us, per character.
+# Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
+# table in `tomllib`. Parsing a pattern takes 220 bytes and 12 us per character.
 _PER_BYTE: Final = 64
 _PER_BYTE_OF_TOML: Final = 512
 _MOST_CHARACTERS: Final = 100_000
 
 
 class RuleFile(NamedTuple):
-    """What a file of rules says."""
+    """The rules in a file, with their declarations."""
 
     rules: Rules
     declared: Declared
-    """What is meant to be as it is."""
+    """Properties that are intended, so that `check` does not report them."""
     name: str
-    """The file's, without its suffixes, or the object's."""
+    """The file's name without suffixes, or the object's name."""
 
 
 def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
     """The rules in a file or of a module.
 
     Args:
-        source: A .toml file; a JSON file, which may be gzipped; or `package.module:NAME`, a `Rules`
-            or a list of pairs, or a function that returns one.
-        dialect: Whose semantics to follow, whatever the file says.
+        source: A .toml file; a JSON file, which may be gzipped; or `package.module:NAME`, which is
+            a `Rules`, a list of pairs, or a function that returns one of these.
+        dialect: The dialect. Default: the file's, or else eformer's.
 
     Raises:
-        FileError: There is no such file or object, or something in it is not as it should be.
+        FileError: There is no such file or object, or its content is invalid.
     """
     if is_module_form(source):
         return _of_module(source, dialect)
@@ -142,7 +142,7 @@ def _dialect(path: Path, name: object) -> Dialect:
 
 
 def _correction(where: str, base: Correction, table: object) -> Correction:
-    """`base` with the table's fields in the place of its own."""
+    """`base` with its fields replaced by those of the table."""
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
     _check_keys(where, table, _CORRECTION_KEYS)
@@ -187,7 +187,7 @@ def _check_length(where: str, pattern: object) -> None:
 
 
 def _pattern(where: str, pattern: object, flags: object) -> object:
-    """The pattern as `Rules` wants it, which checks what has no flags."""
+    """The pattern for `Rules`, which itself checks a pattern without flags."""
     if flags == "":
         return pattern
     if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():

@@ -1,9 +1,9 @@
-"""The headers of safetensors files, of one file, of an index, or of a directory.
+"""The headers of safetensors files: of one file, of an index, or of a directory.
 
-A header is JSON after its length; it is checked as the safetensors library checks it, and the data
-behind it are never read. We refuse some that the library takes: a key that is there twice, of which
-it takes the last; fields of an array that it does not know either; an array as a list of its
-fields, a dtype as an object, and a dimension above 2**63 - 1, none of which anybody writes. Must
+A header is JSON after its length. It is checked as the safetensors library checks it. The data
+after it are never read. Some headers that the library accepts are refused here: a key that occurs
+twice, of which it takes the last; unknown fields of an array; and forms that no writer uses, which
+are an array as a list of its fields, a dtype as an object, and a dimension above 2**63 - 1. Must
 not know about other formats.
 """
 
@@ -42,10 +42,10 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
 
     Args:
         path: The file.
-        make: What makes the leaves.
+        make: The leaves of the model.
 
     Raises:
-        FileError: It is damaged, or no safetensors file.
+        FileError: It is damaged, or not a safetensors file.
     """
     header, data_bytes = _header(path)
     _check_metadata(path, header.pop(_METADATA, None))
@@ -65,7 +65,7 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The parsed header, and how many bytes of data the file has behind it."""
+    """(the parsed header, number of bytes of data after it)."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -91,7 +91,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_marks(path: Path, text: bytes) -> None:
-    """What is lost when JSON is parsed: a byte order mark, and the sign of -0."""
+    """Refuses what parsing JSON would hide: a byte order mark, and the sign of -0."""
     if text.startswith(codecs.BOM_UTF8):
         raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it anew")
     if b"-0" in text and b"-" in _STRING.sub(b"", text):
@@ -134,7 +134,7 @@ def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoR
 def _check_offsets(
     path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], data_bytes: int
 ) -> None:
-    """That each array has the bytes that it needs, and that together they are the data."""
+    """That each array has the bytes that it needs, and that the arrays fill the data exactly."""
     names = list(leaves)
     check_column(path, names, offsets, list, _ODD_OFFSETS)
     if not (set(map(len, offsets)) <= {2} and types_of(chain.from_iterable(offsets)) <= {int}):
@@ -142,13 +142,13 @@ def _check_offsets(
         check_column(path, names, pairs, list, _ODD_OFFSETS)
     flat = list(chain.from_iterable(offsets))
     begins, ends = flat[::2], flat[1::2]
-    # By identity, since a dataclass is slow to hash and few are distinct.
+    # By identity, because a dataclass is slow to hash and few are distinct.
     distinct = {id(spec): spec for spec in leaves.values()}
     bits = {key: prod(spec.shape) * bits_of(spec.dtype) for key, spec in distinct.items()}
     needed = list(map(bits.__getitem__, map(id, leaves.values())))
     if [8 * size for size in map(sub, ends, begins)] != needed:
         _raise_wrong_size(path, leaves, offsets, needed)
-    # In the order of their places, each array begins where the one before it ends.
+    # In the order of their offsets, each array begins where the previous one ends.
     places = sorted(zip(begins, ends, strict=True))
     if [*(begin for begin, _ in places), data_bytes] != [0, *(end for _, end in places)]:
         _raise_gap(path, names, offsets, data_bytes)
@@ -180,15 +180,15 @@ def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes:
 
 
 def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays of the files that an index of Hugging Face names, in its order.
+    """The arrays of the files in an index of Hugging Face, in the order of the index.
 
     Args:
         path: The index.
-        weight_map: {array: file beside the index}, its content.
-        make: What makes the leaves.
+        weight_map: The content of the index: {array: file beside the index}.
+        make: The leaves of the model.
 
     Raises:
-        FileError: A file is missing or damaged, or has not the array that it should have.
+        FileError: A file is missing or damaged, or does not have one of its arrays.
     """
     if not isinstance(weight_map, dict):
         raise FileError(

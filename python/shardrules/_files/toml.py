@@ -1,7 +1,7 @@
 """TOML from bytes, with every way to fail made a `FileError`.
 
-`tomllib` takes time by the square of a key's parts (50 s for 80 kB of `a.a.a`), so they are counted
-before it begins. Costs what `tomllib` costs. Must not know what the TOML means.
+`tomllib` takes time quadratic in the parts of a key (50 s for 80 kB of `a.a.a`), so they are
+counted before it parses. Costs what `tomllib` costs. Must not know what the TOML means.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["parse_toml"]
 
 # Five more than a rule needs.
 _MOST_LEVELS: Final = 8
-# Strings and comments, where dots mean nothing. What is not closed goes on to the end: there is no
-# text on which the search would begin again and again.
+# Strings and comments, where dots mean nothing. An unclosed one extends to the end of the text, so
+# the search never starts again.
 _NO_KEY: Final = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
     r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
@@ -29,10 +29,10 @@ _KEY: Final = re.compile(r"[\w\-. \t]+")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
-    """The table that bytes of that file are.
+    """Parses bytes of a file as TOML.
 
     Raises:
-        FileError: They are no TOML, or a key has too many levels.
+        FileError: They are not TOML, or a key has too many levels.
     """
     text = text_of(path, data)
     if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):

@@ -1,4 +1,4 @@
-"""Our functions in the place of those of libraries whose imports cannot be changed.
+"""Replaces functions of other libraries by ours, for programs whose imports cannot be changed.
 
-Must not change what a program does, only how long it takes.
+Must change only the time that a program takes.
 """

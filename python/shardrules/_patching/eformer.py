@@ -1,7 +1,7 @@
-"""What `patch` puts into eformer: ours, kept to what eformer itself does, its faults included.
+"""The functions that `patch` puts into eformer: they behave exactly as eformer's, faults included.
 
-An input for which that cannot be promised is refused, which leaves it to eformer. Costs a look at
-each rule. Must not know how functions are replaced.
+They refuse an input for which this is not certain, which leaves it to eformer. Costs a look at each
+rule. Must not know how functions are replaced.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 
 
 class LeftToEformerError(Exception):
-    """Ours would do this otherwise than eformer."""
+    """Our function would treat this input differently from eformer's."""
 
 
 def match_partition_rules(
     rules: Any, tree: Any, min_size: int | None = 0, strict: bool = True
 ) -> Any:
-    """eformer's; rules whose specs are no PartitionSpecs are left to it."""
+    """Eformer's function. It handles rules whose specs are not PartitionSpecs itself."""
     _leave_if_logging()
     if not isinstance(rules, (list, tuple)) or not all(map(_is_plain, rules)):
         raise LeftToEformerError
@@ -47,7 +47,7 @@ def match_partition_rules(
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """eformer's, on the mesh that eformer sees: that of `with mesh:`."""
+    """Eformer's function, on the mesh that eformer uses: that of `with mesh:`."""
     mesh = _eformers("get_incontext_mesh")(raise_mesh_error)
     if mesh.empty or _eformers("LOG_SHARDING_MOVE"):
         return _warning_the_caller(shape, partition_spec, raise_mesh_error)
@@ -57,7 +57,7 @@ def get_corrected_named_sharding(
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Any = None) -> tuple[Any, Any]:
-    """eformer's, without a program to compile for each leaf; left to it in several processes."""
+    """Eformer's function, without compiling. It handles several processes itself."""
     _leave_if_logging()
     if jax.process_count() > 1:
         raise LeftToEformerError
@@ -67,7 +67,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Any = None) -> tuple[A
 
     def shard_fn(spec: Any) -> Callable[..., Any]:
         sharding = NamedSharding(on_mesh, spec)
-        # Unlike our own, numpy arrays, and arrays with PartitionSpec(), stay where they are.
+        # Unlike in our own, numpy arrays and arrays with PartitionSpec() stay in place.
         return _or_eformers(
             lambda tensor: ours.with_sharding_constraint(tensor, sharding),
             lambda: original(spec, on_mesh)[0],
@@ -85,7 +85,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Any = None) -> tuple[A
 def create_pattern_based_partition_spec(
     pattern: str, mesh: Any = None, default_spec: Any = None
 ) -> Callable[..., Any]:
-    """eformer's; a regex that no name reaches may be invalid there, and is left to it."""
+    """Eformer's function. It handles an invalid regex, which no name may ever reach, itself."""
     on_mesh = _eformers("get_incontext_mesh")() if mesh is None else mesh
     original = _original("create_pattern_based_partition_spec")
     return _or_eformers(
@@ -105,7 +105,7 @@ def _original(name: str) -> Any:
 def _or_eformers(
     function: Callable[..., Any], make_eformers: Callable[[], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """A function that ours has made; what it refuses is for the one that eformer would make."""
+    """Our function; inputs that it refuses go to the function that eformer would make."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         with suppress(Exception):
@@ -116,7 +116,7 @@ def _or_eformers(
 
 
 def _warning_the_caller(*args: Any) -> NamedSharding:
-    """What eformer gives, with its warnings at the caller's line, not at ours in between."""
+    """Eformer's result, with its warnings at the caller's line instead of ours."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sharding: NamedSharding = _original("get_corrected_named_sharding")(*args)
@@ -126,7 +126,7 @@ def _warning_the_caller(*args: Any) -> NamedSharding:
 
 
 def _leave_if_logging() -> None:
-    # eformer reads the environment when it is imported, ours at each call.
+    # eformer reads the environment at import, our functions at each call.
     if _eformers("LOG_SHARDING_MOVE") or logs_moves():
         raise LeftToEformerError
 

@@ -1,6 +1,6 @@
-"""`patch` and `unpatch`: our functions in the place of other libraries', in all loaded modules.
+"""`patch` and `unpatch`: replace functions of other libraries by ours, in all loaded modules.
 
-One look at every global of every loaded module, some milliseconds, on each call. Must not know what
+Each call looks at every global of every loaded module, which takes milliseconds. Must not know what
 the functions do.
 """
 
@@ -26,19 +26,19 @@ _Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Library:
-    """Functions of a module, and the module where ours have the same names."""
+    """Functions of a module, and our module with functions of the same names."""
 
     module: str
     ours: str
     instead: str
-    """Where ours can be imported from, whatever the library does."""
+    """The module to import ours from if a function cannot be patched."""
     versions: str
-    """Where the functions are as tests have compared them with ours."""
+    """The versions whose functions the tests compared with ours."""
     functions: Mapping[str, tuple[str, ...]]
-    """By name, the digests of their code."""
+    """Digests of the compared functions' code, by name."""
 
 
-# Only functions that are equal and faster: docs/patch.md says why the others are not here.
+# Only functions that are equal and faster. docs/patch.md has the reasons for the others.
 _LIBRARIES: Final[dict[str, _Library]] = {
     "eformer": _Library(
         module="eformer.escale.partition.constraints",
@@ -48,7 +48,7 @@ _LIBRARIES: Final[dict[str, _Library]] = {
         functions={
             "create_pattern_based_partition_spec": ("57d9529d7c7c04ed",),
             "get_corrected_named_sharding": ("5f2deeb9c5a9f3c5",),
-            # Up to 0.0.99.1 its constraints swallowed other exceptions than now.
+            # Up to 0.0.99.1 its constraints swallowed other exceptions.
             "make_shard_and_gather_fns": ("66607a899a950d48", "86fbaf671dcbe98a"),
             "match_partition_rules": ("e52b2595e538dc16",),
         },
@@ -67,56 +67,55 @@ _LIBRARIES: Final[dict[str, _Library]] = {
 }
 
 _lock = threading.RLock()
-# By the original, every replacement ever made: a module may still hold one.
+# Every replacement ever made, by its original: a module may still hold one.
 _replacements: dict[_Function, _Function] = {}
 
 
 class Patch:
-    """What a call of `patch` has replaced; as a context manager, until the context is left."""
+    """The result of `patch`: a context manager that restores the functions at its end."""
 
     def __init__(self, replaced: Mapping[_Function, _Function]) -> None:
         self._replaced = dict(replaced)
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """The full names of the functions that this call has replaced."""
+        """The full names of the functions that this call replaced."""
         return tuple(f"{f.__module__}.{f.__qualname__}" for f in self._replaced)
 
     def __enter__(self) -> Patch:
-        """Itself; the functions are replaced already."""
+        """Return the patch. The functions are replaced already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restores what this call has replaced, and nothing else."""
+        """Restore only the functions that this call replaced."""
         with _lock:
             _restore(self._replaced.items())
 
 
 def patch(*libraries: str) -> Patch:
-    """Replace other libraries' functions by ours where those are equal and faster.
+    """Replace functions of other libraries by ours, if ours are equal and faster.
 
-    They are replaced where they are defined and in every loaded module that has imported them,
-    under whatever name; not inside of other objects, such as a functools.partial. Results and
-    errors stay the library's own: what ours refuses is left to the original. docs/patch.md lists
-    the functions.
+    A function is replaced in the module that defines it, and in every loaded module that imported
+    it under any name. It is not replaced inside other objects, such as a functools.partial. Results
+    and errors stay the same: the original handles inputs that ours refuses. docs/patch.md lists the
+    functions.
 
     Args:
-        libraries: "eformer", "flax"; they are imported if need be. Those that are patched already
-            stay so.
+        libraries: "eformer" or "flax". They are imported if they are not yet. Libraries that are
+            patched already stay patched.
 
     Returns:
-        A context manager that restores, when it is left, what this very call has replaced. Without
-        it `unpatch` restores all.
+        A context manager that at its end restores the functions that this call replaced. `unpatch`
+        restores all functions.
 
     Raises:
-        ValueError: A library that is not among these.
-        ModuleNotFoundError: It is not installed.
-        RuntimeError: One of its functions is not as in the versions that ours were compared with;
-            what decides is the source, not the version's number. Like the others, before anything
-            is replaced.
+        ValueError: The library is unknown.
+        ModuleNotFoundError: The library is not installed.
+        RuntimeError: The source of a function differs from that in the versions that the tests
+            compared. As with the other errors, nothing is replaced.
 
     Example:
-        Not run as a test, as eformer may not be there:
+        Not run as a test, because eformer may not be installed:
 
         >>> with patch("eformer"):  # doctest: +SKIP
         ...     model = easydel.AutoEasyDeLModelForCausalLM.from_pretrained(...)
@@ -134,9 +133,10 @@ def patch(*libraries: str) -> Patch:
 
 
 def unpatch() -> None:
-    """Restore every function that `patch` has replaced, in all modules.
+    """Restore all functions that `patch` replaced, in all modules.
 
-    Also where one was imported by name meanwhile. Without a patch nothing happens.
+    Modules that imported a replacement in the meantime are included. Without a patch nothing
+    happens.
 
     Example:
         >>> unpatch()
@@ -146,7 +146,7 @@ def unpatch() -> None:
 
 
 def _originals(name: str) -> list[tuple[_Function, _Function]]:
-    """The library's functions that are not replaced yet, each with ours."""
+    """(function, our function) pairs of a library, for functions that are not replaced yet."""
     library = _LIBRARIES.get(name)
     if library is None:
         known = ", ".join(map(repr, _LIBRARIES))
@@ -188,7 +188,7 @@ def _is_known(function: object, known: tuple[str, ...]) -> TypeGuard[FunctionTyp
 
 
 def _replacement(original: _Function, ours: _Function) -> _Function:
-    """Ours, with the name, documentation and signature of the original."""
+    """Our function, with the name, documentation and signature of the original."""
     if original in _replacements:
         return _replacements[original]
 
@@ -196,7 +196,7 @@ def _replacement(original: _Function, ours: _Function) -> _Function:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         with suppress(Exception):
             return ours(*args, **kwargs)
-        # The program is to meet what it met before, errors included.
+        # The program gets the same results as before, and the same errors.
         return original(*args, **kwargs)
 
     return _replacements.setdefault(original, replacement)
@@ -207,10 +207,10 @@ def _restore(replaced: Iterable[tuple[_Function, _Function]]) -> None:
 
 
 def _swap(new_of: Mapping[_Function, _Function]) -> None:
-    """Each function replaced by another one, wherever it is a global of a module."""
+    """Replaces functions wherever they are globals of a module."""
     new_by_id = {id(old): new for old, new in new_of.items()}
     for module in list(sys.modules.values()):
-        # Not isinstance, vars or getattr: they would load modules that load themselves when used.
+        # isinstance, vars and getattr would load modules that are loaded lazily.
         if not issubclass(type(module), ModuleType):
             continue
         names = object.__getattribute__(module, "__dict__")

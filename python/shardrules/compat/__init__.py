@@ -1,7 +1,7 @@
-"""Drop-in modules, one per library: its names and signatures on this package's engine.
+"""Drop-in replacements, one module per library, with its names and signatures.
 
-Each is thin; none needs the library that it stands in for.
+None of them needs the library that it replaces.
 """
 
-# Its modules are imported by their names, each when it is wanted.
+# Import the modules by their names.
 __all__: list[str] = []

@@ -1,7 +1,7 @@
 """EasyLM's `match_partition_rules` (jax_utils) and scalax 0.2.6's `TreePathShardingRule`.
 
-Both are the dialect `shardrules.EASYLM` under the libraries' signatures; neither library is needed.
-Unlike theirs, these report all unmatched leaves at once, and replicate leaves without a shape.
+Both have the dialect `shardrules.EASYLM` and the libraries' signatures. Neither library is needed.
+Unlike the originals, they report all unmatched leaves at once and replicate leaves without a shape.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _NOT_STRICT: Final = replace(EASYLM, unmatched="replicate")
 
 
 def match_partition_rules(rules: Iterable[tuple[Pattern, Any]], params: Any) -> Any:
-    """The tree with each leaf replaced by the spec of the first rule found in its path.
+    """Replace each leaf by the spec of the first rule that is found in its path.
 
-    Leaves of one element get `PartitionSpec()` and need no rule; specs are given whole. Semantics
+    Leaves of one element get `PartitionSpec()` and need no rule. Specs are not truncated. Semantics
     of EasyLM.jax_utils.match_partition_rules.
 
     Args:
         rules: (regex, spec) pairs.
-        params: Any pytree; of its leaves only `.shape` is read.
+        params: Any pytree. Only `.shape` of its leaves is read.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        ValueError: No rule matches some leaf.
+        ValueError: No rule matches one of the leaves.
         TypeError, re.error: As `shardrules.Rules`.
 
     Example:
@@ -52,11 +52,11 @@ class TreePathShardingRule:
     """A rule list as an object. Semantics of scalax.sharding.TreePathShardingRule, 0.2.6.
 
     Args:
-        rules: (regex, spec) pairs, one after the other.
-        strict: Whether leaves that no rule matches are an error; they are replicated otherwise.
+        rules: (regex, spec) pairs, as separate arguments.
+        strict: Whether a leaf that no rule matches is an error. Otherwise it is replicated.
 
     Raises:
-        TypeError, re.error: As `shardrules.Rules`; scalax would raise when it first tries the rule.
+        TypeError, re.error: As `shardrules.Rules`. scalax raises when it first uses the rule.
 
     Example:
         >>> import numpy as np
@@ -75,9 +75,9 @@ class TreePathShardingRule:
         self._compiled = Rules(rules, EASYLM if strict else _NOT_STRICT)
 
     def apply(self, pytree: Any) -> Any:
-        """The tree with each leaf replaced by its spec.
+        """Replace each leaf of a tree by its spec.
 
         Raises:
-            ValueError: No rule matches some leaf, and the rule is strict.
+            ValueError: No rule matches one of the leaves, and `strict` is True.
         """
         return self._compiled.match(pytree)

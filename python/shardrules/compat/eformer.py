@@ -1,7 +1,8 @@
 """`eformer.escale.partition.constraints` of eformer 0.0.95 to 0.1.0: its 17 public functions.
 
-The same signatures and results, under every mesh context of today's JAX. Where eformer's own are
-broken these work; docs/migration/eformer.md lists the differences. eformer itself is not needed.
+The same signatures and results, under every mesh context of today's JAX. They also work where
+eformer's functions are broken. The differences are in docs/migration/eformer.md. eformer itself is
+not needed.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ _NO_MESH: Final = "No mesh found under this context manager."
 
 
 def __getattr__(name: str) -> int | bool:
-    """The two settings, as the environment has them now; eformer reads it when it is imported."""
+    """The two settings, from the environment at each access; eformer reads it at import."""
     if name not in _SETTINGS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _SETTINGS[name]()
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether all the names are axes of the context's mesh.
+    """Whether all names are axes of the context's mesh.
 
     Example:
         >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
@@ -92,11 +93,11 @@ def match_partition_rules(
     min_size: int | None = 0,
     strict: bool = True,
 ) -> Any:
-    """`shardrules.match_partition_rules`, with dicts in the order of their sorted keys.
+    """`shardrules.match_partition_rules`, but the result's dicts have sorted keys.
 
     Raises:
-        ValueError: No rule matches some leaf; or a dict's keys cannot be sorted.
-        TypeError, re.error, RecursionError: As there.
+        ValueError: No rule matches one of the leaves, or the keys of a dict cannot be sorted.
+        TypeError, re.error, RecursionError: As `shardrules.match_partition_rules`.
 
     Example:
         >>> rules = [("w", PartitionSpec("tp")), (".*", PartitionSpec())]
@@ -109,24 +110,25 @@ def match_partition_rules(
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """A tree of functions that put an array on the mesh, and one of functions that fetch it.
+    """A tree of functions that place an array on the mesh, and a tree of functions that fetch it.
 
-    Nothing is compiled. To move a whole tree, `shardrules.shard` and `shardrules.gather` are
-    faster: one call for all leaves.
+    The functions compile nothing. For a whole tree, `shardrules.shard` and `shardrules.gather` are
+    faster, because they take one call for all leaves.
 
     Args:
         partition_specs: A tree of PartitionSpecs.
-        mesh: The context's unless given.
+        mesh: The mesh. Default: the context's.
 
     Returns:
-        (shard functions, gather functions), trees like `partition_specs`. A shard function takes a
-        jax or numpy array, a number, or a tree of them, and corrects the spec to its shape; what
-        JAX cannot hold is given back as it is. A gather function returns a numpy array. Inside jit
-        and other transformations, the one is a constraint to the spec, the other to replication.
+        (shard functions, gather functions), two trees with the structure of `partition_specs`. A
+        shard function takes a jax or numpy array, a number, or a tree of these, and corrects the
+        spec to the shape. It returns values that JAX cannot hold unchanged. A gather function
+        returns a numpy array. Inside jit and other transformations, a shard function constrains the
+        array to the spec, and a gather function to replication.
 
     Raises:
         ValueError: A spec names an axis that the mesh does not have.
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
     """
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     replicated = NamedSharding(on_mesh, PartitionSpec())
@@ -152,7 +154,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """The mesh axes that specs name, each once, in the order of their first appearance.
+    """The distinct mesh axes in specs, in the order of their first appearance.
 
     Args:
         partition_specs: A PartitionSpec, a dict of them, or nested sequences and dicts.
@@ -172,11 +174,11 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 
 def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) -> Any:
-    """The jax.Arrays of the tree, constrained to the sharding as far as it fits each of them.
+    """Constrain each jax.Array of a tree to the sharding, corrected to its shape.
 
-    An axis that the mesh does not have, or whose size does not divide, leaves its dimension
-    unsharded. Without a mesh, and for an empty spec, nothing happens. Leaves that are no jax.Array
-    are left alone.
+    A dimension is unsharded if the mesh does not have one of its axes, or if its axes do not divide
+    it. Without a mesh, or with an empty spec, the tree is returned unchanged. Leaves that are not
+    jax.Arrays stay unchanged.
 
     Raises:
         TypeError: `sharding` is neither a PartitionSpec nor a NamedSharding.
@@ -205,19 +207,19 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """The NamedSharding on the context's mesh of an array of this shape, corrected to fit.
+    """The NamedSharding of an array on the context's mesh, corrected to the array's shape.
 
-    For whole trees `shardrules.named_shardings` does this in one call.
+    For a whole tree, `shardrules.named_shardings` does this in one call.
 
     Args:
-        shape: Of the array.
-        partition_spec: A PartitionSpec; or what stands for one: None, an axis name, a list or tuple
-            of entries.
-        raise_mesh_error: Whether having no mesh is an error; if not, the sharding is replicated, on
-            an empty mesh, with a warning.
+        shape: The shape of the array.
+        partition_spec: A PartitionSpec; or None, an axis name, or a list or tuple of entries, which
+            mean the PartitionSpec made of it.
+        raise_mesh_error: Whether a missing mesh is an error. Otherwise it is a warning, and the
+            sharding is replicated on an empty mesh.
 
     Raises:
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
         ValueError: An axis is used twice.
 
     Example:
@@ -239,21 +241,21 @@ def get_corrected_named_sharding(
 def analyze_sharding_strategy(
     pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
-    """How a sharding spreads a tree over the devices.
+    """Statistics of the distribution of a tree over the devices.
 
     Args:
-        pytree: Arrays, or anything with a shape and a dtype.
-        partition_specs: A tree of the same structure.
-        mesh: The context's unless given.
+        pytree: Arrays, or objects with a shape and a dtype.
+        partition_specs: A tree of PartitionSpecs with the same structure.
+        mesh: The mesh. Default: the context's.
 
     Returns:
-        "total_parameters" and "sharded_parameters" (elements of arrays with a spec other than
-        PartitionSpec()); "memory_per_device" (bytes, by device, or by index on an AbstractMesh);
-        "balance_score" (mean by largest of those; 1.0 is even); "partition_stats" (by spec: leaves,
-        parameters and bytes).
+        A dict with "total_parameters"; "sharded_parameters" (elements of arrays with a spec other
+        than PartitionSpec()); "memory_per_device" (bytes by device, or by index on an
+        AbstractMesh); "balance_score" (mean divided by maximum of these; 1.0 is even);
+        "partition_stats" (leaves, parameters and bytes by spec).
 
     Raises:
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
         KeyError: A spec names an axis that the mesh does not have.
 
     Example:
@@ -301,14 +303,15 @@ def create_pattern_based_partition_spec(
     """A function (name, array) -> PartitionSpec from rules in one string.
 
     Args:
-        pattern: Rules separated by commas, "regex|regex->axis.axis"; the first that matches wins.
-        mesh: Not looked at, as in eformer, but without it one must be in force.
-        default_spec: Where nothing matches; PartitionSpec() unless given.
+        pattern: Rules separated by commas, such as "regex|regex->axis.axis". The first one that
+            matches wins.
+        mesh: Not used, as in eformer. But without it there must be a mesh in the context.
+        default_spec: The spec if no rule matches. Default: PartitionSpec().
 
     Raises:
         ValueError: A rule has more than one "->".
         re.error: A regex is invalid.
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
@@ -340,7 +343,7 @@ def create_pattern_based_partition_spec(
 
 
 def extract_sharding_structure(pytree: Any) -> Any:
-    """The NamedSharding of each leaf; None for leaves that have none.
+    """Replace each leaf by its NamedSharding, or by None if it has none.
 
     Example:
         >>> extract_sharding_structure({"step": 3})
@@ -359,15 +362,16 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:
-    """The mesh of `with mesh:`, as in eformer; without one, that of `jax.set_mesh`.
+    """The mesh of the context.
 
-    Or of `jax.sharding.use_abstract_mesh`, if that is in force; its mesh has no devices.
+    It is the mesh of `with mesh:`, as in eformer. Without one it is the mesh of `jax.set_mesh` or
+    of `jax.sharding.use_abstract_mesh`, which has no devices.
 
     Args:
-        raise_error: Whether having none is an error; if not, an empty Mesh is returned.
+        raise_error: Whether a missing mesh is an error. Otherwise an empty Mesh is returned.
 
     Raises:
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
 
     Example:
         >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
@@ -381,16 +385,16 @@ def get_incontext_mesh(raise_error: bool = True) -> Any:
 
 
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
-    """Devices along an axis, or along several together.
+    """The number of devices along an axis, or along several axes together.
 
     Args:
-        axis_names: An axis name, or a list or tuple of them.
-        mesh: The context's unless given.
+        axis_names: An axis name, or a list or tuple of axis names.
+        mesh: The mesh. Default: the context's.
 
     Raises:
         KeyError: The mesh has no such axis.
         TypeError: `axis_names` is something else.
-        AssertionError: No mesh.
+        AssertionError: There is no mesh.
 
     Example:
         >>> get_axes_size_in_mesh(["dp"], jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
@@ -401,7 +405,7 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """The axis names of the mesh, or of the context's.
+    """The axis names of the mesh. Default: the context's mesh.
 
     Example:
         >>> get_mesh_axis_names(jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
@@ -411,10 +415,10 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 
 
 def get_mesh_axis_size(axis_names: AxisNames) -> Any:
-    """Devices along the axes, inside a function that is mapped over them (shard_map, vmap, pmap).
+    """The number of devices along axes that a function is mapped over (shard_map, vmap, pmap).
 
     Raises:
-        TypeError: `axis_names` is no axis name nor a list or tuple of them.
+        TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
 
     Example:
         >>> jax.vmap(lambda x: x * get_mesh_axis_size("i"), axis_name="i")(jax.numpy.ones(3))
@@ -424,10 +428,10 @@ def get_mesh_axis_size(axis_names: AxisNames) -> Any:
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> Any:
-    """The device's position along the axes, the first the most major, inside a mapped function.
+    """The device's position along the axes, in row-major order, inside a mapped function.
 
     Raises:
-        TypeError: `axis_names` is no axis name nor a list or tuple of them.
+        TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
 
     Example:
         >>> jax.vmap(lambda _: get_submesh_device_index(("i",)), axis_name="i")(jax.numpy.ones(3))
@@ -440,11 +444,11 @@ def get_submesh_device_index(axis_names: AxisNames) -> Any:
 
 
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
-    """The NamedSharding of each leaf's `.sharding`, which may be a PartitionSpec; or None.
+    """Replace each leaf by the NamedSharding of its `.sharding`, or by None if it has none.
 
     Args:
         tree: Any pytree.
-        mesh: For PartitionSpecs; the context's unless given.
+        mesh: The mesh for a `.sharding` that is a PartitionSpec. Default: the context's.
 
     Raises:
         ValueError: A leaf has a PartitionSpec and there is no mesh.
@@ -467,7 +471,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The PartitionSpec of each jax.Array; PartitionSpec() for Python numbers.
+    """Replace each jax.Array by its PartitionSpec, and each Python number by PartitionSpec().
 
     Raises:
         ValueError: A leaf is something else.
@@ -498,7 +502,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def _context_mesh() -> AnyMesh | None:
-    # Inside shard_map, too, code that was written for eformer wants a mesh with devices.
+    # Code for eformer needs a mesh with devices, also inside shard_map.
     return legacy_mesh() or context_mesh()
 
 
@@ -512,7 +516,7 @@ def _as_spec(given: Any) -> PartitionSpec:
 def _with_arrays(
     tree: Any, array_of: Callable[[Any], Any], change: Callable[[list[Any]], list[Any]]
 ) -> Any:
-    """The tree with its arrays, where `array_of` gives one, changed in one call."""
+    """The tree with `change` called once on the arrays that `array_of` returns for leaves."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     arrays = {i: array for i, leaf in enumerate(leaves) if (array := array_of(leaf)) is not None}
     for index, array in zip(arrays, change(list(arrays.values())), strict=True):
@@ -525,7 +529,7 @@ def _jax_array(leaf: Any) -> Any:
 
 
 def _array(leaf: Any) -> Any:
-    """The jax or numpy array that an array or number is; None for what JAX cannot hold."""
+    """The leaf as a jax or numpy array; None if JAX cannot hold it."""
     if isinstance(leaf, jax.Array):
         return leaf
     is_numpy = isinstance(leaf, (np.ndarray, np.generic))
@@ -559,7 +563,7 @@ def _product(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
 def _warn_of_losses(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, stacklevel: int
 ) -> None:
-    """With LOG_SHARDING_MOVE, one warning for each correction, as eformer."""
+    """With LOG_SHARDING_MOVE, one warning for each correction, as in eformer."""
     if not logs_moves():
         return
     reasons = [

@@ -1,8 +1,8 @@
 """`flax.core.meta` of flax 0.12: boxes around parameters that carry logical axis names.
 
-The same signatures and results, without flax; where flax is loaded, each side's functions take the
-other's boxes, and `nnx` Variables keep their shardings. One `jax.tree_util.tree_map` per call. Must
-not know about rules; docs/migration/flax.md lists the differences.
+The same signatures and results, without flax. If flax is loaded, each side's functions accept the
+other's boxes, and `nnx` Variables keep their shardings. A call costs one `jax.tree_util.tree_map`.
+Must not know about rules. The differences are in docs/migration/flax.md.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ PARTITION_NAME = "partition_name"
 class PartitioningUnspecifiedError(Exception):
     """A transformation adds or removes an axis without a name for it; see `Partitioned.add_axis`.
 
-    As flax.errors.PartitioningUnspecifiedError, 0.12; where flax is loaded, what is raised is one
-    of those, too.
+    Semantics of flax.errors.PartitioningUnspecifiedError, 0.12. If flax is loaded, the error is
+    also an instance of flax's class.
 
     Args:
-        target: What the axis is added to.
+        target: The box to which the axis is added.
 
     Example:
         >>> box = Partitioned(1, ("embed",))
@@ -82,9 +82,9 @@ class PartitioningUnspecifiedError(Exception):
 
 
 _apart: dict[Any, bool] = {}
-"""Our classes of boxes whose namesakes in flax are not known yet."""
+"""Our classes of boxes that are not registered with flax's classes yet."""
 _joined: dict[Any, Any] = {}
-"""Those that are known, with their namesakes."""
+"""Our classes of boxes that are registered, with flax's classes of the same names."""
 
 
 def _unspecified() -> type[PartitioningUnspecifiedError]:
@@ -94,23 +94,22 @@ def _unspecified() -> type[PartitioningUnspecifiedError]:
 
 @functools.cache
 def _of_both(theirs: Any) -> type[PartitioningUnspecifiedError]:
-    """`except` looks at base classes, and at nothing that could be registered."""
+    """A class with both as bases, since `except` ignores registered classes."""
     ours = PartitioningUnspecifiedError
     return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__})
 
 
 class AxisMetadata(ABC, Generic[A]):
-    """A box: a value with what is known of each of its axes.
+    """A box: a value with metadata of its axes.
 
-    Subclasses should be pytree nodes whose leaves are those of the value. Where flax is loaded,
-    its own class and this one are the same to `isinstance`. Semantics of
-    flax.core.meta.AxisMetadata, 0.12.
+    Subclasses should be pytree nodes with the leaves of the value. If flax is loaded, `isinstance`
+    treats flax's class and this one as the same. Semantics of flax.core.meta.AxisMetadata, 0.12.
     """
 
     _in_flax = ("flax.core.meta", "AxisMetadata")
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """As usual; and from the first box on, flax takes ours."""
+        """Create a box, and register our classes with flax's, so that flax accepts our boxes."""
         _join_flax()
         return super().__new__(cls)
 
@@ -121,14 +120,14 @@ class AxisMetadata(ABC, Generic[A]):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
-        """Boxes of flax's class count as boxes of ours."""
+        """Boxes of flax's class are instances of ours."""
         _join_flax()
         theirs = _joined.get(cls)
         return True if theirs is not None and theirs in other.__mro__ else NotImplemented
 
     @abstractmethod
     def unbox(self) -> A:
-        """The value as it is in the box, even if that is a box itself."""
+        """The value in the box, which may be a box itself."""
 
     @abstractmethod
     def replace_boxed(self, val: Any) -> AxisMetadata[Any]:
@@ -136,16 +135,16 @@ class AxisMetadata(ABC, Generic[A]):
 
     @abstractmethod
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box of a value that has one axis more; `remove_axis` undoes it.
+        """The box of a value with one more axis; the inverse of `remove_axis`.
 
         Args:
-            index: Where the new axis is.
-            params: What the transformation was given as `metadata_params`.
+            index: The index of the new axis.
+            params: The `metadata_params` of the transformation.
         """
 
     @abstractmethod
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box of a value that has one axis less; arguments as in `add_axis`."""
+        """The box of a value with one axis less; arguments as in `add_axis`."""
 
 
 _apart[AxisMetadata] = True
@@ -155,8 +154,8 @@ _apart[AxisMetadata] = True
 class _PytreeDataclass:
     """Makes subclasses frozen dataclasses and pytree nodes.
 
-    A field whose metadata says pytree_node=False is static. Arguments of a class, as in
-    `class Box(Partitioned, kw_only=True)`, are those of `dataclasses.dataclass`.
+    A field with pytree_node=False in its metadata is static. Class arguments, as in
+    `class Box(Partitioned, kw_only=True)`, are arguments of `dataclasses.dataclass`.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -175,12 +174,12 @@ class _PytreeDataclass:
 class Partitioned(_PytreeDataclass, AxisMetadata[A]):
     """A box with the name of each axis of its value. Semantics of flax.core.meta.Partitioned, 0.12.
 
-    A pytree node whose only child has the key `.value`. Subclasses are pytree nodes, too.
+    It is a pytree node, and so are its subclasses. Its only child has the key `.value`.
 
     Args:
-        value: An array, or what stands for one.
+        value: An array or an abstract array.
         names: A name or None for each axis: mesh axes, or logical names.
-        mesh: The mesh for `unbox`; the context's if None.
+        mesh: The mesh for `unbox`. Default: the context's.
 
     Example:
         >>> box = Partitioned(jax.numpy.ones((4, 8)), ("embed", "mlp"))
@@ -197,13 +196,13 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def unbox(self, apply_constraint: bool = True) -> A:
-        """The value, constrained to the names as its sharding if there is a mesh.
+        """The value; if there is a mesh, with a sharding constraint to the names.
 
         Semantics of flax.core.meta.Partitioned.unbox, 0.12.
 
         Raises:
-            ValueError: JAX refuses: an axis that the mesh does not have, or that does not divide.
-            AssertionError: The mesh's axes are Explicit, and the value is not sharded like that.
+            ValueError: The mesh does not have an axis, or the axis does not divide the dimension.
+            AssertionError: The mesh's axes are Explicit, and the value has another sharding.
         """
         if not (apply_constraint and self._has_mesh()):
             return self.value  # type: ignore[no-any-return]
@@ -217,7 +216,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box with the name params[PARTITION_NAME] inserted; None fills up to the place.
+        """The box with the name params[PARTITION_NAME] inserted, after None for missing names.
 
         Raises:
             PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
@@ -229,12 +228,12 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box without the name params[PARTITION_NAME], which must be in that place.
+        """The box without the name params[PARTITION_NAME], which must be at that index.
 
         Raises:
             PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
-            IndexError: There is no such place.
-            AssertionError: Another name is there.
+            IndexError: There is no such axis.
+            AssertionError: The axis has another name.
         """
         expected = self._get_partition_name(params)
         names = list(logical_names(self.names))
@@ -257,14 +256,14 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return NamedSharding(mesh, self.get_partition_spec())
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """The fields as an nnx.Variable has them: `names` is its `out_sharding`."""
+        """The fields as metadata of an nnx.Variable, with `names` as `out_sharding`."""
         metadata = dict(vars(self))
         metadata["out_sharding"] = metadata.pop("names")
         return metadata
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Self:
-        """The box that `to_nnx_metadata` has described; other keys are left out."""
+        """The box with this metadata of `to_nnx_metadata`; other keys are ignored."""
         fields = {field.name for field in dataclasses.fields(cls)}
         known = {**metadata, "names": metadata["out_sharding"]}
         return cls(**{key: value for key, value in known.items() if key in fields})
@@ -281,10 +280,12 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
 def with_partitioning(
     fn: Callable[..., Any], names: LogicalNames, mesh: Mesh | None = None
 ) -> Callable[..., Partitioned[Any]]:
-    """The function, with its result in a box. Semantics of flax.core.meta.with_partitioning, 0.12.
+    """Wrap a function so that its result is in a box.
+
+    Semantics of flax.core.meta.with_partitioning, 0.12.
 
     Args:
-        fn: An initializer, as a rule.
+        fn: The function, usually an initializer.
         names: As in `Partitioned`.
         mesh: As in `Partitioned`.
 
@@ -317,11 +318,11 @@ def is_axis_metadata(val: Any) -> bool:
 
 
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
-    """The tree with `fn` called on each box. Semantics of flax.core.meta.map_axis_meta, 0.12.
+    """Call `fn` on each box of a tree. Semantics of flax.core.meta.map_axis_meta, 0.12.
 
     Args:
-        fn: From a box to what replaces it.
-        tree: Any pytree; what is no box is left alone.
+        fn: A function that returns the replacement of a box.
+        tree: Any pytree. Other leaves stay unchanged.
 
     Example:
         >>> map_axis_meta(lambda box: box.names, [Partitioned(1, ("tp",)), 2])
@@ -336,19 +337,19 @@ def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
 
 
 def add_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
-    """The tree with an axis more in each box: what `nn.scan` does to the parameters of its layers.
+    """Add an axis to each box of a tree, as `nn.scan` does with the parameters of its layers.
 
-    Semantics of flax.core.meta.add_axis, 0.12; for nnx Variables that have a sharding, of
+    Semantics of flax.core.meta.add_axis, 0.12. For nnx Variables with a sharding: semantics of
     flax.nnx.spmd.add_axis, but on copies.
 
     Args:
         tree: Any pytree.
-        index: Where the new axis is.
-        params: {PARTITION_NAME: the name of the axis, or None}, and what else a box wants.
+        index: The index of the new axis.
+        params: {PARTITION_NAME: the name of the axis, or None}, and other keys that a box needs.
 
     Raises:
         PartitioningUnspecifiedError: `params` has no PARTITION_NAME, and a box needs it. Boxes and
-            Variables of flax raise flax's own errors.
+            Variables of flax raise flax's errors.
 
     Example:
         >>> tree = {"w": Partitioned(1, ("embed",)), "step": 2}
@@ -359,14 +360,14 @@ def add_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
 
 
 def remove_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
-    """The tree with an axis less in each box: the inverse of `add_axis`.
+    """Remove an axis from each box of a tree, the inverse of `add_axis`.
 
-    Semantics of flax.core.meta.remove_axis, 0.12; for nnx Variables as in `add_axis`.
+    Semantics of flax.core.meta.remove_axis, 0.12. For nnx Variables as in `add_axis`.
 
     Args:
         tree: Any pytree.
-        index: The axis.
-        params: {PARTITION_NAME: the name that the axis has}, and what else a box wants.
+        index: The index of the axis.
+        params: {PARTITION_NAME: the name of the axis}, and other keys that a box needs.
 
     Raises:
         PartitioningUnspecifiedError: As in `add_axis`.
@@ -382,7 +383,7 @@ def remove_axis(tree: Any, index: int, params: dict[Any, Any]) -> Any:
 
 
 def unbox(tree: Any) -> Any:
-    """The tree with each box replaced by its value, boxes in boxes too.
+    """Replace each box of a tree by its value, also boxes in boxes.
 
     Semantics of flax.core.meta.unbox, 0.12.
 
@@ -397,11 +398,11 @@ def unbox(tree: Any) -> Any:
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:
-    """The boxes of the tree around other values. Semantics of flax.core.meta.replace_boxed, 0.12.
+    """Replace the values in the boxes of a tree. Semantics of flax.core.meta.replace_boxed, 0.12.
 
     Args:
-        tree: Any pytree; what is no box is replaced by its update.
-        updates: A tree of the structure of `unbox(tree)`.
+        tree: Any pytree. Other leaves are replaced by their updates.
+        updates: A tree with the structure of `unbox(tree)`.
 
     Raises:
         ValueError: The structures differ.
@@ -420,16 +421,16 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The tree with the PartitionSpec of each box and each array in its place.
+    """Replace each box and each array of a tree by its PartitionSpec.
 
-    Semantics of flax.core.meta.get_partition_spec, 0.12; for nnx Variables that have a sharding, of
-    flax.nnx.get_partition_spec: the Variable holds its spec.
+    Semantics of flax.core.meta.get_partition_spec, 0.12. For nnx Variables with a sharding:
+    semantics of flax.nnx.get_partition_spec, so the Variable holds its spec.
 
     Args:
-        tree: Any pytree. Arrays without a box are replicated, what has no shape gives None.
+        tree: Any pytree. Arrays without a box are replicated. A leaf without a shape becomes None.
 
     Raises:
-        TypeError: A box whose names are no tuple or list.
+        TypeError: The names of a box are not a tuple or list.
 
     Example:
         >>> tree = {"w": Partitioned(1, ("fsdp", None)), "b": jax.numpy.ones(2), "step": 3}
@@ -447,16 +448,16 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_sharding(tree: Any, mesh: MeshLike) -> Any:
-    """The tree with the NamedSharding of each box and each array in its place.
+    """Replace each box and each array of a tree by its NamedSharding.
 
-    Semantics of flax.core.meta.get_sharding, 0.12; for nnx Variables as `get_partition_spec`.
+    Semantics of flax.core.meta.get_sharding, 0.12. For nnx Variables as in `get_partition_spec`.
 
     Args:
         tree: As in `get_partition_spec`.
         mesh: A Mesh, an AbstractMesh, or a dict of axis sizes.
 
     Raises:
-        ValueError: A name is no axis of the mesh.
+        ValueError: The mesh does not have an axis.
         TypeError: As `get_partition_spec`; or the mesh is something else.
 
     Example:
@@ -484,10 +485,10 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
 def get_global_mesh() -> AnyMesh | None:
     """The mesh of the context, or None.
 
-    Semantics of flax.core.meta.get_global_mesh, 0.12; and the mesh of a legacy `with mesh:`, too.
+    Semantics of flax.core.meta.get_global_mesh, 0.12, and also the mesh of a legacy `with mesh:`.
 
     Raises:
-        ValueError: Two contexts that disagree.
+        ValueError: Two contexts are in force and have different meshes.
 
     Example:
         >>> get_global_mesh() is None
@@ -497,7 +498,7 @@ def get_global_mesh() -> AnyMesh | None:
 
 
 def global_mesh_defined() -> bool:
-    """Whether `get_global_mesh` has one. Semantics of flax.core.meta.global_mesh_defined, 0.12.
+    """Whether the context has a mesh. Semantics of flax.core.meta.global_mesh_defined, 0.12.
 
     Example:
         >>> global_mesh_defined()
@@ -528,10 +529,10 @@ def _with_axis_changed(change: str, tree: Any, index: int, params: dict[Any, Any
 def _map_sharded(
     on_node: Callable[[Any], Any], on_variable: Callable[[Any], Any], tree: Any
 ) -> Any:
-    """The tree with its boxes and leaves mapped, and nnx Variables that have a sharding."""
+    """The tree with `on_node` called on boxes and leaves, `on_variable` on sharded Variables."""
     boxes, variables = _box_type(), variable_types()
 
-    # Abstract classes, and nnx's, are slow to ask.
+    # issubclass is slow for abstract classes and those of nnx.
     kind: Callable[[Any], tuple[bool, bool]] = functools.cache(
         lambda type_: (issubclass(type_, boxes), issubclass(type_, variables))
     )
@@ -548,16 +549,16 @@ def _map_sharded(
 
 
 def _box_type() -> Any:
-    """The class that all boxes are instances of: flax's, where flax is loaded."""
+    """The base class of all boxes: flax's, if flax is loaded."""
     _join_flax()
     return _joined.get(AxisMetadata, AxisMetadata)
 
 
 def _join_flax() -> None:
-    """Has `isinstance` take our boxes for flax's, and flax's for ours, once flax is loaded."""
+    """Registers our classes of boxes with flax's, if flax is loaded."""
     for ours in tuple(_apart):
         theirs = loaded(*ours._in_flax)
         if theirs is not None and _apart.pop(ours, False):
-            # Not the other way round as well: that is a cycle, and for __subclasshook__ to say.
+            # The reverse would be a cycle; __subclasshook__ handles it.
             theirs.register(ours)
             _joined[ours] = theirs

@@ -1,8 +1,8 @@
 """`flax.core.spmd` of flax 0.12: logical axis rules, and arrays sharded by logical axis names.
 
-The same signatures and results, without flax; where flax is loaded, the rules in force are the same
-for both. A few dict look-ups per array beyond what JAX does. Must not know about boxes;
-docs/migration/flax.md lists the differences.
+The same signatures and results, without flax. If flax is loaded, both share the rules in force.
+Costs a few dict look-ups per array beyond JAX's own costs. Must not know about boxes. The
+differences are in docs/migration/flax.md.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = [
 
 
 def get_pspec(sharding: Any, sharding_rules: LogicalRules | None = None) -> Any:
-    """The sharding with logical axis names replaced as the rules say.
+    """Replace the logical axis names in a sharding by mesh axes.
 
-    The rules are those in force (`logical_axis_rules`) together with `sharding_rules`; of several
-    for a name the last wins, and a name without a rule stays. Semantics of
-    flax.core.spmd.get_pspec, 0.12.
+    The rules are those in force (`logical_axis_rules`) and `sharding_rules`. The last rule for a
+    name wins. A name without a rule stays. Semantics of flax.core.spmd.get_pspec, 0.12.
 
     Args:
         sharding: A tuple or list of names, a PartitionSpec, a NamedSharding or a Format.
         sharding_rules: (logical name, mesh axes) pairs.
 
     Returns:
-        A PartitionSpec; for a NamedSharding or Format one of the same mesh, memory kind and layout.
+        A PartitionSpec; or, for a NamedSharding or Format, one with the same mesh, memory kind and
+        layout.
 
     Raises:
         ValueError: The two lists of rules disagree, or a rule is not a pair.
@@ -69,7 +69,7 @@ def get_pspec(sharding: Any, sharding_rules: LogicalRules | None = None) -> Any:
 
 
 def apply_rules(sharding: Any, sharding_rules: LogicalRules | None) -> Any:
-    """As `get_pspec`. Semantics of flax.core.spmd.apply_rules, 0.12.
+    """The same as `get_pspec`. Semantics of flax.core.spmd.apply_rules, 0.12.
 
     Example:
         >>> tuple(apply_rules(("embed",), [("embed", ("fsdp", "tp"))]))
@@ -80,13 +80,13 @@ def apply_rules(sharding: Any, sharding_rules: LogicalRules | None) -> Any:
 
 
 def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
-    """The sharding with `f` called on each entry of its spec.
+    """Call `f` on each entry of the spec of a sharding.
 
     Semantics of flax.core.spmd.map_sharding, 0.12.
 
     Args:
         f: From an entry (a name, a tuple of names, or None) to an entry.
-        sharding: As in `get_pspec`; None gives None.
+        sharding: As in `get_pspec`. If it is None, the result is None.
 
     Returns, Raises:
         As `get_pspec`.
@@ -103,7 +103,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
 
 
 def get_mesh(sharding: Any) -> AnyMesh | None:
-    """The mesh of a NamedSharding, or of the one in a Format; None for names and PartitionSpecs.
+    """The mesh of a NamedSharding or of a Format; None for names and PartitionSpecs.
 
     Semantics of flax.core.spmd.get_mesh, 0.12.
 
@@ -119,20 +119,21 @@ def get_mesh(sharding: Any) -> AnyMesh | None:
 def shard_value(
     value: Any, out_sharding: Any, sharding_rules: LogicalRules | None, mesh: AnyMesh | None
 ) -> Any:
-    """The value, sharded at once: what nnx does to a Variable when it is made (eager sharding).
+    """Shard a value at once, as nnx does when it creates a Variable (eager sharding).
 
-    Semantics of flax.core.spmd.shard_value, 0.12. Axes of type Auto get a sharding constraint,
-    Explicit ones a `jax.sharding.reshard`; nothing is corrected, JAX refuses what does not fit.
+    Semantics of flax.core.spmd.shard_value, 0.12. Axes of type Auto become a sharding constraint,
+    and Explicit axes a `jax.sharding.reshard`. Nothing is corrected: JAX refuses a spec that does
+    not fit.
 
     Args:
-        value: An array, or a pytree of them.
-        out_sharding: As in `get_pspec`; if None or empty, the value is left alone.
+        value: An array or a pytree of arrays.
+        out_sharding: As in `get_pspec`. If it is None or empty, the value is returned unchanged.
         sharding_rules: As in `get_pspec`.
-        mesh: For names and PartitionSpecs; the context's if None.
+        mesh: The mesh for names and PartitionSpecs. None for the context's.
 
     Raises:
-        ValueError: As `get_pspec`; no mesh; a mesh with axes of several types; or JAX refuses.
-        AssertionError: `out_sharding` has a mesh, and it is not the given one or the context's.
+        ValueError: As `get_pspec`; there is no mesh; its axes have several types; or JAX refuses.
+        AssertionError: The mesh of `out_sharding` is not the given mesh or the context's.
 
     Example:
         >>> import jax
@@ -168,14 +169,14 @@ def shard_value(
 
 
 def composite_rules(rule1: LogicalRules | None, rule2: LogicalRules | None) -> LogicalRules:
-    """Two lists of rules as one. Semantics of flax.core.spmd.composite_rules, 0.12.
+    """Combine two lists of rules. Semantics of flax.core.spmd.composite_rules, 0.12.
 
     Args:
-        rule1: Rules; of several for a name the last wins.
-        rule2: More rules, which must not contradict these, nor each other.
+        rule1: Rules. The last one for a name wins.
+        rule2: More rules, which must contradict neither `rule1` nor each other.
 
     Returns:
-        One rule per name; or, if one of the two is empty, the other as it is.
+        One rule per name. If one list is empty, the other list unchanged.
 
     Raises:
         ValueError: Two rules give a name different mesh axes, or a rule is not a pair.
@@ -198,14 +199,14 @@ def composite_rules(rule1: LogicalRules | None, rule2: LogicalRules | None) -> L
 
 
 def from_sharding_rules(sharding: Any, sharding_rules: LogicalRules) -> tuple[Any, ...]:
-    """The names replaced as the rules say, and nothing else: the rules in force are not looked at.
+    """Replace names by these rules only, without the rules in force.
 
-    Names are looked up as strings; None and empty ones stay. Semantics of
+    Names are looked up as strings. None and empty names stay. Semantics of
     flax.core.spmd.from_sharding_rules, 0.12.
 
     Args:
         sharding: A tuple or list of names, or a PartitionSpec.
-        sharding_rules: (logical name, mesh axes) pairs; the last one for a name wins.
+        sharding_rules: (logical name, mesh axes) pairs. The last one for a name wins.
 
     Raises:
         TypeError: `sharding` is something else.
@@ -223,10 +224,10 @@ def from_sharding_rules(sharding: Any, sharding_rules: LogicalRules) -> tuple[An
 
 
 def _apply_sharding(value: Any, sharding: Any, mesh: AnyMesh) -> Any:
-    """The value with a NamedSharding or Format, by the operation that the mesh's axes want.
+    """Apply a NamedSharding or Format by the operation for the types of the mesh's axes.
 
-    Straight to JAX: unlike shardrules.with_sharding_constraint, flax corrects nothing and turns
-    numbers into arrays. Semantics of flax.core.spmd._apply_sharding, 0.12.
+    Calls JAX directly, because flax corrects nothing and turns numbers into arrays, unlike
+    shardrules.with_sharding_constraint. Semantics of flax.core.spmd._apply_sharding, 0.12.
     """
     import jax
 
@@ -243,7 +244,7 @@ def _apply_sharding(value: Any, sharding: Any, mesh: AnyMesh) -> Any:
 
 
 def _with_spec(replace: Callable[[Any], PartitionSpec], sharding: Any) -> Any:
-    """The sharding with its spec or its names replaced."""
+    """The sharding with `replace` called on its spec or names."""
     if sharding is None:
         return None
     if isinstance(sharding, tuple):  # the common case

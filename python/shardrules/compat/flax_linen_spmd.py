@@ -1,7 +1,7 @@
-"""`flax.linen.spmd` of flax 0.12: logical axis names to mesh axes by the priority of rules.
+"""`flax.linen.spmd` of flax 0.12: logical axis names to mesh axes by the order of rules.
 
-The same signatures and results, without flax. A rule list is compiled once, and an array's names
-are resolved once for each list. Must not know how rules are resolved.
+The same signatures and results, without flax. A rule list is compiled once, and distinct names are
+resolved once for each list. Must not know how rules are resolved.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def logical_to_mesh_axes(
     Semantics of flax.linen.logical_to_mesh_axes, 0.12.
 
     Args:
-        array_dim_names: A name, None or UNCONSTRAINED for each dimension; None gives None.
-        rules: (name, mesh axes) pairs; those in force unless given.
+        array_dim_names: A name, None or UNCONSTRAINED for each dimension. If it is None, the result
+            is None.
+        rules: (name, mesh axes) pairs. Default: the rules in force.
 
     Raises:
-        ValueError: A name twice; a rule that is not a pair; rules that are no tuple or list.
+        ValueError: A name occurs twice, a rule is not a pair, or `rules` is not a tuple or list.
 
     Example:
         >>> names = ("batch", "length", "heads", "features")
@@ -76,7 +77,7 @@ def logical_to_mesh_axes(
 
 
 def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
-    """`logical_to_mesh_axes` of each PartitionSpec of the tree.
+    """Replace each PartitionSpec of a tree by its `logical_to_mesh_axes`.
 
     Semantics of flax.linen.logical_to_mesh, 0.12.
 
@@ -90,13 +91,14 @@ def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | None = None) -> Any:
-    """The NamedSharding of each PartitionSpec of the tree.
+    """Replace each PartitionSpec of logical names in a tree by a NamedSharding.
 
-    Semantics of flax.linen.logical_to_mesh_sharding, 0.12; equal shardings are one object.
+    Semantics of flax.linen.logical_to_mesh_sharding, 0.12, except that equal shardings are one
+    object.
 
     Raises:
-        ValueError: As `logical_to_mesh_axes`; or an axis that the mesh does not have. The message
-            lists all such leaves, each with its rules.
+        ValueError: As `logical_to_mesh_axes`; or the mesh does not have an axis. The message has
+            the number of such leaves and lists the first 20, each with its rules.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
@@ -120,19 +122,21 @@ def with_logical_constraint(
     mesh: Mesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
-    """A sharding constraint by logical names; `shardrules.with_logical_constraint` does more.
+    """Constrain arrays to the mesh axes of their logical names.
 
-    Semantics of flax.linen.with_logical_constraint, 0.12: straight to JAX's constraint.
+    Semantics of flax.linen.with_logical_constraint, 0.12: it applies JAX's sharding constraint.
+    `shardrules.with_logical_constraint` also works on Explicit and mixed axes.
 
     Args:
-        x: An array or a tree of them.
-        logical_axis_resources: Names for all, or a tree of names; None for no constraint.
-        rules: As in `logical_to_mesh_axes`; without any, nothing happens.
-        mesh: The context's unless given; without any, nothing happens.
-        fallback: For names that get no mesh axes.
+        x: An array or a tree of arrays.
+        logical_axis_resources: Names for all arrays, or a tree of names. None for no constraint.
+        rules: As in `logical_to_mesh_axes`. Without rules `x` is returned unchanged.
+        mesh: The mesh. Default: the context's. Without a mesh `x` is returned unchanged.
+        fallback: What happens if a name gets no mesh axes.
 
     Raises:
-        ValueError: As `logical_to_mesh_axes`; or a name gets none and the fallback is RAISE_ERROR.
+        ValueError: As `logical_to_mesh_axes`; or a name gets no mesh axes and the fallback is
+            RAISE_ERROR.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
@@ -160,10 +164,10 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
     """A `Partitioned` whose names are logical. Semantics of flax.linen.LogicallyPartitioned, 0.12.
 
     Args:
-        value: An array, or what stands for one.
+        value: An array or an abstract array.
         names: A logical name or None for each axis.
-        mesh: The mesh for `unbox`; the context's if None.
-        rules: (name, mesh axes) pairs for `unbox`; those in force if None.
+        mesh: The mesh for `unbox`. Default: the context's.
+        rules: (name, mesh axes) pairs for `unbox`. Default: the rules in force.
 
     Example:
         >>> LogicallyPartitioned(1, ("embed",)).get_partition_spec() == PartitionSpec("embed")
@@ -175,7 +179,7 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
     rules: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are equal: as in flax, whatever the names and rules."""
+        """Whether the values are equal. As in flax, names and rules do not count."""
         if self is other:
             return True
         if isinstance(other, LogicallyPartitioned) and type(other) is type(self):
@@ -183,7 +187,7 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
         return NotImplemented
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value, constrained by its logical names if there is a mesh."""
+        """The value, constrained to the mesh axes of its logical names if there is a mesh."""
         if not (apply_constraint and self._has_mesh()):
             return self.value
         return with_logical_constraint(
@@ -191,14 +195,14 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
         )
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """The fields as an nnx.Variable has them."""
+        """The fields as metadata of an nnx.Variable."""
         metadata = super().to_nnx_metadata()
         metadata["sharding_rules"] = metadata.pop("rules")
         return metadata
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
-        """The box that `to_nnx_metadata` has described; other keys are left out."""
+        """The box with this metadata of `to_nnx_metadata`; other keys are ignored."""
         return super().from_nnx_metadata({**metadata, "rules": metadata["sharding_rules"]})
 
 
@@ -208,15 +212,15 @@ def with_logical_partitioning(
     mesh: Mesh | None = None,
     rules: LogicalRulesLike | None = None,
 ) -> Callable[..., LogicallyPartitioned]:
-    """The function, with its result in a `LogicallyPartitioned`.
+    """Wrap a function so that its result is in a `LogicallyPartitioned`.
 
     Semantics of flax.linen.with_logical_partitioning, 0.12.
 
     Args:
-        fn: An initializer, as a rule.
+        fn: The function, usually an initializer.
         names: As in `LogicallyPartitioned`.
-        mesh: As there.
-        rules: As there.
+        mesh: As in `LogicallyPartitioned`.
+        rules: As in `LogicallyPartitioned`.
 
     Example:
         >>> init = with_logical_partitioning(jax.nn.initializers.ones, (None, "embed"))

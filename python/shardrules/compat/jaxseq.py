@@ -1,6 +1,6 @@
 """JAXSeq's `match_partition_rules` (JaxSeq.utils): EasyLM's, on JAX's `keystr` paths.
 
-The dialect `shardrules.KEYSTR` under the library's signature; JAXSeq is not needed.
+It has the dialect `shardrules.KEYSTR` and the library's signature. JAXSeq is not needed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["match_partition_rules"]
 
 
 def match_partition_rules(rules: Iterable[tuple[Pattern, Any]], params: Any) -> Any:
-    r"""The tree with each leaf replaced by the spec of the first rule found in its path.
+    r"""Replace each leaf by the spec of the first rule that is found in its path.
 
-    A path is `jax.tree_util.keystr`'s. Leaves of one element, and those without a shape, get
-    `PartitionSpec()` and need no rule; specs are given whole. Semantics of
-    JaxSeq.utils.match_partition_rules; all unmatched leaves are reported at once.
+    A path has the form of `jax.tree_util.keystr`. Leaves of one element, and leaves without a
+    shape, get `PartitionSpec()` and need no rule. Specs are not truncated. Semantics of
+    JaxSeq.utils.match_partition_rules, except that one error reports all unmatched leaves.
 
     Args:
         rules: (regex, spec) pairs.
-        params: Any pytree; of its leaves only `.shape` is read.
+        params: Any pytree. Only `.shape` of its leaves is read.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        ValueError: No rule matches some leaf.
+        ValueError: No rule matches one of the leaves.
         TypeError, re.error: As `shardrules.Rules`.
 
     Example:

@@ -1,7 +1,7 @@
 """`keras.distribution.LayoutMap` of Keras 3.15, without Keras.
 
-The dialect `shardrules.KERAS` as the mapping that Keras has. Layouts are PartitionSpecs here; where
-Keras is there, its own TensorLayouts may be given and come back. A change compiles the rules anew.
+The dialect `shardrules.KERAS` as a mapping. Layouts are PartitionSpecs, or Keras's TensorLayouts,
+which are returned unchanged. A change compiles the rules again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["LayoutMap"]
 
 
 class LayoutMap(MutableMapping[str, Any]):
-    """Layouts by the paths of variables: by a path itself, or by a regex that matches all of it.
+    """A mapping from variables' paths, or regexes that match a whole path, to layouts.
 
-    Semantics of keras.distribution.LayoutMap, 3.15. Of several regexes that match a path none
-    wins: that is an error, unless the path itself is a key.
+    Semantics of keras.distribution.LayoutMap, 3.15. Several regexes that match a path are an error,
+    unless the path itself is a key.
 
     Args:
-        device_mesh: Whatever has `axis_names`, such as a jax Mesh or a keras DeviceMesh; layouts
-            may name its axes only. None checks nothing.
+        device_mesh: An object with `axis_names`, such as a jax Mesh or a keras DeviceMesh. Layouts
+            may name only its axes. Default: None, which allows all names.
 
     Example:
         >>> layouts = LayoutMap()
@@ -58,7 +58,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._rules
 
     def specs(self, tree: Any) -> Any:
-        """The tree with each leaf replaced by the PartitionSpec of its path joined by "/".
+        """Replace each leaf of a tree by the PartitionSpec of its path, whose keys "/" joins.
 
         Raises:
             ValueError: Several regexes match a leaf, or its layout is longer than its rank.
@@ -111,7 +111,7 @@ class LayoutMap(MutableMapping[str, Any]):
 
 
 def _spec(layout: Any) -> Any:
-    """The PartitionSpec of a layout; None if it is none."""
+    """The PartitionSpec of a layout; None if it is not a layout."""
     if is_partition_spec(layout):
         return layout
     axes = getattr(layout, "axes", None)

@@ -1,7 +1,7 @@
 """`match_partition_rules` of `spectrax.sharding`, as of spectrax-lib 0.1.4, without Spectrax.
 
-The dialect `shardrules.SPECTRAX` under the library's signature. Meshes with a pipeline axis, and
-what else Spectrax does with stages, are not here.
+It has the dialect `shardrules.SPECTRAX` and the library's signature. Spectrax's pipeline axes and
+stages are not supported.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ def match_partition_rules(
     min_size: int | None = None,
     strict: bool = True,
 ) -> Any:
-    """The tree with each leaf replaced by the spec of the first rule found in its path.
+    """Replace each leaf by the spec of the first rule that is found in its path.
 
-    Semantics of spectrax.sharding.match_partition_rules; unlike it, a string is one axis name, and
-    all unmatched leaves are reported at once.
+    Semantics of spectrax.sharding.match_partition_rules, except that a string is one axis name, and
+    that one error reports all unmatched leaves.
 
     Args:
         rules: (regex, spec) pairs.
-        tree: Any pytree; of its leaves only `.shape` is read.
-        min_size: Leaves with fewer elements get `PartitionSpec()` and need no rule. None for none.
-        strict: Whether scalars and leaves without a shape need no rule, and specs are cut to the
-            leaf's rank.
+        tree: Any pytree. Only `.shape` of its leaves is read.
+        min_size: Leaves with fewer elements get `PartitionSpec()` and need no rule. Default: none.
+        strict: Whether scalars and leaves without a shape need no rule, and specs are truncated to
+            the leaf's rank.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        ValueError: No rule matches some leaf.
+        ValueError: No rule matches one of the leaves.
         TypeError, re.error: As `shardrules.Rules`.
 
     Example:

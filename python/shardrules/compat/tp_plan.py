@@ -1,7 +1,7 @@
 """The parallel plans of a transformers model as sharding rules for its checkpoint's names.
 
-The dialect `shardrules.TP_PLAN`, and a table from transformers' styles to the dimension that each
-cuts. One match and one look-up for each leaf. Neither transformers nor torch is needed.
+The dialect `shardrules.TP_PLAN`, and a table of the dimension that each style cuts.
+One match and one look-up for each leaf. Neither transformers nor torch is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLWISE: Final = (
 )
 _ROWWISE: Final = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
 _WHOLE: Final = (
-    # About activations, gradients or the routing of tokens: the parameters stay whole.
+    # For activations, gradients or the routing of tokens; parameters are not cut.
     "all_reduce",
     "ep_dispatch_experts",
     "ep_router",
@@ -52,9 +52,12 @@ SHARDED_DIMENSIONS: Final[Mapping[str, tuple[int, int] | None]] = {
     "grouped_gemm": (0, 1),
     **dict.fromkeys(_WHOLE),
 }
-"""Every style of transformers 4.50 to 5.23: the dimension that it cuts, or the first one of a
-parameter that has fewer, such as a bias; and the least rank of a parameter that it cuts at all.
-None for a style that cuts nothing. What is called `bias` stays whole in the rowwise styles."""
+"""Every style of transformers 4.50 to 5.23, as (dimension, least rank).
+
+A style cuts this dimension, or the first one of a parameter with fewer dimensions, such as a bias.
+It does not cut parameters below the least rank. None stands for a style that cuts nothing. The
+rowwise styles do not cut a parameter named `bias`.
+"""
 
 
 class _Style(NamedTuple):
@@ -70,17 +73,17 @@ def _check_plan(plan: Any, called: str = "tp_plan") -> None:
 def parameter_tp_plan(
     parameter_name: str, tp_plan: Mapping[str, str], is_weight: bool = True
 ) -> str | None:
-    """The style that a plan has for a parameter, or None.
+    """The style of a parameter in a plan, or None.
 
-    Semantics of `_get_parameter_plan` of transformers 5: the parameter's name is looked up with `*`
-    for the numbers of layers, then its module's; names that a plan has without `*` come first. It
-    compiles the plan each time; for many names make `Rules(tp_plan.items(), TP_PLAN)` once and ask
-    its `first_match`.
+    Semantics of `_get_parameter_plan` of transformers 5. It looks up the parameter's name with `*`
+    for numbers of layers, then the name of its module. Names without `*` in the plan take
+    precedence. Each call compiles the plan. For many names, make `Rules(tp_plan.items(), TP_PLAN)`
+    once and call its `first_match`.
 
     Args:
         parameter_name: A name such as "model.layers.3.mlp.up_proj.weight".
         tp_plan: {name of a parameter or module, with `*` for numbers: style}.
-        is_weight: If False, only the parameter's own name is looked up, not its module's.
+        is_weight: Whether the name of the parameter's module is looked up too.
 
     Example:
         >>> plan = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -104,27 +107,27 @@ def match_tp_plan(
     ep_plan: Mapping[str, str] | None = None,
     ep_axis: str | tuple[str, ...] = "ep",
 ) -> Any:
-    """The tree with each leaf replaced by the PartitionSpec that the plans mean.
+    """Replace each leaf by the PartitionSpec of its style in the plans.
 
-    Semantics of `shard_param` of transformers 5.23's styles; as there, a module that the plan for
-    experts names has nothing of the other one.
+    Semantics of `shard_param` of transformers 5.23's styles. As there, `tp_plan` does not apply to
+    a module that `ep_plan` names.
 
     Args:
-        tp_plan: As in `parameter_tp_plan`; `config.base_model_tp_plan`, for example.
-        tree: A pytree whose paths, joined by dots, are names of a torch model, with arrays in
+        tp_plan: As in `parameter_tp_plan`, for example `config.base_model_tp_plan`.
+        tree: A pytree whose paths, joined by dots, are names of a torch model. Its arrays have
             torch's layout: [out, in], and [experts, out, in] for experts in one array.
-        prefix: Where in the model the plans' names start: "model" for the base model of a
-            `...ForCausalLM`, as transformers adds it.
-        axis: The mesh axis that `tp_plan` cuts by, or a tuple of them.
-        ep_plan: A plan for experts, such as `config.base_model_ep_plan`.
-        ep_axis: The mesh axis that `ep_plan` cuts by, or a tuple of them.
+        prefix: The prefix of the plans' names in the tree, such as "model" for the base model of a
+            `...ForCausalLM`. Default: none.
+        axis: The mesh axis, or tuple of axes, for `tp_plan`.
+        ep_plan: A plan for experts, such as `config.base_model_ep_plan`. Default: none.
+        ep_axis: The mesh axis, or tuple of axes, for `ep_plan`.
 
     Returns:
-        A tree of the same structure. What the plans do not name is replicated.
+        A tree of the same structure. Leaves that no plan names are replicated.
 
     Raises:
-        ValueError: A style that transformers does not have.
-        TypeError: A name is no string.
+        ValueError: transformers has no such style.
+        TypeError: A name is not a string.
 
     Example:
         >>> import numpy as np
@@ -167,7 +170,7 @@ def match_tp_plan(
 
 
 def _last_name(path: tuple[Any, ...]) -> str:
-    """The last component of a leaf's dotted name; a key may be the whole name."""
+    """The last component of a leaf's dotted name, since a key may be the whole name."""
     key = path[-1] if path else ""
     texts = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
     return str(next((text for text in texts if text is not None), key)).rpartition(".")[2]
@@ -188,6 +191,6 @@ def _spec(style: _Style, parameter: str, rank: int) -> Any:
     cut = SHARDED_DIMENSIONS[style.name]
     if cut is None or rank < cut[1] or (parameter == "bias" and style.name in _ROWWISE):
         return partition_spec()
-    # The first dimension of a parameter that has fewer.
+    # A parameter with fewer dimensions is cut along the first one.
     dimension = cut[0] % rank if -rank <= cut[0] < rank else 0
     return partition_spec(*(style.axis if d == dimension else None for d in range(rank)))

@@ -1,6 +1,6 @@
 """`set_partitions` of dalle-mini, and of the code of the t5x era that it comes from.
 
-The dialect `shardrules.WINDOW` under the usual signature, with the rules as an argument instead of
+It has the dialect `shardrules.WINDOW` and the usual signature. The rules are an argument instead of
 a constant of the module.
 """
 
@@ -22,25 +22,26 @@ def set_partitions(
     rules: Iterable[tuple[tuple[str, ...], Any]],
     scanned: Collection[str] = (),
 ) -> Any:
-    """The tree with each leaf replaced by the spec of the first rule with a window on its path.
+    """Replace each leaf by the spec of the first rule whose window occurs in its path.
 
-    A rule's pattern is a tuple of regexes, for as many consecutive components of the path; each is
-    met by `re.match` with a `$` added. Semantics of `set_partitions` in dalle-mini's
-    model/partitions.py, except that rules with None give `PartitionSpec()`, that the tree is of
-    the input's own types instead of a FrozenDict, and that unmatched leaves are a ValueError.
+    A window is a tuple of regexes, which match as many consecutive components of the path. Each
+    component is matched by `re.match` with `$` appended to the regex. Semantics of `set_partitions`
+    in dalle-mini's model/partitions.py, except that rules with None give `PartitionSpec()`, that
+    the result has the input's own types instead of a FrozenDict, and that unmatched leaves are a
+    ValueError.
 
     Args:
-        in_dict: Any pytree; its leaves are not looked at.
+        in_dict: Any pytree. Its leaves are not read.
         rules: (window, spec) pairs.
-        scanned: Keys of scanned layers, such as "FlaxBartEncoderLayers": specs of leaves below
-            them get a None in front. dalle-mini does so if `use_scan` is true.
+        scanned: Keys of scanned layers, such as "FlaxBartEncoderLayers". Specs of leaves below them
+            get a None in front, as in dalle-mini if `use_scan` is true. Default: no keys.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        ValueError: No rule matches some leaf.
-        TypeError, re.error: As `shardrules.Rules`; a window that is no tuple, above all.
+        ValueError: No rule matches one of the leaves.
+        TypeError, re.error: As `shardrules.Rules`; for example, a window is not a tuple.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
