@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measures the cases, and prints ratios beside the bars."""
+"""`python -m benchmarks`: measures all cases, and prints ratios and bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> int:
     console.print("\n".join(environment()))
     console.print(
         "Medians of interleaved runs in one process; results are checked to be equal first.\n"
-        "Ours is cold: rules are compiled anew each time. Freeing the result counts for nobody."
+        "Ours is cold: each call compiles its rules. The time to free a result is not counted."
     )
     results = measure_all(cases(), partial(console.print, style="dim"))
     for collector, measured in results.items():

@@ -1,4 +1,4 @@
-"""What is measured on arrays: placement beside eformer, constraints beside JAX's own call."""
+"""Cases on arrays: placement compared with eformer, constraints compared with JAX's own call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on whole trees: docs/performance.md's table, and a case that we lose."""
+"""Cases on whole trees: those of docs/performance.md's table, and one where others are faster."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How time grows with leaves, rules and logical names, beside the other ways to do the same.
+"""Time as a function of leaves, rules and logical names, for shardrules and other libraries.
 
-Each point is a median of interleaved runs whose results are checked equal first; a series ends
-where one call takes too long. Rules are compiled in every call, but for the plain `re` loop.
+Each point is a median of interleaved runs, after a check that the results are equal. A series ends
+when one call takes too long. Every call compiles its rules, except in the plain `re` loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Times calls side by side in one process: checks that results are equal, then interleaves.
+"""Times calls in one process: checks that their results are equal, then interleaves them.
 
-Reports medians and ratios; absolute times are shown for orientation only.
+Reports medians and ratios. Absolute times are only for orientation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 Call = Callable[[], Any]
 PEERS: Final = ("eformer", "flax", "re loop")
-"""Those of the cases, in the order of the tables."""
+"""The peers of the cases, in the order of the tables."""
 _PACKAGES: Final = (
     "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax", "google-re2",
     "optree", "typer",

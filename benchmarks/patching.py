@@ -1,4 +1,4 @@
-"""What `patch` saves: a model's code that calls eformer by name, before and under it."""
+"""The time that `patch` saves in a model's code that calls eformer by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows on plans: beside an identity `tree_map` of the same tree, and commands as processes."""
+"""Cases on plans, compared with an identity `tree_map`, and on commands as processes."""
 
 from __future__ import annotations
 

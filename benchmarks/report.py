@@ -1,6 +1,6 @@
 """`python -m benchmarks.report`: all measurements as Markdown and SVG, into docs/.
 
-Overwrites docs/benchmarks.md and docs/benchmarks/*.svg; takes some ten minutes.
+Overwrites docs/benchmarks.md and docs/benchmarks/*.svg; takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from shardrules._atomic_write import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHOD = """
-Medians of interleaved runs in one process, after the results have been checked to be equal; of
-whole trees, the medians of the rounds' ratios. *Ours* is cold: rules are compiled in every call, as
-a program does once at start-up. *Identity* is `jax.tree_util.tree_map(lambda x: x, tree)` on the
-same tree. Freeing a result counts for nobody.
-The machine is shared and noisy: read ratios. The bars, what is missed, and why, are
-on the page about [performance](performance.md). `make bench-report`
-writes this page anew.
+Times are medians of interleaved runs in one process, after a check that the results are equal.
+Ratios of whole trees are medians of the rounds' ratios. *Ours* is cold: each call compiles its
+rules, as a program does once at start-up. *Identity* is `jax.tree_util.tree_map(lambda x: x, tree)`
+on the same tree. The time to free a result is not counted. The machine is shared and noisy, so
+compare ratios. [Performance](performance.md) explains the bars and the missed goals.
+`make bench-report` rewrites this page.
 """
 
 

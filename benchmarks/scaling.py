@@ -1,4 +1,4 @@
-"""Rows of the table that are no single ratio to a peer: growth, compiling, importing, bounds."""
+"""Cases that are not one ratio to a peer: growth, compilation, imports, bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model of each family that docs/performance.md's table names; and models of any size."""
+"""A model of each family in docs/performance.md's table, and models of any size."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ VOCAB, LENGTH, BATCH = 32, 16, 64
 MODEL, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 4, 2, 16, 2
 
 # The first rule whose pattern is found in a path decides. The path of an Adam moment ends with its
-# parameter's, so these rules shard the optimizer state, too. Its step count, a scalar, needs none.
+# parameter's, so these rules shard the optimizer state too. Its step count, a scalar, needs none.
 RULES = sr.Rules(
     [
         ("tokens/embedding", P(("fsdp", "tp"), None)),  # (vocabulary, model)
@@ -32,14 +32,14 @@ RULES = sr.Rules(
         ("scale|positions", P()),
     ]
 )
-# Activations have no paths, so they get specs where they are made: (batch, length, ...).
+# Activations have no paths. They get specs where they are made: (batch, length, ...).
 RESIDUAL = P("fsdp", None, None)
 PER_HEAD = P("fsdp", None, "tp", None)
 HIDDEN = P("fsdp", None, "tp")
 
 
 class Block(nn.Module):
-    """Grouped-query attention and an MLP, each behind a norm and beside the residual."""
+    """Grouped-query attention and an MLP, each with a norm before it and a residual connection."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
         y = nn.RMSNorm(name="attention_norm")(x)
         qkv = (heads(HEADS, "query")(y), heads(KV_HEADS, "key")(y), heads(KV_HEADS, "value")(y))
-        # One spec for all three: where the KV heads cannot be cut by tp, it is corrected.
+        # One spec for all three. It is corrected if tp does not divide the KV heads.
         q, k, v = sr.with_sharding_constraint(qkv, PER_HEAD)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         y = nn.DenseGeneral(MODEL, axis=(-2, -1), use_bias=False, name="out")(y)
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 
 class State(NamedTuple):
-    """What training changes, and what is sharded."""
+    """The state that training changes and that is sharded."""
 
     params: Any
     optimizer: Any
@@ -111,7 +111,7 @@ def train(steps: int, fsdp: int, tp: int) -> tuple[State, list[float]]:
     """The state after the steps, on a mesh of fsdp * tp host devices; and the losses."""
     devices = jax.devices("cpu")[: fsdp * tp]
     mesh = jax.make_mesh((fsdp, tp), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=devices)
-    with jax.set_mesh(mesh):  # from here on, no function needs to be told the mesh
+    with jax.set_mesh(mesh):  # from here on, no function needs a mesh argument
         # From shapes alone, parameters and optimizer state are decided in one call; the arrays are
         # then sharded from the start.
         shardings = sr.named_shardings(jax.eval_shape(init, jax.random.key(0)), RULES)

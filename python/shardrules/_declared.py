@@ -35,7 +35,7 @@ class Declared(NamedTuple):
 
 
 def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
-    """The patterns as rules, which are searched in paths joined by "/" in every dialect.
+    """The patterns as rules, which are searched in paths as they are printed, in every dialect.
 
     They cost as much as rules. Patterns that are not regular are in `Rules.fallbacks`.
 

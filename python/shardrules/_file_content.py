@@ -74,8 +74,8 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise FileError(
-                    f"{path}: this is no regular file but a device or a pipe, which may never end; "
-                    "write what it gives into a file and give that, or pipe it into `-`"
+                    f"{path}: this is not a regular file but a device or a pipe; "
+                    "write its content into a file, or pipe it into `-`"
                 )
             yield file
     except OSError as error:
@@ -86,7 +86,9 @@ def _standard_input() -> io.BufferedReader:
     # A program may have replaced sys.stdin by any object.
     stream = getattr(sys.stdin, "buffer", None)
     if not isinstance(stream, io.BufferedReader) or stream.isatty():
-        raise FileError("-: nothing is piped into standard input; give a file's name, or pipe it")
+        raise FileError(
+            "-: standard input is not a pipe; give a file's name, or pipe a file into it"
+        )
     return stream
 
 
@@ -108,7 +110,9 @@ def read_bytes(path: Path) -> bytes:
         if file.peek(2)[:2] == b"\x1f\x8b":
             return _unpacked(path, file, size)
         if path.suffix == ".gz":
-            raise FileError(f"{path}: byte 0: this is no gzip; rename it if it is not packed")
+            raise FileError(
+                f"{path}: byte 0: this is not gzip; rename the file if it is not compressed"
+            )
         return joined(path, iter(partial(file.read, _CHUNK), b""), size)
 
 
@@ -117,10 +121,10 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int) -> bytes:
         with gzip.GzipFile(fileobj=file) as unpacked:
             return joined(path, iter(partial(unpacked.read, _CHUNK), b""), size)
     except EOFError:
-        raise FileError(f"{path}: the gzip ends too early; copy or download it anew") from None
+        raise FileError(f"{path}: the gzip ends too early; copy or download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise FileError(
-            f"{path}: the gzip is damaged ({error}); copy or download it anew"
+            f"{path}: the gzip is damaged ({error}); copy or download it again"
         ) from None
 
 
@@ -169,12 +173,12 @@ def text_of(path: Path, data: bytes) -> str:
         FileError: They are empty or not UTF-8.
     """
     if not data:
-        raise FileError(f"{path}: the file is empty; copy or download it anew")
+        raise FileError(f"{path}: the file is empty; copy or download it again")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{path}: byte {error.start}: this is no UTF-8 text, so it cannot be JSON or TOML; is "
+            f"{path}: byte {error.start}: this is not UTF-8 text, so it cannot be JSON or TOML; is "
             "this the right file?"
         ) from None
 
@@ -191,8 +195,8 @@ def parse_json(path: Path, data: bytes) -> Any:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_json)
     except json.JSONDecodeError as error:
         raise FileError(
-            f"{path}: line {error.lineno}, column {error.colno}: this is no JSON ({error.msg}); "
-            "correct it there, or make the file anew"
+            f"{path}: line {error.lineno}, column {error.colno}: this is not JSON ({error.msg}); "
+            "correct it there"
         ) from None
     except RecursionError:
         raise FileError(
@@ -212,7 +216,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON; write a number")
+    raise ValueError(f"{constant} is not a JSON number; write a number")
 
 
 def first_repeated(names: list[str]) -> str:

@@ -38,12 +38,14 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis = _AXIS.fullmatch(part)
         if axis is None:
-            raise ValueError(f"mesh {text!r}: {part!r} is no axis; write its name and size as tp=4")
+            raise ValueError(f"mesh {text!r}: {part!r} is not an axis; write it as tp=4")
         name = axis["name"]
         if name in sizes:
             raise ValueError(f"mesh {text!r}: axis {name!r} is there twice; rename or remove one")
         if not _INTEGER.fullmatch(axis["size"]):
-            raise ValueError(f"mesh {text!r}: the size of {name!r} is no integer; write {name}=4")
+            raise ValueError(
+                f"mesh {text!r}: the size of {name!r} is not an integer; write {name}=4"
+            )
         sizes[name] = int(axis["size"])
     try:
         return checked_sizes(sizes)

@@ -1,7 +1,7 @@
 """`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
-The plan, what is wrong with it, the fix, what it costs on each device, the report; and the time
-beside eformer, where that is installed. Must not do anything that a user could not.
+It shows the plan, the finding, the fix, the bytes on each device, the report, and the time,
+compared with eformer if that is installed. Must not do anything that a user could not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MODEL: Final = DATA / "deepseek-v3.json.gz"
 # easydel/modules/deepseek_v3/deepseek_configuration.py.
 RULES: Final = DATA / "easydel-deepseek-v3.json"
 MESH: Final = {"fsdp": 64, "sp": 1, "tp": 8}
-# What the rules lack: they are written for experts stacked into one array.
+# The rules are for experts stacked into one array. These are for single experts.
 EXPERTS: Final = [
     (r"mlp/experts/\d+/(gate_proj|up_proj)/kernel", (("fsdp", "sp"), "tp")),
     (r"mlp/experts/\d+/down_proj/kernel", ("tp", ("fsdp", "sp"))),
 ]
-# Beside the parameters, for training with Adam.
+# Counted beside the parameters, for training with Adam.
 _COUNTED: Final[dict[str, Any]] = {
     "gradients": "bfloat16",
     "optimizer": ("float32", "float32"),
@@ -85,20 +85,20 @@ def _title(console: Any, text: str) -> None:
 def _print_bytes(console: Any, fixed: Plan) -> None:
     held = fixed.bytes_per_device(**_COUNTED)
     console.print(f"training with Adam: {held}")
-    console.print(f"the best of all meshes of {fixed.devices} devices of {bytes_shown(_HBM)}:")
+    console.print(f"the best meshes of {fixed.devices} devices with {bytes_shown(_HBM)}:")
     found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
     console.print(str(type(found)(found[:5])), soft_wrap=True)
 
 
 def _report(fixed: Plan) -> str:
-    # A directory of its own: in the common one anybody may have put a link in our place.
+    # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     try:
         found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
         fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=_HBM, **_COUNTED)
     except ImportError as error:
         return str(error)
-    return f"{path}: one file that works offline; open it in a browser"
+    return f"{path}: open it in a browser; it works offline"
 
 
 def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
@@ -108,16 +108,16 @@ def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
     ours = _milliseconds(lambda: match_partition_rules(rules, tree), _RUNS)
     identity = _milliseconds(lambda: jax.tree_util.tree_map(lambda x: x, tree), _RUNS)
     console.print(
-        f"the whole tree of specs, rules compiled anew: {ours:.1f} ms "
+        f"specs of the whole tree, with compilation of the rules: {ours:.1f} ms "
         f"(an identity tree_map: {identity:.1f} ms; median of {_RUNS})"
     )
     shardings = _milliseconds(lambda: named_shardings(tree, rules, MESH), _RUNS)
-    console.print(f"the same as NamedShardings, corrected: {shardings:.1f} ms")
+    console.print(f"corrected NamedShardings of the whole tree: {shardings:.1f} ms")
     try:
         import eformer
         from eformer.escale import match_partition_rules as eformers
     except ImportError:
-        console.print("eformer is not installed here, so its time is not shown beside it")
+        console.print("eformer is not installed here, so its time is not shown")
         return
     made = [(pattern, jax.sharding.PartitionSpec(*spec)) for pattern, spec in rules]
     if eformers(made, tree) != match_partition_rules(made, tree):
@@ -135,7 +135,7 @@ def _milliseconds(call: Callable[[], object], runs: int) -> float:
         start = perf_counter()
         result = call()
         times.append(perf_counter() - start)
-        del result  # not part of the time
+        del result  # freeing it is not timed
     return median(times) * 1e3
 
 

@@ -282,7 +282,7 @@ def test_bad_models_are_told_and_nothing_is_written(small, tmp_path, name, conte
     [
         (("-m", "tp=4294967296,fsdp=4294967296"), "at most 16,777,216"),
         (("-m", "tp=0"), "must be an integer from 1"),
-        (("-m", "tp=x"), "no integer"),
+        (("-m", "tp=x"), "not an integer"),
         (("-m", "tp=2,tp=2"), "twice"),
         (("-m", "tp=2", "--dialect", "nobody"), "no dialect 'nobody'"),
         (("-m", "tp=2", "--hbm", "lots"), "'lots' is not a number of bytes"),

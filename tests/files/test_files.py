@@ -110,10 +110,10 @@ def rows(*changed):
 DEEP = b"[" * 200_000 + b"]" * 200_000
 
 BAD_JSON = {
-    "empty": (b"", "the file is empty; copy or download it anew"),
-    "binary": (b"\x80\x02}q\x00", "byte 0: this is no UTF-8 text"),
-    "bad utf-8": (b'{"params": "\xff"}', "byte 12: this is no UTF-8 text"),
-    "cut": (b'{"params": [\n["a", [1]', r"line 2, column 10: this is no JSON \(Expecting ','"),
+    "empty": (b"", "the file is empty; copy or download it again"),
+    "binary": (b"\x80\x02}q\x00", "byte 0: this is not UTF-8 text"),
+    "bad utf-8": (b'{"params": "\xff"}', "byte 12: this is not UTF-8 text"),
+    "cut": (b'{"params": [\n["a", [1]', r"line 2, column 10: this is not JSON \(Expecting ','"),
     "deep": (DEEP, "the JSON is nested too deeply"),
     "repeated key": (b'{"params": {"a": 1, "b": 1, "a": 2}}', "key 'a' is there twice"),
     "number": (b'{"params": ' + b"9" * 5000 + b"}", "integer string conversion"),
@@ -132,8 +132,8 @@ BAD_JSON = {
     "true": (rows(["x", [4, 8], "F32"], ["y", [4, True], "F32"]), r"array 'y' .* not \[4, True\]"),
     "float": (rows(["x", [8], "F32"], ["y", [8.0], "F32"]), r"array 'y' .* not \[8.0\]"),
     "fraction": (rows(["y", [1.5], "F32"]), r"array 'y' needs a shape that is a list of integers"),
-    "nan": (b'{"params": [["y", [NaN], "F32"]]}', "NaN is no number of JSON"),
-    "infinity": (b'{"params": [["y", [-Infinity], "F32"]]}', "-Infinity is no number of JSON"),
+    "nan": (b'{"params": [["y", [NaN], "F32"]]}', "NaN is not a JSON number"),
+    "infinity": (b'{"params": [["y", [-Infinity], "F32"]]}', "-Infinity is not a JSON number"),
     "negative": (rows(["x", [4, -1], "F32"]), r"array 'x': the shape \[4, -1\] has a negative"),
     "overflow": (rows(["x", [2**62, 2], "F32"]), r"array 'x': .* more than 2\*\*63 - 1 elements"),
     "overflow beside 0": (rows(["x", [0, 2**40, 2**40], "F32"]), r"more than 2\*\*63 - 1 elements"),
@@ -166,7 +166,7 @@ def test_bad_gzip(write):
     assert "the gzip is damaged" in message(read_arrays, write("m.json.gz", damaged))
     garbled = packed[:12] + b"\xff" * 20 + packed[32:]
     assert "the gzip is damaged" in message(read_arrays, write("m.json.gz", garbled))
-    assert "byte 0: this is no gzip" in message(read_arrays, write("m.json.gz", b"{}"))
+    assert "byte 0: this is not gzip" in message(read_arrays, write("m.json.gz", b"{}"))
 
 
 def test_no_file(tmp_path):
@@ -260,7 +260,7 @@ def test_several_items_of_orbax(orbax, tmp_path):
 
 def test_a_damaged_or_unreadable_checkpoint(orbax, tmp_path, monkeypatch):
     (tmp_path / "_METADATA").write_text('{"tree_metadata": ')
-    assert "_METADATA: line 1, column 19: this is no JSON" in message(read_arrays, tmp_path)
+    assert "_METADATA: line 1, column 19: this is not JSON" in message(read_arrays, tmp_path)
     for content in ("[]", "{}", '{"tree_metadata": {"a": {"key_metadata": [{"key": 3}]}}}'):
         (tmp_path / "_METADATA").write_text(content)
         assert "_METADATA: there is no tree_metadata with" in message(read_arrays, tmp_path)
@@ -422,8 +422,8 @@ def test_rules_of_a_module(module):
 
 
 BAD_RULES = {
-    "no toml": ("rules.toml", "x = 1\ny = ?", r"this is no TOML: .*line 2, column 5"),
-    "deep toml": ("rules.toml", "x = " + "[" * 9000, "this is no TOML|nested too deeply"),
+    "no toml": ("rules.toml", "x = 1\ny = ?", r"this is not TOML: .*line 2, column 5"),
+    "deep toml": ("rules.toml", "x = " + "[" * 9000, "this is not TOML|nested too deeply"),
     "empty": ("rules.toml", "", "the file is empty"),
     "no rules": ("rules.toml", "x = 1", "key 'rules': there is no list of rules; write"),
     "value": ("rules.json", 3, "there is no list of rules"),
@@ -475,13 +475,13 @@ def test_a_mesh():
     ("text", "expected"),
     [
         (" ", "the mesh is empty; write its axes as dp=8,tp=4"),
-        ("dp=8,", "mesh 'dp=8,': '' is no axis; write its name and size as tp=4"),
-        ("dp", "'dp' is no axis"),
-        ("=8", "'=8' is no axis"),
+        ("dp=8,", "mesh 'dp=8,': '' is not an axis; write it as tp=4"),
+        ("dp", "'dp' is not an axis"),
+        ("=8", "'=8' is not an axis"),
         ("dp=2,dp=2", "axis 'dp' is there twice; rename or remove one"),
-        ("dp=2.5", "the size of 'dp' is no integer; write dp=4"),
-        ("dp=x", "the size of 'dp' is no integer"),
-        ("dp=" + "9" * 5000, "the size of 'dp' is no integer"),
+        ("dp=2.5", "the size of 'dp' is not an integer; write dp=4"),
+        ("dp=x", "the size of 'dp' is not an integer"),
+        ("dp=" + "9" * 5000, "the size of 'dp' is not an integer"),
         ("dp=0", "the size of the mesh axis 'dp' is 0 (a int); it must be an integer from 1"),
         ("dp=-4", "the size of the mesh axis 'dp' is -4"),
         ("a=65536,b=32768", "a mesh of 2147483648 devices; it can have at most 16,777,216"),

@@ -101,7 +101,7 @@ BOMBS = {
     "wide.json": (plain((b'["', 1), (b"a", 90_000_000), ("😀".encode(), 1), (b'"]', 1)), LARGE),
     "escaped.json": (plain((b'["', 1), (b"a", 90_000_000), (rb"\ud83d\ude00", 1), (b'"]', 1)), LARGE),
     "sparse.json": (sparse(3 << 30), LARGE),
-    "zeros.json": (sparse(250 * MIB), "line 1, column 1: this is no JSON"),
+    "zeros.json": (sparse(250 * MIB), "line 1, column 1: this is not JSON"),
     "digits.json": (plain((b"[", 1), (b"9", 10_000_000), (b"]", 1)), "integer string conversion"),
     "fraction.json": (plain((b"[0.", 1), (b"9", 10_000_000), (b"]", 1)), "which lists no arrays"),
     "deep.json": (plain((b"[", 1_000_000)), "the JSON is nested too deeply"),
@@ -121,7 +121,7 @@ BOMBS = {
         lambda path: path.write_bytes(header_file(b'{"a":[' + b"[]," * 30_000_000 + b"1]}")), LARGE,
     ),
     "sparse.safetensors": (
-        sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is no JSON",
+        sparse(3 << 30, (100_000_000).to_bytes(8, "little") + b"{}"), "this is not JSON",
     ),
     "key.toml": (plain(KEY, (b"a=1", 1)), LEVELS),
     "table.toml": (plain((b"[", 1), KEY, (b"a]", 1)), LEVELS),
@@ -132,7 +132,7 @@ BOMBS = {
         lambda path: path.write_text("".join(f"[{i:x}.a.a.a.a.a.a.a]\n" for i in range(43_000))),
         "key 'rules': there is no list of rules",
     ),
-    "quotes.toml": (plain((b'x="', 1), (b'\\"', 500_000)), "this is no TOML: Unterminated string"),
+    "quotes.toml": (plain((b'x="', 1), (b'\\"', 500_000)), "this is not TOML: Unterminated string"),
     "long.toml": (plain((b"#\n", 600_000)), "reading 1.20 MB of rules takes more than 537 MB"),
     "nested.toml": (plain((b"x=", 1), (b"{a=", 300_000)), "the TOML is nested too deeply"),
     "pattern.json": (
@@ -277,7 +277,7 @@ def at_once():
     return call
 
 
-NOT_REGULAR = "this is no regular file but a device or a pipe"
+NOT_REGULAR = "this is not a regular file but a device or a pipe"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_terminal_is_not_waited_for():
     )
     os.close(above)
     os.close(terminal)
-    assert b"nothing is piped into standard input" in child.stdout
+    assert b"standard input is not a pipe" in child.stdout
 
 
 def test_a_bomb_on_standard_input():
@@ -451,7 +451,7 @@ def test_files_of_a_checkpoint_are_regular_and_not_too_large(checkpoint, at_once
     here = checkpoint(way)
     (here / part).unlink()
     os.mkfifo(here / part)
-    assert f"{part} is no regular file" in at_once(read_arrays, here)
+    assert f"{part} is not a regular file" in at_once(read_arrays, here)
     (here / part).unlink()
     (here / part).symlink_to("/dev/zero")
     assert "leads out of the checkpoint" in at_once(read_arrays, here)

@@ -112,11 +112,11 @@ def metadata(value):
 
 BAD_HEADERS = {
     "nothing": (b"", "the header's length is 0 bytes, but the file has 0"),
-    "short": (b"\x08\0\0", "but the file has 3; it is cut short, or no safetensors file"),
+    "short": (b"\x08\0\0", "but the file has 3; it is cut short, or not a safetensors file"),
     "2**63": (header_file({}, length=2**63), "length is 9,223,372,036,854,775,808 bytes, but"),
     "longer": (header_file({}, length=3), "length is 3 bytes, but the file has 10"),
-    "no json": (header_file(b"nonsense"), r"line 1, column 1: this is no JSON"),
-    "no utf-8": (header_file(b'{"\xff": 1}'), "byte 2: this is no UTF-8 text"),
+    "no json": (header_file(b"nonsense"), r"line 1, column 1: this is not JSON"),
+    "no utf-8": (header_file(b'{"\xff": 1}'), "byte 2: this is not UTF-8 text"),
     "deep": (header_file(DEEP), "the JSON is nested too deeply"),
     "list": (header_file([]), r"byte 8: the header is \[\] \(a list\), not an object of arrays"),
     "entry": (header_file({"x": 3}), "array 'x' needs an object with dtype, shape"),
@@ -158,8 +158,8 @@ BAD_HEADERS = {
     "metadata as a text": (metadata("a"), "__metadata__ is 'a'"),
     "half a pair": (metadata({"a": "\ud800"}), "__metadata__ '.ud800' has half a surrogate pair"),
     "mark": (header_file(b"\xef\xbb\xbf{}"), "byte 8: the header starts with a byte order mark"),
-    "nul padding": (header_file(b"{}\0\0"), "this is no JSON"),
-    "nan": (header_file(b'{"x": NaN}'), "NaN is no number of JSON"),
+    "nul padding": (header_file(b"{}\0\0"), "this is not JSON"),
+    "nan": (header_file(b'{"x": NaN}'), "NaN is not a JSON number"),
 }  # fmt: skip
 
 # The library takes these; our module says why we do not.

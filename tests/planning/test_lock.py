@@ -196,7 +196,7 @@ def test_files_that_cannot_be_read(tmp_path, name, monkeypatch):
         sr.Plan.from_lock(name)
     assert len(str(caught.value)) < 20_000
     (tmp_path / "latin1").write_bytes(b"{\xff}")
-    with pytest.raises(sr.FileError, match="latin1: byte 1: this is no UTF-8"):
+    with pytest.raises(sr.FileError, match="latin1: byte 1: this is not UTF-8"):
         sr.Plan.from_lock(tmp_path / "latin1")
 
 

@@ -39,7 +39,7 @@ def load_object(text: str) -> Any:
     """
     form = _FORM.fullmatch(text)
     if form is None:
-        raise FileError(f"{text}: this names no object; write package.module:name")
+        raise FileError(f"{text}: this is not the name of an object; write package.module:name")
     found = _attribute(text, _module(text, form["module"]), form["name"])
     if not callable(found):
         return found

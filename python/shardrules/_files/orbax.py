@@ -93,7 +93,7 @@ def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
         ) from error
     finally:
         handler.close()
-    # Strings are leaves, too, but have no shape.
+    # Strings are leaves too, but have no shape.
     found = [(path, leaf) for path, leaf in _leaves(tree, ()) if hasattr(leaf, "shape")]
     return make.of_columns(
         directory,
@@ -120,8 +120,8 @@ def _check_files(directory: Path) -> None:
                 _check_inside(directory, path)
             if not (path.is_file() or path.is_dir()):
                 raise FileError(
-                    f"{directory}: {path.relative_to(directory)} is no regular file, which may "
-                    "never end; copy or download the checkpoint anew"
+                    f"{directory}: {path.relative_to(directory)} is not a regular file; "
+                    "copy or download the checkpoint again"
                 )
             if name in _READ_WHOLE:
                 read_bytes(path)
@@ -137,7 +137,7 @@ def _check_names(directory: Path) -> None:
     except (AttributeError, LookupError, TypeError):
         raise FileError(
             f"{path}: there is no tree_metadata with the key_metadata of each array; copy or "
-            "download the checkpoint anew"
+            "download the checkpoint again"
         ) from None
     for name in names:
         if ".." in PurePath(name).parts or PurePath(name).is_absolute():

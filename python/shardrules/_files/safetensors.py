@@ -72,7 +72,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         if size < 8 or length > size - 8:
             raise FileError(
                 f"{path}: byte 0: the header's length is {length:,} bytes, but the file has "
-                f"{size:,}; it is cut short, or no safetensors file: download it anew"
+                f"{size:,}; it is cut short, or not a safetensors file: download it again"
             )
         if length > _MOST_HEADER_BYTES:
             raise FileError(
@@ -93,9 +93,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _check_marks(path: Path, text: bytes) -> None:
     """Refuses what parsing JSON would hide: a byte order mark, and the sign of -0."""
     if text.startswith(codecs.BOM_UTF8):
-        raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it anew")
+        raise FileError(f"{path}: byte 8: the header starts with a byte order mark; write it again")
     if b"-0" in text and b"-" in _STRING.sub(b"", text):
-        raise FileError(f"{path}: a number in the header is negative; write the file anew")
+        raise FileError(f"{path}: a number in the header is negative; write the file again")
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
@@ -105,7 +105,7 @@ def _check_metadata(path: Path, metadata: object) -> None:
     if not types_of(words) <= {str}:
         raise FileError(
             f"{path}: {_METADATA} is {shown(metadata)}, not an object of strings; write the file "
-            "anew"
+            "again"
         )
     check_text(path, words, _METADATA)
 
@@ -114,11 +114,11 @@ def _raise_odd_fields(path: Path, header: dict[str, Any]) -> NoReturn:
     fields = {"dtype", "shape", "data_offsets"}
     for name, entry in header.items():
         for missing in sorted(fields - entry.keys()):
-            raise FileError(f"{path}: array {name!r} has no {missing}; write the file anew")
+            raise FileError(f"{path}: array {name!r} has no {missing}; write the file again")
         for key in entry.keys() - fields:
             raise FileError(
                 f"{path}: array {name!r} has the unknown field {key!r}; its shape may not mean "
-                "what it seems to: write the file anew without it"
+                "what it seems to: write the file again without it"
             )
     raise AssertionError("no array has other fields")
 
@@ -127,7 +127,7 @@ def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoR
     name, dtype = next(row for row in zip(names, dtypes, strict=True) if row[1] not in SAFETENSORS)
     raise FileError(
         f"{path}: array {name!r}: the dtype {dtype!r} is not written as safetensors does, as in "
-        "F32 or BF16; write the file anew with the safetensors library"
+        "F32 or BF16; write the file again with the safetensors library"
     )
 
 
@@ -161,7 +161,7 @@ def _raise_wrong_size(
         if 8 * (end - begin) != bits:
             raise FileError(
                 f"{path}: array {name!r}: data_offsets [{begin}, {end}] are {end - begin:,} bytes, "
-                f"but {spec.dtype}{list(spec.shape)} takes {bits / 8:,.10g}; write the file anew"
+                f"but {spec.dtype}{list(spec.shape)} takes {bits / 8:,.10g}; write the file again"
             )
     raise AssertionError("no array has a wrong size")
 
@@ -171,10 +171,10 @@ def _raise_gap(path: Path, names: list[str], offsets: Sequence[Any], data_bytes:
         if begin < 0 or end > data_bytes:
             raise FileError(
                 f"{path}: array {name!r}: data_offsets [{begin}, {end}] lie outside the file's "
-                f"{data_bytes:,} bytes of data; it is cut short: download it anew"
+                f"{data_bytes:,} bytes of data; it is cut short: download it again"
             )
     raise FileError(
-        f"{path}: the arrays' data_offsets leave bytes out or overlap; write the file anew with "
+        f"{path}: the arrays' data_offsets leave bytes out or overlap; write the file again with "
         "the safetensors library"
     )
 
@@ -206,7 +206,7 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
             if name not in arrays:
                 raise FileError(
                     f"{path}: array {name!r}: file {shard!r} should have it and has not; download "
-                    "the index and its files anew"
+                    "the index and its files again"
                 )
             found[name] = arrays[name]
     return {name: found[name] for name in weight_map}
@@ -233,7 +233,7 @@ def read_files(paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
         arrays = read_header(path, make)
         for name in leaves.keys() & arrays.keys():
             raise FileError(
-                f"{path}: array {name!r}: another {SUFFIX} file of the directory has it, too; give "
+                f"{path}: array {name!r}: another {SUFFIX} file of the directory has it too; give "
                 "the name of one file"
             )
         leaves |= arrays

@@ -40,6 +40,6 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError as error:  # also a number of thousands of digits
-        raise FileError(f"{path}: this is no TOML: {error}; correct it there") from None
+        raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
     except RecursionError:
         raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None

@@ -111,8 +111,8 @@ def gather(tree: Any) -> Any:
                 continue
             if isinstance(leaf, Tracer):
                 raise TypeError(
-                    "gather fetches arrays from devices, and inside jit and the like there are "
-                    "none: call it outside"
+                    "gather fetches arrays from devices, and inside jit there are none: "
+                    "call it outside jit"
                 )
             if leaf.is_fully_addressable or leaf.is_fully_replicated:
                 at_once.append(index)
@@ -230,7 +230,7 @@ def _of_placeable(
             continue
         if isinstance(leaf, Tracer):
             raise TypeError(
-                "shard places arrays on devices, and inside jit and the like there are none yet: "
+                "shard places arrays on devices, and inside jit there are none yet: "
                 "use with_sharding_constraint, which takes the same arguments"
             )
         if not isinstance(sharding.mesh, Mesh):
