@@ -19,7 +19,7 @@ PYTEST = -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 # How long `make fuzz` spends on each target.
 SECONDS ?= 300
 
-.PHONY: demo test test-all test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
+.PHONY: demo test test-all test-newest test-cpp test-oldest test-asan bench bench-report docs fuzz fuzz-cpp fuzz-python \
 	fuzz-differential lint format sanitize clean dist test-dist api
 
 demo: $(VENV)/installed
@@ -28,9 +28,13 @@ demo: $(VENV)/installed
 test: $(VENV)/installed test-cpp
 	$(VENV)/bin/python $(PYTEST)
 
-# And the tests that take minutes.
-test-all: PYTEST_ARGS += -m ""
+# And what is marked slow, with ten times as many examples of each property.
+test-all: PYTEST_ARGS += -m "" --hypothesis-profile=many
 test-all: test
+
+# The newest Python, for which nothing but a python3.14 is needed.
+test-newest:
+	$(MAKE) test PYTHON=python3.14
 
 # The oldest JAX that is supported; Python 3.11 or 3.12.
 test-oldest: $(OLDEST)/installed

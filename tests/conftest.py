@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-# Before JAX starts: the tests of meshes need devices.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Before JAX starts: the tests of meshes need devices. Unoptimized, compiling takes two thirds of the time.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+    ]
 )
 
 import jax
@@ -18,6 +24,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 import shardrules
+
+# `make test` tries few examples of each property, `make test-all` many.
+settings.register_profile(
+    "few",
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.register_profile("many", settings.get_profile("few"), max_examples=300)
+settings.load_profile("few")
+
+
+def pytest_collection_finish():
+    """All that is imported leaves the collector's sight: it would go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ pytest.importorskip("typer", reason="typer is not installed")
 import typer
 
 from shardrules._cli import app as cli
+from tests.support.slow import slow
 
 COMMAND = typer.main.get_command(cli.app)
 HOSTILE = (
@@ -315,9 +316,7 @@ def told(here, monkeypatch, place, name, *more):
     return found
 
 
-NAMES = pytest.mark.parametrize(
-    "names", [WORST, pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["worst", "all"]
-)
+NAMES = pytest.mark.parametrize("names", [WORST, slow(HOSTILE)], ids=["worst", "all"])
 
 
 @NAMES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,10 +19,12 @@ pytest.importorskip("typer", reason="typer is not installed")
 
 from shardrules._cli import app as cli
 from shardrules._cli import process
+from tests.support.slow import slow, some
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 LARGE = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
 FINDINGS, NOTHING, BAD = "tp=4,dp=2", "tp=4", "tp=0"
+CODES = {NOTHING: 0, FINDINGS: 1, BAD: 2}
 
 
 @pytest.fixture
@@ -44,9 +47,12 @@ def run(command, redirection="", **more):
 
 
 @POSIX
-@pytest.mark.parametrize(("mesh", "code"), [(NOTHING, 0), (FINDINGS, 1), (BAD, 2)])
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_is_like_the_null_device(small, redirection, mesh, code):
+@pytest.mark.parametrize(
+    ("redirection", "mesh"),
+    some(itertools.product([">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"], CODES), 2),
+)
+def test_a_closed_stream_is_like_the_null_device(small, redirection, mesh):
+    code = CODES[mesh]
     ended, out, err = run(["check", *small, mesh, "--fail-on", "info"], redirection)
     assert ended == code
     # What is for one stream is not on the other.
@@ -63,7 +69,7 @@ def test_a_file_never_takes_the_place_of_a_closed_stream(small, tmp_path):
 
 @POSIX
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("mesh", [NOTHING, FINDINGS])
+@pytest.mark.parametrize("mesh", [FINDINGS, slow(NOTHING)])
 def test_a_full_device_is_no_finding(small, mesh):
     command = ["check", *small, mesh, "--fail-on", "info"]
     code, _, err = run(command, ">/dev/full")

@@ -12,7 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -32,11 +32,6 @@ ENTRIES = st.one_of(
 )  # fmt: skip
 SPECS = st.lists(ENTRIES, max_size=4).map(lambda entries: P(*entries))
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 16, 24]), max_size=4).map(tuple)
-RUNS = {
-    "max_examples": 400,
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
 
 
 def outcome(call, *args, **kwargs):
@@ -66,7 +61,6 @@ def test_the_same_functions_with_the_same_signatures():
     assert len(names) == 17
 
 
-@settings(**RUNS)
 @given(SHAPES, SPECS)
 def test_get_corrected_named_sharding(mesh, shape, spec):
     with legacy(mesh):
@@ -158,7 +152,6 @@ def test_shard_and_gather_functions(mesh):
             module.make_shard_and_gather_fns({"w": P("absent")}, mesh)
 
 
-@settings(**RUNS)
 @given(SHAPES, SPECS)
 def test_shard_functions_on_any_spec(mesh, shape, spec):
     x = jnp.ones(shape)
@@ -181,7 +174,6 @@ NAMES = st.recursive(
 )
 
 
-@settings(**RUNS)
 @given(st.lists(NAMES, max_size=3) | st.dictionaries(AXES, NAMES, max_size=3))
 def test_get_names_from_partition_spec(tree):
     names = ours.get_names_from_partition_spec(tree)
@@ -510,7 +502,6 @@ def test_the_names_of_the_settings(monkeypatch):
         ours.MAX_SHARDING_SIZE  # noqa: B018
 
 
-@settings(**RUNS)
 @given(SHAPES, SPECS)
 def test_as_many_warnings_of_corrections(mesh, shape, spec):
     """UNCONSTRAINED, which becomes None, was not counted."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -103,7 +103,6 @@ def rules_context(rules):
 
 
 @newer_flax
-@settings(max_examples=600, deadline=None)
 @given(NAMES, MAYBE_BAD_RULES, MAYBE_BAD_RULES, st.booleans())
 def test_get_pspec(names, rules, in_force, as_spec):
     sharding = P(*names) if as_spec else names
@@ -113,7 +112,6 @@ def test_get_pspec(names, rules, in_force, as_spec):
         )
 
 
-@settings(max_examples=300, deadline=None)
 @given(NAMES, MAYBE_BAD_RULES)
 def test_from_sharding_rules(names, rules):
     assert outcome(our_spmd.from_sharding_rules, names, rules) == outcome(
@@ -122,7 +120,6 @@ def test_from_sharding_rules(names, rules):
 
 
 @newer_flax
-@settings(max_examples=300, deadline=None)
 @given(MAYBE_BAD_RULES, MAYBE_BAD_RULES)
 def test_composite_rules(first, second):
     assert outcome(our_spmd.composite_rules, first, second) == outcome(
@@ -254,7 +251,6 @@ def check_same(name, tree, *args):
     assert described(ours) == described(theirs) == described(made(tree, our_meta))
 
 
-@settings(max_examples=300, deadline=None)
 @given(TREES, INDEX, PARAMS)
 def test_add_and_remove_axis(tree, index, params):
     check_same("add_axis", tree, index, params)
@@ -265,7 +261,6 @@ def test_add_and_remove_axis(tree, index, params):
         assert outcome(our_meta.unbox, check_removed) == outcome(our_meta.unbox, longer)
 
 
-@settings(max_examples=300, deadline=None)
 @given(TREES)
 def test_trees_of_boxes(tree):
     for name in ("unbox", "get_partition_spec"):
@@ -282,7 +277,6 @@ def test_trees_of_boxes(tree):
 
 
 @newer_flax
-@settings(max_examples=200, deadline=None)
 @given(TREES)
 def test_get_sharding(tree):
     check_same("get_sharding", tree, MESH)
@@ -581,7 +575,6 @@ TO_MESH = st.lists(
 @newer_flax
 @pytest.mark.parametrize("given_mesh", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
-@settings(max_examples=30, deadline=None)
 @given(ARRAYS, LOGICAL, TO_MESH, st.booleans(), st.booleans())
 def test_shard_value(kind, given_mesh, shape, names, rules, in_jit, on_host):
     value = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
@@ -600,7 +593,6 @@ def test_shard_value(kind, given_mesh, shape, names, rules, in_jit, on_host):
 @newer_flax
 @pytest.mark.parametrize("context", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "mixed"])
-@settings(max_examples=30, deadline=None)
 @given(ARRAYS, LOGICAL, st.booleans(), st.booleans())
 def test_unbox_constrains(kind, context, shape, names, in_jit, apply_constraint):
     value = jnp.ones(shape)

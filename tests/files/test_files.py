@@ -28,6 +28,7 @@ from shardrules._mesh_sizes import parse_mesh
 from tests.support import corpus
 from tests.support.files import message
 from tests.support.folders import ROOT
+from tests.support.slow import MODELS
 
 ROWS = [["layers/0/kernel", [4, 8], "BF16"], ["layers/0/bias", [8], "float32"], ["step", [], "I32"]]
 LEAVES = {
@@ -84,7 +85,7 @@ def test_names_separators_and_marks(write):
     assert read_arrays(write("m.json", b'\xef\xbb\xbf{"params": []}')).leaves == {}
 
 
-@pytest.mark.parametrize("model", corpus.manifest_names())
+@pytest.mark.parametrize("model", MODELS)
 def test_real_manifests(model):
     path = corpus.manifest_path(model)
     content = json.loads(gzip.decompress(path.read_bytes()))

@@ -25,6 +25,7 @@ from shardrules._files.arrays import Arrays, nested, read_arrays
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
 from tests.support.files import header_file, message
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is in /proc")
 
@@ -154,13 +155,12 @@ BOMBS = {
 }  # fmt: skip
 RULES = re.compile("toml|rules|pattern|flags|replicated")
 SLOW = {
-    "zeros.json", "spaces.json.gz", "string.json.gz", "tables.toml", "long dimensions.json", "name.json"
+    "zeros.json", "spaces.json.gz", "string.json.gz", "objects.json.gz", "nested.json.gz", "rules.json.gz",
+    "tables.toml", "long dimensions.json", "name.json",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in BOMBS]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in BOMBS])
 def test_a_bomb_meets_the_bound_on_memory(tmp_path, name):
     path = tmp_path / name
     make, expected = BOMBS[name]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -50,7 +50,6 @@ def entries(result):
 
 
 @NEW_FLAX
-@settings(max_examples=1500, deadline=None)
 @given(ARRAYS, RULES, st.sampled_from([tuple, list, lambda names: P(*names)]))
 def test_logical_to_mesh_axes(names, rules, made):
     expected = outcome(theirs.logical_to_mesh_axes, made(names), rules)
@@ -58,7 +57,6 @@ def test_logical_to_mesh_axes(names, rules, made):
 
 
 @NEW_FLAX
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(ENTRIES, st.just(("fsdp", "tp")), st.just(("dp",))), max_size=4), RULES)
 def test_mesh_axes_among_the_names(names, rules):
     expected = outcome(theirs.logical_to_mesh_axes, tuple(names), rules)
@@ -389,7 +387,6 @@ class TestWithShapes:
             )
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.lists(ARRAYS, max_size=4), RULES)
 def test_the_dialect_of_flax_core(arrays, rules):
     spmd = pytest.importorskip("flax.core.spmd")

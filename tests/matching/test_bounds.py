@@ -13,6 +13,7 @@ from shardrules._matching.matcher import Counters
 from shardrules._matching.rules import matcher_of
 from tests.support.contexts import measures_memory
 from tests.support.random_patterns import compiles, random_pattern, random_text
+from tests.support.slow import slow
 
 STATE_BYTES = 2000  # more than any state of these patterns takes
 
@@ -49,9 +50,10 @@ def test_adversarial_patterns(pattern, text, found, memory_budget):
         assert counters.states_built == 1
 
 
-def test_many_random_rules(rng):
+@pytest.mark.parametrize("count", [1_000, slow(10_000)])
+def test_many_random_rules(rng, count):
     patterns = []
-    while len(patterns) < 10_000:
+    while len(patterns) < count:
         pattern = random_pattern(rng)
         if compiles(pattern) is not None:
             patterns.append(pattern)

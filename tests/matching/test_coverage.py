@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._matching.rules import matcher_of
 from tests.support import corpus
+from tests.support.slow import MODELS
 
 
 def coverage_by_re(patterns, paths):
@@ -35,7 +36,7 @@ def assert_same_coverage(coverage, patterns, paths):
 
 
 @pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::7])
-@pytest.mark.parametrize("model", corpus.manifest_names()[::6])
+@pytest.mark.parametrize("model", MODELS[::6])
 def test_real_rules_on_real_models(model, rule_set):
     rules = corpus.rules(rule_set)
     manifest = corpus.manifest(model)

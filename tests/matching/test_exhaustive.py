@@ -1,13 +1,16 @@
-"""The short level of exhaustive.py; `python -m tests.support.differential` runs a longer one."""
+"""The two short levels of exhaustive.py; `python -m tests.support.differential` runs a longer one."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.exhaustive import CORE, ENGINES, NO_FLAGS, Share, check, shares
+from tests.support.slow import slow
 
 
-@pytest.mark.parametrize("share", shares(size=2, count=4))
+@pytest.mark.parametrize(
+    "share", [*shares(size=1, count=1), *(slow(share) for share in shares(size=2, count=4))]
+)
 def test_every_small_pattern(share):
     outcome = check(share)
     assert outcome.differences[:10] == []

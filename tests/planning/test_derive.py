@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
+from tests.support.slow import some
 
 optax = pytest.importorskip("optax")
 
@@ -194,8 +196,10 @@ def test_nnx_optimizer():
         assert derived.kind(path).spec == (P("fsdp", "tp") if "kernel" in path else P("tp")), path
 
 
-@pytest.mark.parametrize("zero1", [None, "dp", "tp"])
-@pytest.mark.parametrize("name", ["adam", "adafactor", "multi_transform"])
+@pytest.mark.parametrize(
+    ("name", "zero1"),
+    some(itertools.product(["adam", "adafactor", "multi_transform"], [None, "dp", "tp"]), 4),
+)
 def test_it_runs(mesh, name, zero1):
     make = {"adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=16)}
     tx = {**TRANSFORMATIONS, **make}[name]()

@@ -15,6 +15,7 @@ import shardrules as sr
 from shardrules._core import templates
 from shardrules._planning.fold import fold, parts_of
 from tests.support import corpus
+from tests.support.slow import MODELS
 from tests.support.work import calls
 
 
@@ -194,7 +195,7 @@ def test_braces_that_make_no_sense(pattern):
         list(parts_of(pattern))
 
 
-@pytest.mark.parametrize("model", corpus.manifest_names())
+@pytest.mark.parametrize("model", MODELS)
 def test_real_models_fold_without_loss(model):
     manifest = corpus.manifest(model)
     tree = manifest.flat(lambda p: {"shape": p.shape, "dtype": p.dtype})

@@ -15,12 +15,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from tests.support import corpus
+from tests.support.slow import MODELS
 
 MESH = {"dp": 2, "fsdp": 4, "tp": 2}
 
@@ -56,7 +57,7 @@ def check_round_trip(plan):
     return back
 
 
-@pytest.mark.parametrize("model", corpus.manifest_names())
+@pytest.mark.parametrize("model", MODELS)
 def test_real_models(model):
     tree = corpus.manifest(model).flat(corpus.with_dtype)
     rules = corpus.rules("easydel__deepseek_v3-DeepseekV3Config-v0.2.0")
@@ -694,7 +695,6 @@ def at(content, place):
     return content
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(...)), min_size=1, max_size=2))
 def test_mutated_locks_are_file_errors_or_plans(mutations):
     from shardrules._planning.locks import read as module

@@ -572,8 +572,9 @@ def test_browser_large(opened, train_state):
     assert "100 of 10,000" in page.inner_text("#leaf-table tr.rest")
     expanded = perf_counter() - start
     print(f"loaded in {loaded:.1f} s, searched in {searched:.2f} s, expanded in {expanded:.2f} s")
-    assert loaded < 20
-    assert max(searched, expanded) < 5
+    # Two seconds and less than one, on a machine with nothing else to do.
+    assert loaded < 60
+    assert max(searched, expanded) < 20
 
 
 def test_browser_dark_and_print(opened, deepseek):

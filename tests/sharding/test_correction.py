@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -165,7 +165,6 @@ def restated(shape, dims, absent, indivisible):
 POLICIES = st.sampled_from(["drop", "drop_axis", "prefix", "keep"])
 
 
-@settings(max_examples=1500, deadline=None)
 @given(
     st.lists(st.integers(0, 48), max_size=4).map(tuple),
     st.lists(

@@ -23,6 +23,7 @@ import shardrules as sr
 from shardrules._sharding.leaf_rows import first_difference
 from tests.support import process_worker
 from tests.support.folders import ROOT
+from tests.support.slow import slow
 
 SECONDS = 150
 # With nothing of shardrules: of 58 runs of seven calls each, by two or four processes, four never ended.
@@ -76,7 +77,11 @@ def run(task, processes, devices, folder):
 
 @pytest.mark.parametrize(
     ("processes", "devices"),
-    [(1, 8), *(pytest.param(n, 4, marks=needs_collectives) for n in (2, 4))],
+    [
+        pytest.param(1, 8, marks=pytest.mark.slow),
+        pytest.param(2, 4, marks=needs_collectives),
+        pytest.param(4, 4, marks=[needs_collectives, pytest.mark.slow]),
+    ],
 )
 def test_same_plan_and_same_bits(processes, devices, tmp_path):
     found = run("agree", processes, devices, tmp_path)
@@ -86,7 +91,7 @@ def test_same_plan_and_same_bits(processes, devices, tmp_path):
         assert process["digests"] == wanted
 
 
-few_and_many = pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+few_and_many = pytest.mark.parametrize("processes", [2, slow(4)])
 # What one process does wrong, and how its own error starts.
 FAILURES = {
     "no rule": "ValueError: Partition rule not found",

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._matching.rules import matcher_of
 from tests.support import corpus
+from tests.support.slow import MODELS
 
 MESHES = [
     {"dp": 2, "fsdp": 8, "ep": 4, "tp": 4, "sp": 2},
@@ -39,7 +40,7 @@ def plainly_corrected(spec, shape, sizes):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("rule_set", corpus.regex_rule_sets()[::20])
-@pytest.mark.parametrize("model", corpus.manifest_names()[::8])
+@pytest.mark.parametrize("model", MODELS[::8])
 def test_real_rules_on_real_models(model, rule_set, sizes):
     tree = corpus.manifest(model).flat(corpus.abstract)
     rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])

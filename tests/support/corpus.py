@@ -16,6 +16,8 @@ from tests.support.folders import DATA
 from tests.support.manifest import Manifest, Parameter, read_manifest
 
 DEEPSEEK = "flaxpath-deepseek-v3"
+# Tens of thousands of arrays, of layers and experts that are alike.
+LARGEST = {"deepseek-v3", "deepseek-v3-bf16", DEEPSEEK}
 
 Rule = tuple[Any, PartitionSpec]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +93,7 @@ def kinds_of_trees():
     }
 
 
+@cache
 def trees_of_libraries():
     trees = {}
     leaf = array(4, 8)

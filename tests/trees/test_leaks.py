@@ -17,6 +17,7 @@ from shardrules import _core
 from shardrules._matching.rules import matcher_of
 from shardrules._planning.fold import fold
 from tests.support.contexts import measures_memory
+from tests.support.slow import some
 
 CALLS = 100_000
 MESH = {"fsdp": 4, "tp": 2}
@@ -161,7 +162,7 @@ def resident():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 @measures_memory
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", some(USES, 3))
 def test_memory_does_not_grow(name):
     use, cost = USES[name]
     for _ in range(CALLS // cost // 10):
