@@ -105,8 +105,8 @@ def test_a_signal_ends_it_in_order(small, tmp_path, name):
                 pathlib.Path("tidied").touch()
         """)
     )
-    # A job in the background, as CI may be, is born with Ctrl-C ignored.
-    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from shardrules._cli import main; main()"
+    # A job in the background, as CI may be, is born with Ctrl-C ignored, and under nohup with SIGHUP.
+    start = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); signal.signal(signal.SIGINT, signal.default_int_handler); from shardrules._cli import main; main()"
     words = [sys.executable, "-c", start, "plan", "slow:tree", *small[1:], NOTHING]
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
         while not (tmp_path / "begun").exists():
