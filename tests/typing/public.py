@@ -55,6 +55,11 @@ def choices() -> None:
     sr.Dialect("own", "/", sr.Correction(), rank="drop")  # type: ignore[arg-type]
     sr.Dialect("own", "/", sr.Correction(), unmatched="keep")  # type: ignore[arg-type]
     replace(sr.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
+    findings = sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "off", "siblings": "error"})
+    findings.at_least("warning")
+    findings.at_least("warn")  # type: ignore[arg-type]
+    sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "none"})  # type: ignore[dict-item]
+    sr.plan(PARAMS, RULES, MESH).check(levels={"deed": "off"})  # type: ignore[dict-item]
 
 
 # Planning is imported on first use, which a type checker must not notice.

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from shardrules._logical.names import logical_names
-from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Outcome, axes_in
+from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Resolution, axes_in
 from shardrules._printable import printable_lines
 from shardrules._words import and_more, counted, mesh_shown
 
@@ -19,19 +19,21 @@ __all__ = ["ErrorCollector", "unknown_axes"]
 _SHOWN: Final = 20
 
 
-def unknown_axes(outcome: Outcome, mesh_axes: Collection[str]) -> list[str]:
+def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
     """A line for each mesh axis that an array gets and the mesh does not have."""
     lines = []
-    for dim, (entry, winner) in enumerate(zip(outcome.entries(), outcome.winners, strict=True)):
+    for dim, (entry, winner) in enumerate(
+        zip(resolution.entries(), resolution.winners, strict=True)
+    ):
         for axis in axes_in(None if entry is UNASSIGNED else entry):
             if axis in mesh_axes:
                 continue
             near = get_close_matches(str(axis), list(mesh_axes), n=1)
             if winner is None:
                 lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
-                near = get_close_matches(str(axis), outcome.rules.names, n=1) or near
+                near = get_close_matches(str(axis), resolution.rules.names, n=1) or near
             else:
-                rule = outcome.rules.rules[winner]
+                rule = resolution.rules.rules[winner]
                 lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")
             lines[-1] += f"; did you mean {near[0]!r}?" if near else ""
     return lines
@@ -87,10 +89,10 @@ class ErrorCollector:
     def _errors_of(self, names: Any, shape: Any) -> list[str]:
         errors = str(self._failed[names, shape]).splitlines()
         try:
-            outcome = self._rules.resolve(names, shape)
+            resolution = self._rules.resolve(names, shape)
         except ValueError:  # the names themselves are wrong
             return errors
-        unknown = unknown_axes(outcome, self._mesh.axis_names)
+        unknown = unknown_axes(resolution, self._mesh.axis_names)
         # Without a correction the only error is JAX's, about these axes.
         others = [] if unknown and shape is None else errors
-        return unknown + others + outcome.explained().splitlines()
+        return unknown + others + resolution.explained().splitlines()

@@ -28,7 +28,7 @@ __all__ = [
     "UNASSIGNED",
     "CompiledLogicalRules",
     "LogicalDialect",
-    "Outcome",
+    "Resolution",
     "axes_in",
     "compiled_rules",
     "resolve_core",
@@ -128,7 +128,7 @@ class CompiledLogicalRules:
         except TypeError:  # not hashable, or not names: this raises the error
             return self.resolve(names).spec(names)
 
-    def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Outcome:
+    def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Resolution:
         """The rule of each dimension of an array with these names.
 
         Args:
@@ -159,7 +159,7 @@ class CompiledLogicalRules:
                 f"an entry of the logical axis names {shown(names)} cannot be looked up: {error}; "
                 "an entry is a name, None, or a tuple of names"
             ) from None
-        return Outcome(self, wanted, winners, lost)
+        return Resolution(self, wanted, winners, lost)
 
     def _name_id(self, entry: Any) -> int | None:
         if isinstance(entry, str) or self.dialect.last_wins:
@@ -175,7 +175,7 @@ class CompiledLogicalRules:
         return [self._axis_ids[axis] for axis in axes_in(entry) if axis in self._axis_ids]
 
 
-class Outcome(NamedTuple):
+class Resolution(NamedTuple):
     """The rules that the names of one array got, and the rules that lost."""
 
     rules: CompiledLogicalRules

@@ -23,7 +23,7 @@ from shardrules._logical.rules import (
     UNASSIGNED,
     CompiledLogicalRules,
     LogicalDialect,
-    Outcome,
+    Resolution,
     compiled_rules,
 )
 from shardrules._sharding.constraints import with_sharding_constraint
@@ -206,13 +206,13 @@ def with_logical_constraint(
     resolver = compiled(chosen, None)
 
     def spec(names: Any) -> PartitionSpec | None:
-        outcome = resolver.resolve(names)
-        if unknown := unknown_axes(outcome, on_mesh.axis_names):
+        resolution = resolver.resolve(names)
+        if unknown := unknown_axes(resolution, on_mesh.axis_names):
             raise ValueError(
                 f"an array with the names {names} cannot be constrained as the logical rules say, "
                 f"on the mesh {mesh_shown(on_mesh.shape)}:\n    " + "\n    ".join(unknown)
             )
-        return constraint_spec(outcome, fallback)
+        return constraint_spec(resolution, fallback)
 
     specs = _map_names(spec, logical_names)
     return with_sharding_constraint(tree, specs, on_mesh, correction=_AS_FLAX)
@@ -321,18 +321,18 @@ def named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def constraint_spec(outcome: Outcome, fallback: Any) -> PartitionSpec | None:
+def constraint_spec(resolution: Resolution, fallback: Any) -> PartitionSpec | None:
     """The spec of a constraint; None for no constraint. See `with_logical_constraint`."""
-    entries = outcome.entries()
+    entries = resolution.entries()
     if UNASSIGNED in entries and fallback.value != RulesFallback.AXIS_IS_UNSHARDED.value:
         if fallback.value == RulesFallback.NO_CONSTRAINT.value:
             return None
         missing = [
-            n for n, entry in zip(outcome.names, entries, strict=True) if entry is UNASSIGNED
+            n for n, entry in zip(resolution.names, entries, strict=True) if entry is UNASSIGNED
         ]
         raise ValueError(
-            f"Axis names {outcome.names} did not match a rule: {missing} got no mesh axes; add "
-            f"rules for them\n{outcome.explained()}"
+            f"Axis names {resolution.names} did not match a rule: {missing} got no mesh axes; add "
+            f"rules for them\n{resolution.explained()}"
         )
     return partition_spec(*(None if entry is UNASSIGNED else entry for entry in entries))
 
