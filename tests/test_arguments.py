@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._arguments import check_tree
-from shardrules._words import shown
+from shardrules._format import shown
 from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
 from tests.support import api
 

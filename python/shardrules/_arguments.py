@@ -15,7 +15,7 @@ from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from shardrules._words import brief, shown
+from shardrules._format import brief, shown
 
 __all__ = [
     "MOST",

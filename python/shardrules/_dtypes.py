@@ -9,7 +9,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Final
 
-from shardrules._words import brief
+from shardrules._format import brief
 
 __all__ = ["BITS", "SAFETENSORS", "bits_of", "numpy_name"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardrules._file_error import FileError
-from shardrules._words import bytes_shown
+from shardrules._format import bytes_shown
 
 __all__ = [
     "DEFAULT_MEMORY", "first_repeated", "joined", "max_memory", "memory_within", "opened",

@@ -11,7 +11,7 @@ from math import prod
 from typing import Final
 
 from shardrules._arguments import check_type, integer
-from shardrules._words import brief
+from shardrules._format import brief
 
 __all__ = ["check_bounds", "checked_sizes", "parse_mesh"]
 

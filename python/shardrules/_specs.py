@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shardrules._words import shown
+from shardrules._format import shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

@@ -17,9 +17,9 @@ from typing import Any, Final
 from shardrules import match_partition_rules, named_shardings, plan
 from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.rules import read_rules
+from shardrules._format import bytes_shown
 from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
-from shardrules._words import bytes_shown
 
 __all__ = ["main"]
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._format import nearest
 from shardrules._planning.asking.findings import FINDING_KINDS
 from shardrules._planning.fold import fold
-from shardrules._words import nearest
 from tests.support import corpus
 from tests.support.folders import DATA, ROOT
 

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._words import bytes_shown
+from shardrules._format import bytes_shown
 from tests.support import corpus
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly")

@@ -29,12 +29,12 @@ from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._files.rules import DIALECTS
+from shardrules._format import and_more
 from shardrules._matching.dialects import EFORMER
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.asking.findings import LEVELS, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
-from shardrules._words import and_more
 
 __all__ = ["app", "run"]
 

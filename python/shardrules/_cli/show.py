@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shardrules._format import and_more, bytes_shown, mesh_shown
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._planning.kinds import axes_used, dtype_shown, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
 from shardrules._printable import printable, printable_json
 from shardrules._specs import spec_shown
-from shardrules._words import and_more, bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes

@@ -16,7 +16,7 @@ from shardrules._file_content import max_memory, parse_json, read_bytes, unreada
 from shardrules._file_error import FileError
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, types_of
-from shardrules._words import shown
+from shardrules._format import shown
 
 __all__ = ["Arrays", "nested", "read_arrays"]
 

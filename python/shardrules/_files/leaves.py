@@ -18,7 +18,7 @@ from shardrules._arguments import MOST
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import first_repeated
 from shardrules._file_error import FileError
-from shardrules._words import brief, shown
+from shardrules._format import brief, shown
 
 __all__ = ["ArraySpec", "ArraySpecs", "check_column", "check_text", "types_of"]
 

@@ -35,10 +35,10 @@ from shardrules._file_content import max_memory, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
+from shardrules._format import bytes_shown, shown
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
-from shardrules._words import bytes_shown, shown
 
 __all__ = ["DIALECTS", "RuleFile", "read_rules"]
 

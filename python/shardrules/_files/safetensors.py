@@ -23,7 +23,7 @@ from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._file_content import joined, opened, parse_json
 from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, check_text, types_of
-from shardrules._words import shown
+from shardrules._format import shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
 

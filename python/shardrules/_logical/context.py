@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardrules._arguments import check_type
+from shardrules._format import shown
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins
-from shardrules._words import shown
 
 __all__ = [
     "LogicalRulesLike",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import Any, Final
 
+from shardrules._format import and_more, counted, mesh_shown
 from shardrules._logical.names import logical_names
 from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Resolution, axes_in
 from shardrules._printable import printable_lines
-from shardrules._words import and_more, counted, mesh_shown
 
 __all__ = ["ErrorCollector", "unknown_axes"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from shardrules._format import shown
 from shardrules._logical.flax import (
     box_types,
     says_its_sharding,
@@ -15,7 +16,6 @@ from shardrules._logical.flax import (
     variable_types,
 )
 from shardrules._specs import is_partition_spec, is_unconstrained
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from shardrules._format import shown
 from shardrules._specs import entries_of, is_partition_spec, partition_spec, with_entries
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_type
 from shardrules._core import LogicalRules
+from shardrules._format import shown
 from shardrules._logical.names import check_rules, last_wins, logical_names, spec_of_names
 from shardrules._printable import printable_lines
 from shardrules._specs import is_unconstrained
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

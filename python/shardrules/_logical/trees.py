@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_choice, check_tree, check_type, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
+from shardrules._format import mesh_shown, shown
 from shardrules._logical.context import get_logical_axis_rules
 from shardrules._logical.errors import ErrorCollector, unknown_axes
 from shardrules._logical.leaves import Kinds, is_name
@@ -30,7 +31,6 @@ from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules._specs import is_partition_spec, partition_spec
-from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

@@ -9,7 +9,7 @@ import os
 from typing import Any, Final
 
 from shardrules._arguments import check_real
-from shardrules._words import shown
+from shardrules._format import shown
 
 __all__ = ["checked_min_size", "logs_moves"]
 

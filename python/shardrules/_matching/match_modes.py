@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._words import shown
+from shardrules._format import shown
 
 __all__ = [
     "COMPONENT_SEPARATOR",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardrules._correction import plain_spec
+from shardrules._format import and_more, counted
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher, WalkResult
 from shardrules._printable import printable, printable_lines
-from shardrules._words import and_more, counted
 
 __all__ = ["ambiguous_message", "event_message", "too_long_message", "undecided_messages"]
 

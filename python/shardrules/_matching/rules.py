@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 from shardrules._arguments import boolean, check_tree, check_type, integer
 from shardrules._correction import RuleSpec
+from shardrules._format import shown
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.environment import checked_min_size
@@ -20,7 +21,6 @@ from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, ch
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import event_message, too_long_message, undecided_messages
 from shardrules._specs import is_partition_spec, normalize_spec, partition_spec
-from shardrules._words import shown
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",

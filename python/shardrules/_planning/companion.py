@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import EllipsisType
 
 from shardrules._arguments import check_type, integer, listed
+from shardrules._format import shown
 from shardrules._specs import Dim
-from shardrules._words import shown
 
 __all__ = ["Companion", "Dims", "Shape", "base_path", "check_dims", "fits_rank", "named_dims"]
 

@@ -27,6 +27,7 @@ from shardrules._arguments import (
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
+from shardrules._format import mesh_shown
 from shardrules._logical.leaves import check_rules_are_for_paths
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules
@@ -50,7 +51,6 @@ from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
 from shardrules._sharding.mesh import as_mesh, resolve_mesh
 from shardrules._sharding.shardings import RulesLike
-from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
     import numpy as np

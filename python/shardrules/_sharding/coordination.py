@@ -21,8 +21,8 @@ import zlib
 from traceback import format_exception_only
 from typing import Any, Final
 
+from shardrules._format import brief
 from shardrules._sharding.leaf_rows import Row, digest, first_difference
-from shardrules._words import brief
 
 __all__ = ["fail", "leave", "note", "settle", "wait_limit"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree, check_type
+from shardrules._format import mesh_shown
 from shardrules._sharding.memory import memory_apart
 from shardrules._specs import entries_of
-from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

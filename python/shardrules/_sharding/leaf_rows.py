@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
+from shardrules._format import mesh_shown
 from shardrules._sharding.fingerprint import spec_text
 from shardrules._sharding.mesh import axes_of_type
-from shardrules._words import mesh_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, Sharding

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
+from shardrules._format import and_more, brief, shown
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules, matcher_of
@@ -19,7 +20,6 @@ from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
-from shardrules._words import and_more, brief, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

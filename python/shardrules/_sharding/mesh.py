@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardrules._format import mesh_shown, shown
 from shardrules._mesh_sizes import check_bounds, checked_sizes
-from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

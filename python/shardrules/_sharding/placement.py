@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction
+from shardrules._format import shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

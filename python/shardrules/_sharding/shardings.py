@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
+from shardrules._format import and_more, counted, mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
@@ -34,7 +35,6 @@ from shardrules._specs import (
     with_entries,
     without_axes,
 )
-from shardrules._words import and_more, counted, mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

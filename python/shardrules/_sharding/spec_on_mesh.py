@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._correction import Correction
+from shardrules._format import nearest
 from shardrules._specs import (
     Dim,
     Entries,
@@ -25,7 +26,6 @@ from shardrules._specs import (
     with_dims,
     with_entries,
 )
-from shardrules._words import nearest
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

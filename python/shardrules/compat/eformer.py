@@ -17,6 +17,7 @@ import numpy as np
 from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardrules._format import shown
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size, logs_moves
 from shardrules._matching.match_modes import Pattern
@@ -28,7 +29,6 @@ from shardrules._sharding.mesh import context_mesh, legacy_mesh
 from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding, correction_losses
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import AnyMesh

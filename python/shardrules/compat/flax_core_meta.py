@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, dataclass_transfo
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardrules._format import shown
 from shardrules._logical.flax import loaded, says_its_sharding, variable_types
 from shardrules._logical.names import logical_names
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

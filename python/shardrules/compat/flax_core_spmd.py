@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shardrules._format import mesh_shown, shown
 from shardrules._logical.context import (
     get_logical_axis_rules,
     logical_axis_rules,
@@ -20,7 +21,6 @@ from shardrules._logical.names import last_wins, logical_names, spec_of_names
 from shardrules._logical.rules import resolve_core
 from shardrules._sharding.mesh import axes_of_type, context_mesh
 from shardrules._specs import is_partition_spec
-from shardrules._words import mesh_shown, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

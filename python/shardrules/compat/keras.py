@@ -10,11 +10,11 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from shardrules._arguments import check_type
+from shardrules._format import shown
 from shardrules._matching.dialects import KERAS
 from shardrules._matching.reports import ambiguous_message
 from shardrules._matching.rules import Rules, matcher_of
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
-from shardrules._words import shown
 
 __all__ = ["LayoutMap"]
 

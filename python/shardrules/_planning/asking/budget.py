@@ -12,9 +12,9 @@ import numpy as np
 
 from shardrules._arguments import MOST
 from shardrules._dtypes import bits_of
+from shardrules._format import bytes_shown, shown
 from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
-from shardrules._words import bytes_shown, shown
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import rule_spec
+from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
 from shardrules._printable import printable
 from shardrules._specs import spec_shown
-from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules

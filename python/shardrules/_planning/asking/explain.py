@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._planning.companion import base_path
 from shardrules._planning.kinds import Kind, dtype_shown
 from shardrules._printable import printable_lines
 from shardrules._specs import spec_shown
-from shardrules._words import bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.match_modes import Pattern

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_file
+from shardrules._format import and_more, bytes_shown, counted
 from shardrules._printable import printable, printable_json, printable_lines
-from shardrules._words import and_more, bytes_shown, counted
 
 __all__ = [
     "FINDING_KINDS",

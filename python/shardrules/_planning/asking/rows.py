@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardrules._words import brief
+from shardrules._format import brief
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._format import bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
-from shardrules._words import bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns

@@ -19,6 +19,7 @@ import numpy as np
 from shardrules._correction import Correction, RuleSpec
 from shardrules._file_content import parse_json, read_bytes
 from shardrules._file_error import FileError
+from shardrules._format import brief, shown
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
 from shardrules._mesh_sizes import checked_sizes
@@ -49,7 +50,6 @@ from shardrules._planning.placing.on_mesh import (
 )
 from shardrules._planning.placing.survey import checked_type
 from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown
-from shardrules._words import brief, shown
 
 __all__ = ["content_of", "read_lock"]
 

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._correction import rule_spec
+from shardrules._format import shown
 from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
 from shardrules._planning.locks.format import (
     FLAGS,
@@ -24,7 +25,6 @@ from shardrules._planning.locks.format import (
     rules_digest,
 )
 from shardrules._specs import is_unconstrained, plain_entries, spec_shown
-from shardrules._words import shown
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns

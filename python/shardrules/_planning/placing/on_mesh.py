@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
@@ -17,7 +18,6 @@ from shardrules._sharding.device_bytes import held_of
 from shardrules._sharding.mesh import axes_of_type
 from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
 from shardrules._specs import Entries, entries_of, entry_axes
-from shardrules._words import nearest
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction

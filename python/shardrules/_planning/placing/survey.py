@@ -11,10 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from shardrules._dtypes import bits_of
+from shardrules._format import brief, shown
 from shardrules._matching.rules import Rules, matcher_of
 from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
-from shardrules._words import brief, shown
 
 __all__ = ["checked_type", "survey"]
 

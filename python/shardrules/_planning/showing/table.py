@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._format import and_more, bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.kinds import dtype_shown, problem_shown
 from shardrules._printable import printable
 from shardrules._specs import spec_shown
-from shardrules._words import and_more, bytes_shown, counted, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from shardrules._correction import plain_spec
+from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import axes_named, axes_used, could_cut, is_replicated
-from shardrules._words import counted
 
 __all__ = ["uncut", "unused_axes"]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, rules_listed
 from shardrules._planning.companion import base_path
 from shardrules._planning.companions import LORA, QUANTIZED
 from shardrules._planning.fold import fold
-from shardrules._words import counted
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import axes_named
 from shardrules._specs import Entries
-from shardrules._words import counted
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final, NamedTuple
 
+from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind
 from shardrules._specs import entries_of, entry_axes
-from shardrules._words import counted
 
 __all__ = ["half_heads", "nnx_values"]
 

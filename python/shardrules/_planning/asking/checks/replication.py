@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import is_replicated
-from shardrules._words import bytes_shown, counted
 
 __all__ = ["catch_alls", "replicated"]
 

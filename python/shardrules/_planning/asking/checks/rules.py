@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
 
+from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import dtype_shown
 from shardrules._specs import spec_shown
-from shardrules._words import counted
 
 __all__ = ["dead_rules", "shadowed_rules", "siblings"]
 

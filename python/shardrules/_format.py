@@ -1,6 +1,6 @@
-"""How values are said in messages and tables: bytes, counts, meshes, whatever was passed.
+"""How values are written in messages and tables: bytes, counts, meshes, and whatever was passed.
 
-Each idea has one wording, here. Must not know what a message is about.
+Each kind of value has one form, here. Must not know what a message is about.
 """
 
 from __future__ import annotations
