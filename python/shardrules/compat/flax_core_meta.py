@@ -294,15 +294,10 @@ def with_partitioning(
         >>> init(jax.random.key(0), (2, 4)).names
         (None, 'tp')
     """
-    return boxing(fn, lambda value: Partitioned(value, names, mesh=mesh))
-
-
-def boxing(fn: Callable[..., Any], box: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function, with its result in the box that `box` makes."""
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return box(fn(*args, **kwargs))
+    def wrapper(*args: Any, **kwargs: Any) -> Partitioned[Any]:
+        return Partitioned(fn(*args, **kwargs), names, mesh=mesh)
 
     return wrapper
 

@@ -7,6 +7,7 @@ resolved once for each list. Must not know how rules are resolved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,14 @@ from shardrules._logical.trees import (
     named_sharding,
 )
 from shardrules._specs import is_partition_spec
-from shardrules.compat.flax_core_meta import Partitioned, boxing, global_mesh_defined
+from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from shardrules._logical.context import LogicalRulesLike
-    from shardrules.compat.flax_core_meta import LogicalNames
+
+    LogicalNames = tuple[str | None, ...]
 
 __all__ = [
     "LogicallyPartitioned",
@@ -227,7 +229,12 @@ def with_logical_partitioning(
         >>> init(jax.random.key(0), (2, 4)).names
         (None, 'embed')
     """
-    return boxing(fn, lambda value: LogicallyPartitioned(value, names, mesh=mesh, rules=rules))
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+        return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
+
+    return wrapper
 
 
 def _leaves_by_path(tree: Any) -> list[tuple[str, Any, None]]:
