@@ -211,17 +211,17 @@ def specs_on_mesh(
     manual: ManualAxes = _NO_MANUAL_AXES,
     made: bool = True,
 ) -> tuple[list[SpecOnMesh], list[int]]:
-    """The distinct specs of the rules bound to a mesh, and per rule the index of its own.
+    """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
     Args:
         rules: (pattern, spec) pairs, as `Rules` has them.
-        axis_sizes: Of the mesh.
-        correction: For rules that have none of their own.
-        manual: Axes to leave out, as the shapes are local ones.
-        made: Whether the specs are to be PartitionSpecs; Entries are left as they are otherwise.
+        axis_sizes: Devices along each mesh axis.
+        correction: The correction of rules without their own.
+        manual: Manual axes, which are left out because shapes are local.
+        made: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
 
     Raises:
-        TypeError: A rule's spec cannot be made a PartitionSpec.
+        TypeError: The spec of a rule cannot become a PartitionSpec.
     """
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
@@ -247,7 +247,7 @@ def _bind(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh, correction: Corre
     specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
     shardings: dict[PartitionSpec, NamedSharding] = {}
 
-    # Must not refer to the table, which holds it.
+    # Must not refer to the table, because the table refers to it.
     def make(spec: int, rank: int, kept: int) -> NamedSharding | None:
         corrected = specs[spec].corrected(rank, kept)
         if corrected is None:

@@ -1,9 +1,8 @@
 """Making a spec fit an array and a mesh, by the policies of a `Correction`.
 
-A spec is bound to a mesh's axis sizes once; the C++ `Corrector` then says which of its axes an
-array of a given shape can have, and from that the corrected spec is made, once per distinct answer.
-What was lost, and why, is derived from the same answer. Must not know about paths, trees or
-contexts.
+A spec is bound to a mesh's axis sizes once. The C++ `Corrector` then decides which of its axes an
+array of a given shape keeps. The corrected spec is made once per distinct decision, and the losses
+follow from the same decision. Must not know about paths, trees or contexts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LossKind = Literal["absent", "indivisible", "rank", "duplicate"]
 
 
 class LostAxes(NamedTuple):
-    """Axes of a spec that an array does not get, or (for "rank" and "duplicate") cannot have."""
+    """Axes of a spec that an array loses, or (for "rank" and "duplicate") cannot have."""
 
     kind: LossKind
     dim: int
@@ -47,11 +46,11 @@ class SpecOnMesh:
     """A spec bound to the axis sizes of a mesh and to a correction.
 
     Args:
-        spec: A PartitionSpec, or the Entries of one; what comes out is of the same kind.
+        spec: A PartitionSpec, or the Entries of one. Corrected specs have the same type.
         axis_sizes: Devices along each mesh axis.
         correction: The policies.
         units: As in `RuleSpec`.
-        follows: Whether its arrays have their shapes from others, as scales have.
+        follows: Whether the shapes of its arrays depend on other arrays, as for scales.
 
     Raises:
         ValueError: The spec has more than 64 axes.
@@ -102,11 +101,12 @@ class SpecOnMesh:
         return with_entries(self.spec, entries)
 
     def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
-        """The same for arrays whose dimensions are some of those that the spec is for.
+        """The spec for arrays that have some of the dimensions, as scales have.
 
         Args:
             dims: As in `shardrules._specs.with_dims`.
-            blocks: Per dimension, how many elements one element stands for; 1 unless told.
+            blocks: For each dimension, the number of elements that one element stands for.
+                Default: 1.
         """
 
         def unit(position: int, dim: Dim) -> int:
@@ -123,7 +123,7 @@ class SpecOnMesh:
         )
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
-        """What an array of this rank that can have the `kept` axes does not get, dim by dim."""
+        """The losses of an array of this rank that keeps the `kept` axes, by dimension."""
         if rank < len(self.spec):
             lost = tuple(axis for axes in self._axes[rank:] for axis in axes)
             yield LostAxes("rank", rank, lost)
@@ -147,7 +147,7 @@ class SpecOnMesh:
         return lost.kind == "duplicate" or getattr(self._correction, lost.kind) == "error"
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
-        """A line for each loss that an array of this shape may not have: its message and fix."""
+        """Message and fix, in a line, of each loss of an array of this shape that is an error."""
         for lost in self.lost(len(shape), self.corrector.kept(shape)):
             if self.is_error(lost):
                 yield ": ".join(self.words(lost, shape))
@@ -157,7 +157,7 @@ class SpecOnMesh:
         for dim, axes in enumerate(self._axes):
             mine = []
             for axis in axes:
-                # The core looks at the dimensions that there are.
+                # The core decides only about existing dimensions.
                 if kept & bit or dim >= rank:
                     mine.append(axis)
                 bit <<= 1
@@ -165,7 +165,7 @@ class SpecOnMesh:
                 yield tuple(mine)
 
     def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
-        """Whether the absent axes alone explain what was lost."""
+        """Whether the absent axes explain the whole loss."""
         present = tuple(axis for axis in wanted if axis in self._axis_sizes)
         first_absent = next(i for i, axis in enumerate(wanted) if axis not in self._axis_sizes)
         left = {"drop_axis": present, "prefix": wanted[:first_absent], "keep": wanted}
@@ -177,7 +177,7 @@ class SpecOnMesh:
         return entry if axes and axes == entry_axes(entry) else entry_of(axes)
 
     def meant(self, lost: LostAxes) -> tuple[str, ...]:
-        """Mesh axes that the spec lacks and that absent ones were probably meant to be."""
+        """Mesh axes that were probably meant by absent axes, and that the spec does not name."""
         if lost.kind != "absent":
             return ()
         named = {axis for axes in self._axes for axis in axes}
@@ -185,7 +185,7 @@ class SpecOnMesh:
         return tuple(near for axis in lost.axes if (near := nearest(axis, free)))
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
-        """Axes of the mesh that are dropped only because they stand beside absent ones."""
+        """Axes of the mesh that are dropped only because absent axes are in the same entry."""
         if lost.kind != "absent" or self._correction.absent != "drop":
             return ()
         return tuple(axis for axis in self._axes[lost.dim] if axis in self._axis_sizes)
@@ -250,5 +250,5 @@ class SpecOnMesh:
 
 
 def _dropping(misfit: str) -> str:
-    # What "error" drops is reported by whoever sees that it was dropped.
+    # "error" drops in the core; the caller sees the loss and reports it.
     return "drop" if misfit == "error" else misfit
