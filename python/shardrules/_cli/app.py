@@ -200,10 +200,10 @@ def check(
         typer.Option(help="Pattern of paths that are replicated on purpose; repeatable."),
     ] = None,
     optional_axes: Annotated[
-        str | None, typer.Option(help="Mesh axes that a mesh may lack, such as sp,ep.")
+        str | None, typer.Option(help="Axes of the rules that a mesh may lack, such as sp,ep.")
     ] = None,
     data_axes: Annotated[
-        str | None, typer.Option(help="Mesh axes that shard only batches, such as dp.")
+        str | None, typer.Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
     ] = None,
     head_dim: Annotated[
         int | None,
@@ -217,7 +217,7 @@ def check(
         typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
     ] = None,
 ) -> None:
-    """Find mistakes in the rules. Exits with 1 if there are findings of the level --fail-on."""
+    """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
     _one_of("--format", format_, ("text", "json", "github"))
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
     size, levels = byte_count(large), _levels(level or ())
