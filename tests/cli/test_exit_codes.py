@@ -1,4 +1,4 @@
-"""The command line's process: 0, 1 and 2 mean what they say, whatever becomes of its streams."""
+"""The command line's process: its exit codes, with every state of its streams."""
 
 from __future__ import annotations
 

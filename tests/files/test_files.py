@@ -1,4 +1,4 @@
-"""What a command line reads: every kind of file, and a clear error for each that is damaged.
+"""The files that the command line reads: every kind, and a clear error for each damaged file.
 
 The oracles are the libraries that write the files: safetensors and orbax.
 """

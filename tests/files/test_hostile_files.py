@@ -1,4 +1,4 @@
-"""Files that mean harm: bombs meet a bound on memory and time, and what never ends is not opened.
+"""Hostile files: memory and time are bounded, and a file that never ends is not opened.
 
 Each is read in a process of its own, whose peak of memory the system has measured.
 """

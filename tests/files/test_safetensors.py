@@ -1,4 +1,4 @@
-"""Headers of safetensors files: we take what the library takes, and refuse what it refuses."""
+"""Headers of safetensors files: accepted and refused as by the safetensors library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`write_text`: others see the old file or the new one, whatever happens on the way."""
+"""`write_text`: a reader sees either the old file or the whole new one, also after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: what they replace, and that nothing but the time it takes is different."""
+"""`patch` and `unpatch`: the functions that they replace, and that only the time changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory kinds: a NamedSharding's holds; rules and specs leave an array in the kind that it is in."""
+"""Memory kinds: a NamedSharding sets one; with rules and specs an array keeps its own."""
 
 from __future__ import annotations
 

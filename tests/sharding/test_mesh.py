@@ -1,4 +1,4 @@
-"""Which mesh: the argument, jax.set_mesh, use_abstract_mesh, `with mesh:`, inside jit and shard_map."""
+"""The mesh that is used: the argument, jax.set_mesh, use_abstract_mesh, `with mesh:`, inside jit and shard_map."""
 
 from __future__ import annotations
 
