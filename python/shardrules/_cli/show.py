@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardrules._format import and_more, bytes_shown, mesh_shown
+from shardrules._planning.asking.findings import finding_lines
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._planning.kinds import axes_used, dtype_shown, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
@@ -71,10 +72,9 @@ def show_findings(findings: Findings) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        head, *rest = str(finding).split("\n")
-        label, _, message = head.partition(": ")
+        label, message, *lines = finding_lines(finding)
         console.print(Text.assemble((label, _STYLES[finding.level]), ": ", message))
-        console.print(Text("\n".join(rest)), style="dim" if finding.level == "info" else None)
+        console.print(Text("\n".join(lines)), style="dim" if finding.level == "info" else None)
     console.print(findings.summary, style="bold")
 
 

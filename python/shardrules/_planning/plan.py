@@ -41,7 +41,6 @@ from shardrules._planning.asking.rows import row_of
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
 from shardrules._planning.asking.trees import abstract_tree, sharding_tree, spec_tree
 from shardrules._planning.companion import Companion
-from shardrules._planning.locks.read import content_of, read_lock
 from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
@@ -121,7 +120,7 @@ def plan(
     check_rules_are_for_paths(compiled, tree)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
-    axis_sizes_of(chosen)
+    axis_sizes_of(chosen)  # a mesh that is wrong is refused before the walk
     leaves = survey(tree, compiled, smallest)
     leaves, derivations = with_companions(leaves, followers, smallest)
     policy = correction or compiled.dialect.correction
@@ -475,6 +474,8 @@ class Plan:
         Raises:
             FileError: It is not a lock; a ValueError.
         """
+        from shardrules._planning.locks.read import content_of, read_lock
+
         check_type("lock", lock, str | os.PathLike, "a lock's text, or the path of its file")
         columns = read_lock(*content_of(lock))
         return cls(columns, partial(_locked, columns), columns.axis_sizes)

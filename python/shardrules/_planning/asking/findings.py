@@ -20,6 +20,7 @@ __all__ = [
     "Findings",
     "Level",
     "at_stake",
+    "finding_lines",
 ]
 
 Level = Literal["error", "warning", "info"]
@@ -63,10 +64,16 @@ class Finding(NamedTuple):
     fix: str
 
     def __str__(self) -> str:
-        more = and_more(len(self.paths), _MOST_PATHS, "pattern")
-        shown = [f"    {line}" for line in (*self.paths[:_MOST_PATHS], *more)]
-        head = f"{self.level}[{self.kind}]: {self.message}"
-        return printable_lines([head, *shown, f"  {self.fix}"])
+        label, message, *lines = finding_lines(self)
+        return "\n".join([f"{label}: {message}", *lines])
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """The label of a finding, its message, and the lines below: paths and the fix."""
+    more = and_more(len(finding.paths), _MOST_PATHS, "pattern")
+    paths = [f"    {line}" for line in (*finding.paths[:_MOST_PATHS], *more)]
+    label = f"{finding.level}[{finding.kind}]"
+    return [printable(line) for line in (label, finding.message, *paths, f"  {finding.fix}")]
 
 
 class Findings(tuple[Finding, ...]):

@@ -43,6 +43,23 @@ class _Projection(NamedTuple):
     """The dimension of all heads together, counted from the end."""
 
 
+class _CutHeads(NamedTuple):
+    """A dimension of heads that is cut inside a head."""
+
+    dim: int
+    size: int
+    head_dim: int
+    part: float
+    """Elements on a device; a fraction where the dimension is cut unevenly."""
+
+    def __str__(self) -> str:
+        heads = counted(self.size // self.head_dim, "head")
+        return (
+            f"dim {self.dim} of size {self.size}, {heads} of {self.head_dim}, is cut into parts of "
+            f"{self.part:g}, {self.part / self.head_dim:.3g} heads"
+        )
+
+
 def half_heads(queries: Queries) -> Iterator[Finding]:
     """Projections of attention that are cut inside a head.
 
@@ -61,7 +78,7 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
                 f"head_dim={queries.head_dim} is given, but no path names projections of attention",
                 "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
             )
-    alike: dict[tuple[int | None, str], list[Folded]] = defaultdict(list)
+    alike: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
     for one in projections:
         kind = kinds[one.folded.group]
         if one.attention in sizes and (
@@ -97,7 +114,7 @@ def _projections(queries: Queries) -> Iterator[_Projection]:
 
 
 def _components(queries: Queries, folded: Folded) -> tuple[str, str, str]:
-    """(path of the module around, numbers left out; the module's name; the parameter's)."""
+    """(path of the module around it, numbers left out; the module's name; the parameter's)."""
     parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
     if parts and parts[-1] == "value":  # nnx
         parts.pop()
@@ -131,7 +148,7 @@ def _sizes_by_name(queries: Queries, projections: list[_Projection]) -> dict[str
     }
 
 
-def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> str | None:
+def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHeads | None:
     """How these leaves are cut inside a head; None if they are not."""
     shape, spec = kind.shape or (), kind.spec
     if spec is None:
@@ -150,10 +167,7 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> str | N
     part = size / prod(queries.columns.axis_sizes.get(axis, 1) for axis in axes)
     if part == size or size % head_dim or part % head_dim == 0:
         return None
-    return (
-        f"dim {place} of size {size}, {counted(size // head_dim, 'head')} of {head_dim}, is cut "
-        f"into parts of {part:g}, {part / head_dim:.3g} heads"
-    )
+    return _CutHeads(place, size, head_dim, part)
 
 
 def nnx_values(queries: Queries) -> Iterator[Finding]:
