@@ -6,7 +6,6 @@ Costs a temporary file beside the target and two calls of fsync. Must not know w
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import sys
 from contextlib import suppress
@@ -74,7 +73,7 @@ def _write_directly(path: str | os.PathLike[str], data: bytes, status: os.stat_r
 
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     # Nobody can guess the name and plant a link there, and the mode "x" follows no link.
-    part = target.with_name(f".{secrets.token_hex(16)}.part")
+    part = target.with_name(f".{os.urandom(16).hex()}.part")
     # The system applies the umask. Nobody else may read the file before it has the old mode.
     mode = 0o666 if before is None else 0o600
     try:

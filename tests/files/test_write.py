@@ -137,8 +137,8 @@ def test_the_owner_is_kept(tmp_path):
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(write.secrets, "token_hex", lambda count: "guessed")
-    (tmp_path / ".guessed.part").symlink_to(victim)
+    monkeypatch.setattr(write.os, "urandom", bytes)
+    (tmp_path / f".{bytes(16).hex()}.part").symlink_to(victim)
     with pytest.raises(FileExistsError):
         write_text(tmp_path / "x", "forged")
     assert victim.read_text() == "precious"
