@@ -38,7 +38,15 @@ Status = Literal["placed", "unmatched", "ambiguous", "misfit"]
 
 
 class Loss(NamedTuple):
-    """Axes of the wanted spec that leaves do not get."""
+    """Axes of the wanted spec that leaves do not get; in `Kind.losses`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((6,), "float32")}, [("w", "tp")], {"tp": 4})
+        >>> (loss,) = plan.kind("w").losses
+        >>> loss.kind, loss.axes, loss.bytes
+        ('indivisible', ('tp',), 18)
+    """
 
     kind: LossKind
     """Why: "absent" from the mesh, "indivisible", beyond the leaf's "rank", or a "duplicate"."""
