@@ -789,6 +789,17 @@ def test_a_dtype_that_cannot_be_hashed():
     assert "shardrules: at 'a' in the tree" in caught.value.__notes__
 
 
+def test_the_arrays_of_an_optimizer_are_let_go():
+    """A plan for another mesh walked the state again, and so kept it."""
+    state = {"mu": {"w": jax.numpy.ones((4, 4))}}
+    alive = weakref.ref(state["mu"]["w"])
+    derived = sr.plan({"w": array(4, 4)}, [("w", "tp")], {"tp": 2}).for_optimizer(state)
+    del state
+    gc.collect()
+    assert alive() is None
+    assert derived.on_mesh({"tp": 4}).device_bytes.tolist() == [16]
+
+
 def test_arrays_are_let_go():
     class Leaf(np.ndarray):
         pass

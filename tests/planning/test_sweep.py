@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._planning.asking.sweep import factorizations
 from tests.support import corpus
+from tests.support.work import calls_by_file
 
 
 def array(*shape, dtype="float32"):
@@ -161,3 +162,22 @@ def test_fixed_axes_are_in_all_meshes():
         plan.sweep(devices=9, fixed={"sp": 2})
     with pytest.raises(ValueError, match="names, each once"):
         plan.sweep(axes=("dp", "sp"), fixed={"sp": 2})
+
+
+def test_names_of_optimizer_state_are_looked_for_once():
+    """Each mesh of a sweep looked for them in all paths: nine tenths of its time."""
+    tree = {"opt_state": {f"w{i}": array(8) for i in range(100)}}
+    plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+    first, second = (calls_by_file(plan.sweep) for _ in range(2))
+    once = {file: count for file, count in first.items() if file.endswith("state_paths.py")}
+    assert sum(once.values()) >= 100
+    assert second.keys().isdisjoint(once)
+
+
+def test_companions_are_found_once_for_all_meshes():
+    """Each mesh matched all paths again."""
+    tree = {f"layers/{i}/kernel_scale": array(8) for i in range(100)}
+    plan = sr.plan(tree, [("kernel", ("fsdp", "tp"))], {"tp": 2}, companions=sr.QUANTIZED)
+    assert set(plan.sources) == {f"layers/{i}/kernel" for i in range(100)}
+    on_mesh = calls_by_file(lambda: plan.on_mesh({"tp": 4}))
+    assert not any(file.endswith("path_rules.py") for file in on_mesh)
