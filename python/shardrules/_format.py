@@ -64,9 +64,9 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {' '.join([*before, plural])}"
 
 
-def and_more(count: int, told: int, what: str) -> list[str]:
-    """The line after the first `told` of `count` things; none if that is all of them."""
-    return [f"... and {counted(count - told, f'more {what}')}"] if count > told else []
+def and_more(count: int, listed: int, what: str) -> list[str]:
+    """The line after the first `listed` of `count` things; none if these are all of them."""
+    return [f"... and {counted(count - listed, f'more {what}')}"] if count > listed else []
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
