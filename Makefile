@@ -59,7 +59,7 @@ cpp-%: build-%
 # in the deepest trees, and libstdc++ is loaded early for its exceptions to be intercepted.
 ASAN_TESTS := tests/fuzzing tests/logical tests/trees $(addprefix tests/,$(addsuffix .py,\
   files/test_files matching/test_bad_input matching/test_bounds matching/test_rules matching/test_semantics \
-  planning/test_fold sharding/test_correction sharding/test_shardings))
+  planning/test_fold sharding/test_shardings test_correction))
 ASAN_PACKAGES := build/asan/site
 test-asan: cpp-asan
 	rm -rf $(ASAN_PACKAGES) && mkdir $(ASAN_PACKAGES) && cp -R python/shardrules $(ASAN_PACKAGES)

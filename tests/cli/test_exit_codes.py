@@ -19,6 +19,7 @@ pytest.importorskip("typer", reason="typer is not installed")
 
 from shardrules._cli import app as cli
 from shardrules._cli import process
+from tests.support.contexts import pseudo_terminal
 from tests.support.slow import slow, some
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
@@ -146,15 +147,13 @@ def test_a_report_without_plotly_leaves_nothing_behind(small, tmp_path):
 @POSIX
 @pytest.mark.parametrize("command", ["plan", "check", "explain", "sweep"])
 def test_brackets_in_a_path_are_no_markup(small, tmp_path, command):
-    import pty
-
     odd = tmp_path / "[bold]" / "[" / "x]"
     odd.mkdir(parents=True)
     model = odd / "model.json"
     model.write_text(json.dumps({"params": [["[/x]", [8, 8], "F32"], ["[bold]", [8, 8], "F32"]]}))
     words = [sys.executable, "-m", "shardrules", command, str(model)]
     words += ["[/x]"] if command == "explain" else []
-    ours, theirs = pty.openpty()
+    ours, theirs = pseudo_terminal()
     with subprocess.Popen([*words, *small[1:], NOTHING], stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         told = b""

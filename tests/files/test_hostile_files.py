@@ -24,6 +24,7 @@ from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, nested, read_arrays
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
+from tests.support.contexts import pseudo_terminal
 from tests.support.files import header_file, message
 from tests.support.slow import slow
 
@@ -322,7 +323,7 @@ def test_standard_input_is_read_where_it_is_asked_for(packed):
 
 
 def test_a_terminal_is_not_waited_for():
-    above, terminal = os.openpty()
+    above, terminal = pseudo_terminal()
     child = subprocess.run(
         [sys.executable, "-c", READ, "arrays", "-"],
         stdin=terminal,

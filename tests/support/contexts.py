@@ -1,4 +1,4 @@
-"""What a test may find itself in: mesh contexts of the JAX that is installed, AddressSanitizer."""
+"""What a test may find itself in: mesh contexts of the JAX that is installed, AddressSanitizer, a container."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ needs_set_mesh = pytest.mark.skipif(
 measures_memory = pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan keeps what is freed"
 )
+
+
+def pseudo_terminal() -> tuple[int, int]:
+    """Both ends of one. A container may have none; the test is skipped then."""
+    try:
+        return os.openpty()
+    except OSError as error:
+        pytest.skip(f"no pseudo-terminal can be opened here: {error}")
 
 
 @contextmanager

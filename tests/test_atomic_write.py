@@ -19,6 +19,7 @@ import pytest
 import shardrules as sr
 from shardrules import _atomic_write as write
 from shardrules._atomic_write import write_text
+from tests.support.contexts import pseudo_terminal
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes, links and devices of POSIX")
 
@@ -155,7 +156,7 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
 
 def test_a_device_is_not_replaced():
     """As root, `--lock /dev/null` has made a file of it; no file can be made beside a terminal."""
-    reads, writes = os.openpty()
+    reads, writes = pseudo_terminal()
     name = os.ttyname(writes)
     write_text(name, "through")
     assert os.read(reads, 100) == b"through"
