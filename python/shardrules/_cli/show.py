@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardrules._format import and_more, bytes_shown, mesh_shown
+from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.findings import finding_lines
 from shardrules._planning.asking.sweep import Sweep
-from shardrules._planning.kinds import axes_used, dtype_shown, problem_shown
+from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
 from shardrules._printable import printable, printable_json
 from shardrules._specs import spec_shown
@@ -54,8 +55,8 @@ def show_plan(plan: Plan) -> None:
     columns = plan._columns
     for row, folded in zip(rows(columns), columns.folded, strict=True):
         kind = columns.kinds[folded.group]
-        is_whole = kind.device_bytes >= 2**24 and not axes_used(kind.spec, columns.axis_sizes)
-        style = "red" if kind.status != "placed" or is_whole else None
+        is_large = kind.bytes >= DEFAULT_LARGE and is_replicated(kind, columns.axis_sizes)
+        style = "red" if kind.status != "placed" or is_large else None
         table.add_row(*map(_plain, row), style=style)
     console = Console(highlight=False)
     console.print(_plain(heading(columns)))
