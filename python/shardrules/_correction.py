@@ -1,4 +1,4 @@
-"""What becomes of specs that do not fit: `Correction`, and `RuleSpec` for one rule.
+"""The policies for specs that do not fit: `Correction`, and `RuleSpec` for one rule.
 
 Records that check themselves; `_sharding/spec_on_mesh.py` does what they say. Must not know about
 meshes.
@@ -19,7 +19,7 @@ MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What becomes of a spec that does not fit the array or the mesh.
+    """The policies for a spec that does not fit the array or the mesh.
 
     A mesh axis that shards two dimensions is an error under every policy, as it is in JAX.
 

@@ -87,5 +87,5 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
-    """As it is written on the command line: dp=8,tp=4."""
+    """The mesh as the command line has it: dp=8,tp=4."""
     return ",".join(f"{axis}={size}" for axis, size in axis_sizes.items())

@@ -71,7 +71,7 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_bounds(sizes: Mapping[str, int]) -> None:
-    """That a mesh has at most 32 axes and 2**24 devices.
+    """Checks that a mesh has at most 32 axes and 2**24 devices.
 
     Raises:
         ValueError: It has more.

@@ -20,7 +20,7 @@ __all__ = ["Record", "registration"]
 
 
 class Record(NamedTuple):
-    """How the core reads and rebuilds nodes of one type."""
+    """The way in which the core reads and rebuilds nodes of one type."""
 
     layout: str
     """call: type(**everything); attributes: a new object whose __dict__ is everything;

@@ -1,4 +1,4 @@
-"""What a rule may give a leaf: a PartitionSpec, or any object of the user's own.
+"""The values that a rule may give a leaf: a PartitionSpec, or any object of the user's own.
 
 Normalises specs once per rule and cuts them to a rank once per (rule, rank). JAX is imported only
 when a PartitionSpec has to be made. Must not know about patterns or trees.
@@ -81,7 +81,7 @@ class Entries(tuple[Any, ...]):
 _Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
 Dim = int | str | tuple[str, ...] | None
 RankPolicy = Literal["truncate", "replicate", "keep", "error"]
-"""What becomes of a spec that is longer than a leaf's rank."""
+"""The policies for a spec that is longer than a leaf's rank."""
 
 
 def spec_length(spec: object) -> int:

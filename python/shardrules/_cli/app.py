@@ -396,7 +396,7 @@ def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> st
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
-    """That no output replaces an input or another output."""
+    """Checks that no output replaces an input or another output."""
     taken = {os.path.realpath(name): name for name in read}
     for option, path in written.items():
         if path is None:
@@ -440,7 +440,7 @@ def _levels(texts: Iterable[str]) -> dict[Any, Any]:
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:
-    """That none of these options is given, since they would be ignored."""
+    """Checks that none of these options is given, since they would be ignored."""
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ValueError(f"{why}, so leave out {', '.join(given)}")

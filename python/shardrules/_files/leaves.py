@@ -99,7 +99,7 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """As in numpy, dimensions of 0 count as 1. Stops before the product gets long."""
+    """Counts dimensions of 0 as 1, as numpy does. Stops before the product gets long."""
     count = 1
     for size in shape:
         count *= size or 1
@@ -116,7 +116,7 @@ def types_of(values: Iterable[object]) -> set[type]:
 def check_column(
     path: Path, names: Sequence[Any], column: Sequence[Any], kind: type, needs: str
 ) -> None:
-    """That all values have exactly this type.
+    """Checks that all values have exactly this type.
 
     Raises:
         FileError: One has not. The message has the array's name, `needs`, and the value.
@@ -138,7 +138,7 @@ def _raise_first(
 
 
 def check_text(path: Path, words: Sequence[str], what: str) -> None:
-    """That each word can be encoded, since JSON can escape half a surrogate pair.
+    """Checks that each word can be encoded, since JSON can escape half a surrogate pair.
 
     Raises:
         FileError: One cannot. The message calls it `what`.

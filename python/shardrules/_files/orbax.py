@@ -112,7 +112,7 @@ def _check_inside(directory: Path, path: Path) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    """That all files are regular and inside, and that those read whole are not too large."""
+    """Checks that all files are regular and inside, and none that is read whole is too large."""
     for parent, directories, files in os.walk(directory):
         for name in (*directories, *files):
             path = Path(parent, name)
@@ -128,7 +128,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_names(directory: Path) -> None:
-    """That no array's name leads out, since orbax joins it to the directory."""
+    """Checks that no array's name leads out, since orbax joins it to the directory."""
     path = directory / _METADATA
     content = parse_json(path, read_bytes(path))
     try:

@@ -134,7 +134,7 @@ def _raise_odd_dtype(path: Path, names: list[str], dtypes: Sequence[str]) -> NoR
 def _check_offsets(
     path: Path, leaves: dict[str, ArraySpec], offsets: Sequence[Any], data_bytes: int
 ) -> None:
-    """That each array has the bytes that it needs, and that the arrays fill the data exactly."""
+    """Checks that each array has the bytes it needs, and that the arrays fill the data."""
     names = list(leaves)
     check_column(path, names, offsets, list, _ODD_OFFSETS)
     if not (set(map(len, offsets)) <= {2} and types_of(chain.from_iterable(offsets)) <= {int}):

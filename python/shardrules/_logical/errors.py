@@ -64,7 +64,7 @@ class ErrorCollector:
             return None
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
-        """That there was no error.
+        """Checks that there was no error.
 
         Args:
             leaves: Returns (path, names, shape or None) of each leaf; called only after an error.

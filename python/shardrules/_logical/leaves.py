@@ -74,7 +74,7 @@ class Kinds:
         return () if kind == "other" and hasattr(leaf, "shape") else leaf
 
     def check_some_have_names(self, leaves: list[Any]) -> None:
-        """That the leaves are not all arrays.
+        """Checks that not all leaves are arrays.
 
         Raises:
             TypeError: They are.
@@ -96,7 +96,7 @@ class Kinds:
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
-    """That rules for paths are not logical axis rules for the tree's boxes.
+    """Checks that rules for paths are not logical axis rules for the tree's boxes.
 
     Costs a look at each pattern, unless there are boxes and all patterns could be names.
 

@@ -39,7 +39,7 @@ def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
 
 
 def check_rules(rules: Iterable[Any], instead: str = "") -> None:
-    """That each rule is a pair with a hashable name.
+    """Checks that each rule is a pair with a hashable name.
 
     Raises:
         ValueError, TypeError: As `last_wins`.

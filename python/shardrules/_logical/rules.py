@@ -39,7 +39,7 @@ UNASSIGNED: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class LogicalDialect:
-    """How logical axis rules apply to the names of an array.
+    """A way in which logical axis rules apply to the names of an array.
 
     Args:
         name: The name of the dialect.

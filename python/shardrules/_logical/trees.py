@@ -54,7 +54,7 @@ _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 
 
 class RulesFallback(enum.Enum):
-    """What `with_logical_constraint` does if a name gets no mesh axes from any rule.
+    """The action of `with_logical_constraint` if a name gets no mesh axes from any rule.
 
     Semantics of flax.linen.spmd.RulesFallback, whose members are accepted too.
     """

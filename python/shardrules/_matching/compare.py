@@ -30,7 +30,7 @@ Problem = Literal["unmatched", "ambiguous", "spec longer than rank"]
 
 
 class Decision(NamedTuple):
-    """What a rule list gives a leaf."""
+    """The decision of a rule list about a leaf."""
 
     spec: Any
     """None if there is a problem."""
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
     """A leaf that two rule lists decide differently."""
 
     path: str
-    """As in the dialect of the first rule list."""
+    """The path in the dialect of the first rule list."""
     shape: tuple[int, ...] | None
     a: Decision
     b: Decision

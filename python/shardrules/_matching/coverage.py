@@ -12,7 +12,7 @@ __all__ = ["Coverage"]
 
 
 class Coverage(NamedTuple):
-    """How the rules of a list do on a tree; counts are in leaves that need a rule."""
+    """The leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
 
     matched: tuple[int, ...]
     """Per rule, the leaves that its pattern matches."""

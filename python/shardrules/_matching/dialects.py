@@ -29,7 +29,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    r"""How rules meet a tree. `dataclasses.replace` makes a dialect with other choices.
+    r"""A library's way of applying rules to a tree.
+
+    `dataclasses.replace` makes a dialect with other choices.
 
     Args:
         name: The library that the dialect is of.
@@ -93,7 +95,7 @@ class Dialect:
 
 
 def key_separator(dialect: Dialect) -> str:
-    """What joins the keys of the paths that patterns meet."""
+    """The text between the keys of the paths that patterns are matched with."""
     if dialect.keys == "keystr":
         return ""
     return COMPONENT_SEPARATOR if "window" in dialect.match else dialect.separator

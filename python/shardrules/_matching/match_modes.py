@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Pattern = str | re.Pattern[str] | tuple[str, ...]
-"""What a user may write as the pattern of a rule."""
+"""The types that a rule's pattern may have."""
 
 ModeName = Literal["search", "fullmatch", "exact", "exact_parent", "glob", "glob_parent", "window"]
 
@@ -33,14 +33,14 @@ COMPONENT_SEPARATOR: Final = "\n"
 
 
 class MatchMode(NamedTuple):
-    """How a pattern meets a path."""
+    """A way of matching a pattern with a path."""
 
     written_as: Literal["regex", "text", "window"]
-    """What the user writes."""
+    """The form in which users write the pattern."""
     regexes: Callable[[Any], tuple[str | re.Pattern[str], ...]]
     """From that to regexes: one; or, for a window, one per component."""
     method: Literal["search", "fullmatch", "window"]
-    """That of `re`, on the path; or "window": `re.match` of consecutive components."""
+    """The function of `re` for the path; or "window": `re.match` of consecutive components."""
 
 
 def _as_written(pattern: str | re.Pattern[str]) -> tuple[str | re.Pattern[str], ...]:
@@ -77,7 +77,7 @@ def _numbers_for_stars(plan_key: str) -> tuple[str]:
 
 
 def _or_parent(regexes: Callable[[str], tuple[str]]) -> Callable[[str], tuple[str]]:
-    """The same for a parameter of the module that the key names."""
+    """The regexes for a parameter of the module that the key names."""
     return lambda key: (rf"(?:{regexes(key)[0]})\.[^.]*",)
 
 

@@ -28,7 +28,7 @@ _MOST_REMEMBERED: Final = 16
 
 
 class WalkResult(NamedTuple):
-    """What one walk has found. What went wrong is (how many leaves, the first of them)."""
+    """The result of one walk. Each kind of failure is (number of leaves, the first of them)."""
 
     tree: Any
     """The answer of each leaf; None where something went wrong."""
@@ -44,12 +44,12 @@ class WalkResult(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What a matcher has done, over all calls that have ended."""
+    """Counts of a matcher's work, over all calls that have ended."""
 
     states_built: int
     """States of the lazy DFA made so far, those cleared since included."""
     cache_clears: int
-    """How often the memory budget was spent and the states were cleared."""
+    """The number of times that the memory budget was spent and the states were cleared."""
     simulated_steps: int
     """Characters stepped through without a remembered transition: not seen often enough to be worth
     one, or the budget is spent."""
@@ -169,7 +169,7 @@ class Matcher:
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
-        """How each rule does on the tree."""
+        """Per rule, the leaves of the tree that it matches and wins."""
         matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict=strict)
         lost: dict[int, dict[int, int]] = {}
         for loser, winner, leaves in lost_pairs:
@@ -202,7 +202,7 @@ class Matcher:
         return self.all_joined([path])[0]
 
     def all_joined(self, paths: Iterable[str]) -> list[str]:
-        """The same of many paths."""
+        """`joined` for many paths."""
         written, met = self.dialect.separator, key_separator(self.dialect)
         if not written or written == met:
             return list(paths)
@@ -216,7 +216,7 @@ class Matcher:
         return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` makes of these rules, remembered for the next call with this key."""
+        """The result of `make`, remembered for the next call with this key."""
         found = self._remembered.get(key)
         if found is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
@@ -225,7 +225,7 @@ class Matcher:
         return found  # type: ignore[no-any-return]
 
     def counters(self) -> Counters:
-        """What the core has done so far."""
+        """The counts of the core so far."""
         return Counters(*self.rule_set.counters())
 
 

@@ -117,7 +117,7 @@ class Rules:
         return self._matcher.all_matches(path)
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
-        """How each rule does on the tree, from one walk over it.
+        """Per rule, the leaves that it matches and wins, from one walk over the tree.
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
@@ -264,7 +264,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
 
 
 def _pairs_of(rules: Mapping[Any, Any]) -> str:
-    """What to pass instead of a mapping, with the dialect that it has."""
+    """An example of pairs to pass instead of a mapping."""
     if isinstance(getattr(rules, "rules", None), Rules):  # compat.keras
         return "its .rules"
     if type(rules).__module__.partition(".")[0] == "keras":

@@ -32,7 +32,7 @@ __all__ = ["Columns"]
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What each leaf of a tree gets on a mesh."""
+    """The sharding of each leaf of a tree on a mesh."""
 
     leaves: Leaves
     kinds: list[Kind]
@@ -44,7 +44,7 @@ class Columns:
 
     @property
     def rules(self) -> Rules:
-        """What decides the leaves."""
+        """The rules that decide the leaves."""
         return self.leaves.rules
 
     @property
@@ -106,7 +106,7 @@ class Columns:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """How each rule does on the leaves that need one."""
+        """Per rule, the leaves that it matches and wins, among those that need a rule."""
         needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
         rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
         return coverage_of(self.rules, map(self.sources.__getitem__, rows.tolist()))

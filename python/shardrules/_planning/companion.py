@@ -87,7 +87,7 @@ def fits_rank(companion: Companion, rank: int) -> bool:
 
 
 def check_dims(dims: Dims) -> None:
-    """That each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
+    """Checks that each is a dimension, None, a mesh axis or a tuple of them, or a final ellipsis.
 
     Raises:
         ValueError: One is not.

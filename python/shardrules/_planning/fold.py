@@ -178,7 +178,7 @@ def _set_shown(numbers: list[int]) -> str:
 
 
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
-    """What a pattern consists of: (a text of its paths, None), or ("", a set without its braces).
+    """The parts of a pattern: (a text of its paths, None), or ("", a set without its braces).
 
     Raises:
         ValueError: Its braces make no sense.

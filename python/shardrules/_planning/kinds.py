@@ -72,20 +72,20 @@ class Kind:
     shape: tuple[int, ...] | None
     """None for leaves that are not arrays."""
     dtype: Any
-    """As the leaves have it; None for leaves that are not arrays."""
+    """The leaves' own dtype; None for leaves that are not arrays."""
     status: Status
     """"placed"; or why there is no spec: no rule matches ("unmatched"), several do where only one
     may ("ambiguous"), or the rule's spec does not fit the shape or the mesh ("misfit")."""
     message: str | None
-    """What is wrong, if they are not placed."""
+    """The reason why they are not placed; None if they are."""
     fix: str | None
-    """What to do about it, if that is known."""
+    """A remedy, if one is known."""
     wanted: Spec | None
     """The rule's spec, before it was made to fit; None without a rule."""
     spec: Spec | None
-    """What the leaves get; None if they are not placed."""
+    """The corrected spec; None if they are not placed."""
     losses: tuple[Loss, ...]
-    """What `spec` lacks of `wanted`."""
+    """The axes that `spec` lacks of `wanted`."""
     origin: str | None
     """Where the wanted spec comes from, if it is not the rule's own."""
     bytes: int
@@ -93,7 +93,7 @@ class Kind:
     device_bytes: int
     """Bytes of one leaf on the device that holds most of it."""
     _held: Held = field(repr=False)
-    """What the devices hold of one leaf."""
+    """The parts of one leaf that the devices hold."""
 
 
 def dtype_shown(kind: Kind) -> str:
@@ -102,7 +102,7 @@ def dtype_shown(kind: Kind) -> str:
 
 
 def problem_shown(kind: Kind) -> str | None:
-    """What tables and locks have in the place of a spec; None for leaves that are placed."""
+    """The text of tables and locks in the place of a spec; None for leaves that are placed."""
     if kind.status == "placed":
         return None
     return kind.message if kind.status == "misfit" else kind.status

@@ -26,7 +26,7 @@ __all__ = ["LeafType", "Leaves"]
 
 
 class LeafType(NamedTuple):
-    """What leaves of one kind have in common, on whatever mesh."""
+    """The rule, shape and dtype of leaves of one kind, on whatever mesh."""
 
     rule: int
     """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""

@@ -1,4 +1,4 @@
-"""What rules say of paths that are not a tree's: which rule decides each, and how each rule does.
+"""Rules on single paths, without a tree: the rule that decides each, and what each rule wins.
 
 Costs a match per path. Must not know what follows from a rule.
 """
@@ -36,6 +36,6 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
-    """How each rule does on these paths, each of which counts once."""
+    """Per rule, the paths that it matches and wins. Each path counts once."""
     matcher = matcher_of(rules).for_whole_paths()
     return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)

@@ -80,7 +80,7 @@ def plan(
     correction: Correction | None = None,
     companions: Iterable[Companion] = (),
 ) -> Plan:
-    """What each leaf of the tree gets on the mesh, and why: to look at, check and budget.
+    """Plans how each leaf of the tree is sharded on the mesh, and why.
 
     The specs are those of `named_shardings`. A leaf that gets none is a finding of `Plan.check`,
     and an error only when the specs are asked for. No device is needed, and no array is kept.
@@ -129,7 +129,7 @@ def plan(
 
 
 class Plan:
-    """What each leaf of a tree gets on a mesh; from `shardrules.plan`.
+    """The sharding of each leaf of a tree on a mesh; from `shardrules.plan`.
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
     `kinds`, once for each kind.
@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def kinds(self) -> list[Kind]:
-        """What leaves have in common, once for each kind of leaves."""
+        """The kinds of leaves: one record for all leaves that are alike."""
         return self._columns.kinds
 
     @property
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def coverage(self) -> Coverage:
-        """How each rule does on the leaves that need one."""
+        """Per rule, the leaves that it matches and wins, among those that need a rule."""
         return self._columns.coverage
 
     def check(
@@ -481,7 +481,7 @@ class Plan:
         return cls(columns, partial(_locked, columns), columns.axis_sizes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What differs in another plan: rules, and leaves that are new, gone or sharded otherwise.
+        """The differences to another plan: rules, new and missing leaves, other shardings.
 
         Example:
             >>> import jax, shardrules as sr

@@ -1,1 +1,1 @@
-"""What is asked of columns: checks, explanations, budgets, diffs, sweeps, trees of shardings."""
+"""Questions about columns: checks, explanations, budgets, diffs, sweeps, trees of shardings."""

@@ -78,7 +78,7 @@ def budget(
 def by_class(
     columns: Columns, gradients: Any = None, optimizer: Columns | tuple[Any, ...] | None = None
 ) -> DeviceBytes:
-    """The same with a number for each class of devices that hold alike, not for each device."""
+    """The bytes of `DeviceBytes`, one number for each class of devices that hold equal bytes."""
     return _counted(columns, gradients, optimizer)[1]
 
 

@@ -1,4 +1,4 @@
-"""What differs between two plans: leaves that are new, gone or sharded otherwise; and the rules.
+"""The differences of two plans: new and missing leaves, other shardings, other rules.
 
 Costs a look-up per leaf, and a comparison for each pair of kinds that meet. Must not know how a
 plan is made.
@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
 
 class PlanDiff(NamedTuple):
-    """What differs between two plans, in words with `str`; false if nothing does."""
+    """The differences of two plans; `str` gives them in words. False if there are none."""
 
     mesh: tuple[dict[str, int], dict[str, int]]
     """Before and after."""
@@ -118,7 +118,7 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
 
 
 def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Iterator[str]:
-    """What differs in the rules, in words.
+    """The differences of the rules, in words.
 
     Args:
         before: The rules of one plan.
@@ -164,7 +164,7 @@ def _kind(columns: Columns, number: int) -> Kind | None:
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:
-    """What is equal in leaves that are unchanged, as texts: shape, dtype, and spec or problem."""
+    """A leaf's shape, dtype, and spec or problem, as texts. Equal for a leaf without a change."""
     if kind is None:
         return ()
     return str(kind.shape), dtype_shown(kind), problem_shown(kind) or spec_shown(kind.spec)

@@ -25,7 +25,7 @@ Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
 
 
 class Tried(NamedTuple):
-    """How a rule met a path."""
+    """The result of trying one rule on a path."""
 
     rule: int
     pattern: Pattern
@@ -41,11 +41,11 @@ class Explanation(NamedTuple):
     source: str
     """The path that the rules meet: the leaf's own, or that of the leaf that it follows."""
     kind: Kind
-    """What the leaf gets."""
+    """The leaf's spec, bytes and losses."""
     tried: tuple[Tried, ...]
     """Each rule, in order."""
     mesh: str
-    """As on the command line: fsdp=8,tp=4."""
+    """The mesh as the command line has it: fsdp=8,tp=4."""
     companion: Companion | None = None
     """The companion that finds the leaf."""
 

@@ -106,7 +106,7 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def summary(self) -> str:
-        """How many there are of each level, in a line."""
+        """The number of findings of each level, in a line."""
         counts = [sum(one.level == level for one in self) for level in LEVELS]
         error, warning, info = counts
         return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"

@@ -38,9 +38,9 @@ class SweepRow(NamedTuple):
     """Folded path of the largest leaf that no mesh axis cuts."""
     largest_replicated_bytes: int
     corrections: int
-    """How many leaves lose axes of their rule's spec."""
+    """The number of leaves that lose axes of their rule's spec."""
     problems: int
-    """How many leaves get no spec; they are counted as replicated."""
+    """The number of leaves that get no spec; they count as replicated."""
     fits: bool | None
     """Whether the bytes fit into the device's memory; None if it was not given."""
 

@@ -1,4 +1,4 @@
-"""What is in a lock: its fields, its limits, and digests that show changes by hand.
+"""The format of a lock: its fields, its limits, and digests that show changes by hand.
 
 Costs a line of text per leaf to hash. Must not know how a plan is made.
 """

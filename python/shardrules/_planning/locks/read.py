@@ -103,7 +103,7 @@ def read_lock(data: bytes, name: str) -> Columns:
 
 
 class _Entries:
-    """What the entries of a lock stand for, as columns."""
+    """The columns that the entries of a lock stand for."""
 
     def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
         self.paths: list[str] = []

@@ -27,7 +27,7 @@ def by_rules(
     correction: Correction,
     mesh: MeshLike,
 ) -> Columns:
-    """What the leaves get on the mesh.
+    """The sharding of each leaf on the mesh.
 
     Args:
         leaves: As surveyed.

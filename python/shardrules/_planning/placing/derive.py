@@ -32,12 +32,12 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Derivation(NamedTuple):
-    """How leaves follow their bases."""
+    """The way in which leaves follow their bases."""
 
     rule: int
     """The index of the base's rule; may be AMBIGUOUS."""
     dims: Dims
-    """As in `Companion`, but never a function."""
+    """The dims of the `Companion`, or the result of its function."""
     blocks: tuple[int, ...]
 
 

@@ -51,7 +51,7 @@ PLACED: Final = Problem("placed")
 UNMATCHED_LEAVES: Final = Problem("unmatched", "no rule matches", "add a rule that matches")
 AMBIGUOUS_LEAVES: Final = Problem(
     "ambiguous",
-    "several rules match, where one alone may",
+    "several rules match, where only one may",
     "make the patterns exclude each other",
 )
 _WITHOUT_RULE: Final = {
@@ -95,7 +95,7 @@ class RulesOnMesh:
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
-        """What such leaves get: by their rule's spec, or what a derivation makes of it."""
+        """The kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
             return self._without_rule(leaf)
         wanted = self._specs[self._spec_of[leaf.rule]]

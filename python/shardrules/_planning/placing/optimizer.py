@@ -46,7 +46,7 @@ _FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
 
 
 class _Relation(NamedTuple):
-    """How an array is related to its parameter."""
+    """The relation of an array to its parameter."""
 
     dims: tuple[Dim, ...] | None
     """Per dimension the parameter's dimension that it is, or None if it is none of them; None for
@@ -61,7 +61,7 @@ _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: repli
 
 
 def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
-    """What the leaves of an optimizer's state get on the mesh of its parameters.
+    """The sharding of an optimizer's state on the mesh of its parameters.
 
     Args:
         params: The parameters.

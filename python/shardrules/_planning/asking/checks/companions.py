@@ -59,7 +59,7 @@ def following(queries: Queries) -> Iterator[Finding]:
 
 
 def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
-    """What was given together; of the package's own tables most records find nothing, by design."""
+    """The companions by table. Most records of the package's own tables find nothing, by design."""
     tables = {"LORA": LORA, "QUANTIZED": QUANTIZED}
     sets: dict[str, list[Companion]] = defaultdict(list)
     for companion in companions:

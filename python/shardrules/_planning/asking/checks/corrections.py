@@ -18,7 +18,7 @@ __all__ = ["corrections"]
 
 
 class _Lost(NamedTuple):
-    """What some leaves lose of their specs, all for one reason."""
+    """Axes that leaves lose, all for one reason."""
 
     loss: Loss
     """The first of them."""

@@ -149,7 +149,7 @@ def _sizes_by_name(queries: Queries, projections: list[_Projection]) -> dict[str
 
 
 def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHeads | None:
-    """How these leaves are cut inside a head; None if they are not."""
+    """The cut of these leaves inside a head; None if there is none."""
     shape, spec = kind.shape or (), kind.spec
     if spec is None:
         return None

@@ -46,7 +46,7 @@ def finding(level: Level, kind: FindingKind, message: str, fix: str, **more: Any
 
 
 def leaves_in(folded: Iterable[Folded]) -> int:
-    """How many leaves these stand for."""
+    """The number of leaves that these stand for."""
     return sum(len(one.rows) for one in folded)
 
 
@@ -91,7 +91,7 @@ class Queries:
         return sorted(folded, key=lambda one: held[one.group] * len(one.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
-        """Those of them that are not declared to be replicated."""
+        """The leaves among these that are not declared to be replicated."""
         return (
             [part for one in folded for part in self._undeclared(one)] if self._declared else folded
         )

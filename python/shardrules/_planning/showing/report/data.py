@@ -1,4 +1,4 @@
-"""What a report shows, as plain values for JSON: kinds, folded rows, rules, findings, meshes.
+"""The content of a report, as plain values for JSON: kinds, folded rows, rules, findings, meshes.
 
 Costs per folded row, not per leaf. Must not know HTML.
 """
@@ -98,7 +98,7 @@ def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> d
 
 @dataclass(slots=True)
 class _Share:
-    """What a rule has decided."""
+    """The leaves that a rule decides, and their bytes."""
 
     pattern: str
     spec: str
@@ -109,7 +109,7 @@ class _Share:
 
 
 def _rules(columns: Columns) -> list[dict[str, Any]]:
-    """Per rule what it has decided; then what no rule has, if there is any."""
+    """The share of each rule; last that of no rule, if there is any."""
     shares = [
         _Share(_pattern_shown(pattern), spec_shown(plain_spec(spec)), i)
         for i, (pattern, spec) in enumerate(columns.rules)
