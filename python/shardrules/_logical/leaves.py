@@ -20,12 +20,12 @@ from shardrules._specs import is_partition_spec, is_unconstrained
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules
 
-__all__ = ["Kinds", "check_rules_are_for_paths", "is_name"]
+__all__ = ["NodeForms", "check_rules_are_for_paths", "is_name"]
 
 _PLAIN: Final = re.compile(r"[\w-]+")
 
 
-class Kinds:
+class NodeForms:
     """Classifies the nodes of one tree, each type once."""
 
     __slots__ = ("_boxes", "_known", "_variables")
@@ -37,16 +37,16 @@ class Kinds:
 
     def of(self, node: Any) -> str:
         """One of "spec", "tuple", "box", "variable" or "other"."""
-        kind = self._known.get(type(node))
-        if kind is None:
+        form = self._known.get(type(node))
+        if form is None:
             if is_partition_spec(node):
-                kind = "spec"
+                form = "spec"
             elif isinstance(node, self._variables):
-                kind = "variable"
+                form = "variable"
             else:
-                kind = "box" if isinstance(node, self._boxes) else "other"
-            self._known[type(node)] = kind
-        return kind
+                form = "box" if isinstance(node, self._boxes) else "other"
+            self._known[type(node)] = form
+        return form
 
     def are_specs(self, leaves: list[Any]) -> bool:
         """Whether all leaves are PartitionSpecs, which need no conversion to names."""
@@ -54,24 +54,24 @@ class Kinds:
 
     def has_names(self, node: Any) -> bool:
         """Whether a node is a leaf with names."""
-        kind = self.of(node)
-        if kind == "spec":
+        form = self.of(node)
+        if form == "spec":
             return True
-        if kind == "tuple":  # an empty tuple is usually a node of the tree
+        if form == "tuple":  # an empty tuple is usually a node of the tree
             return len(node) > 0 and all(map(is_name, node))
-        if kind == "variable":
+        if form == "variable":
             return says_its_sharding(node)
-        return kind == "box" and hasattr(node, "names")
+        return form == "box" and hasattr(node, "names")
 
     def names_of(self, leaf: Any) -> Any:
         """The names of a leaf: () for an array, and the leaf itself if it is anything else."""
-        kind = self.of(leaf)
-        if kind == "variable":
+        form = self.of(leaf)
+        if form == "variable":
             return variable_sharding(leaf)
-        if kind == "box":
+        if form == "box":
             return leaf.names
         # flax replicates the arrays without a box in a tree of boxes.
-        return () if kind == "other" and hasattr(leaf, "shape") else leaf
+        return () if form == "other" and hasattr(leaf, "shape") else leaf
 
     def check_some_have_names(self, leaves: list[Any]) -> None:
         """Checks that not all leaves are arrays.
@@ -89,10 +89,10 @@ class Kinds:
 
     def array_in(self, leaf: Any) -> Any:
         """The array that the names of a leaf belong to."""
-        kind = self.of(leaf)
-        if kind == "variable":
+        form = self.of(leaf)
+        if form == "variable":
             return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
-        return leaf.value if kind == "box" else leaf
+        return leaf.value if form == "box" else leaf
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
@@ -125,10 +125,10 @@ def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
 def _names_in_boxes(tree: Any) -> set[Any]:
     from jax import tree_util
 
-    kinds = Kinds()
-    leaves = tree_util.tree_leaves(tree, is_leaf=kinds.has_names)
-    boxed = [leaf for leaf in leaves if kinds.of(leaf) in ("box", "variable")]
-    return {name for leaf in boxed for name in kinds.names_of(leaf) if isinstance(name, str)}
+    forms = NodeForms()
+    leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
+    boxed = [leaf for leaf in leaves if forms.of(leaf) in ("box", "variable")]
+    return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}
 
 
 def is_name(entry: Any) -> bool:

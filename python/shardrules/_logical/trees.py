@@ -18,7 +18,7 @@ from shardrules._correction import Correction, check_correction
 from shardrules._format import mesh_shown, shown
 from shardrules._logical.context import get_logical_axis_rules
 from shardrules._logical.errors import ErrorCollector, unknown_axes
-from shardrules._logical.leaves import Kinds, is_name
+from shardrules._logical.leaves import NodeForms, is_name
 from shardrules._logical.rules import (
     LINEN,
     UNASSIGNED,
@@ -266,43 +266,43 @@ def compiled(
 def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     from jax import tree_util
 
-    kinds = Kinds()
-    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=kinds.has_names)
-    if kinds.are_specs(leaves):
+    forms = NodeForms()
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.has_names)
+    if forms.are_specs(leaves):
         names = leaves
     else:
-        kinds.check_some_have_names(leaves)
-        names = list(map(kinds.names_of, leaves))
+        forms.check_some_have_names(leaves)
+        names = list(map(forms.names_of, leaves))
     answers = resolve_all(names, shapes, {}, make)
     if isinstance(make, ErrorCollector):
-        make.check(lambda: zip(_paths(tree, kinds), names, shapes or repeat(None), strict=False))
+        make.check(lambda: zip(_paths(tree, forms), names, shapes or repeat(None), strict=False))
     if names is not leaves:
         answers = [
             # As in flax.nnx.get_partition_spec, a Variable holds the result.
-            leaf.replace(answer) if kinds.of(leaf) == "variable" else answer
+            leaf.replace(answer) if forms.of(leaf) == "variable" else answer
             for leaf, answer in zip(leaves, answers, strict=True)
         ]
     return tree_util.tree_unflatten(treedef, answers)
 
 
-def _paths(tree: Any, kinds: Kinds) -> list[str]:
+def _paths(tree: Any, forms: NodeForms) -> list[str]:
     from jax import tree_util
 
-    found = tree_util.tree_flatten_with_path(tree, is_leaf=kinds.has_names)[0]
+    found = tree_util.tree_flatten_with_path(tree, is_leaf=forms.has_names)[0]
     return [tree_util.keystr(path) for path, _ in found]
 
 
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
     from jax import tree_util
 
-    kinds = Kinds()
-    leaves = tree_util.tree_leaves(tree, is_leaf=kinds.has_names)
+    forms = NodeForms()
+    leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
     arrays_of_leaves: list[Any] = []
     if arrays is None:
-        arrays_of_leaves += map(kinds.array_in, leaves)
+        arrays_of_leaves += map(forms.array_in, leaves)
     else:
         tree_util.tree_map(
-            lambda _, array: arrays_of_leaves.append(array), tree, arrays, is_leaf=kinds.has_names
+            lambda _, array: arrays_of_leaves.append(array), tree, arrays, is_leaf=forms.has_names
         )
     for leaf, array in zip(leaves, arrays_of_leaves, strict=True):
         if not hasattr(array, "shape"):
