@@ -1,10 +1,12 @@
-"""The messages about leaves that get no spec: each names paths and rules, and says what to do.
+"""Errors and warnings about the leaves of a walk: they name paths and rules, and say what to do.
 
 Costs nothing unless something went wrong. Must not know how a match is found.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 from shardrules._correction import plain_spec
@@ -13,17 +15,36 @@ from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher, WalkResult
 from shardrules._printable import printable, printable_lines
 
-__all__ = ["ambiguous_message", "event_message", "too_long_message", "undecided_messages"]
+__all__ = ["ambiguous_message", "decided_tree", "too_long_message"]
 
 
-def undecided_messages(matcher: Matcher, found: WalkResult) -> list[str]:
-    """A message on the leaves that no rule decides, and one on those that several do."""
+def decided_tree(
+    matcher: Matcher, found: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
+) -> Any:
+    """The tree of a walk, if nothing went wrong. Its events become warnings.
+
+    The warnings name the line that called the public function, three frames above this one.
+
+    Args:
+        matcher: What made the walk.
+        found: Its result.
+        misfits_message: misfits_message(matcher, count, leaves) words `found.misfits`.
+
+    Raises:
+        ValueError: Some leaves are not decided; one message lists all.
+    """
+    for path, spec in found.events[1]:
+        warnings.warn(_event_message(path, spec), stacklevel=4)
     messages = []
     if found.unmatched[0]:
         messages.append(_unmatched_message(matcher, *found.unmatched))
     if found.ambiguous[0]:
         messages.append(ambiguous_message(matcher, *found.ambiguous))
-    return messages
+    if found.misfits[0]:
+        messages.append(misfits_message(matcher, *found.misfits))
+    if messages:
+        raise ValueError("\n".join(messages))
+    return found.tree
 
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
@@ -79,7 +100,7 @@ def too_long_message(
     )
 
 
-def event_message(path: str, spec: object) -> str:
+def _event_message(path: str, spec: object) -> str:
     """In eformer's own words, so that filters of its warnings work."""
     if spec is None:
         what = "was safer and faster being local array."

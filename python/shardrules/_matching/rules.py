@@ -6,7 +6,6 @@ Costs one call into the core for each tree. Must not know how a path is matched.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
@@ -19,7 +18,7 @@ from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
-from shardrules._matching.reports import event_message, too_long_message, undecided_messages
+from shardrules._matching.reports import decided_tree, too_long_message
 from shardrules._specs import is_partition_spec, normalize_spec, partition_spec
 
 __all__ = [
@@ -219,14 +218,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
         min_size=checked_min_size(min_size),
         strict=boolean("strict", strict),
     )
-    for path, spec in found.events[1]:
-        warnings.warn(event_message(path, spec), stacklevel=3)
-    errors = undecided_messages(matcher, found)
-    if found.misfits[0]:
-        errors.append(too_long_message(matcher, *found.misfits))
-    if errors:
-        raise ValueError("\n".join(errors))
-    return found.tree
+    return decided_tree(matcher, found, too_long_message)
 
 
 def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:

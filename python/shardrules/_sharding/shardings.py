@@ -7,7 +7,6 @@ or devices beyond shapes.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from shardrules._format import and_more, counted, mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
-from shardrules._matching.reports import event_message, undecided_messages
+from shardrules._matching.reports import decided_tree
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
 from shardrules._printable import printable_lines
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
@@ -68,14 +67,7 @@ def shardings_by_rules(
     found = matcher.decide(
         tree, on_mesh.table, on_mesh.replicated, min_size=checked_min_size(min_size)
     )
-    for path, spec in found.events[1]:
-        warnings.warn(event_message(path, spec), stacklevel=3)
-    errors = undecided_messages(matcher, found)
-    if found.misfits[0]:
-        errors.append(_misfits_message(matcher, on_mesh, *found.misfits))
-    if errors:
-        raise ValueError("\n".join(errors))
-    return found.tree
+    return decided_tree(matcher, found, functools.partial(_misfits_message, on_mesh))
 
 
 def spec_for(
@@ -262,7 +254,7 @@ def _bind(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh, correction: Corre
 
 
 def _misfits_message(
-    matcher: Matcher, on_mesh: _OnMesh, count: int, leaves: list[tuple[str, tuple[int, Any]]]
+    on_mesh: _OnMesh, matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     mesh = mesh_shown(on_mesh.mesh.shape)
     lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
