@@ -181,3 +181,13 @@ def test_companions_are_found_once_for_all_meshes():
     assert set(plan.sources) == {f"layers/{i}/kernel" for i in range(100)}
     on_mesh = calls_by_file(lambda: plan.on_mesh({"tp": 4}))
     assert not any(file.endswith("path_rules.py") for file in on_mesh)
+
+
+def test_parameters_are_found_once_for_all_meshes():
+    """Each mesh looked for the parameter of each leaf of an optimizer's state again."""
+    params = {f"layers/{i}/kernel": array(8, 8) for i in range(100)}
+    plan = sr.plan(params, [("kernel", ("fsdp", "tp"))], {"tp": 2})
+    state = plan.for_optimizer({"mu": params})
+    assert set(state.sources) == set(params)
+    on_mesh = calls_by_file(lambda: state.on_mesh({"tp": 4}))
+    assert sum(count for file, count in on_mesh.items() if file.endswith("optimizer.py")) < 50

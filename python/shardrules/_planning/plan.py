@@ -45,7 +45,7 @@ from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
 from shardrules._planning.placing.on_mesh import axis_sizes_of
-from shardrules._planning.placing.optimizer import by_parameters
+from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
 from shardrules._sharding.mesh import as_mesh, resolve_mesh
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
-    from shardrules._planning.leaves import Leaves
     from shardrules._sharding.mesh import MeshLike
 
     # The columns of the same leaves on another mesh.
@@ -394,7 +393,11 @@ class Plan:
             meshes = factorizations(count, names, sizes)
         else:
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
-        return sweep(self._columns_on, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
+
+        def on_mesh(mesh: MeshLike) -> Columns:
+            return self.on_mesh(mesh)._columns
+
+        return sweep(on_mesh, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
 
     def bytes_per_device(
         self, *, gradients: Any = None, optimizer: Plan | Iterable[Any] | None = None
@@ -528,7 +531,9 @@ class Plan:
         check_tree("state", state)
         check_type("zero1", zero1, str | None, "a mesh axis or None")
         leaves = survey(state, Rules((), self.rules.dialect))
-        on_mesh = partial(_followed, self._columns, self._on_mesh, leaves, zero1)
+        found = find_parameters(self._columns.leaves, leaves.paths)
+        follow = partial(by_parameters, state=leaves, found=found, zero1=zero1)
+        on_mesh = partial(_followed, self._columns, self._on_mesh, follow)
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
@@ -616,9 +621,6 @@ class Plan:
         """
         return self.sources[self._row(path)]
 
-    def _columns_on(self, mesh: MeshLike) -> Columns:
-        return self._on_mesh(mesh if isinstance(mesh, Mapping) else as_mesh(mesh))
-
     def _row(self, path: str) -> int:
         check_type("path", path, str, "a string")
         return row_of(self._columns, path)
@@ -631,7 +633,6 @@ def _locked(columns: Columns, mesh: MeshLike) -> Columns:
 
 
 def _followed(
-    params: Columns, on_mesh: _OnMesh, state: Leaves, zero1: str | None, mesh: MeshLike
+    params: Columns, on_mesh: _OnMesh, follow: Callable[[Columns], Columns], mesh: MeshLike
 ) -> Columns:
-    there = params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh)
-    return by_parameters(there, state, zero1)
+    return follow(params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh))

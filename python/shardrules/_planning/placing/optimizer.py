@@ -35,7 +35,7 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from shardrules._planning.kinds import Spec
 
-__all__ = ["by_parameters"]
+__all__ = ["FoundParameters", "by_parameters", "find_parameters"]
 
 _Shape = tuple[int, ...]
 
@@ -57,15 +57,28 @@ class _Relation(NamedTuple):
 _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
+
+class FoundParameters(NamedTuple):
+    """The parameters that the leaves of a state belong to, by path."""
+
+    rows: list[int]
+    """Per leaf the row of its parameter, or _NONE."""
+    factors: list[int | None]
+    """Per leaf the value of `_FACTORS` that its path names, or None."""
+
+
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
 
 
-def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
+def by_parameters(
+    params: Columns, state: Leaves, found: FoundParameters, zero1: str | None
+) -> Columns:
     """The sharding of an optimizer's state on the mesh of its parameters.
 
     Args:
         params: The parameters.
         state: The state, as surveyed by no rules.
+        found: The parameter of each of its leaves.
         zero1: As in `Plan.for_optimizer`.
 
     Raises:
@@ -73,7 +86,7 @@ def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
     """
     if zero1 is not None and zero1 not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
-    parameters, factors = _parameters(params, state.paths)
+    parameters, factors = found
     is_cut = [False] * len(state.paths)
     if zero1 is not None:
         for row in state.optimizer_rows or range(len(state.paths)):
@@ -104,12 +117,12 @@ def by_parameters(params: Columns, state: Leaves, zero1: str | None) -> Columns:
     return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
 
 
-def _parameters(params: Columns, paths: list[str]) -> tuple[list[int], list[int | None]]:
-    """Per path the row of its parameter or _NONE, and where `_FACTORS` has its factor, or None."""
+def find_parameters(params: Leaves, paths: list[str]) -> FoundParameters:
+    """The parameters of the leaves of these paths, on whatever mesh."""
     separator = params.rules.dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
-    row_of = {path: row for row, path in enumerate(params.paths)}
+    row_of = params.rows
     flat_names = functools.cache(lambda: _rows_of_flat_names(params))
     rows, factors = [], []
     for path in paths:
@@ -122,10 +135,10 @@ def _parameters(params: Columns, paths: list[str]) -> tuple[list[int], list[int 
             start = passed.end()
         rows.append(row)
         factors.append(None if row == _NONE else _factor(path[:start]))
-    return rows, factors
+    return FoundParameters(rows, factors)
 
 
-def _rows_of_flat_names(params: Columns) -> dict[str, int]:
+def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
     """The rows by paths as Keras's optimizers write them: `net_dense_kernel` of net/dense/kernel.
 
     A name that stands for several parameters is that of none, unless they are of one kind.
