@@ -62,6 +62,7 @@ NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2*
             {"tp": 2**24 + 1}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
 NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
 NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
+NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.EFORMER)
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -107,6 +108,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
     "last_wins": NOT_TRUTH,
     "keeps_unknown": NOT_TRUTH,
+    "tries_next": NOT_TRUTH,
     "units": (3, 0, "12", [0], [-1], [2**63], ["8"], [1.5], [True], THING, HUGE),
     "pattern": (3, None, b"x", THING, HUGE, "("),
     "base": (3, None, THING, HUGE, r"\9"),
@@ -153,9 +155,13 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "with_logical_constraint.rules": NOT_LOGICAL,
     "logical_to_mesh.tree": (3, "embed", THING, [THING, 3]),
     "logical_to_mesh_sharding.tree": (3, "embed", THING),
-    "logical_to_mesh.dialect": (*NOT_DIALECT, sr.EFORMER),
-    "logical_to_mesh_sharding.dialect": (*NOT_DIALECT, sr.EFORMER),
-    "explain_logical.dialect": (*NOT_DIALECT, sr.EFORMER),
+    "LogicalRules.rules": (3, 0, "w", None, [3], ["ab"], [("a",)], THING, [([], "tp")],
+                           [("w", 3)], [("w", [3])], P("w")),
+    "LogicalRules.dialect": (*NOT_LOGICAL_DIALECT, None),
+    "LogicalDialect.correction": (*NOT_CORRECTION, None),
+    "logical_to_mesh.dialect": NOT_LOGICAL_DIALECT,
+    "logical_to_mesh_sharding.dialect": NOT_LOGICAL_DIALECT,
+    "explain_logical.dialect": NOT_LOGICAL_DIALECT,
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
     # Their own rules are windows.
@@ -205,7 +211,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Findings.at_least": (PLAN.check().at_least, {"level": "error"}),
     "Findings.to_github": (PLAN.check().to_github, {"file": None}),
     "Findings.to_json": (PLAN.check().to_json, {}),
-    "LogicalDialect": (sr.LogicalDialect, {"name": "x", "last_wins": True, "keeps_unknown": False}),
+    "LogicalDialect": (sr.LogicalDialect, {
+        "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
+        "tries_next": True}),
+    "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {"gradients": None, "optimizer": None}),
     "Plan.check": (

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING
 from shardrules._correction import Correction, RuleSpec
 from shardrules._file_error import FileError
 from shardrules._logical.context import logical_axis_rules
-from shardrules._logical.rules import FLAX_CORE, LINEN, LogicalDialect
-from shardrules._logical.trees import (
-    RulesFallback,
-    explain_logical,
-    logical_to_mesh,
-    logical_to_mesh_sharding,
-    with_logical_constraint,
-)
+from shardrules._logical.dialects import FLAX_CORE, LINEN, MAXTEXT, LogicalDialect
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.compare import Decision, Difference, compare
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import (
@@ -31,6 +25,13 @@ from shardrules._matching.dialects import (
 )
 from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
+from shardrules._sharding.by_names import (
+    RulesFallback,
+    explain_logical,
+    logical_to_mesh,
+    logical_to_mesh_sharding,
+    with_logical_constraint,
+)
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.leaf_shardings import named_shardings
@@ -64,6 +65,7 @@ __all__ = [
     "KEYSTR",
     "LINEN",
     "LORA",
+    "MAXTEXT",
     "QUANTIZED",
     "SPECTRAX",
     "TP_PLAN",
@@ -82,6 +84,7 @@ __all__ = [
     "Findings",
     "Kind",
     "LogicalDialect",
+    "LogicalRules",
     "Loss",
     "Plan",
     "PlanDiff",

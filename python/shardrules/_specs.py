@@ -7,8 +7,9 @@ when a PartitionSpec has to be made. Must not know about patterns or trees.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shardrules._format import shown
@@ -21,6 +22,7 @@ __all__ = [
     "Entries",
     "RankPolicy",
     "as_partition_spec",
+    "axes_present",
     "entries_of",
     "entry_axes",
     "entry_of",
@@ -190,6 +192,17 @@ def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spe
         return entry_of(kept) if kept else emptied
 
     return with_entries(spec, map(left, entries_of(spec)))
+
+
+def axes_present(axes: list[str], present: Container[str], absent: str) -> list[str]:
+    """The axes of an entry that a policy for absent axes leaves; see `Correction.absent`."""
+    if absent in ("keep", "error") or all(axis in present for axis in axes):
+        return axes
+    if absent == "drop":
+        return []
+    if absent == "prefix":
+        return list(itertools.takewhile(present.__contains__, axes))
+    return [axis for axis in axes if axis in present]
 
 
 def is_unconstrained(entry: object) -> bool:

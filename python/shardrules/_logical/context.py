@@ -14,6 +14,7 @@ from shardrules._arguments import check_type
 from shardrules._format import shown
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins
+from shardrules._logical.rules import LogicalRules
 
 __all__ = [
     "LogicalRulesLike",
@@ -22,7 +23,7 @@ __all__ = [
     "set_logical_axis_rules",
 ]
 
-LogicalRulesLike = Sequence[tuple[str, Any]]
+LogicalRulesLike = Sequence[tuple[str, Any]] | LogicalRules
 
 
 def set_logical_axis_rules(rules: LogicalRulesLike) -> None:

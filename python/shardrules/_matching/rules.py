@@ -247,6 +247,11 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be a sequence of (pattern, spec) pairs, not a spec; write "
             f"[('.*', {rules})] for all leaves"
         )
+    if hasattr(rules, "dialect") and not isinstance(rules, Rules):
+        raise TypeError(
+            f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
+            "names; give them to named_shardings, shard or plan"
+        )
     if isinstance(rules, (str, bytes, Mapping)) or not isinstance(rules, Iterable):
         hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else ""
         raise TypeError(

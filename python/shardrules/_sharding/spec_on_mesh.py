@@ -17,6 +17,7 @@ from shardrules._format import nearest
 from shardrules._specs import (
     Dim,
     Entries,
+    axes_present,
     entries_of,
     entry_axes,
     entry_of,
@@ -166,10 +167,8 @@ class SpecOnMesh:
 
     def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Whether the absent axes explain the whole loss."""
-        present = tuple(axis for axis in wanted if axis in self._axis_sizes)
-        first_absent = next(i for i, axis in enumerate(wanted) if axis not in self._axis_sizes)
-        left = {"drop_axis": present, "prefix": wanted[:first_absent], "keep": wanted}
-        return kept == left.get(self._correction.absent, ())
+        policy = _dropping(self._correction.absent)
+        return list(kept) == axes_present(list(wanted), self._axis_sizes, policy)
 
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
         if is_unconstrained(entry):

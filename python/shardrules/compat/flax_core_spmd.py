@@ -18,7 +18,7 @@ from shardrules._logical.context import (
 )
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins, logical_names, spec_of_names
-from shardrules._logical.rules import resolve_core
+from shardrules._logical.resolver import resolve_core
 from shardrules._sharding.mesh import axes_of_type, context_mesh
 from shardrules._specs import is_partition_spec
 

@@ -20,14 +20,14 @@ from shardrules._logical.context import (
     logical_axis_rules,
     set_logical_axis_rules,
 )
-from shardrules._logical.errors import ErrorCollector
-from shardrules._logical.trees import (
+from shardrules._sharding.by_names import (
     RulesFallback,
     compiled,
     constraint_spec,
     is_logical_spec,
     named_sharding,
 )
+from shardrules._sharding.name_errors import ErrorCollector
 from shardrules._specs import is_partition_spec
 from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 

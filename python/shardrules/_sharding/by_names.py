@@ -17,18 +17,13 @@ from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._format import mesh_shown, shown
 from shardrules._logical.context import get_logical_axis_rules
-from shardrules._logical.errors import ErrorCollector, unknown_axes
+from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.leaves import NodeForms, is_name
-from shardrules._logical.rules import (
-    LINEN,
-    UNASSIGNED,
-    CompiledLogicalRules,
-    LogicalDialect,
-    Resolution,
-    compiled_rules,
-)
+from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, resolver_for
+from shardrules._logical.rules import LogicalRules
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
+from shardrules._sharding.name_errors import ErrorCollector, unknown_axes
 from shardrules._sharding.shardings import corrected_sharding
 from shardrules._specs import is_partition_spec, partition_spec
 
@@ -65,7 +60,7 @@ class RulesFallback(enum.Enum):
 
 
 def logical_to_mesh(
-    tree: Any, rules: LogicalRulesLike | None = None, *, dialect: LogicalDialect = LINEN
+    tree: Any, rules: LogicalRulesLike | None = None, *, dialect: LogicalDialect | None = None
 ) -> Any:
     """Replace the logical axis names of each leaf by a PartitionSpec.
 
@@ -77,9 +72,10 @@ def logical_to_mesh(
         tree: Any pytree. A leaf is a PartitionSpec or a tuple of names (each a logical name, None,
             UNCONSTRAINED or a tuple of mesh axes); a box or an nnx Variable with names; or an
             array, which is replicated.
-        rules: (logical name, mesh axes) pairs. Default: the rules of `logical_axis_rules`.
-        dialect: `LINEN`, or `FLAX_CORE`, where the last rule for a name wins and names without a
-            rule stay.
+        rules: `LogicalRules`, or (logical name, mesh axes) pairs. Default: the rules of
+            `logical_axis_rules`.
+        dialect: `LINEN`; or `FLAX_CORE`, where the last rule for a name wins and names without a
+            rule stay. Default: that of `LogicalRules`, or else `LINEN`.
 
     Returns:
         A tree of the same structure.
@@ -104,16 +100,16 @@ def logical_to_mesh_sharding(
     *,
     arrays: Any = None,
     correction: Correction | None = None,
-    dialect: LogicalDialect = LINEN,
+    dialect: LogicalDialect | None = None,
 ) -> Any:
     """Replace the logical axis names of each leaf by a NamedSharding.
 
     Semantics of flax.linen.logical_to_mesh_sharding, 0.12. A `correction` also takes shapes into
     account. If the mesh axes of a rule do not divide the dimension, `indivisible` decides which
     axes the rule keeps: none with "drop", the axes that fit with "prefix" and "drop_axis", all with
-    "keep" and "error". A rule that keeps none loses the dimension to the next rule for the name.
-    The correction then applies to the resulting spec: to axes that the mesh does not have, to a
-    spec longer than the rank, and to axes that do not divide with "error".
+    "keep" and "error"; `absent` decides so about axes that the mesh lacks. A rule that keeps none
+    loses the dimension to the next rule for the name, if the dialect tries it. The correction then
+    applies to the resulting spec.
 
     Args:
         tree: As in `logical_to_mesh`.
@@ -152,7 +148,7 @@ def logical_to_mesh_sharding(
             lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
         )
         return _resolved(tree, None, make)
-    resolver = compiled(rules, on_mesh, dialect, correction.indivisible)
+    resolver = compiled(rules, on_mesh, dialect, correction)
 
     def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:
         spec = resolver.resolve(names, shape).spec(names)
@@ -224,7 +220,7 @@ def explain_logical(
     mesh: MeshLike | None = None,
     shape: tuple[int, ...] | None = None,
     *,
-    dialect: LogicalDialect = LINEN,
+    dialect: LogicalDialect | None = None,
 ) -> str:
     """Explain the spec of one array with logical names.
 
@@ -248,19 +244,32 @@ def explain_logical(
     """
     sizes = None if shape is None else shape_of("shape", shape)
     on_mesh = None if sizes is None and mesh is None else resolve_mesh(mesh)
-    return compiled(rules, on_mesh, dialect).resolve(names, sizes).explained()
+    pairs, chosen = _in_force(rules, dialect)
+    axis_sizes = {} if on_mesh is None else dict(on_mesh.shape)
+    correction = None if sizes is None else chosen.correction
+    return resolver_for(pairs, chosen, axis_sizes, correction).resolve(names, sizes).explained()
 
 
 def compiled(
     rules: LogicalRulesLike | None,
     mesh: AnyMesh | None,
-    dialect: LogicalDialect = LINEN,
-    indivisible: str = "drop",
-) -> CompiledLogicalRules:
+    dialect: LogicalDialect | None = None,
+    correction: Correction | None = None,
+) -> Resolver:
     """The rules, by default those in force, compiled for the axis sizes of the mesh."""
-    check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as FLAX_CORE")
-    chosen = get_logical_axis_rules() if rules is None else rules
-    return compiled_rules(chosen, dialect, {} if mesh is None else dict(mesh.shape), indivisible)
+    pairs, chosen = _in_force(rules, dialect)
+    return resolver_for(pairs, chosen, {} if mesh is None else dict(mesh.shape), correction)
+
+
+def _in_force(
+    rules: LogicalRulesLike | None, dialect: LogicalDialect | None
+) -> tuple[Any, LogicalDialect]:
+    """The rules, by default those of the context, as pairs; and their dialect."""
+    check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
+    chosen: Any = get_logical_axis_rules() if rules is None else rules
+    if isinstance(chosen, LogicalRules):
+        return tuple(chosen), dialect or chosen.dialect
+    return chosen, dialect or LINEN
 
 
 def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from shardrules._format import and_more, counted, mesh_shown
 from shardrules._logical.names import logical_names
-from shardrules._logical.rules import UNASSIGNED, CompiledLogicalRules, Resolution, axes_in
+from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, axes_in
 from shardrules._printable import printable_lines
 
 __all__ = ["ErrorCollector", "unknown_axes"]
@@ -48,9 +48,7 @@ class ErrorCollector:
         mesh: The mesh that `make` uses.
     """
 
-    def __init__(
-        self, make: Callable[[Any, Any], Any], rules: CompiledLogicalRules, mesh: Any
-    ) -> None:
+    def __init__(self, make: Callable[[Any, Any], Any], rules: Resolver, mesh: Any) -> None:
         self._make = make
         self._rules = rules
         self._mesh = mesh

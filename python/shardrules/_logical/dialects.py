@@ -1,0 +1,64 @@
+"""Dialects of logical axis rules: how the libraries of the field choose a rule for each name.
+
+Records. Must not know how names are resolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardrules._arguments import boolean, check_type
+from shardrules._correction import Correction
+
+__all__ = ["FLAX_CORE", "LINEN", "MAXTEXT", "LogicalDialect"]
+
+
+_DROP: Final = Correction()
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalDialect:
+    """A way in which logical axis rules apply to the names of an array.
+
+    Args:
+        name: The name of the dialect.
+        last_wins: Whether the last rule for a name wins, even if other dimensions use its mesh
+            axes. Names may then repeat, and a tuple of names can have a rule. Otherwise the first
+            rule wins whose mesh axes are free.
+        keeps_unknown: Whether a name without a rule stays in the spec. Otherwise its dimension is
+            unsharded.
+        correction: The policies for mesh axes that the mesh lacks or that do not divide a
+            dimension, where no other correction is given.
+        tries_next: Whether a rule of which the correction leaves no mesh axes loses to the next
+            rule for the name. Otherwise names alone choose the rules, and the correction cuts the
+            specs.
+    """
+
+    name: str
+    last_wins: bool
+    keeps_unknown: bool
+    correction: Correction = _DROP
+    tries_next: bool = True
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, "a string")
+        check_type("correction", self.correction, Correction, "a Correction")
+        for field in ("last_wins", "keeps_unknown", "tries_next"):
+            object.__setattr__(self, field, boolean(field, getattr(self, field)))
+
+
+LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)
+"""The dialect of `flax.linen.logical_to_mesh_axes` of flax 0.12 and T5X."""
+FLAX_CORE: Final = LogicalDialect("flax.core", last_wins=True, keeps_unknown=True, tries_next=False)
+"""The dialect of `flax.core.spmd.get_pspec` of flax 0.12 and nnx."""
+MAXTEXT: Final = LogicalDialect(
+    "maxtext",
+    last_wins=False,
+    keeps_unknown=False,
+    correction=Correction(indivisible="drop_axis"),
+    tries_next=False,
+)
+"""The dialect of MaxText: flax.linen's choice of rules, of whose mesh axes those are then dropped
+that do not divide the dimension, as by `maxtext.utils.sharding.adjust_pspec_for_indivisible_shapes`
+of 2026."""
