@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._arguments import check_tree
 from shardrules._format import shown
-from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
+from shardrules.compat import easylm, jaxseq, maxtext, spectrax, tp_plan, windows
 from tests.support import api
 
 TREE = {"w": np.ones((8, 8), np.float32)}
@@ -28,6 +28,8 @@ SIZES = {"tp": 1}
 MESH = Mesh(np.array(jax.devices()[:1]), ("tp",))
 LOGICAL = [("embed", "tp")]
 PLAN = sr.plan(TREE, RULES, SIZES)
+DUMP = "tests/data/maxtext-dumps/qwen3-0.6b_tpu7x-16_default.json.gz"
+DUMPED = maxtext.read_dump(DUMP).leaves
 # Something whose text is far too long for a message.
 HUGE = {f"layer{i}": {"kernel": np.ones(2)} for i in range(20_000)}
 
@@ -141,6 +143,11 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     **{f"Dialect.{name}": WRONG["absent"] for name in ("keys", "precedence", "scalars", "min_size",
                                                        "rank", "unmatched")},
     "Dialect.correction": (*NOT_CORRECTION, None),
+    **{f"{name}.names": (3, "embed", THING, {"w": 3}, [3])
+       for name in ("plan", "named_shardings", "shard", "with_sharding_constraint")},
+    "compat.maxtext.DumpedArrays.diff.plan": WRONG["other"],
+    "compat.maxtext.read_dump.path": (*NOT_FILE, None),
+    "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.lock.path": NOT_FILE,
     "Plan.to_html.path": NOT_FILE,
@@ -259,14 +266,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "match_partition_rules": (sr.match_partition_rules, {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {
-        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None}),
+        "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
+        "names": None}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "companions": ()}),
+        "companions": (), "names": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None}),
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
         "correction": None}),
@@ -277,7 +285,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None}),
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None}),
 }  # fmt: skip
 
 CALLS |= {
@@ -295,6 +303,11 @@ CALLS |= {
     "compat.spectrax.match_partition_rules": (
         spectrax.match_partition_rules,
         {"rules": RULES, "tree": TREE, "min_size": 0, "strict": True},
+    ),
+    "compat.maxtext.read_dump": (maxtext.read_dump, {"path": DUMP, "dtype": "float32"}),
+    "compat.maxtext.DumpedArrays.diff": (
+        DUMPED.diff,
+        {"plan": sr.plan(DUMPED.arrays, [], DUMPED.mesh)},
     ),
     "compat.tp_plan.match_tp_plan": (
         tp_plan.match_tp_plan,
@@ -320,9 +333,10 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Loss", "Plan",
-              "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried"}  # fmt: skip
+              "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
+              "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
-THEIRS = ("compat.eformer", "compat.flax", "compat.keras")
+THEIRS = ("compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding")
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
                   "compat.jaxseq.match_partition_rules.params",

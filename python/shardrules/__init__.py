@@ -94,6 +94,7 @@ __all__ = [
     "Sweep",
     "SweepRow",
     "Tried",
+    "TriedName",
     "compare",
     "explain_logical",
     "fingerprint",

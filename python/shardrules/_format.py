@@ -11,7 +11,16 @@ from typing import Final
 
 from shardrules._printable import printable
 
-__all__ = ["and_more", "brief", "bytes_shown", "counted", "mesh_shown", "nearest", "shown"]
+__all__ = [
+    "and_more",
+    "brief",
+    "bytes_shown",
+    "counted",
+    "mesh_shown",
+    "misspelt",
+    "nearest",
+    "shown",
+]
 
 _NEAR: Final = 0.7
 # Comparing takes the product of two lengths.
@@ -67,6 +76,19 @@ def counted(count: int, what: str) -> str:
 def and_more(count: int, listed: int, what: str) -> list[str]:
     """The line after the first `listed` of `count` things; none if these are all of them."""
     return [f"... and {counted(count - listed, f'more {what}')}"] if count > listed else []
+
+
+def misspelt(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that this one is a misspelling of; None if none is near enough.
+
+    Stricter than `nearest`: `exp` is no misspelling of `exp_with_fsdp`, nor `moe_layers` of
+    `layers`.
+    """
+    from difflib import get_close_matches
+
+    listed = [other[:_COMPARED] for other in names]
+    swapped = (other for other in listed if sorted(other) == sorted(name))
+    return next(swapped, None) or next(iter(get_close_matches(name, listed, 1, 0.85)), None)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -300,7 +300,7 @@ class TestMistakes:
             tree = {"embed": {"kernel": box(np.zeros((8, 8)), ("embed", "mlp"))}, "b": np.zeros(8)}
             with pytest.raises(TypeError, match="rules are for the logical axis names") as caught:
                 sr.plan(tree, self.RULES, self.MESH)
-            assert "shardrules.logical_to_mesh_sharding" in str(caught.value)
+            assert "shardrules.LogicalRules" in str(caught.value)
             assert "unbox" in str(caught.value)
 
     def test_a_plan_of_variables_takes_no_names_for_patterns(self):

@@ -234,7 +234,7 @@ def test_a_tree_of_specs():
 
 
 def test_specs_have_no_min_size():
-    with pytest.raises(ValueError, match="min_size is 5; specs, unlike rules, have none"):
+    with pytest.raises(ValueError, match="min_size is 5; it is not for specs"):
         sr.named_shardings({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2}, min_size=5)
 
 

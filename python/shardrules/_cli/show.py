@@ -118,6 +118,7 @@ def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
             "shape": kind.shape,
             "dtype": dtype_shown(kind),
             "rule": kind.rule,
+            **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
             "spec": spec_shown(kind.spec),
             "problem": problem_shown(kind),
             "bytes": kind.bytes * len(one.rows),

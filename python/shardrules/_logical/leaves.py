@@ -6,7 +6,7 @@ Classifies each type once for a tree. Must not know how the names are used.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._format import shown
 from shardrules._logical.flax import (
@@ -15,12 +15,19 @@ from shardrules._logical.flax import (
     variable_sharding,
     variable_types,
 )
-from shardrules._specs import is_partition_spec, is_unconstrained
+from shardrules._logical.names import is_name
+from shardrules._specs import is_partition_spec
 
 if TYPE_CHECKING:
     from shardrules._matching.rules import Rules
 
-__all__ = ["NodeForms", "check_rules_are_for_paths", "is_name"]
+__all__ = [
+    "NodeForms",
+    "Unboxed",
+    "check_rules_are_for_paths",
+    "no_names",
+    "unboxed",
+]
 
 _PLAIN: Final = re.compile(r"[\w-]+")
 
@@ -52,6 +59,10 @@ class NodeForms:
         """Whether all leaves are PartitionSpecs, which need no conversion to names."""
         return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
 
+    def holds_array(self, node: Any) -> bool:
+        """Whether a node is an array with whatever says its names."""
+        return self.of(node) in ("box", "variable")
+
     def has_names(self, node: Any) -> bool:
         """Whether a node is a leaf with names."""
         form = self.of(node)
@@ -80,12 +91,7 @@ class NodeForms:
             TypeError: They are.
         """
         if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
-            raise TypeError(
-                "nothing in the tree has logical axis names; its first leaf is "
-                f"{shown(leaves[0])}. Give a tree of names, such as ('embed', 'mlp') for each "
-                "array, with the arrays as arrays=...; or boxes or nnx Variables with names, "
-                "before they are unboxed"
-            )
+            raise TypeError(no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
 
     def array_in(self, leaf: Any) -> Any:
         """The array that the names of a leaf belong to."""
@@ -93,6 +99,58 @@ class NodeForms:
         if form == "variable":
             return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
         return leaf.value if form == "box" else leaf
+
+
+def no_names(leaf: Any, instead: str) -> str:
+    """The message for a tree in which nothing has names; `instead` is where they may stand."""
+    return (
+        "nothing in the tree has logical axis names; its first leaf is "
+        f"{shown(leaf)}. Give {instead}, such as ('embed', 'mlp') for each array; or boxes or nnx "
+        "Variables with names, before they are unboxed"
+    )
+
+
+class Unboxed(NamedTuple):
+    """A tree without the boxes and Variables that give its arrays names."""
+
+    tree: Any
+    """The tree with an array in the place of each box and Variable."""
+    leaves: list[Any]
+    """The boxes, Variables and other leaves of the tree that was given."""
+    names: list[Any]
+    """Of each of these leaves its logical axis names; None for one without."""
+    treedef: Any
+    forms: NodeForms
+
+    def names_of_arrays(self) -> list[Any]:
+        """The names of each array; a box may hold a tree of several, such as a quantized one."""
+        from jax import tree_util
+
+        arrays = map(tree_util.tree_leaves, self.treedef.flatten_up_to(self.tree))
+        pairs = zip(self.names, arrays, strict=True)
+        return [names for names, held in pairs for _ in held]
+
+    def boxed(self, answers: Any) -> Any:
+        """The tree of answers, those about a Variable in the Variable, as flax.nnx has them."""
+        here = self.treedef.flatten_up_to(answers)
+        pairs = zip(self.leaves, here, strict=True)
+        return self.treedef.unflatten(
+            leaf.replace(answer) if self.forms.of(leaf) == "variable" else answer
+            for leaf, answer in pairs
+        )
+
+
+def unboxed(tree: Any) -> Unboxed:
+    """The arrays of a tree with boxes or Variables, and their names."""
+    from jax import tree_util
+
+    forms = NodeForms()
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.holds_array)
+    names = [forms.names_of(leaf) if forms.holds_array(leaf) else None for leaf in leaves]
+    arrays = [forms.array_in(leaf) if forms.holds_array(leaf) else leaf for leaf in leaves]
+    return Unboxed(treedef.unflatten(arrays), leaves, names, treedef, forms)
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
@@ -117,8 +175,8 @@ def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
         raise TypeError(
             "the rules are for the logical axis names in the tree's boxes, such as "
             f"{next(p for p in patterns if p in names)!r}, and here patterns are searched for in "
-            "paths. Use shardrules.logical_to_mesh_sharding(tree, mesh, rules); if they are "
-            "patterns of paths, unbox the tree first"
+            "paths. Give shardrules.LogicalRules(rules); if they are patterns of paths, unbox the "
+            "tree first"
         )
 
 
@@ -129,8 +187,3 @@ def _names_in_boxes(tree: Any) -> set[Any]:
     leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
     boxed = [leaf for leaf in leaves if forms.of(leaf) in ("box", "variable")]
     return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}
-
-
-def is_name(entry: Any) -> bool:
-    """Whether it is an entry of logical axis names."""
-    return entry is None or isinstance(entry, str) or is_unconstrained(entry)

@@ -9,12 +9,25 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._format import shown
-from shardrules._specs import entries_of, is_partition_spec, partition_spec, with_entries
+from shardrules._specs import (
+    entries_of,
+    is_partition_spec,
+    is_unconstrained,
+    partition_spec,
+    with_entries,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-__all__ = ["check_rules", "last_wins", "logical_names", "spec_of_names"]
+__all__ = [
+    "check_rules",
+    "checked_names",
+    "is_name",
+    "last_wins",
+    "logical_names",
+    "spec_of_names",
+]
 
 
 def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
@@ -78,6 +91,27 @@ def logical_names(names: Any) -> tuple[Any, ...]:
             "dimension, such as ('embed', None)"
         )
     return tuple(names)
+
+
+def checked_names(names: Any) -> tuple[Any, ...]:
+    """The entries of logical axis names, each a name, None, UNCONSTRAINED or a tuple of names.
+
+    Raises:
+        TypeError: One is something else.
+    """
+    entries = logical_names(names)
+    for entry in entries:
+        if not is_name(entry) and not (isinstance(entry, tuple) and all(map(is_name, entry))):
+            raise TypeError(
+                f"an entry of the logical axis names {shown(names)} is {shown(entry)}; an entry is "
+                "a name, None, or a tuple of names"
+            )
+    return entries
+
+
+def is_name(entry: Any) -> bool:
+    """Whether it is an entry of logical axis names."""
+    return entry is None or isinstance(entry, str) or is_unconstrained(entry)
 
 
 def spec_of_names(names: Any, entries: Iterable[Any]) -> PartitionSpec:

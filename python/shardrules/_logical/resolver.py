@@ -28,6 +28,7 @@ __all__ = [
     "Resolution",
     "Resolver",
     "axes_in",
+    "repeated",
     "resolve_core",
     "resolver_for",
 ]
@@ -139,8 +140,7 @@ class Resolver:
             TypeError: `names` is not a tuple, list or PartitionSpec.
         """
         wanted = logical_names(names)
-        twice = tuple(n for n, k in Counter(map(_text, wanted)).items() if n is not None and k > 1)
-        if twice and not self.dialect.last_wins:
+        if twice := repeated(wanted, self.dialect):
             raise ValueError(
                 f"Unsupported: Dimensions {twice} occur more than once in array names {names}; "
                 "give each dimension a name of its own, or None"
@@ -300,6 +300,14 @@ def _remembered_spec(rules: Resolver, names: Any) -> PartitionSpec:
     return rules.resolve(names).spec(names)
 
 
+def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]:
+    """The names of an array that it has twice, where the dialect does not allow that."""
+    if dialect.last_wins:
+        return ()
+    counts = Counter(name for name in names if isinstance(name, str))
+    return tuple(name for name, count in counts.items() if count > 1)
+
+
 def axes_in(value: Any) -> list[str]:
     """The mesh axes of a rule's value."""
     if value is None or is_unconstrained(value):
@@ -307,10 +315,6 @@ def axes_in(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [axis for inner in value for axis in axes_in(inner)]
     return [value]
-
-
-def _text(entry: Any) -> str | None:
-    return entry if isinstance(entry, str) else None
 
 
 def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:

@@ -8,6 +8,7 @@ from shardrules._planning.asking.diff import Change as Change
 from shardrules._planning.asking.diff import PlanDiff as PlanDiff
 from shardrules._planning.asking.explain import Explanation as Explanation
 from shardrules._planning.asking.explain import Tried as Tried
+from shardrules._planning.asking.explain import TriedName as TriedName
 from shardrules._planning.asking.findings import Finding as Finding
 from shardrules._planning.asking.findings import Findings as Findings
 from shardrules._planning.asking.sweep import Sweep as Sweep

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardrules._correction import plain_spec
+from shardrules._planning.name_rules import coverage_of_names
 from shardrules._planning.path_rules import coverage_of
+from shardrules._specs import Entries
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._logical.rules import LogicalRules
     from shardrules._matching.coverage import Coverage
     from shardrules._matching.rules import Rules
     from shardrules._planning.fold import Folded
-    from shardrules._planning.kinds import Kind
+    from shardrules._planning.kinds import Kind, Spec
     from shardrules._planning.leaves import Leaves
     from shardrules._sharding.device_bytes import Held
 
@@ -43,7 +47,7 @@ class Columns:
     """The mesh axes of type Explicit; those of a dict are of type Auto."""
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> Rules | LogicalRules:
         """The rules that decide the leaves."""
         return self.leaves.rules
 
@@ -107,9 +111,18 @@ class Columns:
     @cached_property
     def coverage(self) -> Coverage:
         """Per rule, the leaves that it matches and wins, among those that need a rule."""
+        rules = self.leaves.path_rules
+        if rules is None:
+            return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
         needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
         rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
-        return coverage_of(self.rules, map(self.sources.__getitem__, rows.tolist()))
+        return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
+
+    def spec_of_rule(self, index: int) -> Spec:
+        """The spec that a rule asks for; that of one dimension for a logical rule."""
+        value = self.rules[index][1]
+        is_for_paths = self.leaves.path_rules is not None
+        return plain_spec(value) if is_for_paths else Entries((value,))
 
     def is_on(self, axis_sizes: Mapping[str, int]) -> bool:
         """Whether the mesh has these axes, in this order."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import PartitionSpec
 
+    from shardrules._logical.resolver import LostRule
     from shardrules._sharding.device_bytes import Held
     from shardrules._sharding.spec_on_mesh import LossKind
 
@@ -29,6 +30,7 @@ __all__ = [
     "axes_named",
     "axes_used",
     "could_cut",
+    "decided_shown",
     "dtype_shown",
     "is_replicated",
     "problem_shown",
@@ -88,12 +90,41 @@ class Kind:
     """The axes that `spec` lacks of `wanted`."""
     origin: str | None
     """Where the wanted spec comes from, if it is not the rule's own."""
+    names: tuple[Any, ...] | None
+    """The logical axis names of the dimensions; None for leaves without."""
+    dim_rules: tuple[int | None, ...]
+    """Per dimension with a name, the index of the logical rule that decides it, if one does."""
+    lost_rules: tuple[LostRule, ...] = field(repr=False)
+    """The logical rules for the names that do not decide them, and why."""
     bytes: int
     """Bytes of one whole leaf."""
     device_bytes: int
     """Bytes of one leaf on the device that holds most of it."""
     _held: Held = field(repr=False)
     """The parts of one leaf that the devices hold."""
+
+    @property
+    def deciders(self) -> tuple[int, ...]:
+        """The indices of the rules that decide the leaves, ascending."""
+        rules = (self.rule, *self.dim_rules)
+        return tuple(sorted({rule for rule in rules if rule is not None}))
+
+    @property
+    def decided_by(self) -> int | tuple[Any, ...] | None:
+        """The index of the rule that decides the leaves, or their names; None without both."""
+        return self.rule if self.names is None else self.names
+
+
+def decided_shown(kind: Kind) -> str:
+    """What decides, for a table: a rule, or the names with the rule of each; - for neither."""
+    if kind.names is None:
+        return "-" if kind.rule is None else str(kind.rule)
+    rules = kind.dim_rules or (None,) * len(kind.names)
+    shown = (
+        "-" if name is None else str(name) if rule is None else f"{name}: {rule}"
+        for name, rule in zip(kind.names, rules, strict=True)
+    )
+    return ", ".join(shown)
 
 
 def dtype_shown(kind: Kind) -> str:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import Rules
 from shardrules._planning.fold import Folded, fold
 from shardrules._planning.state_paths import rows_of_optimizer, rows_of_state
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._matching.rules import Rules
+    from shardrules._logical.rules import LogicalRules
+    from shardrules._matching.dialects import Dialect
     from shardrules._planning.companion import Companion
 
 __all__ = ["LeafType", "Leaves"]
@@ -35,13 +38,15 @@ class LeafType(NamedTuple):
     dtype: Any
     bits: int
     """Bits of one element; 0 for a leaf that is not an array."""
+    names: tuple[Any, ...] | None = None
+    """The logical axis names of its dimensions; None for a leaf without."""
 
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
     """The leaves of a tree; rows are leaves in the order of the walk."""
 
-    rules: Rules
+    rules: Rules | LogicalRules
     tree: Any
     """The tree with the number of its row for each leaf."""
     paths: list[str]
@@ -60,6 +65,16 @@ class Leaves:
     def rows(self) -> dict[str, int]:
         """The row of each path."""
         return {path: row for row, path in enumerate(self.paths)}
+
+    @property
+    def path_rules(self) -> Rules | None:
+        """The rules, if they are for paths; None for logical rules."""
+        return self.rules if isinstance(self.rules, Rules) else None
+
+    @property
+    def paths_dialect(self) -> Dialect:
+        """The dialect that spells the paths."""
+        return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:

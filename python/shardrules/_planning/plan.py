@@ -27,8 +27,9 @@ from shardrules._arguments import (
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
-from shardrules._format import mesh_shown
-from shardrules._logical.leaves import check_rules_are_for_paths
+from shardrules._format import mesh_shown, shown
+from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules
 from shardrules._mesh_sizes import checked_sizes
@@ -42,8 +43,10 @@ from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
 from shardrules._planning.asking.trees import abstract_tree, sharding_tree, spec_tree
 from shardrules._planning.companion import Companion
 from shardrules._planning.locks.write import fingerprint, lock_text
+from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
+from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
@@ -78,6 +81,7 @@ def plan(
     min_size: int | None = 0,
     correction: Correction | None = None,
     companions: Iterable[Companion] = (),
+    names: Any = None,
 ) -> Plan:
     """Plans how each leaf of the tree is sharded on the mesh, and why.
 
@@ -86,17 +90,22 @@ def plan(
 
     Args:
         tree: Any pytree of arrays or abstract arrays; only `.shape` and `.dtype` are read.
-        rules: `Rules`, or (pattern, spec) pairs.
+        rules: `Rules`, or (pattern, spec) pairs; or `LogicalRules`.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: the mesh of the context.
         min_size: As in `match_partition_rules`.
         correction: Replaces the dialect's; a `RuleSpec` with a correction keeps its own.
         companions: Leaves that follow the rules of other paths, such as those of `LORA`,
-            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts.
+            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts. For rules of paths.
+        names: For `LogicalRules`, the logical axis names of the arrays: a tree of tuples or
+            PartitionSpecs of names, or {path: names}. Default: those in the tree's boxes, nnx
+            Variables or haliax arrays.
 
     Raises:
-        ValueError: There is no mesh, a dimension is negative, or a dtype is unknown.
+        ValueError: There is no mesh, a dimension is negative, a dtype is unknown, or names do not
+            fit the tree.
         TypeError: A rule's spec cannot be made a PartitionSpec; a shape is not one; the tree is not
-            a tree of arrays; or the rules are for the logical axis names of the tree's boxes.
+            a tree of arrays; pairs are for the logical axis names of the tree's boxes; or the rules
+            are `LogicalRules`, and nothing has names.
 
     Example:
         >>> import jax
@@ -114,17 +123,39 @@ def plan(
         Companion,
         "a Companion, such as those of shardrules.LORA",
     )
-    compiled = as_rules("rules", rules)
     smallest = checked_min_size(min_size)
-    check_rules_are_for_paths(compiled, tree)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
     axis_sizes_of(chosen)  # a mesh that is wrong is refused before the walk
-    leaves = survey(tree, compiled, smallest)
-    leaves, derivations = with_companions(leaves, followers, smallest)
-    policy = correction or compiled.dialect.correction
-    on_mesh = partial(by_rules, leaves, derivations, policy)
+    if isinstance(rules, LogicalRules):
+        for_paths = {"min_size": smallest, "companions": followers}
+        if given := [name for name, value in for_paths.items() if value]:
+            raise TypeError(f"{given[0]}: it is for rules of paths, not for LogicalRules: leave it")
+        on_mesh = _by_names(tree, rules, names, correction)
+    elif names is not None:
+        raise TypeError(f"names: they are for LogicalRules, not for rules of paths: {shown(rules)}")
+    else:
+        compiled = as_rules("rules", rules)
+        check_rules_are_for_paths(compiled, tree)
+        on_mesh = _by_paths(tree, compiled, smallest, followers, correction)
     return Plan(on_mesh(chosen), on_mesh, chosen)
+
+
+def _by_names(tree: Any, rules: LogicalRules, names: Any, correction: Correction | None) -> _OnMesh:
+    leaves = survey_named(tree, rules, names)
+    return partial(by_names, leaves, rules, correction or rules.dialect.correction)
+
+
+def _by_paths(
+    tree: Any,
+    rules: Rules,
+    min_size: int,
+    companions: tuple[Companion, ...],
+    correction: Correction | None,
+) -> _OnMesh:
+    leaves = survey(tree, rules, min_size)
+    leaves, derivations = with_companions(leaves, rules, companions, min_size)
+    return partial(by_rules, leaves, rules, derivations, correction or rules.dialect.correction)
 
 
 class Plan:
@@ -148,7 +179,7 @@ class Plan:
         self._mesh = _mesh
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> Rules | LogicalRules:
         """The rules that decide the leaves."""
         return self._columns.rules
 
@@ -237,14 +268,20 @@ class Plan:
         | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
           them that are replicated are not large together |
         | nnx-value | error | rules that match every leaf of flax nnx through its `value` |
+        | unknown-name | error, info | names that no logical rule has; info if the name is not
+          near one that no leaf has and what is replicated is not large |
+        | unnamed | error, warning, info | leaves without logical axis names; info if they are not
+          large together. A warning for leaves with fewer names than dimensions |
         | replicated | warning | other leaves that are replicated, and large alone or together |
         | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
         | correction | warning, info | axes of a rule's spec that leaves do not get, because of
           their shapes or the mesh; info if that costs less than `large` |
         | half-head | warning | projections of attention that are cut inside a head |
-        | dead | warning | rules that match no leaf |
+        | dead | warning, info | rules that match no leaf; info for logical rules |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
         | siblings | warning | leaves that differ only in numbers, with different specs |
+        | taken | info | dimensions that nothing cuts, since the axes of their logical rules cut
+          others |
         | companion | warning | leaves that a companion finds, but no rule for their base, so that
           their own rule counts; and companions that find nothing: of `LORA` and `QUANTIZED`, if
           none of their records does |
@@ -530,7 +567,9 @@ class Plan:
         """
         check_tree("state", state)
         check_type("zero1", zero1, str | None, "a mesh axis or None")
-        leaves = survey(state, Rules((), self.rules.dialect))
+        dialect = self._columns.leaves.paths_dialect
+        is_boxed = isinstance(self.rules, LogicalRules)
+        leaves = survey(unboxed(state).tree if is_boxed else state, Rules((), dialect))
         found = find_parameters(self._columns.leaves, leaves.paths)
         follow = partial(by_parameters, state=leaves, found=found, zero1=zero1)
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow)

@@ -18,13 +18,15 @@ from shardrules._correction import Correction, check_correction
 from shardrules._format import mesh_shown, shown
 from shardrules._logical.context import get_logical_axis_rules
 from shardrules._logical.dialects import LINEN, LogicalDialect
-from shardrules._logical.leaves import NodeForms, is_name
+from shardrules._logical.leaves import NodeForms
+from shardrules._logical.names import is_name
 from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, resolver_for
 from shardrules._logical.rules import LogicalRules
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.name_errors import ErrorCollector, unknown_axes
-from shardrules._sharding.shardings import corrected_sharding
+from shardrules._sharding.name_shardings import corrected
+from shardrules._sharding.shardings import local_sizes
 from shardrules._specs import is_partition_spec, partition_spec
 
 if TYPE_CHECKING:
@@ -148,13 +150,9 @@ def logical_to_mesh_sharding(
             lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
         )
         return _resolved(tree, None, make)
-    resolver = compiled(rules, on_mesh, dialect, correction)
-
-    def corrected(names: Any, shape: tuple[int, ...]) -> NamedSharding:
-        spec = resolver.resolve(names, shape).spec(names)
-        return corrected_sharding(spec, shape, on_mesh, correction)
-
-    return _resolved(tree, _shapes(tree, arrays), ErrorCollector(corrected, resolver, on_mesh))
+    pairs, chosen = _in_force(rules, dialect)
+    resolver = resolver_for(pairs, chosen, local_sizes(on_mesh), correction)
+    return _resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
 
 
 def with_logical_constraint(
@@ -254,11 +252,10 @@ def compiled(
     rules: LogicalRulesLike | None,
     mesh: AnyMesh | None,
     dialect: LogicalDialect | None = None,
-    correction: Correction | None = None,
 ) -> Resolver:
     """The rules, by default those in force, compiled for the axis sizes of the mesh."""
     pairs, chosen = _in_force(rules, dialect)
-    return resolver_for(pairs, chosen, {} if mesh is None else dict(mesh.shape), correction)
+    return resolver_for(pairs, chosen, {} if mesh is None else dict(mesh.shape))
 
 
 def _in_force(

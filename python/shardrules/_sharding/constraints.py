@@ -37,6 +37,7 @@ def with_sharding_constraint(
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
+    names: Any = None,
 ) -> Any:
     """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
 
@@ -55,12 +56,13 @@ def with_sharding_constraint(
 
     Args:
         tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; a PartitionSpec or NamedSharding for all
-            leaves; or a tree of these, which may be a prefix of `tree`. None leaves a leaf
-            unchanged.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a PartitionSpec or
+            NamedSharding for all leaves; or a tree of these, which may be a prefix of `tree`. None
+            leaves a leaf unchanged.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
+        names: For `LogicalRules`, as in `plan`.
 
     Returns:
         A tree of the same structure.
@@ -80,10 +82,17 @@ def with_sharding_constraint(
         ('dp',)
     """
     if is_tracing([]):
-        leaves, treedef, shardings = requested_shardings(tree, specs_or_rules, mesh, correction)
+        leaves, treedef, shardings = requested_shardings(
+            tree, specs_or_rules, mesh, correction, names
+        )
     else:
         leaves, treedef, shardings = agreed_shardings(
-            "with_sharding_constraint", tree, specs_or_rules, mesh, correction=correction
+            "with_sharding_constraint",
+            tree,
+            specs_or_rules,
+            mesh,
+            correction=correction,
+            names=names,
         )
     apply = _constrain_traced if is_tracing(leaves) else _put
     return treedef.unflatten(apply(leaves, shardings))

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
 from shardrules._format import and_more, brief, shown
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._printable import printable
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
+from shardrules._sharding.name_shardings import shardings_by_names
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
 
@@ -38,6 +40,7 @@ def named_shardings(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    names: Any = None,
 ) -> Any:
     """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
 
@@ -49,15 +52,16 @@ def named_shardings(
 
     Args:
         tree: Any pytree. Only `.shape` of its leaves is read. A leaf without a shape is replicated.
-        rules: `Rules` or (pattern, spec) pairs; or specs, as in `shard`.
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs, as in `shard`.
         mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
-        min_size: As in `match_partition_rules`. Not for specs.
+        min_size: As in `match_partition_rules`. For rules of paths alone.
         correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
             the dialect's for rules, eformer's for specs.
+        names: For `LogicalRules`, as in `plan`.
 
     Returns:
         A tree of the same structure, with None for a spec that is None. With a dict of axis sizes
-        the shardings have an AbstractMesh.
+        the shardings have an AbstractMesh. A box with names becomes the sharding of its array.
 
     Raises:
         ValueError: There is no mesh; no rule matches a leaf; a leaf cannot be sharded as its rule
@@ -78,19 +82,37 @@ def named_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     smallest = checked_min_size(min_size)
+    if isinstance(rules, LogicalRules):
+        _check_no_min_size(min_size, "LogicalRules")
+        on_mesh = resolve_mesh(mesh)
+        return shardings_by_names(tree, rules, on_mesh, names=names, correction=correction)[0]
+    _check_no_names(names)
     if not _are_specs(rules):
         matcher, on_mesh = matcher_of(as_rules("rules", rules)), resolve_mesh(mesh)
         return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
-    if min_size != 0:
-        raise ValueError(f"min_size is {brief(min_size)}; specs, unlike rules, have none: leave it")
+    _check_no_min_size(min_size, "specs")
     _, treedef, shardings = _shardings_by_specs(
         "rules", tree, rules, mesh, correction, keep_memory=False
     )
     return treedef.unflatten(shardings)
 
 
+def _check_no_min_size(min_size: object, given: str) -> None:
+    if min_size != 0:
+        raise ValueError(f"min_size is {brief(min_size)}; it is not for {given}: leave it")
+
+
+def _check_no_names(names: object) -> None:
+    if names is not None:
+        raise TypeError(f"names: they are for LogicalRules alone, and are {shown(names)}: leave it")
+
+
 def requested_shardings(
-    tree: Any, specs_or_rules: Any, mesh: MeshLike | None, correction: Correction | None
+    tree: Any,
+    specs_or_rules: Any,
+    mesh: MeshLike | None,
+    correction: Correction | None,
+    names: Any = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
 
@@ -98,10 +120,12 @@ def requested_shardings(
 
     Args:
         tree: Any pytree.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; a PartitionSpec, a NamedSharding or None
-            for all leaves; or a tree of these, which may be a prefix of `tree`.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a PartitionSpec, a
+            NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
+            `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.
+        names: As in `named_shardings`.
 
     Raises:
         ValueError: As `named_shardings`.
@@ -111,6 +135,14 @@ def requested_shardings(
 
     check_tree("tree", tree)
     check_correction(correction)
+    if isinstance(specs_or_rules, LogicalRules):
+        leaves, treedef = tree_util.tree_flatten(tree)
+        on_mesh = local_view(resolve_mesh(mesh))
+        _, found = shardings_by_names(
+            tree, specs_or_rules, on_mesh, names=names, correction=correction
+        )
+        return leaves, treedef, list(map(in_its_memory, leaves, found))
+    _check_no_names(names)
     if not _are_rules(specs_or_rules):
         return _shardings_by_specs(
             "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True

@@ -31,6 +31,7 @@ def shard(
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
+    names: Any = None,
 ) -> Any:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
@@ -46,6 +47,7 @@ def shard(
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
+        names: For `LogicalRules`, as in `plan`.
 
     Returns:
         A tree of the same structure, with jax.Arrays. As with `jax.device_put`, an array that is in
@@ -67,7 +69,13 @@ def shard(
         ('tp', None)
     """
     leaves, treedef, wanted = agreed_shardings(
-        "shard", tree, specs_or_rules, mesh, correction=correction, chosen=_of_placeable
+        "shard",
+        tree,
+        specs_or_rules,
+        mesh,
+        correction=correction,
+        names=names,
+        chosen=_of_placeable,
     )
     placed = list(leaves)
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
@@ -138,6 +146,7 @@ def agreed_shardings(
     mesh: MeshLike | None,
     *,
     correction: Correction | None,
+    names: Any = None,
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """The result of `requested_shardings`, after all processes have agreed on it.
@@ -148,13 +157,14 @@ def agreed_shardings(
         specs_or_rules: As in `requested_shardings`.
         mesh: As in `requested_shardings`.
         correction: As in `requested_shardings`.
+        names: As in `requested_shardings`.
         chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
     """
     with JointCall(name) as call:
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
             call.alone()
-        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction)
+        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction, names)
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
         call.agree(lambda: rows_of(tree, dict(enumerate(wanted))))

@@ -45,6 +45,7 @@ __all__ = [
     "RulesLike",
     "corrected_sharding",
     "correction_losses",
+    "local_sizes",
     "manual_axes",
     "shardings_by_rules",
     "spec_for",
@@ -159,6 +160,12 @@ class ManualAxes(NamedTuple):
 
 
 _NO_MANUAL_AXES: Final = ManualAxes()
+
+
+def local_sizes(mesh: AnyMesh) -> dict[str, int]:
+    """Devices along each mesh axis that shapes are not local to: 1 for manual axes."""
+    manual = manual_axes(mesh).axes
+    return {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
 
 
 def manual_axes(mesh: AnyMesh) -> ManualAxes:

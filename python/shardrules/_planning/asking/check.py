@@ -13,6 +13,13 @@ from shardrules._arguments import check_choice
 from shardrules._planning.asking.checks.axes import uncut, unused_axes
 from shardrules._planning.asking.checks.companions import following
 from shardrules._planning.asking.checks.corrections import corrections
+from shardrules._planning.asking.checks.logical import (
+    dead_names,
+    fewer_names,
+    taken,
+    unknown_names,
+    unnamed,
+)
 from shardrules._planning.asking.checks.misfits import misfits, unmatched, unplaceable
 from shardrules._planning.asking.checks.names import half_heads, nnx_values
 from shardrules._planning.asking.checks.queries import Queries
@@ -31,6 +38,7 @@ DEFAULT_LARGE: Final = 16 * 2**20
 
 _CHECKS: Final = (
     unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections,
+    unknown_names, unnamed, fewer_names, taken, dead_names,
     dead_rules, shadowed_rules, siblings, following, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrules._correction import rule_spec
 from shardrules._format import bytes_shown, counted, mesh_shown
+from shardrules._matching.rules import Rules
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
@@ -23,8 +24,10 @@ from shardrules._printable import printable
 from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
-    from shardrules._matching.rules import Rules
+    from shardrules._logical.rules import LogicalRules
     from shardrules._planning.columns import Columns
+
+    AnyRules = Rules | LogicalRules
 
 __all__ = ["Change", "PlanDiff", "diff"]
 
@@ -105,7 +108,7 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
         a, b = _kind(before, pair // width - 1), _kind(after, pair % width - 1)
         if a is None or b is None or _aspects(a) != _aspects(b):
             changed[number] = (a, b)
-        elif a.rule != b.rule:
+        elif a.deciders != b.deciders:
             decided_otherwise += count
     chosen = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
@@ -117,7 +120,7 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
     )
 
 
-def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Iterator[str]:
+def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
     """The differences of the rules, in words.
 
     Args:
@@ -125,9 +128,12 @@ def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Itera
         after: Those of the other.
         decided_otherwise: How many leaves that get the same get it from a rule of another number.
     """
+    if type(before) is not type(after):
+        yield "paths or logical axis names decide"
+        return
     if before.dialect != after.dialect:
         yield "the dialect"
-    pairs = itertools.zip_longest(map(_comparable, before), map(_comparable, after))
+    pairs = itertools.zip_longest(_comparable(before), _comparable(after))
     changed = [index for index, (a, b) in enumerate(pairs) if a != b]
     if changed:
         first = ", ".join(map(str, changed[:_MOST_RULES]))
@@ -137,8 +143,12 @@ def _rules_changed(before: Rules, after: Rules, decided_otherwise: int) -> Itera
         yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
 
 
-def _comparable(rule: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Equal for equal rules, however they are given."""
+def _comparable(rules: AnyRules) -> list[tuple[Any, ...]]:
+    """Per rule what is equal for equal rules, however they are given."""
+    return list(map(_path_rule, rules)) if isinstance(rules, Rules) else list(rules)
+
+
+def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
     pattern, given = rule
     wanted = rule_spec(given)
     if isinstance(pattern, re.Pattern):

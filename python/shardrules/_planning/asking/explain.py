@@ -5,7 +5,7 @@ Costs a match of each rule. Must not know how a plan is made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._planning.companion import base_path
@@ -15,10 +15,11 @@ from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.match_modes import Pattern
+    from shardrules._matching.rules import Rules
     from shardrules._planning.columns import Columns
     from shardrules._planning.companion import Companion
 
-__all__ = ["Explanation", "Tried", "explanation"]
+__all__ = ["Explanation", "Tried", "TriedName", "explanation"]
 
 
 Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
@@ -34,6 +35,34 @@ class Tried(NamedTuple):
     rule ("not needed"), or several rules match where only one may ("ambiguous")."""
 
 
+NameOutcome = Literal["wins", "too late", "axis taken", "indivisible", "absent"]
+
+
+class TriedName(NamedTuple):
+    """The result of trying one logical rule on a dimension with its name.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> rules = sr.LogicalRules([("mlp", "tp"), ("embed", "tp")])
+        >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> plan = sr.plan(tree, rules, {"tp": 2}, names={"w": ("embed", "mlp")})
+        >>> [(one.rule, one.name, one.outcome) for one in plan.explain("w").tried]
+        [(1, 'embed', 'axis taken'), (0, 'mlp', 'wins')]
+    """
+
+    rule: int
+    dim: int
+    name: Any
+    axes: Any
+    """The mesh axes of the rule."""
+    outcome: NameOutcome
+    """"wins"; or another rule has the dimension ("too late"), another dimension has one of the
+    axes ("axis taken"), or the correction leaves none of them, since they do not divide the
+    dimension ("indivisible") or are "absent" from the mesh."""
+    to: int | None
+    """The rule or the dimension that it loses to."""
+
+
 class Explanation(NamedTuple):
     """Why a leaf gets what it gets; `str` says it in words."""
 
@@ -42,8 +71,8 @@ class Explanation(NamedTuple):
     """The path that the rules meet: the leaf's own, or that of the leaf that it follows."""
     kind: Kind
     """The leaf's spec, bytes and losses."""
-    tried: tuple[Tried, ...]
-    """Each rule, in order."""
+    tried: tuple[Tried, ...] | tuple[TriedName, ...]
+    """Each rule, in order; for logical rules, of each dimension those for its name."""
     mesh: str
     """The mesh as the command line has it: fsdp=8,tp=4."""
     companion: Companion | None = None
@@ -54,10 +83,11 @@ class Explanation(NamedTuple):
         lines = [
             f"{self.path}  shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}",
             *self._companion_lines(),
-            *self._rule_lines(),
+            *(self._rule_lines() if kind.names is None else self._name_lines()),
         ]
         if kind.wanted is not None:
-            lines.append(f"  the rule says  {spec_shown(kind.wanted)}")
+            say = "rule says " if kind.names is None else "rules say "
+            lines.append(f"  the {say} {spec_shown(kind.wanted)}")
         if kind.origin is not None:
             lines.append(f"  derived        {kind.origin}")
         if kind.status == "placed":
@@ -83,7 +113,7 @@ class Explanation(NamedTuple):
         return [f"{found}; but no rule meets its base {base}, so its own counts"]
 
     def _rule_lines(self) -> list[str]:
-        met = [one for one in self.tried if one.outcome != "no match"]
+        met = [one for one in self.tried if isinstance(one, Tried) and one.outcome != "no match"]
         missed = len(self.tried) - len(met)
         if not met:
             return [f"  no rule matches, of {missed}"]
@@ -98,18 +128,64 @@ class Explanation(NamedTuple):
         others = f"  {counted(missed, 'other rule')} {verb} not match"
         return [*lines, others] if missed else lines
 
+    def _name_lines(self) -> list[str]:
+        names = self.kind.names or ()
+        lines = []
+        for dim, name in enumerate(names):
+            tried = [one for one in self.tried if isinstance(one, TriedName) and one.dim == dim]
+            lines += [
+                f"  dim {dim} {name!r}: rule {one.rule} -> {one.axes!r} {_words(one, names)}"
+                for one in tried
+            ]
+            if not tried:
+                no_rule = "" if name is None else ": no rule is for it"
+                lines.append(f"  dim {dim} {name!r}{no_rule}")
+        return lines
+
+
+def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
+    """What became of a rule."""
+    if tried.outcome == "axis taken" and tried.to is not None:
+        return f"loses: a mesh axis of it cuts dim {tried.to} {names[tried.to]!r}"
+    words = {
+        "wins": "wins",
+        "too late": f"loses to rule {tried.to}",
+        "indivisible": "loses: its mesh axes do not divide the dimension",
+        "absent": "loses: the mesh lacks its mesh axes",
+    }
+    return words[tried.outcome]
+
 
 def explanation(columns: Columns, row: int) -> Explanation:
     """The explanation of the leaf of this row."""
     kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
-    rules = columns.rules
-    matching = set(rules.all_matches(source))
-    tried = tuple(
-        Tried(rule, rules[rule][0], _outcome(rule, kind, matching)) for rule in range(len(rules))
-    )
+    rules = columns.leaves.path_rules
+    tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
     companion = columns.leaves.found_by.get(row)
     mesh = mesh_shown(columns.axis_sizes)
     return Explanation(columns.paths[row], source, kind, tried, mesh, companion)
+
+
+def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
+    matching = set(rules.all_matches(source))
+    return tuple(
+        Tried(rule, rules[rule][0], _outcome(rule, kind, matching)) for rule in range(len(rules))
+    )
+
+
+_OUTCOMES: Final[dict[str, NameOutcome]] = {"dim taken": "too late"}
+
+
+def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
+    names = kind.names or ()
+    won: list[tuple[int, int, Any, int | None]] = [
+        (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
+    ]
+    lost = [(one.dim, one.rule, _OUTCOMES.get(one.why, one.why), one.to) for one in kind.lost_rules]
+    return tuple(
+        TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
+        for dim, rule, outcome, to in sorted([*won, *lost], key=lambda one: one[:2])
+    )
 
 
 def _outcome(rule: int, kind: Kind, matching: set[int]) -> Outcome:

@@ -32,6 +32,8 @@ FindingKind = Literal[
     "unknown-axis",
     "catch-all",
     "nnx-value",
+    "unknown-name",
+    "unnamed",
     "replicated",
     "uncut",
     "correction",
@@ -39,6 +41,7 @@ FindingKind = Literal[
     "dead",
     "shadowed",
     "siblings",
+    "taken",
     "companion",
     "unused-axis",
 ]

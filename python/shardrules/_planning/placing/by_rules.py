@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardrules._correction import Correction
+    from shardrules._matching.rules import Rules
     from shardrules._planning.leaves import Leaves
     from shardrules._planning.placing.derive import Derivation
     from shardrules._sharding.mesh import MeshLike
@@ -23,6 +24,7 @@ __all__ = ["by_rules"]
 
 def by_rules(
     leaves: Leaves,
+    rules: Rules,
     derivations: Iterable[Derivation | None],
     correction: Correction,
     mesh: MeshLike,
@@ -31,6 +33,7 @@ def by_rules(
 
     Args:
         leaves: As surveyed.
+        rules: What decides them.
         derivations: Per kind how it follows a base, or None.
         correction: For rules that have none of their own.
         mesh: A mesh of any form.
@@ -38,6 +41,6 @@ def by_rules(
     Raises:
         TypeError: A rule's spec cannot be made a PartitionSpec.
     """
-    on_mesh = RulesOnMesh(leaves.rules, correction, mesh)
+    on_mesh = RulesOnMesh(rules, correction, mesh)
     kinds = [on_mesh.kind(*one) for one in zip(leaves.types, derivations, strict=True)]
     return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))

@@ -42,7 +42,7 @@ class Derivation(NamedTuple):
 
 
 def with_companions(
-    leaves: Leaves, companions: tuple[Companion, ...], min_size: int
+    leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
 ) -> tuple[Leaves, list[Derivation | None]]:
     """The leaves, those that companions find with the rules of their bases.
 
@@ -53,7 +53,7 @@ def with_companions(
         return leaves, [None] * len(leaves.types)
     companion_of = _companions_of(leaves, companions)
     base_of = {row: base_path(one, leaves.paths[row]) for row, one in companion_of.items()}
-    rule_of = first_rules(leaves.rules, set(base_of.values()))
+    rule_of = first_rules(rules, set(base_of.values()))
     derivation_of: dict[int, Derivation] = {}
     sources = list(leaves.paths)
     for row, companion in companion_of.items():

@@ -21,11 +21,12 @@ from shardrules._specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction
+    from shardrules._logical.resolver import LostRule
     from shardrules._matching.rules import Rules
     from shardrules._planning.kinds import Spec
     from shardrules._planning.leaves import LeafType
     from shardrules._sharding.mesh import MeshLike
-    from shardrules._sharding.spec_on_mesh import SpecOnMesh
+    from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 
 __all__ = [
     "AMBIGUOUS_LEAVES",
@@ -35,7 +36,9 @@ __all__ = [
     "RulesOnMesh",
     "axis_sizes_of",
     "explicit_axes_of",
+    "fitted",
     "kind_on_mesh",
+    "loss_of",
 ]
 
 
@@ -120,27 +123,45 @@ class RulesOnMesh:
     def _with_spec(self, leaf: LeafType, wanted: SpecOnMesh, origin: str | None) -> Kind:
         if leaf.shape is None:
             return kind_on_mesh(leaf, wanted.spec, Entries(), self.axis_sizes, origin=origin)
-        rank, kept = len(leaf.shape), wanted.corrector.kept(leaf.shape)
-        spec = wanted.corrected(rank, kept)
-        losses, errors = [], []
-        for lost in wanted.lost(rank, kept):
-            words = wanted.words(lost, leaf.shape)
-            losses.append(Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words))
-            if wanted.is_error(lost):
-                errors.append(words)
-        problem = PLACED
-        if spec is None:
-            message = "; ".join(message for message, _ in errors)
-            problem = Problem("misfit", message, "; ".join(dict.fromkeys(fix for _, fix in errors)))
+        spec, losses, problem = fitted(wanted, leaf.shape)
         return kind_on_mesh(
             leaf,
             wanted.spec,
             spec,
             self.axis_sizes,
             problem=problem,
-            losses=tuple(losses),
+            losses=losses,
             origin=origin,
         )
+
+
+class Fitted(NamedTuple):
+    """What an array gets of a spec."""
+
+    spec: Spec | None
+    losses: tuple[Loss, ...]
+    """Their bytes are 0 still."""
+    problem: Problem
+
+
+def fitted(wanted: SpecOnMesh, shape: tuple[int, ...]) -> Fitted:
+    """What an array of this shape gets of a spec."""
+    rank, kept = len(shape), wanted.corrector.kept(shape)
+    spec = wanted.corrected(rank, kept)
+    lost = list(wanted.lost(rank, kept))
+    losses = tuple(loss_of(wanted, one, shape) for one in lost)
+    if spec is not None:
+        return Fitted(spec, losses, PLACED)
+    errors = [loss for loss, one in zip(losses, lost, strict=True) if wanted.is_error(one)]
+    message = "; ".join(loss.message for loss in errors)
+    fix = "; ".join(dict.fromkeys(loss.fix for loss in errors))
+    return Fitted(None, losses, Problem("misfit", message, fix))
+
+
+def loss_of(wanted: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
+    """The loss of these axes by an array of this shape; its bytes are 0 still."""
+    words = wanted.words(lost, shape)
+    return Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words)
 
 
 def kind_on_mesh(
@@ -152,6 +173,8 @@ def kind_on_mesh(
     problem: Problem = PLACED,
     losses: tuple[Loss, ...] = (),
     origin: str | None = None,
+    dim_rules: tuple[int | None, ...] = (),
+    lost_rules: tuple[LostRule, ...] = (),
 ) -> Kind:
     """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
     # What is not placed is counted as if it were replicated.
@@ -176,6 +199,9 @@ def kind_on_mesh(
         spec=spec,
         losses=tuple(loss._replace(bytes=fullest - fullest // parts_lost(loss)) for loss in losses),
         origin=origin,
+        names=leaf.names,
+        dim_rules=dim_rules,
+        lost_rules=lost_rules,
         # Elements of fewer than 8 bits are packed.
         bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
         device_bytes=fullest,

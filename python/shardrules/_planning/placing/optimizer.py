@@ -119,7 +119,7 @@ def by_parameters(
 
 def find_parameters(params: Leaves, paths: list[str]) -> FoundParameters:
     """The parameters of the leaves of these paths, on whatever mesh."""
-    separator = params.rules.dialect.separator
+    separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
     row_of = params.rows
@@ -143,7 +143,7 @@ def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
 
     A name that stands for several parameters is that of none, unless they are of one kind.
     """
-    separator = params.rules.dialect.separator or "/"
+    separator = params.paths_dialect.separator or "/"
     rows: dict[str, int] = {}
     for row, path in enumerate(params.paths):
         other = rows.setdefault(path.replace(separator, "_"), row)

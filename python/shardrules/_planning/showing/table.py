@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._format import and_more, bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
-from shardrules._planning.kinds import dtype_shown, problem_shown
+from shardrules._planning.kinds import decided_shown, dtype_shown, problem_shown
 from shardrules._printable import printable
 from shardrules._specs import spec_shown
 
@@ -76,7 +76,7 @@ def _row(columns: Columns, folded: Folded) -> Row:
         leaves=f"{leaves:,}",
         shape="-" if kind.shape is None else str(list(kind.shape)),
         dtype=printable(dtype_shown(kind)),
-        rule="-" if kind.rule is None else str(kind.rule),
+        rule=printable(decided_shown(kind)),
         spec=printable(problem_shown(kind) or spec_shown(kind.spec)),
         bytes=bytes_shown(kind.bytes * leaves),
         device_bytes=bytes_shown(kind.device_bytes * leaves),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from shardrules._correction import plain_spec
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
 from shardrules._planning.asking.findings import Finding, at_stake
@@ -84,9 +83,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
     columns = queries.columns
     used = frozenset().union(*(axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds))
     # A rule that names an axis in vain is reported as a correction. Locks know rules alone.
-    specs = [
-        plain_spec(columns.rules[kind.rule][1]) for kind in columns.kinds if kind.rule is not None
-    ]
+    specs = [columns.spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
     wanted = [kind.wanted for kind in columns.kinds]
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
     for axis, size in columns.axis_sizes.items():

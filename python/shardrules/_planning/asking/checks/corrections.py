@@ -35,14 +35,15 @@ def corrections(queries: Queries) -> Iterator[Finding]:
     small = sum(one.bytes for one in found if one.bytes < queries.large)
     for one in found:
         is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
-        rules = queries.rules_of(one.folded)
+        rules = sorted({rule for part in one.folded for rule in _deciding(queries, part, one.loss)})
+        who = queries.rules(rules) or queries.who(queries.columns.kinds[one.folded[0].group])
         # The message has the size of the first.
         is_like = one.has_several_shapes and one.loss.kind == "indivisible"
         free = "" if one.is_unknown else "; costs nothing"
         yield finding(
             "error" if one.is_unknown else "warning" if is_much else "info",
             "unknown-axis" if one.is_unknown else "correction",
-            f"{queries.rules(rules)}: {one.loss.message}{', and the like' if is_like else ''}"
+            f"{who}: {one.loss.message}{', and the like' if is_like else ''}"
             + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
             one.loss.fix,
             folded=one.folded,
@@ -51,13 +52,23 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         )
 
 
+def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
+    """The rules that ask for what is lost; of logical rules that of the dimension."""
+    kind = queries.columns.kinds[folded.group]
+    if kind.names is None:
+        return kind.deciders
+    lost = [one.rule for one in kind.lost_rules if (one.dim, one.why) == (loss.dim, loss.kind)]
+    decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
+    return tuple([*lost, *decided][:1])
+
+
 def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.columns.kinds
     alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
     for one in queries.folded(lambda kind: kind.status == "placed" and bool(kind.losses)):
         for loss in kinds[one.group].losses:
             # An axis that the mesh lacks is one finding, however many rules name it.
-            key: tuple[Any, ...] = (kinds[one.group].rule, loss.kind, loss.dim, loss.axes)
+            key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
             if loss.kind == "absent":
                 key = (loss.axes, loss.meant, loss.beside)
             alike[key].append((one, loss))

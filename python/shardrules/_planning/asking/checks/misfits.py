@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
@@ -42,15 +42,16 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
 def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
     kinds = queries.columns.kinds
-    alike: dict[tuple[int | None, str | None], list[Folded]] = defaultdict(list)
+    alike: dict[tuple[Any, str | None], list[Folded]] = defaultdict(list)
     for one in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
-        alike[kinds[one.group].rule, kinds[one.group].message].append(one)
-    for (rule, _), folded in alike.items():
+        alike[kinds[one.group].decided_by, kinds[one.group].message].append(one)
+    for folded in alike.values():
         kind = kinds[folded[0].group]
+        rule = kind.rule
         if kind.status == "ambiguous":
             message, fix = kind.message, f"{kind.fix}; `explain` a path to see which they are"
         else:
-            who = "a spec" if rule is None else queries.rule(rule)
+            who = _who(queries, kind)
             message = f"{who} cannot be applied to the shape {kind.shape}: {kind.message}"
             fix = kind.fix or "change the rule, the mesh or the array"
         held = queries.device_bytes(folded)
@@ -65,15 +66,20 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
         for number, kind in enumerate(columns.kinds)
         if kind.spec is not None and kind.shape is not None
     }
-    alike: dict[tuple[int | None, tuple[str, str]], list[Folded]] = defaultdict(list)
+    alike: dict[tuple[Any, tuple[str, str]], list[Folded]] = defaultdict(list)
     for one in queries.folded_kinds({number for number, found in refused.items() if found}):
         for refusal in refused[one.group]:
-            alike[columns.kinds[one.group].rule, refusal].append(one)
-    for (rule, (why, fix)), folded in alike.items():
-        who = "a spec" if rule is None else queries.rule(rule)
+            alike[columns.kinds[one.group].decided_by, refusal].append(one)
+    for (_, (why, fix)), folded in alike.items():
+        kind = columns.kinds[folded[0].group]
+        who, rule = _who(queries, kind), kind.rule
         held = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
         yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
+
+
+def _who(queries: Queries, kind: Kind) -> str:
+    return "a spec" if kind.decided_by is None else queries.who(kind)
 
 
 def _refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:

@@ -173,13 +173,16 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
 def nnx_values(queries: Queries) -> Iterator[Finding]:
     """Rules that match a leaf only through the `value` in which paths of flax nnx end."""
     columns = queries.columns
-    dialect = columns.rules.dialect
+    rules = columns.leaves.path_rules
+    if rules is None:
+        return
+    dialect = rules.dialect
     end = f"{dialect.separator or '.'}value"
     if not any(columns.paths[one.rows.item(0)].endswith(end) for one in columns.folded):
         return
     # Paths that have nothing of a model in them but this end, or not even that.
     probe = "~" if dialect.separator else "['~']"
-    only_so = set(columns.rules.all_matches(probe + end)) - set(columns.rules.all_matches(probe))
+    only_so = set(rules.all_matches(probe + end)) - set(rules.all_matches(probe))
     for rule in sorted(only_so):
         won = columns.coverage.won[rule]
         if won:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardrules._correction import plain_spec
 from shardrules._declared import compiled_replicated
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
-from shardrules._planning.kinds import Kind
+from shardrules._planning.kinds import Kind, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
 from shardrules._specs import spec_shown
 
@@ -74,9 +73,12 @@ class Queries:
     @cached_property
     def catch_alls(self) -> frozenset[int]:
         """Rules that match every path: these here, and others."""
+        rules = self.columns.leaves.path_rules
+        if rules is None:
+            return frozenset()
         coverage = self.columns.coverage
         leaves = sum(coverage.won) + coverage.unmatched
-        matched = [set(self.columns.rules.all_matches(probe)) for probe in _PROBES]
+        matched = [set(rules.all_matches(probe)) for probe in _PROBES]
         everything = set.intersection(*matched)
         return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
 
@@ -116,6 +118,15 @@ class Queries:
         """Whether so many bytes on a device are much, beside what it must hold anyway."""
         return count >= self.large and count > _MUCH * (self.total - count)
 
+    def is_whole(self, kind: Kind) -> bool:
+        """Whether each of several devices holds leaves of a kind whole."""
+        return is_replicated(kind, self.columns.axis_sizes)
+
+    def is_unnamed(self, kind: Kind) -> bool:
+        """Whether logical rules are to decide leaves that have no names."""
+        has_rules = self.columns.leaves.path_rules is None and kind.rule is None
+        return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
+
     def matters(self, count: int, together: int) -> bool:
         """Whether these bytes, which are not large alone, are much together with others like them.
 
@@ -129,8 +140,16 @@ class Queries:
 
     def rule(self, index: int) -> str:
         """A rule, for a message."""
-        pattern, spec = self.columns.rules[index]
-        return f"rule {index} {pattern!r} -> {spec_shown(plain_spec(spec))}"
+        pattern, given = self.columns.rules[index]
+        is_logical = self.columns.leaves.path_rules is None
+        shown = repr(given) if is_logical else spec_shown(self.columns.spec_of_rule(index))
+        return f"rule {index} {pattern!r} -> {shown}"
+
+    def who(self, kind: Kind) -> str:
+        """What decides the leaves of a kind, for a message: their rule, or their names."""
+        if kind.rule is not None:
+            return self.rule(kind.rule)
+        return "no rule decides" if kind.names is None else f"the names {kind.names}"
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""
@@ -139,8 +158,7 @@ class Queries:
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
         """The rules that decide these leaves, ascending."""
         kinds = self.columns.kinds
-        decided = {kinds[kind].rule for kind in {one.group for one in folded}}
-        return sorted(rule for rule in decided if rule is not None)
+        return sorted({rule for one in folded for rule in kinds[one.group].deciders})
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.columns.paths[row] for row in folded.rows]
@@ -154,7 +172,7 @@ class Queries:
 
     def example(self, folded: Folded) -> str:
         """A rule, as one writes it, that matches these leaves."""
-        dialect = self.columns.rules.dialect
+        dialect = self.columns.leaves.paths_dialect
         if MATCH_MODES[dialect.match[-1]].written_as != "window":
             return f"({_pattern_of(folded.pattern)}, P(...))"
         windows = map(_pattern_of, folded.pattern.split(dialect.separator))
@@ -163,7 +181,7 @@ class Queries:
     @property
     def example_of_a_catch_all(self) -> str:
         """A rule that replicates whatever comes."""
-        mode = MATCH_MODES[self.columns.rules.dialect.match[-1]].written_as
+        mode = MATCH_MODES[self.columns.leaves.paths_dialect.match[-1]].written_as
         return "(('.*',), P())" if mode == "window" else "('.*', P())"
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import is_replicated
 
 __all__ = ["catch_alls", "replicated"]
 
@@ -29,7 +29,7 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
         silent = queries.device_bytes(
-            one for one in folded if is_replicated(columns.kinds[one.group], columns.axis_sizes)
+            one for one in folded if queries.is_whole(columns.kinds[one.group])
         )
         held = queries.device_bytes(folded)
         dead = rules_listed(columns.coverage.dead)
@@ -51,12 +51,12 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
 
 def replicated(queries: Queries) -> Iterator[Finding]:
     """Other leaves that are replicated, and large alone or together."""
-    by_rule: dict[int | None, list[Folded]] = defaultdict(list)
-    sizes = queries.columns.axis_sizes
-    for one in queries.undeclared(queries.folded(lambda kind: is_replicated(kind, sizes))):
-        rule = queries.columns.kinds[one.group].rule
-        if rule not in queries.catch_alls:
-            by_rule[rule].append(one)
+    by_rule: dict[Any, list[Folded]] = defaultdict(list)
+    for one in queries.undeclared(queries.folded(queries.is_whole)):
+        kind = queries.columns.kinds[one.group]
+        # Leaves of the catch-all, and those without names, are reported as that.
+        if kind.rule not in queries.catch_alls and not queries.is_unnamed(kind):
+            by_rule[kind.decided_by].append(one)
     large_of = {
         rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]
         for rule, folded in by_rule.items()
@@ -68,7 +68,7 @@ def replicated(queries: Queries) -> Iterator[Finding]:
         if not large_of[rule] and not queries.matters(queries.device_bytes(folded), small):
             continue
         chosen, what = (large_of[rule], "large leaf") if large_of[rule] else (folded, "leaf")
-        why = "no rule decides" if rule is None else queries.rule(rule)
+        why = queries.who(queries.columns.kinds[chosen[0].group])
         if any(queries.columns.kinds[one.group].losses for one in chosen):
             why += ", of which the shapes and the mesh leave nothing"
         held = queries.device_bytes(chosen)

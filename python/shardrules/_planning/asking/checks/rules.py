@@ -26,6 +26,8 @@ _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 
 def dead_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match no leaf."""
+    if queries.columns.leaves.path_rules is None:  # such rules are often for other trees as well
+        return
     for rule in queries.columns.coverage.dead:
         yield finding(
             "warning",
@@ -39,6 +41,9 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
+    rules = columns.leaves.path_rules
+    if rules is None:  # later rules for a name are for where the first does not fit
+        return
     for rule, winners in columns.coverage.shadowed.items():
         if rule in queries.catch_alls:  # it is to win nothing
             continue
@@ -49,7 +54,7 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
             f"{queries.rule(rule)} matches {counted(leaves, 'leaf')}, but wins none: "
             f"{rules_listed(winners)} came first",
             f"move it before {rules_listed(winners)}, or remove it"
-            if columns.rules.dialect.precedence == "first"
+            if rules.dialect.precedence == "first"
             else "make the patterns exclude each other, or remove it",
             rule=rule,
             leaves=leaves,

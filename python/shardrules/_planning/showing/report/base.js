@@ -33,6 +33,9 @@ function bytesShown(count) {
 const meshShown = (mesh) =>
   Object.entries(mesh).map(([axis, size]) => `${axis}=${size}`).join(" ") || "no axes";
 
+// What decides leaves without a rule for their path: logical axis names, or nothing.
+const namesOf = (kind) => (kind.decided === "-" ? "no rule" : kind.decided);
+
 // A Python tuple.
 const shapeShown = (shape) =>
   shape === null ? "-" : `(${shape.join(", ")}${shape.length === 1 ? "," : ""})`;

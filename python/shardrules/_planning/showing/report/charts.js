@@ -53,7 +53,7 @@
     const leaves = leavesShown(node.leaves);
     if (!node.row) return [plain(node.key || report.title), bytes, leaves].join("<br>");
     const { kind } = node;
-    const rule = kind.rule === null ? "no rule" : `rule ${kind.rule}`;
+    const rule = kind.rule === null ? namesOf(kind) : `rule ${kind.rule}`;
     return [
       plain(patternOf(node.row)), bytes, leaves,
       plain(`shape ${shapeShown(kind.shape)}, ${kind.dtype}`),

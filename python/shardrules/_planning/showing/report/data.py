@@ -8,9 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardrules._correction import plain_spec
 from shardrules._planning.asking.check import DEFAULT_LARGE
-from shardrules._planning.kinds import Kind, dtype_shown, is_replicated, problem_shown
+from shardrules._planning.kinds import (
+    Kind,
+    decided_shown,
+    dtype_shown,
+    is_replicated,
+    problem_shown,
+)
 from shardrules._planning.locks.write import fingerprint
 from shardrules._specs import spec_shown
 
@@ -72,7 +77,7 @@ def _pattern_shown(pattern: Pattern) -> str:
 
 def _separators(columns: Columns) -> str:
     """Before which characters a path comes apart into modules."""
-    dialect = columns.rules.dialect
+    dialect = columns.leaves.paths_dialect
     if dialect.keys == "keystr":
         return "[."
     # A flat dict of checkpoint names has dots in its keys.
@@ -83,6 +88,7 @@ def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> d
     replicated = is_replicated(kind, columns.axis_sizes)
     return {
         "rule": kind.rule,
+        "decided": decided_shown(kind),
         # As texts: a browser's numbers are exact up to 2**53.
         "shape": None if kind.shape is None else list(map(str, kind.shape)),
         "dtype": dtype_shown(kind),
@@ -111,16 +117,17 @@ class _Share:
 def _rules(columns: Columns) -> list[dict[str, Any]]:
     """The share of each rule; last that of no rule, if there is any."""
     shares = [
-        _Share(_pattern_shown(pattern), spec_shown(plain_spec(spec)), i)
-        for i, (pattern, spec) in enumerate(columns.rules)
+        _Share(_pattern_shown(pattern), spec_shown(columns.spec_of_rule(i)), i)
+        for i, (pattern, _) in enumerate(columns.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
     for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
         ruleless = free if kind.status == "placed" else lost
-        share = ruleless if kind.rule is None else shares[kind.rule]
-        share.leaves += count
-        share.bytes += count * kind.bytes
-        share.held += count * kind.device_bytes
+        # Logical rules share a leaf, each with a dimension of it.
+        for share in [shares[rule] for rule in kind.deciders] or [ruleless]:
+            share.leaves += count
+            share.bytes += count * kind.bytes
+            share.held += count * kind.device_bytes
     shares += [share for share in (free, lost) if share.leaves]
     return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
 

@@ -19,7 +19,7 @@
     { title: "Spec", kind: "spec",
       value: (n) => (n.spec === null ? "" : report.specs[n.spec].text), cell: specCell },
     { title: "Rule", kind: "number", value: ofLeaf((k) => k.rule ?? -1, -2),
-      cell: ofLeaf((k) => (k.rule === null ? "-" : String(k.rule))) },
+      cell: ofLeaf((k) => k.decided) },
     { title: "Corrections", value: (n) => n.lost, cell: correctionCell },
     { title: "Bytes", kind: "number", value: (n) => n.bytes, cell: (n) => bytesShown(n.bytes) },
     { title: "Per device", kind: "number", value: (n) => n.held, cell: (n) => bytesShown(n.held) },
@@ -60,7 +60,7 @@
   function haystack(row) {
     if (!texts.has(row)) {
       const kind = kindOf(row);
-      const rule = kind.rule === null ? "no rule" : `rule ${kind.rule} ${report.rules[kind.rule].pattern}`;
+      const rule = kind.rule === null ? namesOf(kind) : `rule ${kind.rule} ${report.rules[kind.rule].pattern}`;
       const { text, replicated } = report.specs[kind.spec];
       texts.set(row, [patternOf(row), text, replicated ? "replicated" : "", rule, kind.dtype,
         kind.problem ?? "", ...kind.notes].join("\n").toLowerCase());

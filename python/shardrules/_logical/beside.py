@@ -1,0 +1,72 @@
+"""Logical axis names that stand beside a tree of arrays: in a tree of names, or by path.
+
+Costs a look-up per leaf. Must not know what the names are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from shardrules._format import and_more, counted, nearest, shown
+from shardrules._printable import printable_lines
+from shardrules._specs import is_partition_spec
+
+__all__ = ["by_row", "names_beside"]
+
+_SHOWN: Final = 10
+
+
+def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
+    """The names of each leaf, by row; None for a leaf without.
+
+    Args:
+        of_rows: The tree with the number of its row for each leaf.
+        paths: The leaves' paths, by row.
+        names: A tree of names that fits the tree, or {path: names}.
+
+    Raises:
+        ValueError: The names do not fit the tree, or are for paths that are not there.
+    """
+    is_by_path = isinstance(names, Mapping) and all(
+        isinstance(one, tuple | list) or is_partition_spec(one) for one in names.values()
+    )
+    return _of_paths(paths, names) if is_by_path else _of_tree(of_rows, names)
+
+
+def _of_paths(paths: list[str], names: Mapping[Any, Any]) -> list[Any]:
+    known = set(paths)
+    unknown = [path for path in names if path not in known]
+    if unknown:
+        lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
+        for path in unknown[:_SHOWN]:
+            near = nearest(path, paths) if isinstance(path, str) else None
+            lines.append(f"    {shown(path)}" + (f"; did you mean {near!r}?" if near else ""))
+        lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
+        raise ValueError(printable_lines(lines))
+    return list(map(names.get, paths))
+
+
+def _of_tree(of_rows: Any, names: Any) -> list[Any]:
+    from jax import tree_util
+
+    treedef: Any = tree_util.tree_structure(of_rows)
+    try:
+        given: list[Any] = treedef.flatten_up_to(names)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
+            "the same structure with a tuple of names for each array, or {path: names}"
+        ) from None
+    return by_row(of_rows, given)
+
+
+def by_row(of_rows: Any, values: list[Any]) -> list[Any]:
+    """Values in the order of JAX's leaves, by row: dicts are walked in the order of their keys."""
+    from jax import tree_util
+
+    rows: list[int] = tree_util.tree_leaves(of_rows)
+    if rows == list(range(len(rows))):
+        return values
+    of_row = dict(zip(rows, values, strict=True))
+    return [of_row[row] for row in range(len(rows))]

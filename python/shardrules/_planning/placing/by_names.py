@@ -1,0 +1,120 @@
+"""The columns of a plan whose leaves logical rules decide: of each kind the rules of its names.
+
+Costs one resolution and one correction per kind, and no walk. Must not know what is asked of
+columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from shardrules._correction import RuleSpec
+from shardrules._logical.resolver import UNASSIGNED, repeated
+from shardrules._logical.rules import resolver_of
+from shardrules._planning.columns import Columns
+from shardrules._planning.placing.on_mesh import (
+    Problem,
+    axis_sizes_of,
+    explicit_axes_of,
+    fitted,
+    kind_on_mesh,
+    loss_of,
+)
+from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
+from shardrules._sharding.spec_on_mesh import LostAxes
+from shardrules._specs import Entries, entry_axes
+
+if TYPE_CHECKING:
+    from shardrules._correction import Correction
+    from shardrules._logical.resolver import Resolution
+    from shardrules._logical.rules import LogicalRules
+    from shardrules._planning.kinds import Kind, Loss
+    from shardrules._planning.leaves import LeafType, Leaves
+    from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.spec_on_mesh import SpecOnMesh
+
+__all__ = ["by_names"]
+
+
+def by_names(
+    leaves: Leaves, rules: LogicalRules, correction: Correction, mesh: MeshLike
+) -> Columns:
+    """The sharding of each leaf on the mesh.
+
+    Args:
+        leaves: As surveyed, with their names.
+        rules: The rules for these names.
+        correction: For rules and specs that do not fit.
+        mesh: A mesh of any form.
+    """
+    on_mesh = _NamesOnMesh(rules, correction, mesh)
+    return Columns(
+        leaves, list(map(on_mesh.kind, leaves.types)), on_mesh.axis_sizes, explicit_axes_of(mesh)
+    )
+
+
+class _NamesOnMesh:
+    """Logical rules, bound to a mesh."""
+
+    def __init__(self, rules: LogicalRules, correction: Correction, mesh: MeshLike) -> None:
+        self.axis_sizes = axis_sizes_of(mesh)
+        self._correction = correction
+        self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
+        self._anywhere = resolver_of(rules, {})
+        # Shapes are local along manual axes.
+        whole = {axis: n for axis, n in self.axis_sizes.items() if axis not in self._manual.axes}
+        self._here = resolver_of(rules, dict.fromkeys(self.axis_sizes, 1) | whole, correction)
+
+    def kind(self, leaf: LeafType) -> Kind:
+        """The kind of such leaves."""
+        if leaf.names is None or leaf.shape is None:
+            return kind_on_mesh(leaf, None, Entries(), self.axis_sizes)
+        if twice := repeated(leaf.names, self._here.dialect):
+            listed = ", ".join(map(repr, twice))
+            problem = Problem(
+                "misfit",
+                f"the names {leaf.names} have {listed} more than once",
+                "give each dimension a name of its own, or None",
+            )
+            return kind_on_mesh(leaf, None, None, self.axis_sizes, problem=problem)
+        wanted = self._anywhere.resolve(leaf.names)
+        found = self._here.resolve(leaf.names, leaf.shape)
+        bound = self._bound(wanted)
+        spec, losses, problem = fitted(self._bound(found), leaf.shape)
+        return kind_on_mesh(
+            leaf,
+            bound.spec,
+            spec,
+            self.axis_sizes,
+            problem=problem,
+            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *losses),
+            dim_rules=tuple(found.winners),
+            lost_rules=tuple(found.lost),
+        )
+
+    def _bound(self, resolution: Resolution) -> SpecOnMesh:
+        """The spec of the rules that were chosen, on the mesh."""
+        entries = (None if one is UNASSIGNED else one for one in resolution.entries())
+        pairs = [("", RuleSpec(Entries(entries)))]
+        (spec,), _ = specs_on_mesh(
+            pairs, self.axis_sizes, self._correction, manual=self._manual, made=False
+        )
+        return spec
+
+    def _lost_to_other_rules(
+        self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]
+    ) -> Iterator[Loss]:
+        """The axes of rules that win by names alone, and lose for the mesh or the shape."""
+        why = {(one.rule, one.dim): one.why for one in found.lost}
+        for dim, rule in enumerate(wanted.winners[: len(shape)]):
+            if rule is None or rule == found.winners[dim]:
+                continue
+            if (reason := why[rule, dim]) not in ("absent", "indivisible"):
+                continue
+            axes = entry_axes(bound.spec[dim])
+            if absent := tuple(axis for axis in axes if axis not in self.axis_sizes):
+                yield loss_of(bound, LostAxes("absent", dim, absent), shape)
+            if reason == "indivisible":
+                present = tuple(axis for axis in axes if axis in self.axis_sizes)
+                yield loss_of(bound, LostAxes("indivisible", dim, present), shape)

@@ -1,0 +1,97 @@
+"""From logical rules, names and a mesh to NamedShardings, one object per distinct one.
+
+One call into the core for all leaves. Must not know how the shardings are applied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._core import resolve_all
+from shardrules._logical.beside import names_beside
+from shardrules._logical.leaves import no_names, unboxed
+from shardrules._logical.rules import resolver_of
+from shardrules._matching.rules import Rules, matcher_of
+from shardrules._sharding.name_errors import ErrorCollector
+from shardrules._sharding.shardings import corrected_sharding, local_sizes
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._correction import Correction
+    from shardrules._logical.resolver import Resolver
+    from shardrules._logical.rules import LogicalRules
+    from shardrules._sharding.mesh import AnyMesh
+
+__all__ = ["corrected", "shardings_by_names"]
+
+
+def shardings_by_names(
+    tree: Any,
+    rules: LogicalRules,
+    mesh: AnyMesh,
+    *,
+    names: Any = None,
+    correction: Correction | None = None,
+) -> tuple[Any, list[NamedSharding]]:
+    """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
+
+    Args:
+        tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
+        rules: What decides the names.
+        mesh: The mesh.
+        names: As in `plan`.
+        correction: Default: the dialect's.
+
+    Raises:
+        ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
+        TypeError: Nothing has names, or an array has no shape.
+    """
+    from jax import tree_util
+
+    boxes = unboxed(tree) if names is None else None
+    plain = tree if boxes is None else boxes.tree
+    arrays: list[Any]
+    treedef: Any
+    arrays, treedef = tree_util.tree_flatten(plain)
+    if boxes is None:
+        of_rows, paths = _rows_and_paths(tree)
+        named = names_beside(of_rows, paths, names)
+        found = [named[row] for row in tree_util.tree_leaves(of_rows)]
+    else:
+        found = boxes.names_of_arrays()
+        if arrays and all(one is None for one in found):
+            raise TypeError(no_names(boxes.leaves[0], "names="))
+    policy = correction or rules.dialect.correction
+    make = corrected(resolver_of(rules, local_sizes(mesh), policy), mesh, policy)
+    listed = [() if one is None else tuple(one) if isinstance(one, list) else one for one in found]
+    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+    shardings = resolve_all(listed, shapes, {}, make)
+    make.check(lambda: zip(_paths(plain), listed, shapes, strict=True))
+    answers = treedef.unflatten(shardings)
+    return answers if boxes is None else boxes.boxed(answers), shardings
+
+
+def corrected(resolver: Resolver, mesh: AnyMesh, correction: Correction) -> ErrorCollector:
+    """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
+
+    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
+        spec = resolver.resolve(names, shape).spec(names)
+        return corrected_sharding(spec, shape, mesh, correction)
+
+    return ErrorCollector(make, resolver, mesh)
+
+
+def _paths(tree: Any) -> list[str]:
+    """The paths of the arrays, in the order of JAX's leaves."""
+    from jax import tree_util
+
+    of_rows, paths = _rows_and_paths(tree)
+    return [paths[row] for row in tree_util.tree_leaves(of_rows)]
+
+
+def _rows_and_paths(tree: Any) -> tuple[Any, list[str]]:
+    of_rows, paths, *_ = matcher_of(Rules(())).survey(
+        tree, min_size=0, replicated=0, unmatched=0, ambiguous=0
+    )
+    return of_rows, paths

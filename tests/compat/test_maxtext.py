@@ -1,0 +1,238 @@
+"""MaxText's golden shardings: each leaf and each named activation, as MaxText decided it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.compat import maxtext
+
+DUMPS = sorted((Path(__file__).parents[1] / "data" / "maxtext-dumps").glob("*.json.gz"))
+NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
+
+
+def plan_of(dump, part):
+    return sr.plan(part.arrays, dump.rules, dump.mesh, names=part.names)
+
+
+@pytest.fixture(scope="module", params=DUMPS, ids=NAMES)
+def dump(request):
+    return maxtext.read_dump(request.param)
+
+
+def without_ones(entries, mesh, rank):
+    """Per dimension the mesh axes of more than one device."""
+    axes = [() if one is None else (one,) if isinstance(one, str) else one for one in entries]
+    named = [tuple(axis for axis in each if mesh[axis] > 1) for each in axes]
+    return named + [()] * (rank - len(named))
+
+
+class TestGoldenFiles:
+    def test_all_six_are_there(self):
+        assert len(DUMPS) == 6
+
+    def test_each_leaf_gets_maxtexts_spec(self, dump):
+        specs = plan_of(dump, dump.leaves).specs()
+        assert len(specs) == len(dump.leaves.specs) >= 42
+        for path, spec in specs.items():
+            rank = len(dump.leaves.arrays[path].shape)
+            wanted = without_ones(dump.leaves.specs[path], dump.mesh, rank)
+            assert without_ones(tuple(spec), dump.mesh, rank) == wanted, path
+
+    def test_each_named_activation_gets_maxtexts_spec(self, dump):
+        specs = plan_of(dump, dump.activations).specs()
+        assert len(specs) == len(dump.activations.specs) >= 7
+        for path, spec in specs.items():
+            rank = len(dump.activations.arrays[path].shape)
+            wanted = without_ones(dump.activations.specs[path], dump.mesh, rank)
+            assert without_ones(tuple(spec), dump.mesh, rank) == wanted, path
+
+    def test_a_diff_says_the_same(self, dump):
+        for part in (dump.leaves, dump.activations):
+            assert str(part.diff(plan_of(dump, part))) == "no differences"
+
+    def test_named_shardings_are_the_plans(self, dump):
+        arrays = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for path, array in dump.leaves.arrays.items()
+        }
+        shardings = sr.named_shardings(arrays, dump.rules, dump.mesh, names=dump.leaves.names)
+        assert shardings == plan_of(dump, dump.leaves).shardings()
+
+    def test_the_check_finds_no_error(self, dump):
+        for part in (dump.leaves, dump.activations):
+            assert not plan_of(dump, part).check().at_least("warning")
+
+
+class TestADifference:
+    DUMP = maxtext.read_dump(DUMPS[0])
+
+    def test_another_rule_is_told_by_path(self):
+        rules = sr.LogicalRules(
+            [(name, None if name == "embed_vocab" else axes) for name, axes in self.DUMP.rules],
+            sr.MAXTEXT,
+        )
+        leaves = self.DUMP.leaves
+        found = leaves.diff(sr.plan(leaves.arrays, rules, self.DUMP.mesh, names=leaves.names))
+        assert {change.path.rpartition("/['")[2] for change in found.changes} == {
+            "embedding']", "kernel']",
+        }  # fmt: skip
+        assert "P(None, 'fsdp') -> P()" in str(found)
+
+    def test_another_mesh_is_an_error(self):
+        leaves = self.DUMP.leaves
+        plan = sr.plan(leaves.arrays, self.DUMP.rules, {"fsdp": 8}, names=leaves.names)
+        with pytest.raises(ValueError, match="plan: it is on the mesh"):
+            leaves.diff(plan)
+
+    def test_unnamed_activations_are_counted(self):
+        assert len(self.DUMP.unnamed) == 8
+
+
+class TestMaxTextsOwnFiles:
+    """A directory of three files, as MaxText's script writes them."""
+
+    def test_they_read_as_the_one_file_does(self, tmp_path, dump):
+        shape = {"shape": dump.mesh, "axis_names": list(dump.mesh)}
+        leaves = dump.leaves
+        named = {
+            path: {"mesh": shape, "partition_spec": leaves.specs[path], "shape": array.shape}
+            for path, array in leaves.arrays.items()
+        }
+        logical = {
+            path: {"partition_spec": leaves.names[path], "shape": array.shape}
+            for path, array in leaves.arrays.items()
+        }
+        activations = dump.activations
+        inputs = [
+            {name: {"logic_axes": str(names), "PartitionSpec": f"P{activations.specs[name]}"}}
+            for name, names in activations.names.items()
+        ]
+        unnamed = [{one: {"logic_axes": "Unknown", "PartitionSpec": "P()"}} for one in dump.unnamed]
+        for name, content in (
+            ("named_shardings", named),
+            ("logical_shardings", logical),
+            ("input_shardings", {"Activation Sharding Dump": [*inputs, *unnamed]}),
+        ):
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        assert maxtext.read_dump(tmp_path) == dump._replace(rules=None)
+
+    def test_a_missing_file_is_named(self, tmp_path):
+        with pytest.raises(sr.FileError, match=r"named_shardings\.json"):
+            maxtext.read_dump(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("content", "what"),
+        [
+            ([], "not a dump of MaxText: it holds"),
+            ({}, "key 'mesh' is missing"),
+            ({"mesh": {"a": 0}, "leaves": {}, "activations": []}, "size of the mesh axis"),
+            ({"mesh": {"a": 1}, "leaves": [], "activations": []}, "stands where"),
+            ({"mesh": {"a": 1}, "leaves": {"w": {}}, "activations": []}, "key 'shape' is missing"),
+            (
+                {
+                    "mesh": {"a": 1},
+                    "leaves": {},
+                    "activations": [{"name": "x", "logical": "()", "spec": "P()"}],
+                },
+                "does not end in a dtype and a shape",
+            ),
+            (
+                {
+                    "mesh": {"a": 1},
+                    "leaves": {},
+                    "activations": [{"name": "x: int8[2]", "logical": "(" * 10**5, "spec": "P()"}],
+                },
+                "not a dump of MaxText",
+            ),
+            (
+                {
+                    "mesh": {"a": 1},
+                    "leaves": {},
+                    "activations": [
+                        {"name": "x: int8[2]", "logical": "__import__('os')", "spec": "P()"}
+                    ],
+                },
+                "malformed",
+            ),
+        ],
+    )
+    def test_what_is_no_dump_is_refused(self, tmp_path, content, what):
+        file = tmp_path / "dump.json"
+        file.write_text(json.dumps(content))
+        with pytest.raises(sr.FileError, match=what) as caught:
+            maxtext.read_dump(file)
+        assert str(file) in str(caught.value)
+
+
+def test_no_backend_of_jax_starts():
+    code = (
+        "import shardrules as sr, sys\n"
+        "from shardrules.compat import maxtext\n"
+        f"dump = maxtext.read_dump({str(DUMPS[0])!r})\n"
+        "plan = sr.plan(dump.leaves.arrays, dump.rules, dump.mesh, names=dump.leaves.names)\n"
+        "assert not dump.leaves.diff(plan)\n"
+        "plan.check(), plan.sweep()\n"
+        "xla = sys.modules.get('jax._src.xla_bridge')\n"
+        "assert xla is None or not xla._backends\n"
+        "print('jax' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+class TestAddDataToSharding:
+    MESH: ClassVar = {"data": 2, "fsdp": 4, "tensor": 2}
+
+    def added(self, shape, *spec):
+        mesh = sr.resolve_mesh(self.MESH)
+        leaf = jax.ShapeDtypeStruct(shape, "float32")
+        given = NamedSharding(mesh, P(*spec))
+        made = maxtext.add_data_to_sharding(mesh, (), leaf, given).spec
+        # Whether JAX writes ("data",) or "data" depends on its version.
+        return tuple(one[0] if isinstance(one, tuple) and len(one) == 1 else one for one in made)
+
+    def test_the_first_dimension_whose_part_divides_gets_it(self):
+        assert self.added((3, 16), None, "fsdp") == (None, ("data", "fsdp"))
+        assert self.added((4, 16), None, "fsdp") == ("data", "fsdp")
+
+    def test_not_one_that_tensor_cuts(self):
+        assert self.added((8, 8), "tensor", "fsdp") == ("tensor", ("data", "fsdp"))
+
+    def test_nor_a_leaf_that_data_cuts_already(self):
+        assert self.added((8, 8), None, ("fsdp", "data")) == (None, ("fsdp", "data"))
+
+    def test_a_shorter_spec_is_filled_and_a_longer_one_cut(self):
+        assert self.added((3, 3, 2), None) == (None, None, "data")
+        assert self.added((4,), None, "fsdp") == ("data",)
+
+    def test_what_is_no_sharding_is_an_error(self):
+        mesh = sr.resolve_mesh(self.MESH)
+        with pytest.raises(AssertionError, match="expected a NamedSharding"):
+            maxtext.add_data_to_sharding(mesh, (), jax.ShapeDtypeStruct((2,), "int8"), P())
+
+    def test_bytes_never_grow(self):
+        choice = random.Random(0).choice
+        for _ in range(200):
+            shape = tuple(choice((1, 2, 3, 8, 16)) for _ in range(3))
+            mesh = sr.resolve_mesh(self.MESH)
+            leaf = jax.ShapeDtypeStruct(shape, "float32")
+            axes = [None, "fsdp", "tensor"]
+            spec = [axes.pop(choice(range(len(axes)))) for _ in range(3)]
+            given = NamedSharding(mesh, P(*spec))
+            if any(n % (self.MESH.get(a, 1)) for n, a in zip(shape, spec, strict=True)):
+                continue
+            made = maxtext.add_data_to_sharding(mesh, (), leaf, given)
+            before, after = (one.shard_shape(shape) for one in (given, made))
+            changed = [a // b for a, b in zip(before, after, strict=True) if a != b]
+            assert changed in ([], [2])

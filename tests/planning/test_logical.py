@@ -1,0 +1,464 @@
+"""Plans of logical rules: where names come from, what leaves get, and each question of a plan."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.core import meta
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+RULES = sr.LogicalRules(
+    [
+        ("batch", "dp"),
+        ("vocab", "tp"),
+        ("embed", "fsdp"),
+        ("mlp", "tp"),
+        ("heads", "tp"),
+        ("heads", "fsdp"),
+        ("kv", None),
+    ]
+)
+MESH = {"dp": 1, "fsdp": 2, "tp": 4}
+ARRAYS = {
+    "wte": ((512, 64), ("vocab", "embed")),
+    "wi": ((64, 256), ("embed", "mlp")),
+    "wq": ((64, 8, 16), ("embed", "heads", "kv")),
+    "odd": ((6, 64), ("heads", "kv")),
+}
+SPECS = {
+    "wte": P("tp", "fsdp"),
+    "wi": P("fsdp", "tp"),
+    "wq": P("fsdp", "tp", None),
+    "odd": P("fsdp", None),
+}
+
+
+def array(shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def beside():
+    """(tree, names)."""
+    return (
+        {name: array(shape) for name, (shape, _) in ARRAYS.items()},
+        {name: names for name, (_, names) in ARRAYS.items()},
+    )
+
+
+def boxed(box=nn.LogicallyPartitioned):
+    return {name: box(array(shape), names) for name, (shape, names) in ARRAYS.items()}
+
+
+def planned(mesh=MESH, rules=RULES, **options):
+    tree, names = beside()
+    return sr.plan(tree, rules, mesh, names=names, **options)
+
+
+def kinds_of(findings):
+    return {one.kind for one in findings}
+
+
+class TestWhereNamesComeFrom:
+    @pytest.mark.parametrize("box", [nn.LogicallyPartitioned, meta.Partitioned])
+    def test_boxes_of_flax(self, box):
+        assert sr.plan(boxed(box), RULES, MESH).specs() == SPECS
+
+    def test_our_boxes(self):
+        from shardrules.compat.flax_core_meta import Partitioned
+
+        assert sr.plan(boxed(Partitioned), RULES, MESH).specs() == SPECS
+
+    def test_variables_of_nnx_hold_what_they_get(self):
+        from flax import nnx
+
+        state = {}
+        for name, (_, names) in ARRAYS.items():
+            spelling = "sharding" if name == "wi" else "out_sharding"
+            state[name] = nnx.Param(np.zeros(ARRAYS[name][0], "int8"))
+            set_metadata(state[name], spelling, names)
+        plan = sr.plan(state, RULES, MESH)
+        assert sorted(plan.paths) == sorted(ARRAYS)
+        specs = plan.specs()
+        assert {name: value_of(variable) for name, variable in specs.items()} == SPECS
+
+    def test_a_tree_beside(self):
+        assert planned().specs() == SPECS
+
+    def test_a_tree_of_partition_specs_beside(self):
+        tree, names = beside()
+        given = {name: P(*each) for name, each in names.items()}
+        assert sr.plan(tree, RULES, MESH, names=given).specs() == SPECS
+
+    def test_lists_beside_in_another_order_of_keys(self):
+        tree, names = beside()
+        nested = {"a": {"b": tree["wte"]}, **tree}
+        given = {**{key: list(names[key]) for key in reversed(names)}, "a": {"b": names["wte"]}}
+        assert sr.plan(nested, RULES, MESH, names=given).specs() == {
+            "a": {"b": SPECS["wte"]},
+            **SPECS,
+        }
+
+    def test_by_path(self):
+        tree, names = beside()
+        nested = {"a": {"b": tree["wte"]}, "c": [tree["wi"], tree["wi"]]}
+        given = {"a/b": names["wte"], "c/1": names["wi"]}
+        plan = sr.plan(nested, RULES, MESH, names=given)
+        assert plan.specs() == {"a": {"b": SPECS["wte"]}, "c": [P(), SPECS["wi"]]}
+
+    def test_a_box_of_several_arrays_names_each(self):
+        value = {"q": array((64, 256), "int8"), "scale": array((64, 1), "float32")}
+        tree = {"w": nn.LogicallyPartitioned(value, ("embed", "mlp"))}
+        assert sr.plan(tree, RULES, MESH).specs() == {
+            "w": {"q": P("fsdp", "tp"), "scale": P("fsdp", None)}
+        }
+
+
+def set_metadata(variable, key, names):
+    metadata = variable.get_metadata()
+    metadata.pop("out_sharding", None)
+    if hasattr(variable, "set_metadata"):
+        variable.set_metadata(key, names)
+    else:
+        setattr(variable, key, names)
+
+
+def value_of(variable):
+    return variable.get_value() if hasattr(variable, "get_value") else variable.value
+
+
+class TestWrongInput:
+    def test_pairs_for_boxes_are_told_to_be_logical_rules(self):
+        with pytest.raises(TypeError, match=r"shardrules\.LogicalRules"):
+            sr.plan(boxed(), list(RULES), MESH)
+
+    def test_no_names_at_all(self):
+        with pytest.raises(TypeError, match=r"nothing in the tree has logical axis names.*names="):
+            sr.plan(beside()[0], RULES, MESH)
+
+    def test_a_path_of_no_leaf(self):
+        tree, names = beside()
+        with pytest.raises(ValueError, match=r"names: 1 path of no leaf:\n.*did you mean 'wte'"):
+            sr.plan(tree, RULES, MESH, names={**names, "wtee": ("embed",)})
+
+    def test_a_tree_of_another_structure(self):
+        tree, names = beside()
+        with pytest.raises(ValueError, match="names: they do not fit the tree"):
+            sr.plan({"a": tree}, RULES, MESH, names={"b": names})
+
+    @pytest.mark.parametrize("names", ["embed", 3, (("a", 3), None), [["embed"], [None]], {"a": 1}])
+    def test_what_is_no_names(self, names):
+        tree, given = beside()
+        with pytest.raises((TypeError, ValueError), match="names"):
+            sr.plan(tree, RULES, MESH, names={**given, "wi": names})
+
+    def test_a_name_twice_is_a_misfit(self):
+        plan = sr.plan({"w": array((8, 8))}, RULES, MESH, names={"w": ("embed", "embed")})
+        (found,) = plan.check().at_least("error")
+        assert found.kind == "misfit"
+        assert "'embed' more than once" in found.message
+        with pytest.raises(ValueError, match="misfit"):
+            plan.specs()
+        twice = sr.LogicalRules([("embed", "tp")], sr.FLAX_CORE)
+        with pytest.raises(ValueError, match="used twice"):
+            sr.plan({"w": array((8, 8))}, twice, MESH, names={"w": ("embed", "embed")}).specs()
+
+    @pytest.mark.parametrize(
+        "options", [{"min_size": 3}, {"companions": sr.LORA}], ids=["min_size", "companions"]
+    )
+    def test_what_is_for_paths_is_refused(self, options):
+        tree, names = beside()
+        with pytest.raises(TypeError, match=next(iter(options))):
+            sr.plan(tree, RULES, MESH, names=names, **options)
+
+    def test_names_without_logical_rules_are_refused(self):
+        tree, names = beside()
+        for call in (sr.plan, sr.named_shardings):
+            with pytest.raises(TypeError, match="names: they are for LogicalRules"):
+                call(tree, [(".*", None)], MESH, names=names)
+        with pytest.raises(ValueError, match="min_size is 3; it is not for LogicalRules"):
+            sr.named_shardings(tree, RULES, MESH, names=names, min_size=3)
+
+
+class TestPoliciesAsData:
+    def spec(self, rules, shape, *, dialect=sr.LINEN, **correction):
+        policy = sr.Correction(**correction) if correction else None
+        return sr.plan(
+            {"w": array(shape)}, sr.LogicalRules(rules, dialect), MESH,
+            names={"w": ("heads", "embed")}, correction=policy,
+        )  # fmt: skip
+
+    HEADS = (("heads", ("fsdp", "tp")), ("heads", "fsdp"), ("embed", "tp"))
+
+    def test_flax_tries_the_next_rule_and_maxtext_cuts_the_first(self):
+        assert self.spec(self.HEADS, (6, 8)).specs()["w"] == P("fsdp", "tp")
+        assert self.spec(self.HEADS, (6, 8), dialect=sr.MAXTEXT).specs()["w"] == P("fsdp", None)
+
+    def test_keep_keeps(self):
+        assert self.spec(self.HEADS, (6, 8), indivisible="keep").specs()["w"] == P(
+            ("fsdp", "tp"), None
+        )
+
+    def test_an_error_is_an_error(self):
+        plan = self.spec(self.HEADS, (6, 8), indivisible="error")
+        with pytest.raises(ValueError, match=r"not divisible by fsdp=2 \* tp=4"):
+            plan.specs()
+
+    def test_a_prefix_leaves_the_rest_to_others(self):
+        assert self.spec(self.HEADS, (6, 8), indivisible="prefix").specs()["w"] == P("fsdp", "tp")
+
+
+def random_case(rng):
+    axes = ["dp", "fsdp", "tp", "sp"]
+    mesh = {axis: rng.choice([1, 2, 3, 4]) for axis in axes[: rng.choice([3, 4])]}
+    names = ["a", "b", "c", "d", "e"]
+    rules = [
+        (rng.choice(names), rng.choice([None, rng.choice(axes), tuple(rng.sample(axes, 2))]))
+        for _ in range(rng.randrange(1, 9))
+    ]
+    tree, given = {}, {}
+    for number in range(6):
+        rank = rng.randrange(4)
+        tree[f"w{number}"] = array(tuple(rng.choice([1, 2, 6, 8, 12]) for _ in range(rank)))
+        given[f"w{number}"] = tuple(rng.sample([*names, None], rank))
+    return tree, rules, mesh, given
+
+
+@pytest.mark.parametrize("dialect", [sr.LINEN, sr.MAXTEXT], ids=lambda one: one.name)
+@pytest.mark.parametrize("indivisible", ["drop", "drop_axis", "prefix", "keep"])
+def test_the_plan_of_names_is_logical_to_mesh_shardings(dialect, indivisible):
+    rng = random.Random(indivisible + dialect.name)
+    for _ in range(60):
+        tree, rules, mesh, names = random_case(rng)
+        absent = rng.choice(["drop", "drop_axis", "prefix"])
+        policy = sr.Correction(indivisible=indivisible, absent=absent)
+        logical = sr.LogicalRules(rules, dialect)
+        plan = sr.plan(tree, logical, mesh, names=names, correction=policy)
+        shardings = plan.shardings()
+        assert shardings == sr.logical_to_mesh_sharding(
+            {name: P(*one) for name, one in names.items()},
+            mesh,
+            rules,
+            arrays=tree,
+            correction=policy,
+            dialect=dialect,
+        )
+        assert shardings == sr.named_shardings(tree, logical, mesh, names=names, correction=policy)
+
+
+def test_where_everything_fits_the_plan_is_flaxs():
+    rng = random.Random(1)
+    for _ in range(150):
+        tree, rules, _, names = random_case(rng)
+        ones = dict.fromkeys(["dp", "fsdp", "tp", "sp"], 1)
+        plan = sr.plan(tree, sr.LogicalRules(rules), ones, names=names)
+        for name, spec in plan.specs().items():
+            theirs = nn.logical_to_mesh_axes(names[name], rules)
+            flat = [
+                () if one is None else (one,) if isinstance(one, str) else tuple(one)
+                for one in theirs
+            ]
+            mine = [
+                () if one is None else (one,) if isinstance(one, str) else tuple(one)
+                for one in spec
+            ]
+            assert mine + [()] * (len(flat) - len(mine)) == flat, (name, rules)
+
+
+class TestQuestions:
+    def test_the_table_has_names_and_rules(self):
+        text = repr(planned())
+        assert "vocab: 1, embed: 2" in text
+        assert "P('tp', 'fsdp')" in text
+        assert "embed: 2" in planned()._repr_html_()
+
+    def test_an_explanation_has_each_rule_of_each_name(self):
+        text = str(planned().explain("odd"))
+        assert (
+            "dim 0 'heads': rule 4 -> 'tp' loses: its mesh axes do not divide the dimension" in text
+        )
+        assert "dim 0 'heads': rule 5 -> 'fsdp' wins" in text
+        assert "dim 1 'kv': rule 6 -> None wins" in text
+        tried = planned().explain("wq").tried
+        assert [(one.rule, one.dim, one.outcome, one.to) for one in tried] == [
+            (2, 0, "wins", None), (4, 1, "wins", None), (5, 1, "too late", 4), (6, 2, "wins", None),
+        ]  # fmt: skip
+        absent = str(planned({"tp": 4}).explain("wi"))
+        assert "dim 0 'embed': rule 2 -> 'fsdp' loses: the mesh lacks its mesh axes" in absent
+        unknown = sr.plan({"w": array((8,))}, RULES, MESH, names={"w": ("embd",)})
+        assert "dim 0 'embd': no rule is for it" in str(unknown.explain("w"))
+
+    def test_coverage_counts_leaves_by_name(self):
+        coverage = planned().coverage
+        assert coverage.matched == (0, 1, 3, 1, 2, 2, 2)
+        assert coverage.won == (0, 1, 3, 1, 1, 1, 2)
+        assert coverage.dead == (0,)
+
+    def test_bytes_are_those_of_the_specs(self):
+        held = planned().device_bytes.tolist()
+        assert held == [512 * 64 * 2 // 8, 64 * 256 * 2 // 8, 64 * 8 * 16 * 2 // 8, 6 * 64 * 2 // 2]
+
+    def test_a_sweep_and_another_mesh_are_new_plans(self):
+        plan = planned()
+        for row in plan.sweep():
+            assert row.bytes == planned(row.mesh).bytes_per_device().max
+            assert plan.on_mesh(row.mesh).fingerprint() == planned(row.mesh).fingerprint()
+
+    def test_it_pickles(self):
+        plan = planned()
+        again = pickle.loads(pickle.dumps(plan))
+        assert repr(again) == repr(plan)
+        assert again.on_mesh({"tp": 2}).specs() == plan.on_mesh({"tp": 2}).specs()
+
+    def test_a_diff_tells_rules_apart(self):
+        before = planned()
+        other = sr.LogicalRules([(n, a) for n, a in RULES if n != "mlp"])
+        found = before.diff(planned(rules=other))
+        assert found.rules == ("rules 3, 4, 5, 6",)
+        assert [change.path for change in found.changes] == ["wi"]
+        assert not before.diff(planned())
+        tree, _ = beside()
+        assert before.diff(sr.plan(tree, [(".*", None)], MESH)).rules == (
+            "paths or logical axis names decide",
+        )
+        assert before.diff(planned(rules=sr.LogicalRules(RULES, sr.MAXTEXT))).rules == (
+            "the dialect",
+        )
+
+    def test_an_optimizers_state_is_cut_as_its_parameters(self):
+        import optax
+
+        for tree, names in ((boxed(), None), beside()):
+            plan = sr.plan(tree, RULES, MESH, names=names)
+            state = jax.eval_shape(optax.adam(1e-3).init, tree)
+            specs = plan.for_optimizer(state).specs()
+            assert specs[0].mu == specs[0].nu == SPECS
+            assert specs[0].count == P()
+            found = plan.for_optimizer(state).check()
+            assert "unnamed" not in kinds_of(found)
+            with_dp = sr.plan(tree, RULES, {**MESH, "dp": 2}, names=names)
+            zero1 = with_dp.for_optimizer(state, zero1="dp").specs()
+            assert zero1[0].mu["wi"] == P("fsdp", ("tp", "dp"))
+
+    def test_what_to_restore_has_shardings(self):
+        abstract = planned().abstract()
+        assert abstract["wi"].sharding.spec == SPECS["wi"]
+        assert abstract["wi"].shape == (64, 256)
+
+    def test_the_report_shows_names(self):
+        page = planned().to_html()
+        assert "vocab: 1, embed: 2" in page
+
+
+class TestChecks:
+    BIG = (8192, 8192)
+
+    def found(self, names, rules=RULES, mesh=MESH, shape=BIG, **options):
+        plan = sr.plan({"w": array(shape)}, rules, mesh, names={"w": names})
+        return plan.check(**options)
+
+    def test_all_in_order_is_no_finding_but_unused_rules_and_axes(self):
+        found = self.found(("embed", "mlp"))
+        assert [one.level for one in found] == ["info"]
+        (dead,) = found
+        assert dead.kind == "dead"
+        assert dead.message == (
+            "5 rules of 7 for names that no leaf has: 'batch', 'vocab', 'heads', 'kv'"
+        )
+
+    def test_a_misspelt_name_is_an_error(self):
+        errors = self.found(("embd", "mlp")).at_least("error")
+        assert kinds_of(errors) == {"unknown-name"}
+        assert "no rule is for the name 'embd' of 1 leaf; did you mean 'embed'" in errors[0].message
+
+    def test_an_unknown_name_that_costs_nothing_is_information(self):
+        (found,) = (one for one in self.found(("layers", "mlp")) if one.kind == "unknown-name")
+        assert found.level == "info"
+
+    def test_an_unknown_name_that_replicates_much_is_an_error(self):
+        errors = self.found(("layers", "norm")).at_least("error")
+        assert kinds_of(errors) == {"unknown-name"}
+        assert errors[0].bytes == 8192 * 8192 * 2
+        declared = self.found(("layers", "norm"), replicated=["w"])
+        assert not declared.at_least("error")
+
+    def test_a_large_leaf_without_names_is_an_error(self):
+        tree = {"w": array(self.BIG), "v": array((8, 8)), "b": array((4096, 4096))}
+        plan = sr.plan(tree, RULES, MESH, names={"v": ("embed", "mlp")})
+        (error,) = plan.check().at_least("warning")
+        assert (error.kind, error.level, error.leaves) == ("unnamed", "error", 2)
+        assert not plan.check(replicated=["w", "b"]).at_least("warning")
+        small = sr.plan(
+            {**tree, "w": array((8,)), "b": array(())}, RULES, MESH, names={"v": ("embed", "mlp")}
+        )
+        assert {one.level for one in small.check() if one.kind == "unnamed"} == {"info"}
+
+    def test_fewer_names_than_dimensions_are_a_warning(self):
+        (found,) = (
+            one
+            for one in self.found(("embed", "mlp"), shape=(32, 64, 256))
+            if one.kind == "unnamed"
+        )
+        assert found.level == "warning"
+        assert "fewer names than dimensions" in found.message
+
+    def test_more_names_than_dimensions_are_a_correction(self):
+        found = self.found(("embed", "mlp"), shape=(4096 * 4096,))
+        assert "correction" in kinds_of(found)
+
+    def test_an_axis_that_another_dimension_has_is_told(self):
+        (found,) = (one for one in self.found(("mlp", "vocab")) if one.kind == "taken")
+        assert (
+            "rule 3 'mlp' -> 'tp': nothing cuts 'mlp' in 1 leaf, as 'vocab' has the axes"
+            in found.message
+        )
+        assert "taken" not in kinds_of(
+            self.found(("mlp", "vocab"), mesh={"fsdp": 2, "tp": 1, "dp": 1})
+        )
+
+    def test_an_axis_that_the_mesh_lacks_is_an_error_though_another_rule_wins(self):
+        rules = sr.LogicalRules([("embed", "fdsp"), ("embed", "fsdp"), ("mlp", "tp")])
+        errors = self.found(("embed", "mlp"), rules).at_least("error")
+        assert kinds_of(errors) == {"unknown-axis"}
+        assert "rule 0 'embed' -> 'fdsp'" in errors[0].message
+        assert not self.found(("embed", "mlp"), rules, optional_axes=["fdsp"]).at_least("error")
+
+    def test_a_dimension_that_does_not_divide_is_told_with_its_rule(self):
+        found = self.found(("heads", "kv"), shape=(6, 2**24))
+        (lost,) = (one for one in found if one.kind == "correction")
+        assert lost.message.startswith("rule 4 'heads' -> 'tp': dim 0 of size 6 is not divisible")
+
+    def test_replicated_leaves_are_named_by_their_names(self):
+        (found,) = (one for one in self.found(("kv", None)) if one.kind == "replicated")
+        assert "the names ('kv', None)" in found.message
+
+
+class TestActivations:
+    def test_they_plan_as_any_other_leaf(self):
+        tree = {"mlp/x": array((32, 128, 256)), "att/q": array((32, 128, 8, 16))}
+        names = {"mlp/x": ("batch", None, "mlp"), "att/q": ("batch", None, "heads", "kv")}
+        plan = sr.plan(tree, RULES, {"dp": 4, "fsdp": 2, "tp": 4}, names=names)
+        assert plan.specs() == {"mlp/x": P("dp", None, "tp"), "att/q": P("dp", None, "tp", None)}
+
+
+class TestArrays:
+    MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp"))
+
+    def test_shard_and_constraints_take_them(self):
+        values = {name: np.ones(shape, "float32") for name, (shape, _) in ARRAYS.items()}
+        tree = {name: nn.LogicallyPartitioned(x, ARRAYS[name][1]) for name, x in values.items()}
+        placed = sr.shard(tree, RULES, self.MESH)
+        assert placed["wi"].value.sharding.spec == SPECS["wi"]
+        assert placed["wi"].names == ("embed", "mlp")
+        beside = sr.shard(values, RULES, self.MESH, names={n: k for n, (_, k) in ARRAYS.items()})
+        assert beside["wi"].sharding == placed["wi"].value.sharding
+        step = jax.jit(lambda tree: sr.with_sharding_constraint(tree, RULES, self.MESH))
+        np.testing.assert_array_equal(step(placed)["wi"].value, values["wi"])
+        eager = sr.with_sharding_constraint(placed, RULES, self.MESH)
+        assert eager["wi"].value.sharding.spec == SPECS["wi"]
