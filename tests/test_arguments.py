@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules import demo
 from shardrules._arguments import check_tree
 from shardrules._format import shown
 from shardrules.compat import easylm, jaxseq, maxtext, spectrax, tp_plan, windows
@@ -133,6 +134,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "is_weight": NOT_TRUTH,
     "prefix": (3, None, THING, HUGE),
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
+    "nested": tuple(value for value in NOT_TRUTH if value is not None),
+    "max_memory": NOT_SIZE,
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
@@ -154,6 +157,9 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
     "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
+    "read_model.path": (*NOT_FILE, None, b"x"),
+    "read_rules.path": (*NOT_FILE, None, b"x"),
+    "read_rules.dialect": tuple(value for value in NOT_DIALECT if value is not None),
     "Plan.on_mesh.mesh": (*NOT_MESH, None),
     "logical_axis_rules.rules": (*NOT_LOGICAL, iter(())),
     "logical_to_mesh.rules": NOT_LOGICAL,
@@ -272,6 +278,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
         "companions": (), "names": None}),
+    "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
+    "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None}),
@@ -333,7 +341,7 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Loss", "Plan",
-              "PlanDiff", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
+              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
               "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = ("compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding")

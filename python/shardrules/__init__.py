@@ -39,17 +39,22 @@ from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
 
-# Planning takes as long to import as everything else, and matching does not need it. So a name of
-# its api is imported when it is first used. Type checkers and IDEs see the import, and not
+# Planning takes as long to import as everything else, and matching needs neither it nor files. So a
+# name of theirs is imported when it is first used. Type checkers and IDEs see the import, and not
 # __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
+    from shardrules._files.public import RuleFile, read_model, read_rules
     from shardrules._planning.api import *
 else:
+    _OF_FILES = ("RuleFile", "read_model", "read_rules")
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from shardrules._planning import api
+        if name in _OF_FILES:
+            from shardrules._files import public as api
+        else:
+            from shardrules._planning import api
 
         return globals().setdefault(name, getattr(api, name))
 
@@ -88,6 +93,7 @@ __all__ = [
     "Loss",
     "Plan",
     "PlanDiff",
+    "RuleFile",
     "RuleSpec",
     "Rules",
     "RulesFallback",
@@ -106,6 +112,8 @@ __all__ = [
     "named_shardings",
     "patch",
     "plan",
+    "read_model",
+    "read_rules",
     "resolve_mesh",
     "shard",
     "spec_for",

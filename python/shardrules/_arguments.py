@@ -38,8 +38,8 @@ MOST: Final = 2**63 - 1
 
 _PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
 _ARRAYS: Final = (
-    "a pytree of arrays, or of abstract ones as jax.eval_shape gives; files are read with the "
-    "command line, or by what has written them"
+    "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
+    "those of a file"
 )
 _OPTIMIZER: Final = "the optimizer's state, jax.eval_shape(optimizer.init, params)"
 _INSTEAD: Final = {

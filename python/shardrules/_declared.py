@@ -1,37 +1,41 @@
 """Declarations about a rule list: properties that look like mistakes and are intended.
 
-A record, which rule files, the command line and `Plan.check` fill. Must not know what is checked.
+A dict, which rule files, the command line and `Plan.check` fill. Must not know what is checked.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, TypedDict
 
 from shardrules._matching.patterns import parse
 from shardrules._matching.rules import Rules
 
-__all__ = ["Declared", "compiled_replicated"]
+__all__ = ["NOTHING", "Declared", "all_declared", "compiled_replicated"]
 
 
-class Declared(NamedTuple):
-    """Properties of a rule list that are intended, so that `check` does not report them."""
+class Declared(TypedDict):
+    """Properties of a rule list that are intended: arguments of `Plan.check`, by their names."""
 
-    replicated: tuple[str | re.Pattern[str], ...] = ()
+    replicated: tuple[str | re.Pattern[str], ...]
     """Patterns of leaves that are replicated on purpose, searched in the paths."""
-    optional_axes: tuple[str, ...] = ()
+    optional_axes: tuple[str, ...]
     """Mesh axes that a mesh may lack."""
-    data_axes: tuple[str, ...] = ()
+    data_axes: tuple[str, ...]
     """Mesh axes that shard only batches and sequences."""
 
-    def also(self, other: Declared) -> Declared:
-        """The declarations of both."""
-        return Declared(
-            self.replicated + other.replicated,
-            self.optional_axes + other.optional_axes,
-            self.data_axes + other.data_axes,
-        )
+
+NOTHING: Final = Declared(replicated=(), optional_axes=(), data_axes=())
+
+
+def all_declared(one: Declared, other: Declared) -> Declared:
+    """The declarations of both."""
+    return Declared(
+        replicated=one["replicated"] + other["replicated"],
+        optional_axes=one["optional_axes"] + other["optional_axes"],
+        data_axes=one["data_axes"] + other["data_axes"],
+    )
 
 
 def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:

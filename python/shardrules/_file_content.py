@@ -157,7 +157,7 @@ def _raise_too_large(path: Path, size: int) -> NoReturn:
     raise FileError(
         f"{path}: reading this file of {bytes_shown(size)} takes more than "
         f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
-        "--max-memory"
+        "--max-memory, or in Python with max_memory"
     )
 
 

@@ -372,7 +372,9 @@ def test_rules_of_toml(write):
     own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
     wq = sr.RuleSpec(("fsdp", None, ("tp", "sp")), own, (1, 1, 128))
     assert file.name == "llama"
-    assert file.declared == (("norm", "bias$"), ("sp",), ("dp",))
+    assert file.declared == {
+        "replicated": ("norm", "bias$"), "optional_axes": ("sp",), "data_axes": ("dp",)
+    }  # fmt: skip
     assert file.rules.dialect.name == "EasyLM"
     assert file.rules.dialect.correction == correction
     assert list(file.rules) == [(re.compile("WQ/kernel", re.I), wq), ("bias", ("tp",)), (".*", ())]

@@ -222,14 +222,16 @@ def check(
     _one_of("--fail-on", fail_on, (*LEVELS, "never"))
     size, levels = byte_count(large), _levels(level or ())
     declared = Declared(
-        tuple(replicated or ()), tuple(_names(optional_axes)), tuple(_names(data_axes))
+        replicated=tuple(replicated or ()),
+        optional_axes=tuple(_names(optional_axes)),
+        data_axes=tuple(_names(data_axes)),
     )
     planned = _load(
         source, rules, mesh, dialect, min_size,
         max_memory=max_memory, no_fallbacks=no_fallbacks, declared=declared,
     )  # fmt: skip
     findings = planned.plan.check(
-        **planned.rules.declared._asdict(),
+        **planned.rules.declared,
         large=size,
         head_dim=head_dim,
         levels=levels,
@@ -387,7 +389,7 @@ def _tell_fallbacks(fallbacks: Collection[str]) -> None:
 def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> str:
     """The HTML report; its numbers include the gradients and moments in `counted`."""
     plan = planned.plan
-    findings = plan.check(**planned.rules.declared._asdict())
+    findings = plan.check(**planned.rules.declared)
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
         found = plan.sweep(fixed=ones, hbm=memory, **counted) if plan.devices > 1 else None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._declared import Declared, compiled_replicated
+from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MOMENTS", "Planned", "byte_count", "is_lock", "load_plan", "load_side"]
 
-_NOTHING: Final = Declared()
 # Optimizers, with the number of moments that each keeps per parameter.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -49,7 +48,7 @@ def load_plan(
     min_size: int,
     *,
     no_fallbacks: bool,
-    declared: Declared = _NOTHING,
+    declared: Declared = NOTHING,
 ) -> Planned:
     """The plan of a model under rules on a mesh.
 
@@ -68,7 +67,7 @@ def load_plan(
     axis_sizes = parse_mesh(mesh)
     chosen = None if dialect is None else _dialect_of(dialect)
     loaded = read_rules(rules, chosen)
-    loaded = loaded._replace(declared=loaded.declared.also(declared))
+    loaded = loaded._replace(declared=all_declared(loaded.declared, declared))
     fallbacks = tuple(dict.fromkeys(_fallbacks(loaded)))
     if fallbacks and no_fallbacks:
         raise FileError(
@@ -98,7 +97,7 @@ def load_side(
 def _fallbacks(loaded: RuleFile) -> Iterator[str]:
     for rule, why in loaded.rules.fallbacks:
         yield f"rule {rule} {loaded.rules[rule][0]!r} ({why})"
-    replicated = compiled_replicated(loaded.declared.replicated)
+    replicated = compiled_replicated(loaded.declared["replicated"])
     for index, why in replicated.fallbacks:
         yield f"replicated {replicated[index][0]!r} ({why})"
 

@@ -150,7 +150,8 @@ def nested(arrays: Arrays) -> dict[str, Any]:
         if arrays.separator in last or left < 0:
             raise FileError(
                 f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
-                "shorten them, or allow more with --max-memory"
+                "shorten them, or allow more with "
+                "--max-memory, or in Python with max_memory"
             )
         node = tree
         for key in outer:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._declared import Declared
+from shardrules._declared import NOTHING, Declared
 from shardrules._file_content import max_memory, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.modules import is_module_form, load_object
@@ -60,11 +60,11 @@ _MOST_CHARACTERS: Final = 100_000
 
 
 class RuleFile(NamedTuple):
-    """The rules in a file, with their declarations."""
+    """The rules in a file, with what the file says about them."""
 
     rules: Rules
     declared: Declared
-    """Properties that are intended, so that `check` does not report them."""
+    """What is intended, for `Plan.check(**declared)`: replicated, optional_axes and data_axes."""
     name: str
     """The file's name without suffixes, or the object's name."""
 
@@ -98,7 +98,7 @@ def _of_module(source: str, dialect: Dialect | None) -> RuleFile:
     rules = load_object(source)
     if dialect is not None or not isinstance(rules, Rules):
         rules = _compiled(source, rules, dialect or EFORMER)
-    return RuleFile(rules, Declared(), source.partition(":")[2])
+    return RuleFile(rules, NOTHING, source.partition(":")[2])
 
 
 def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
@@ -110,9 +110,9 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
     return RuleFile(
         _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
         Declared(
-            _patterns(path, table.get("replicated", [])),
-            _axes(path, "optional_axes", table),
-            _axes(path, "data_axes", table),
+            replicated=_patterns(path, table.get("replicated", [])),
+            optional_axes=_axes(path, "optional_axes", table),
+            data_axes=_axes(path, "data_axes", table),
         ),
         Path(path.name.removesuffix(".gz")).stem,
     )
@@ -124,7 +124,7 @@ def _content(path: Path) -> Any:
         raise FileError(
             f"{path}: reading {bytes_shown(len(data))} of rules takes more than "
             f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
-            "--max-memory"
+            "--max-memory, or in Python with max_memory"
         )
     return (parse_toml if is_toml else parse_json)(path, data)
 

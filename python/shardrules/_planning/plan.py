@@ -252,7 +252,7 @@ class Plan:
         self,
         *,
         large: int = DEFAULT_LARGE,
-        replicated: Iterable[str] = (),
+        replicated: Iterable[str | re.Pattern[str]] = (),
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
@@ -318,7 +318,9 @@ class Plan:
         patterns = listed("replicated", replicated, "patterns")
         each("replicated", patterns, str | re.Pattern, "a pattern")
         declared = Declared(
-            patterns, texts("optional_axes", optional_axes), texts("data_axes", data_axes)
+            replicated=patterns,
+            optional_axes=texts("optional_axes", optional_axes),
+            data_axes=texts("data_axes", data_axes),
         )
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
         return check(self._columns, large=large, declared=declared, head_dim=size, levels=levels)

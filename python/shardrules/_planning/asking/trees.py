@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._declared import Declared
+from shardrules._declared import NOTHING
 from shardrules._planning.asking.check import check
 from shardrules._sharding.mesh import as_mesh
 from shardrules._specs import as_partition_spec
@@ -69,7 +69,7 @@ def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
 
 
 def _errors(columns: Columns) -> str:
-    found = check(columns, declared=Declared())
+    found = check(columns, declared=NOTHING)
     return "\n".join(str(one) for one in found if one.kind in ("unmatched", "misfit"))
 
 

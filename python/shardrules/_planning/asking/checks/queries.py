@@ -65,10 +65,10 @@ class Queries:
     ) -> None:
         self.columns = columns
         self.large = large
-        self.optional_axes = frozenset(declared.optional_axes)
-        self.data_axes = frozenset(declared.data_axes)
+        self.optional_axes = frozenset(declared["optional_axes"])
+        self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
-        self._declared = compiled_replicated(declared.replicated)
+        self._declared = compiled_replicated(declared["replicated"])
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:

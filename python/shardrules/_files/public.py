@@ -1,0 +1,124 @@
+"""`read_model` and `read_rules`: what the command line reads, for Python.
+
+Costs what reading costs. `read_model` imports JAX. Must not execute anything: the form
+`module:name` is the command line's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shardrules._arguments import boolean, check_type, integer
+from shardrules._file_content import DEFAULT_MEMORY, memory_within
+from shardrules._file_error import FileError
+from shardrules._files.arrays import nested as in_levels
+from shardrules._files.arrays import read_arrays
+from shardrules._files.leaves import ArraySpec
+from shardrules._files.modules import is_module_form
+from shardrules._files.rules import RuleFile
+from shardrules._files.rules import read_rules as rules_in
+from shardrules._matching.dialects import Dialect
+
+__all__ = ["RuleFile", "read_model", "read_rules"]
+
+
+def read_model(
+    path: str | os.PathLike[str], *, nested: bool | None = None, max_memory: int = DEFAULT_MEMORY
+) -> dict[str, Any]:
+    """The arrays of a model in a file, as abstract arrays: their names, shapes and dtypes.
+
+    Only the headers of tensor files are read, and nothing is executed. Files may come from anyone.
+
+    Args:
+        path: A safetensors file, the index of several, a directory of them, an orbax checkpoint
+            (which needs `shardrules[orbax]`), or a JSON manifest, also gzipped:
+            `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on standard input.
+        nested: Whether names are split into the levels of a tree. Default: at `/`, as orbax has
+            them; names with dots stay whole, as `safetensors.flax.load_file` has them. True splits
+            these too, for dialects such as `WINDOW`; False splits none.
+        max_memory: Maximum bytes of memory for reading, beyond the file's own size. Default:
+            512 MiB.
+
+    Returns:
+        A dict of jax.ShapeDtypeStructs, or of such dicts; the lists of a checkpoint are dicts too.
+        Equal leaves are one object.
+
+    Raises:
+        FileError: There is no such file, its kind is unknown, it is damaged, or it would take more
+            memory; a ValueError.
+
+    Example:
+        >>> import json, os, tempfile
+        >>> import shardrules as sr
+        >>> manifest = {"params": [["layers/0/wq", [4096, 4096], "BF16"]]}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(os.path.join(directory, "model.json"), "w") as file:
+        ...         json.dump(manifest, file)
+        ...     model = sr.read_model(file.name)
+        >>> model
+        {'layers': {'0': {'wq': ShapeDtypeStruct(shape=(4096, 4096), dtype=bfloat16)}}}
+    """
+    splits = nested if nested is None else boolean("nested", nested)
+    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
+        arrays = read_arrays(_file(path))
+        made = {leaf: _abstract(leaf) for leaf in set(arrays.leaves.values())}
+        leaves = {name: made[leaf] for name, leaf in arrays.leaves.items()}
+        if splits or (splits is None and arrays.separator == "/"):
+            return in_levels(arrays._replace(leaves=leaves))
+    return leaves
+
+
+def read_rules(
+    path: str | os.PathLike[str],
+    *,
+    dialect: Dialect | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+) -> RuleFile:
+    """The rules in a TOML or JSON file, with what the file says about them.
+
+    Nothing is executed, and files may come from anyone. The planning page shows such a file.
+
+    Args:
+        path: A .toml file, or a JSON file, which may be gzipped.
+        dialect: The dialect. Default: the file's, or else eformer's.
+        max_memory: As in `read_model`.
+
+    Raises:
+        FileError: There is no such file, or its content is invalid; a ValueError.
+
+    Example:
+        >>> import jax, json, os, tempfile
+        >>> import shardrules as sr
+        >>> table = {"data_axes": ["dp"], "rules": [["wq", ["fsdp", "tp"]]]}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with open(os.path.join(directory, "rules.json"), "w") as file:
+        ...         json.dump(table, file)
+        ...     read = sr.read_rules(file.name)
+        >>> model = {"wq": jax.ShapeDtypeStruct((4096, 4096), "bfloat16")}
+        >>> plan = sr.plan(model, read.rules, {"dp": 2, "fsdp": 2, "tp": 2})
+        >>> print(plan.check(**read.declared))
+        0 errors, 0 warnings, 0 info
+    """
+    check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.EASYLM")
+    with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
+        return rules_in(_file(path), dialect)
+
+
+def _abstract(leaf: ArraySpec) -> Any:
+    import ml_dtypes
+    from jax import ShapeDtypeStruct
+
+    return ShapeDtypeStruct(leaf.shape, getattr(ml_dtypes, leaf.dtype, leaf.dtype))
+
+
+def _file(path: Any) -> str:
+    check_type("path", path, str | os.PathLike, "the path of a file")
+    name = str(Path(path))
+    if is_module_form(name):
+        raise FileError(
+            f"{name}: this is no file, and only the command line imports package.module:name; "
+            "import it, and use the object itself"
+        )
+    return name

@@ -1,0 +1,151 @@
+"""`read_model` and `read_rules`: the trees, rules and bounds of the command line, in Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._cli.inputs import load_plan
+from shardrules._dtypes import BITS
+from tests.support import corpus
+from tests.support.files import message
+
+RULES = '[[rules]]\npattern = "wq.kernel"\nspec = ["fsdp", "tp"]\n[[rules]]\npattern = ".*"\nspec = []\n'
+DECLARED = 'replicated = ["norm"]\noptional_axes = ["sp"]\ndata_axes = ["dp"]\n'
+MESH = "fsdp=8,tp=4"
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(DECLARED + RULES)
+    return path
+
+
+def written(path: Path, *rows) -> Path:
+    path.write_text(json.dumps({"params": rows}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "easylm-llama-3.1-405b", "flax-gpt-j-6b"])
+def test_a_plan_of_files_is_that_of_the_command_line(name, rules):
+    path = corpus.manifest_path(name)
+    theirs = load_plan(str(path), str(rules), MESH, None, 0, no_fallbacks=False)
+    read = sr.read_rules(rules)
+    ours = sr.plan(sr.read_model(path), read.rules, {"fsdp": 8, "tp": 4})
+    assert ours.fingerprint() == theirs.plan.fingerprint()
+    assert sorted(ours.paths) == sorted(theirs.plan.paths)
+    assert str(ours.check(**read.declared)) == str(theirs.plan.check(**theirs.rules.declared))
+
+
+def test_names_with_slashes_are_levels_and_those_with_dots_stay_whole(tmp_path):
+    slashed = written(tmp_path / "a.json", ["layers/0/w", [8, 4], "BF16"], ["b", [], "I32"])
+    leaf, number = jax.ShapeDtypeStruct((8, 4), "bfloat16"), jax.ShapeDtypeStruct((), "int32")
+    assert sr.read_model(slashed) == {"layers": {"0": {"w": leaf}}, "b": number}
+    assert sr.read_model(slashed, nested=False) == {"layers/0/w": leaf, "b": number}
+    dotted = written(tmp_path / "b.json", ["layers.0.w", [8, 4], "BF16"], ["b", [], "I32"])
+    assert sr.read_model(str(dotted)) == {"layers.0.w": leaf, "b": number}
+    assert sr.read_model(dotted, nested=True) == sr.read_model(slashed)
+    model = sr.read_model(dotted, nested=True)
+    assert sr.Rules([(("layers", "0", "w"), "tp"), (("b",), None)], sr.WINDOW).match(model) == {
+        "layers": {"0": {"w": P("tp")}}, "b": P()
+    }  # fmt: skip
+
+
+def test_equal_leaves_are_one_object(tmp_path):
+    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(50)))
+    assert len(set(map(id, sr.read_model(path).values()))) == 1
+
+
+def test_arrays_of_safetensors_are_those_that_the_library_loads(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    arrays = {"h.0.wq.weight": np.ones((4, 2), "float16"), "h.0.b": np.zeros(3, "int8")}
+    numpy.save_file(arrays, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        model = sr.read_model(path)
+        loaded = numpy.load_file(tmp_path / "model.safetensors")
+        assert {name: (leaf.shape, leaf.dtype) for name, leaf in model.items()} == {
+            name: (array.shape, array.dtype) for name, array in loaded.items()
+        }
+
+
+def test_every_dtype_of_files_is_one_of_jax(tmp_path):
+    path = written(tmp_path / "a.json", *([name, [2], name] for name in BITS))
+    assert {name: leaf.dtype.name for name, leaf in sr.read_model(path).items()} == {
+        name: name for name in BITS
+    }
+
+
+def test_a_checkpoint_is_restored_into_the_plan_of_its_own_metadata(tmp_path, rules):
+    if not hasattr(jax.monitoring, "record_scalar"):
+        pytest.skip("orbax cannot save with this JAX, which it was not made for")
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+    params = {"layer": {"wq": {"kernel": jnp.ones((8, 8), "bfloat16")}}, "step": jnp.int32(7)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", params)
+        checkpointer.wait_until_finished()
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+        target = sr.plan(sr.read_model(tmp_path / "c"), sr.read_rules(rules).rules, mesh).abstract()
+        restored = checkpointer.restore(tmp_path / "c", target)
+    assert jax.tree.map(lambda array: array.sharding.spec, restored) == {
+        "layer": {"wq": {"kernel": P("fsdp", "tp")}}, "step": P()
+    }  # fmt: skip
+
+
+def test_rules_with_what_their_file_says_about_them(rules):
+    read = sr.read_rules(rules)
+    assert isinstance(read, sr.RuleFile)
+    assert read.name == "rules"
+    assert read.rules == sr.Rules([("wq.kernel", ("fsdp", "tp")), (".*", ())])
+    assert read.declared == {
+        "replicated": ("norm",), "optional_axes": ("sp",), "data_axes": ("dp",)
+    }  # fmt: skip
+    assert sr.read_rules(str(rules), dialect=sr.SPECTRAX).rules.dialect == sr.SPECTRAX
+
+
+def test_nothing_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user_code.py").write_text("raise SystemExit('executed')")
+    for read in (sr.read_model, sr.read_rules):
+        assert "only the command line imports package.module:name" in message(read, "user_code:f")
+    (tmp_path / "user_code:f").write_text('{"params": []}')
+    assert sr.read_model("user_code:f") == {}
+
+
+def test_the_bound_on_memory(tmp_path):
+    path = written(tmp_path / "a.json", *([f"w{i}", [2, 2], "F32"] for i in range(500)))
+    assert "or in Python with max_memory" in message(
+        lambda path: sr.read_model(path, max_memory=1000), path
+    )
+    deep = written(tmp_path / "b.json", ["/" * 900, [2], "F32"])
+    with pytest.raises(sr.FileError, match="^b: //.*: the names have more levels than"):
+        sr.read_model(deep, max_memory=100_000)
+    assert len(sr.read_model(deep, max_memory=100_000, nested=False)) == 1
+    listed = tmp_path / "rules.json"
+    listed.write_text(json.dumps([["w", ["tp"]]] * 100))
+    for read in (sr.read_rules, sr.read_model):
+        assert "allow more with --max-memory" in message(
+            lambda path, read=read: read(path, max_memory=1000), listed
+        )
+    assert len(sr.read_rules(listed).rules) == 100
+
+
+def test_files_are_imported_on_first_use():
+    code = (
+        "import sys, shardrules as sr; assert 'shardrules._files' not in sys.modules;"
+        "assert 'read_rules' in dir(sr); sr.plan({'a': 1}, [('a', ())], {'dp': 2});"
+        "assert 'shardrules._files' not in sys.modules; sr.read_model, sr.RuleFile;"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
