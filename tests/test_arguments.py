@@ -107,6 +107,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "file": NOT_FILE,
     "absent": ("drp", None, 0, THING, HUGE, []),
     "name": (3, None, THING, HUGE),
+    "hidden_key": (1, b"value", THING, HUGE, ["value"]),
     "separator": (1, None, b"/", THING, HUGE),
     "match": (3, 0, "search", [], ["silly"], [3], THING, HUGE),
     "last_wins": NOT_TRUTH,
@@ -220,7 +221,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Dialect": (sr.Dialect, {
         "name": "x", "separator": "/", "correction": sr.Correction(), "keys": "text",
         "match": ("search",), "precedence": "first", "scalars": "none", "min_size": "after",
-        "rank": "keep", "unmatched": "error"}),
+        "rank": "keep", "unmatched": "error", "hidden_key": None}),
     "Findings.at_least": (PLAN.check().at_least, {"level": "error"}),
     "Findings.to_github": (PLAN.check().to_github, {"file": None}),
     "Findings.to_json": (PLAN.check().to_json, {}),

@@ -48,11 +48,12 @@ py::tuple to_python(const resolution::Listing& listing) {
 }
 
 resolution::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
-                           bool unique, bool scalars_need_rules, bool size_one_is_scalar,
-                           bool min_size_first) {
+                           const std::optional<py::str>& hidden_key, bool unique,
+                           bool scalars_need_rules, bool size_one_is_scalar, bool min_size_first) {
     return {.path_style = {.separator = Ref::borrow(separator.ptr()),
                            .shown_separator = Ref::borrow(shown_separator.ptr()),
-                           .keystr = keystr},
+                           .keystr = keystr,
+                           .hidden_key = hidden_key ? Ref::borrow(hidden_key->ptr()) : Ref()},
             .unique = unique,
             .scalars_need_rules = scalars_need_rules,
             .size_one_is_scalar = size_one_is_scalar,
@@ -226,8 +227,8 @@ py::tuple RuleSet::counters() const {
 void register_rule_set(py::module_& module) {
     py::class_<resolution::Choices>(module, "Choices", whole())
         .def(py::init(&choices_of), py::kw_only(), py::arg("separator"),
-             py::arg("shown_separator"), py::arg("keystr"), py::arg("unique"),
-             py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
+             py::arg("shown_separator"), py::arg("keystr"), py::arg("hidden_key"),
+             py::arg("unique"), py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
              py::arg("min_size_first"));
     py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,

@@ -15,6 +15,7 @@ struct PathStyle {
     Ref separator;        // joins them, for the rules
     Ref shown_separator;  // joins them for people
     bool keystr = false;  // a key's text is as jax.tree_util.keystr has it, instead of its str()
+    Ref hidden_key{};     // left out where a node's only child, a leaf, has it; or empty
 };
 
 // A dict key or attribute name (any object, whose str() is the text), or a sequence index.

@@ -32,6 +32,7 @@ class Walk {
   public:
     Walk(const PathStyle& path_style, automata::LazyDfa& dfa, LeafVisitor& visitor)
         : separator_(text_of(path_style.separator.get())),
+          hidden_key_(path_style.hidden_key.get()),
           dfa_(dfa),
           visitor_(visitor),
           path_(path_style) {
@@ -67,6 +68,10 @@ class Walk {
 
     // On errors the path stays, for the note.
     Ref descend(const Key& key, PyObject* object) {
+        if (separator_waits_) {
+            if (is_hidden(key, object)) return leaf(object);
+            go_on();
+        }
         signals_.tick();
         path_.push(key);
         steps_.enter(dfa_, path_);
@@ -75,12 +80,32 @@ class Walk {
         if (type.kind == NodeKind::kLeaf) {
             result = leaf(object);
         } else {
-            dfa_.extend(separator_);
+            separator_waits_ = hidden_key_ != nullptr && may_hide_its_key(object, type);
+            if (!separator_waits_) dfa_.extend(separator_);
             result = node(object, type);
+            separator_waits_ = false;
         }
         dfa_.leave();
         path_.pop();
         return result;
+    }
+
+    // Behind a hidden key there is no separator, so it waits for the key of the only child.
+    static bool may_hide_its_key(PyObject* object, const NodeType& type) {
+        if (type.kind == NodeKind::kDict) return PyDict_GET_SIZE(object) == 1;
+        if (type.kind != NodeKind::kRegistered) return false;
+        return !type.record || type.record->keys().size() == 1;
+    }
+
+    bool is_hidden(const Key& key, PyObject* object) {
+        return key.object != nullptr && PyUnicode_Check(key.object) &&
+               PyUnicode_Compare(key.object, hidden_key_) == 0 &&
+               types_.of(object).kind == NodeKind::kLeaf;
+    }
+
+    void go_on() {
+        separator_waits_ = false;
+        dfa_.extend(separator_);
     }
 
     Ref node(PyObject* object, const NodeType& type) {
@@ -239,6 +264,7 @@ class Walk {
                          Py_TYPE(object)->tp_name);
             throw PythonError{};
         }
+        if (separator_waits_ && PyTuple_GET_SIZE(flat.pairs.get()) != 1) go_on();
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat.pairs.get()); ++i) {
             const Ref pair = key_and_child(object, flat.pairs.get(), i);
             PyObject* entry = PyTuple_GET_ITEM(pair.get(), 0);
@@ -299,6 +325,8 @@ class Walk {
     }
 
     automata::Text separator_;
+    PyObject* hidden_key_;          // borrowed; null if there is none
+    bool separator_waits_ = false;  // of the node that the walk has just come to
     automata::LazyDfa& dfa_;
     LeafVisitor& visitor_;
     TreePath path_;

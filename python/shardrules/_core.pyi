@@ -122,6 +122,7 @@ class Choices:
         separator: str,
         shown_separator: str,
         keystr: bool,
+        hidden_key: str | None,
         unique: bool,
         scalars_need_rules: bool,
         size_one_is_scalar: bool,

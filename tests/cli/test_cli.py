@@ -429,3 +429,12 @@ def test_json_says_whether_a_plan_fits(small):
     assert "fits" not in json.loads(run(*args).stdout)
     assert json.loads(run(*args, "--hbm", "1MB").stdout)["fits"] is False
     assert json.loads(run(*args, "--hbm", "1GB").stdout)["fits"] is True
+
+
+def test_the_dialect_of_nnx_takes_the_names_of_a_file_apart(tmp_path):
+    model, rules = tmp_path / "m.json", tmp_path / "r.toml"
+    model.write_text(json.dumps({"params": [["wq/kernel/value", [8, 8], "F32"]]}))
+    rules.write_text('dialect = "nnx"\n[[rules]]\npattern = "kernel$"\nspec = ["tp"]\n')
+    result = run("explain", model, "wq/kernel", "-r", rules, "-m", "tp=2")
+    assert "rule 0: 'kernel$' wins" in result.stdout
+    assert run("check", model, "-r", rules, "-m", "tp=2").exit_code == 0

@@ -409,7 +409,7 @@ def test_rules_of_windows_and_plans(write):
     assert read_rules(path).rules.first_match("l.3.q") == 0
     assert read_rules(path).name == "p"
     assert set(DIALECTS.values()) == {
-        sr.EFORMER, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
+        sr.EFORMER, sr.NNX, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
     }  # fmt: skip
 
 

@@ -469,6 +469,115 @@ class TestChoices:
         assert [s.spec for s in specs.values()] == [P("dp", "tp"), P(), P(None)]
 
 
+class TestNnx:
+    """Without the `value` of its variables, a state of flax nnx has the paths of its pure dict."""
+
+    @pytest.fixture
+    def nnx(self):
+        return pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+    @pytest.fixture
+    def model(self, nnx):
+        class Attention(nnx.Module):
+            def __init__(self, rngs):
+                self.value = nnx.Linear(8, 8, rngs=rngs)
+                self.out = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
+                self.inner = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.attn, self.norm = Attention(rngs), nnx.BatchNorm(8, rngs=rngs)
+                self.value = nnx.Param(np.ones((8, 8), np.float32))
+
+        return Model(nnx.Rngs(0))
+
+    def test_a_state_is_decided_as_its_pure_dict(self, nnx, model):
+        rules = [("value$", "tp"), ("kernel$|lora_a$", ("fsdp", "tp")), ("bias", None), (".*", ())]
+        state = nnx.state(model, nnx.Param)
+        pure = nnx.to_pure_dict(state)
+        ours = sr.plan(state, sr.Rules(rules, sr.NNX), {"fsdp": 2, "tp": 2})
+        theirs = sr.plan(pure, rules, {"fsdp": 2, "tp": 2})
+        assert dict(zip(ours.paths, ours.rule, strict=True)) == dict(
+            zip(theirs.paths, theirs.rule, strict=True)
+        )
+        assert {"attn/value/kernel", "value"} <= set(ours.paths)
+        matched = sr.Rules(rules, sr.NNX).match(state)
+        assert jax.tree.structure(matched, is_leaf=is_spec) == jax.tree.structure(state)
+        assert nnx.to_pure_dict(matched) == sr.Rules(rules).match(pure)
+        assert len(sr.compare(state, sr.Rules(rules, sr.NNX), rules)) > 0
+
+    def test_a_module_and_its_optimizer(self, nnx, model):
+        optax = pytest.importorskip("optax")
+        rules = sr.Rules([("kernel$", ("fsdp", "tp")), (".*", ())], sr.NNX)
+        try:
+            optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        except TypeError:
+            pytest.skip("this flax's Optimizer has other arguments")
+        plan = sr.plan(nnx.state(model, nnx.Param), rules, {"fsdp": 2, "tp": 2})
+        derived = plan.for_optimizer(nnx.state(optimizer))
+        moment = derived.kind("opt_state/0/mu/attn/value/kernel")
+        assert tuple(moment.spec or ()) == ("fsdp", "tp")
+        assert not any(path.endswith("/value/value") for path in derived.paths)
+        assert {"opt_state/0/mu/value", "opt_state/0/count"} <= set(derived.paths)
+
+    def test_other_dialects_with_a_hidden_key(self, nnx, model):
+        keystr = sr.Rules(
+            [(r"^\['attn'\]\['inner'\]\['kernel'\]$", "tp"), (".*", None)],
+            replace(sr.KEYSTR, hidden_key=".value"),
+        )
+        matched = nnx.to_pure_dict(keystr.match(nnx.state(model)))
+        assert matched["attn"]["inner"]["kernel"] == P("tp")
+        windows = sr.Rules(
+            [(("inner", "kernel"), "tp"), ((".*",), None)], replace(sr.WINDOW, hidden_key="value")
+        )
+        assert nnx.to_pure_dict(windows.match(nnx.state(model))) == matched
+
+    @pytest.mark.parametrize("memory_budget", [0, 2000, 32 << 20])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_key_that_holds_one_leaf_is_as_if_it_were_not_there(self, seed, memory_budget):
+        rng = random.Random(seed)
+        names = ["kernel", "value", "bias", "x" * 40, "a", "valu", "values"]
+
+        def tree(depth):
+            if depth == 0 or rng.random() < 0.2:
+                return array(4, 4)
+            return {name: tree(depth - 1) for name in rng.sample(names, rng.randint(1, 4))}
+
+        def boxed(node):
+            return {"value": node} if not isinstance(node, dict) else {
+                key: boxed(child) for key, child in node.items()
+            }  # fmt: skip
+
+        plain = {"root": tree(4)}
+        patterns = ["value$", "^root/value", "kernel/value|bias$", "(?<!x)/a", "value/.*value", ""]
+        rules = [(pattern, Payload(rule)) for rule, pattern in enumerate(patterns)]
+        expected = sr.Rules(rules, memory_budget=memory_budget).match(plain)
+        found = sr.Rules(rules, sr.NNX, memory_budget=memory_budget).match(boxed(plain))
+        assert found == jax.tree.map(boxed, expected)
+
+    def test_what_is_not_left_out(self):
+        leaf = array(4)
+        tree = {
+            "value": leaf, "a": {"value": leaf, "b": leaf}, "c": {"value": [leaf]},
+            "d": {"value": {"value": {"value": leaf}}}, "e": {"value": None}, "f": [{"value": leaf}],
+        }  # fmt: skip
+        paths = sr.plan(tree, sr.Rules([("", ())], sr.NNX), {"tp": 1}).paths
+        assert paths == ["value", "a/value", "a/b", "c/value/0", "d/value/value", "f/0"]
+
+    def test_locks_and_files(self, tmp_path):
+        path = tmp_path / "rules.toml"
+        path.write_text('dialect = "nnx"\n[[rules]]\npattern = "kernel$"\nspec = "tp"\n')
+        rules = sr.read_rules(path).rules
+        assert rules.dialect == sr.NNX
+        plan = sr.plan({"a": {"kernel": {"value": array(8, 8)}}}, rules, {"tp": 2})
+        locked = sr.Plan.from_lock(plan.lock())
+        assert locked.rules.dialect == sr.NNX
+        assert str(locked.diff(plan)) == "no differences"
+        eformers = sr.plan({"a": {"kernel": array(8, 8)}}, list(rules), {"tp": 2})
+        assert "hidden_key" not in eformers.lock()
+        assert "rules changed: the dialect" in str(eformers.diff(plan))
+
+
 class TestBadInput:
     def test_several_keras_keys(self):
         rules = sr.Rules([(".*kernel", ("x",)), ("a/.*", ("y",))], sr.KERAS)

@@ -561,6 +561,35 @@ class TestNnxValue:
         found = findings(self.TREE, [("kernel", ("fsdp", "tp")), ("value", "tp")])
         assert of_kind(found, "nnx-value") == []
 
+    def test_a_pattern_that_matches_some_leaves_only_so(self):
+        attn = {name: {"kernel": {"value": LARGE}} for name in ("query", "value")}
+        rules = [("attn.*value", ("fsdp", "tp")), ("kernel", ("tp", "fsdp"))]
+        one = only(findings({"attn": attn, **self.TREE}, rules), "nnx-value")
+        assert (one.level, one.rule, one.paths) == ("warning", 0, ("attn/query/kernel/value",))
+        assert "1 leaf only through the '/value' in which flax nnx lets paths end" in one.message
+        assert "or use the dialect NNX" in one.fix
+
+    def test_patterns_that_have_it_on_purpose(self):
+        tree = {**self.TREE, "norm": {"scale": {"value": LARGE}}}
+        rules = [("kernel/value$", ("fsdp", "tp")), ("scale/value", ("tp", "fsdp"))]
+        one = only(findings(tree, rules), "nnx-value")
+        assert (one.level, one.leaves) == ("info", 3)
+        assert "rules 0, 1: 3 leaves matched only through the '/value'" in one.message
+
+    def test_patterns_that_end_before_it(self):
+        rules = [("query/kernel$", "tp"), ("bias$", "tp"), ("kernel", ("fsdp", "tp"))]
+        one = only(findings(self.TREE, rules), "nnx-value")
+        assert (one.level, one.rule, one.paths) == ("warning", 0, ("query/kernel/value",))
+        assert (
+            "matches no leaf, since flax nnx lets paths end in '/value'; without it, 1"
+            in one.message
+        )
+
+    def test_the_paths_of_the_dialect_do_not_end_so(self):
+        for pattern in ("query|key|value", "kernel/value$", "kernel$"):
+            rules = sr.Rules([(pattern, ("fsdp", "tp")), (".*", ())], sr.NNX)
+            assert of_kind(findings(self.TREE, rules), "nnx-value") == []
+
     def test_of_nnx_itself(self):
         nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
         model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))

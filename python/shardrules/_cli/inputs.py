@@ -144,5 +144,9 @@ def _tree(source: str, rules: Rules) -> tuple[str, Any]:
         return source, load_object(source)
     arrays = read_arrays(source)
     dialect = rules.dialect
-    joins_keys = dialect.keys != "text" or key_separator(dialect) != dialect.separator
+    joins_keys = (
+        dialect.keys != "text"
+        or dialect.hidden_key is not None
+        or key_separator(dialect) != dialect.separator
+    )
     return arrays.name, nested(arrays) if joins_keys else arrays.leaves

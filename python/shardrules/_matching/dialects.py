@@ -6,7 +6,7 @@ choice is carried out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from shardrules._arguments import check_choice, check_choices, check_type, texts
@@ -19,6 +19,7 @@ __all__ = [
     "EFORMER",
     "KERAS",
     "KEYSTR",
+    "NNX",
     "SPECTRAX",
     "TP_PLAN",
     "WINDOW",
@@ -54,6 +55,8 @@ class Dialect:
         rank: What `match` does with a spec that is longer than the leaf's rank: "truncate" it,
             "replicate" the leaf, "keep" it, or "error".
         unmatched: What becomes of leaves that no rule matches: an "error", or "replicate" them.
+        hidden_key: The text of a last key that paths do not have, where it is the only key of its
+            node: "value" of a variable of flax nnx. Default: none.
 
     Raises:
         ValueError: A choice that does not exist.
@@ -77,10 +80,12 @@ class Dialect:
     min_size: Literal["after", "before"] = "after"
     rank: RankPolicy = "truncate"
     unmatched: Literal["error", "replicate"] = "error"
+    hidden_key: str | None = None
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
         check_type("separator", self.separator, str, "a string")
+        check_type("hidden_key", self.hidden_key, str | None, "a string or None")
         check_type("correction", self.correction, Correction, "a Correction")
         object.__setattr__(self, "match", texts("match", self.match))
         check_choices(self)
@@ -107,6 +112,10 @@ _NONE: Final = Correction(absent="error", indivisible="error", rank="error", pad
 EFORMER = Dialect(name="eformer", separator="/", correction=Correction())
 """`eformer.escale.match_partition_rules`, as of eformer 0.0.101; the correction is that of its
 `get_corrected_named_sharding`, but keeps PartitionSpec.UNCONSTRAINED."""
+
+NNX = replace(EFORMER, name="nnx", hidden_key="value")
+"""Eformer's, for the states and modules of flax nnx: without the `value` in which their paths end,
+the paths are those of linen and of `nnx.to_pure_dict`."""
 
 EASYLM = Dialect(name="EasyLM", separator="/", correction=_NONE, scalars="size 1", rank="keep")
 """`match_partition_rules` of EasyLM's jax_utils, and `TreePathShardingRule` of scalax 0.2.6."""

@@ -252,6 +252,7 @@ def _choices(dialect: Dialect) -> Choices:
         separator=key_separator(dialect),
         shown_separator=dialect.separator,
         keystr=dialect.keys == "keystr",
+        hidden_key=dialect.hidden_key,
         unique=dialect.precedence == "only",
         scalars_need_rules=dialect.scalars == "none",
         size_one_is_scalar=dialect.scalars == "size 1",

@@ -267,7 +267,9 @@ class Plan:
         | unknown-axis | error | axes that rules name and the mesh lacks |
         | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
           them that are replicated are not large together |
-        | nnx-value | error | rules that match every leaf of flax nnx through its `value` |
+        | nnx-value | error, warning, info | rules that match leaves of flax nnx only through the
+          `value` in which their paths end: every leaf (error), some (warning), or as it seems on
+          purpose (info); and rules that match none because of it (warning) |
         | unknown-name | error, info | names that no logical rule has; info if the name is not
           near one that no leaf has and what is replicated is not large |
         | unnamed | error, warning, info | leaves without logical axis names; info if they are not

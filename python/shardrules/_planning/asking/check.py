@@ -21,7 +21,8 @@ from shardrules._planning.asking.checks.logical import (
     unnamed,
 )
 from shardrules._planning.asking.checks.misfits import misfits, unmatched, unplaceable
-from shardrules._planning.asking.checks.names import half_heads, nnx_values
+from shardrules._planning.asking.checks.names import half_heads
+from shardrules._planning.asking.checks.nnx import nnx_values
 from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.checks.replication import catch_alls, replicated
 from shardrules._planning.asking.checks.rules import dead_rules, shadowed_rules, siblings

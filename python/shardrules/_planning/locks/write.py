@@ -53,7 +53,8 @@ def lock_text(columns: Columns) -> str:
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
     rules = [_rule_entry(index, rule) for index, rule in enumerate(columns.rules)]
-    dialect = dataclasses.asdict(columns.rules.dialect)
+    fields = dataclasses.asdict(columns.rules.dialect)
+    dialect = {name: value for name, value in fields.items() if value is not None}
     decided_by = [json.dumps([kind.rule, problem_shown(kind)]) for kind in columns.kinds]
     head = {
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""Checks that go by the names of leaves: attention heads that are cut apart, and nnx's `value`.
+"""Checks that go by the names of leaves: attention heads that are cut apart.
 
 Costs a few regexes per folded path. Must not know how findings are shown.
 """
@@ -18,7 +18,7 @@ from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind
 from shardrules._specs import entries_of, entry_axes
 
-__all__ = ["half_heads", "nnx_values"]
+__all__ = ["half_heads"]
 
 _ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
 # Projections to heads, and from heads, as the field's libraries name them inside of attention.
@@ -168,30 +168,3 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
     if part == size or size % head_dim or part % head_dim == 0:
         return None
     return _CutHeads(place, size, head_dim, part)
-
-
-def nnx_values(queries: Queries) -> Iterator[Finding]:
-    """Rules that match a leaf only through the `value` in which paths of flax nnx end."""
-    columns = queries.columns
-    rules = columns.leaves.path_rules
-    if rules is None:
-        return
-    dialect = rules.dialect
-    end = f"{dialect.separator or '.'}value"
-    if not any(columns.paths[one.rows.item(0)].endswith(end) for one in columns.folded):
-        return
-    # Paths that have nothing of a model in them but this end, or not even that.
-    probe = "~" if dialect.separator else "['~']"
-    only_so = set(rules.all_matches(probe + end)) - set(rules.all_matches(probe))
-    for rule in sorted(only_so):
-        won = columns.coverage.won[rule]
-        if won:
-            yield finding(
-                "error",
-                "nnx-value",
-                f"{queries.rule(rule)} matches every path that ends in {end!r}, in which flax nnx "
-                f"lets paths end, and wins {counted(won, 'leaf')}",
-                f"let the pattern go on behind the name, as in value{end[0]}kernel",
-                folded=queries.folded(lambda kind, rule=rule: kind.rule == rule),  # type: ignore[misc]
-                rule=rule,
-            )
