@@ -721,7 +721,7 @@ class TestCompanion:
 
     def test_one_that_finds_nothing(self):
         tree = {"layers": {"wq": array(32, 64, 64)}}
-        for mistyped in (sr.stacked("layer"), sr.Companion("wq$", "w", dims=(0, 1))):
+        for mistyped in (sr.stacked("layer"), sr.Companion("wx$", "w", dims=(0, 1))):
             (one,) = self.found(tree, [("", "fsdp")], [sr.stacked("layers"), mistyped])
             assert (one.level, one.paths, one.leaves) == ("warning", (), 0)
             assert one.message == f"the companion {mistyped.pattern!r} finds no leaf"

@@ -597,6 +597,131 @@ def test_qwix_has_these_shapes():
     assert plan.kind("kernel_lora_b/value").spec == P(None, "tp", None)
 
 
+@pytest.mark.parametrize(("leaf", "shape", "base", "spec"), NAMES)
+def test_tables_on_stacks_and_on_layers_of_rules_for_stacks(leaf, shape, base, spec):
+    """A table and a stack combined: as the table alone, with the stack's dimension."""
+    rules = [
+        ("kernel(/value)?$", P("in", "out")),
+        (r"[./]weight$", P("out", "in")),
+        (r"_proj$", P("expert", "in", "out")),
+        (".*", P()),
+    ]
+    mesh, tables = {"in": 2, "out": 4, "expert": 2, "stage": 3}, (*sr.LORA, *sr.QUANTIZED)
+    of_layer = sr.plan({leaf: abstract(*shape)}, rules, mesh, companions=tables).specs()[leaf]
+    assert of_layer == P(*spec)
+    for_layers = [(f"layers/0/.*{pattern}", entries) for pattern, entries in rules[:-1]] + rules[
+        -1:
+    ]
+    stacks = (sr.stacked("layers", mesh_axis="stage"), *tables)
+    tree = {"layers": {leaf: abstract(6, *shape)}}
+    plan = sr.plan(tree, for_layers, mesh, companions=stacks)
+    assert plan.specs()["layers"][leaf] == P("stage", *of_layer)
+    assert plan.sources == [f"layers/0/{base}"]
+    assert of_kind_companion(plan) == {"LORA", "QUANTIZED"} - {table_of(leaf)}
+    for_stacks = [(f"layers/.*{pattern}", P(None, *entries)) for pattern, entries in rules[:-1]]
+    back = sr.plan(
+        {"layers": [{leaf: abstract(*shape)}]}, for_stacks, mesh,
+        companions=(*tables, sr.unstacked("layers")),
+    )  # fmt: skip
+    assert back.specs()["layers"][0][leaf] == of_layer
+    assert back.sources == [f"layers/{base}"]
+
+
+def table_of(leaf):
+    return "LORA" if "lora" in leaf else "QUANTIZED"
+
+
+def of_kind_companion(plan):
+    """The names of what finds nothing."""
+    found = [one for one in plan.check() if one.kind == "companion"]
+    assert all("finds no leaf" in one.message for one in found), found
+    return {one.message.split()[0] for one in found}
+
+
+@pytest.mark.parametrize(("weight", "a", "b", "of_a", "of_b"), QWIX)
+def test_qwixs_lora_on_stacks(weight, a, b, of_a, of_b):
+    """The weight of a layer is not in the tree, but its stack says which shape it has."""
+    stack = {"w": abstract(5, *weight), "w_lora_a": abstract(5, *a), "w_lora_b": abstract(5, *b)}
+    mesh = {"x": 2, "y": 2, "z": 2}
+    plan = sr.plan(
+        {"h": stack}, [("h/0/w$", P("x", "y", "z"))], mesh, companions=[sr.stacked("h"), *sr.LORA]
+    )
+    specs = plan.specs()["h"]
+    assert (specs["w_lora_a"], specs["w_lora_b"]) == (P(None, *of_a), P(None, *of_b))
+
+
+def test_nnx_lora_on_stacked_layers():
+    nnx = pytest.importorskip("flax.nnx")
+
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def layers(rngs):
+        return nnx.LoRALinear(32, 64, lora_rank=2, rngs=rngs)
+
+    tree = {"layers": nnx.state(layers(nnx.Rngs(0)))}
+    rules = sr.Rules([(r"layers/\d+/kernel$", P("fsdp", "tp")), ("bias", P(None, "tp"))], sr.NNX)
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers"), *sr.LORA])
+    assert plan.kind("layers/lora/lora_a").spec == P(None, "fsdp", None)
+    assert plan.kind("layers/lora/lora_b").spec == P(None, None, "tp")
+    assert plan.kind("layers/kernel").spec == P(None, "fsdp", "tp")
+    assert plan.kind("layers/lora/lora_a").shape == (4, 32, 2)
+
+
+def test_quantized_factors_of_lora_follow_through_both_tables():
+    tree = {"q": {"kernel_lora_a": {"array": {"qvalue": abstract(64, 4), "scale": abstract(1, 4)}}}}
+    plan = sr.plan(
+        tree, [("q/kernel$", P("fsdp", "tp"))], SIZES, companions=(*sr.QUANTIZED, *sr.LORA)
+    )
+    assert plan.specs()["q"]["kernel_lora_a"]["array"] == {"qvalue": P("fsdp", None), "scale": P()}
+
+
+def test_units_and_blocks_of_combined_companions():
+    """128 of the weight's elements are one of the scale's: 4 of its rows are 512 of the weight."""
+    rules = [("layers/0/q/weight$", sr.RuleSpec(P("tp", "fsdp"), units=(512,)))]
+    for rows, expected in ((16, P(None, "tp", None)), (6, P())):
+        scale = {"layers": {"q": {"weight_scale_inv": abstract(3, rows, 5)}}}
+        plan = sr.plan(scale, rules, SIZES, companions=[sr.stacked("layers"), *sr.QUANTIZED])
+        layer = sr.plan(
+            {"layers": [{"q": {"weight_scale_inv": abstract(rows, 5)}}]}, rules, SIZES,
+            companions=sr.QUANTIZED,
+        )  # fmt: skip
+        assert plan.specs()["layers"]["q"]["weight_scale_inv"] == expected
+        of_layer = layer.specs()["layers"][0]["q"]["weight_scale_inv"]
+        assert expected == (P(None, *of_layer) if of_layer else P())
+
+
+def test_combined_companions_fall_back_one_by_one():
+    companions = [sr.stacked("layers"), *sr.LORA]
+    tree = {"layers": {"q": {"lora_a": abstract(4, 64, 8)}}}
+    rules = [("layers/0/q/kernel", P("fsdp")), ("layers/0/q/lora", P(None, "tp")), ("", P("dp"))]
+    # The kernel's rule, or else that of a single layer's factor, or else the leaf's own.
+    for first, spec, counts in (
+        (0, P(None, "fsdp", None), None),
+        (1, P(None, None, "tp"), "but no rule meets its base layers/0/q/kernel, so that of"),
+        (2, P("dp", None, None), "but no rule meets its base layers/0/q/kernel, so its own counts"),
+    ):
+        listed = rules[first:2] or [("^layers/q", P("dp"))]
+        plan = sr.plan(tree, listed, SIZES, companions=companions)
+        assert plan.specs()["layers"]["q"]["lora_a"] == spec
+        told = str(plan.explain("layers/q/lora_a"))
+        assert "companion      '(^|[./])layers([./]|$)' finds it\n" in told
+        assert "finds layers/0/q/lora_a" in told
+        assert ("so" in told.split("finds layers/0/q/lora_a")[1].split("\n")[0]) == bool(counts)
+        assert counts is None or counts in told
+        warned = [one.message for one in plan.check() if one.kind == "companion"]
+        assert len(warned) == (counts is not None)
+        assert all("should follow a rule for 'layers/0/q/kernel'" in text for text in warned)
+
+
+def test_each_companion_leads_once():
+    """The path of a layer is below that of its stack, so it could be found for ever."""
+    tree = {"layers": {"w": abstract(4, 8)}}
+    plan = sr.plan(tree, [("layers/0/w", P("tp"))], SIZES, companions=[sr.stacked("layers")] * 2)
+    assert plan.sources == ["layers/0/w"]
+    twice = sr.plan(tree, [("layers/0/0/w", P("tp"))], SIZES, companions=[sr.stacked("layers")])
+    assert twice.kinds[0].status == "unmatched"
+
+
 def test_deepseek_scales_are_cut_like_their_weights():
     tree = corpus.manifest("deepseek-v3").flat(corpus.abstract)
     rules = [(r"\.weight$", P("tp", "fsdp")), (".*", P())]

@@ -10,12 +10,23 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import NamedTuple
 
 from shardrules._arguments import check_type, integer, listed
 from shardrules._format import shown
 from shardrules._specs import Dim
 
-__all__ = ["Companion", "Dims", "Shape", "base_path", "check_dims", "fits_rank", "named_dims"]
+__all__ = [
+    "Companion",
+    "Dims",
+    "Link",
+    "Shape",
+    "Step",
+    "base_path",
+    "check_dims",
+    "fits_rank",
+    "named_dims",
+]
 
 Shape = tuple[int, ...]
 Dims = tuple[Dim | EllipsisType, ...]
@@ -70,6 +81,25 @@ class Companion:
         blocks = listed("blocks", self.blocks, "integers")
         checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
         object.__setattr__(self, "blocks", tuple(checked))
+
+
+class Step(NamedTuple):
+    """The dimensions of a leaf in terms of its base's."""
+
+    dims: Dims
+    """The dims of the `Companion`, or the result of its function."""
+    blocks: tuple[int, ...]
+    rank: int | None
+    """The leaf's rank; None for a base that is not in the tree and has dimensions of its own."""
+
+
+class Link(NamedTuple):
+    """A companion that finds a leaf, or the base of one."""
+
+    companion: Companion
+    base: str
+    """The path to which it leads."""
+    step: Step
 
 
 def base_path(companion: Companion, path: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardrules._logical.rules import LogicalRules
     from shardrules._matching.dialects import Dialect
-    from shardrules._planning.companion import Companion
+    from shardrules._planning.companion import Companion, Link
 
 __all__ = ["LeafType", "Leaves"]
 
@@ -57,9 +57,9 @@ class Leaves:
     types: list[LeafType]
     companions: tuple[Companion, ...] = ()
     """The companions that were given."""
-    found_by: Mapping[int, Companion] = field(default_factory=dict)
-    """The companion that finds a row, for each row that one finds; where the row's source is its
-    own path all the same, no rule matches the path of its base."""
+    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
+    """For each row that companions find, the links to its base, to the base of that, and so on. The
+    row's source is the last of these bases that a rule matches, or its own path."""
 
     @cached_property
     def rows(self) -> dict[str, int]:

@@ -95,7 +95,8 @@ def plan(
         min_size: As in `match_partition_rules`.
         correction: Replaces the dialect's; a `RuleSpec` with a correction keeps its own.
         companions: Leaves that follow the rules of other paths, such as those of `LORA`,
-            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts. For rules of paths.
+            `QUANTIZED` or `stacked`. The first that finds a leaf's path counts, and so for the path
+            of its base. For rules of paths.
         names: For `LogicalRules`, the logical axis names of the arrays: a tree of tuples or
             PartitionSpecs of names, or {path: names}. Default: those in the tree's boxes, nnx
             Variables or haliax arrays.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted, mesh_shown
-from shardrules._planning.companion import base_path
 from shardrules._planning.kinds import Kind, dtype_shown
 from shardrules._printable import printable_lines
 from shardrules._specs import spec_shown
@@ -75,8 +74,10 @@ class Explanation(NamedTuple):
     """Each rule, in order; for logical rules, of each dimension those for its name."""
     mesh: str
     """The mesh as the command line has it: fsdp=8,tp=4."""
-    companion: Companion | None = None
-    """The companion that finds the leaf."""
+    companions: tuple[Companion, ...] = ()
+    """The companions that find the leaf; each but the first finds the base of the one before."""
+    bases: tuple[str, ...] = ()
+    """Per companion the path to which it leads."""
 
     def __str__(self) -> str:
         kind = self.kind
@@ -103,14 +104,15 @@ class Explanation(NamedTuple):
         return printable_lines(lines)
 
     def _companion_lines(self) -> list[str]:
-        follows = [] if self.source == self.path else [f"  follows        {self.source}"]
-        if self.companion is None:
-            return follows
-        found = f"  companion      {self.companion.pattern!r} finds it"
-        base = base_path(self.companion, self.path)
-        if follows or base == self.path:
-            return [found, *follows]
-        return [f"{found}; but no rule meets its base {base}, so its own counts"]
+        lines = []
+        found = "it"
+        for companion, base in zip(self.companions, self.bases, strict=True):
+            lines.append(f"  companion      {companion.pattern!r} finds {found}")
+            found = base
+        if lines and self.source != found:
+            counts = "its own" if self.source == self.path else f"that of {self.source}"
+            lines[-1] += f"; but no rule meets its base {found}, so {counts} counts"
+        return lines if self.source == self.path else [*lines, f"  follows        {self.source}"]
 
     def _rule_lines(self) -> list[str]:
         met = [one for one in self.tried if isinstance(one, Tried) and one.outcome != "no match"]
@@ -161,9 +163,10 @@ def explanation(columns: Columns, row: int) -> Explanation:
     kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
     rules = columns.leaves.path_rules
     tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
-    companion = columns.leaves.found_by.get(row)
+    links = columns.leaves.links.get(row, ())
+    companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
     mesh = mesh_shown(columns.axis_sizes)
-    return Explanation(columns.paths[row], source, kind, tried, mesh, companion)
+    return Explanation(columns.paths[row], source, kind, tried, mesh, companions, bases)
 
 
 def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:

@@ -1,7 +1,7 @@
 """Derivation: which leaves follow the rule of another path, and in which of its dimensions.
 
-Costs one more match of each path, and a `re.sub` for each leaf that follows, on whatever mesh. Must
-not know of optimizers, nor which libraries name leaves in which ways.
+Costs a match of each base, on whatever mesh. Must not know of optimizers, nor which libraries name
+leaves in which ways.
 """
 
 from __future__ import annotations
@@ -14,31 +14,25 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from shardrules._matching.rules import Rules
-from shardrules._planning.companion import (
-    Companion,
-    Dims,
-    base_path,
-    check_dims,
-    fits_rank,
-    named_dims,
-)
+from shardrules._planning.companion import Companion, Dims, Step, named_dims
 from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.path_rules import NO_RULE_NEEDED, UNMATCHED, first_rules
+from shardrules._planning.placing.links import links_of
 from shardrules._specs import Dim
 
-__all__ = ["Derivation", "dims_for", "dims_shown", "grouped", "with_companions"]
+__all__ = ["Derivation", "combined", "dims_for", "dims_shown", "grouped", "with_companions"]
 
 _Key = TypeVar("_Key", bound=Hashable)
+_T = TypeVar("_T")
 
 
 class Derivation(NamedTuple):
-    """The way in which leaves follow their bases."""
+    """The way in which leaves follow a base."""
 
     rule: int
     """The index of the base's rule; may be AMBIGUOUS."""
-    dims: Dims
-    """The dims of the `Companion`, or the result of its function."""
-    blocks: tuple[int, ...]
+    steps: tuple[Step, ...]
+    """From the leaf to the base: more than one where companions are combined."""
 
 
 def with_companions(
@@ -51,16 +45,18 @@ def with_companions(
     """
     if not companions:
         return leaves, [None] * len(leaves.types)
-    companion_of = _companions_of(leaves, companions)
-    base_of = {row: base_path(one, leaves.paths[row]) for row, one in companion_of.items()}
-    rule_of = first_rules(rules, set(base_of.values()))
+    links = links_of(leaves, companions)
+    rule_of = first_rules(rules, {link.base for chain in links.values() for link in chain})
     derivation_of: dict[int, Derivation] = {}
     sources = list(leaves.paths)
-    for row, companion in companion_of.items():
-        if (rule := rule_of[base_of[row]]) != UNMATCHED:
-            dims = _resolved(companion, leaves, row, base_of[row])
-            derivation_of[row] = Derivation(rule, dims, companion.blocks)
-            sources[row] = base_of[row]
+    for row, chain in links.items():
+        # The last base counts, or else the one before it.
+        for end in range(len(chain), 0, -1):
+            base = chain[end - 1].base
+            if (rule := rule_of[base]) != UNMATCHED:
+                derivation_of[row] = Derivation(rule, tuple(link.step for link in chain[:end]))
+                sources[row] = base
+                break
     keys, kind_of = grouped(
         (kind, derivation_of.get(row)) for row, kind in enumerate(leaves.kind_of.tolist())
     )
@@ -71,46 +67,9 @@ def with_companions(
         kind_of=kind_of,
         types=types,
         companions=companions,
-        found_by=companion_of,
+        links=links,
     )
     return found, [how for _, how in keys]
-
-
-def _companions_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, Companion]:
-    """The first companion that finds a row, for each row that one finds."""
-    ranks = [
-        -1 if one.shape is None or one.rule == NO_RULE_NEEDED else len(one.shape)
-        for one in leaves.types
-    ]
-    rank_of = np.array(ranks, np.int64)[leaves.kind_of]
-    companion_of = {}
-    for rank in set(ranks) - {-1}:
-        fitting = [companion for companion in companions if fits_rank(companion, rank)]
-        rows = np.flatnonzero(rank_of == rank).tolist()
-        patterns = Rules([(companion.pattern, None) for companion in fitting])
-        first = first_rules(patterns, [leaves.paths[row] for row in rows])
-        for row in rows:
-            if (index := first[leaves.paths[row]]) != UNMATCHED:
-                companion_of[row] = fitting[index]
-    return companion_of
-
-
-def _resolved(companion: Companion, leaves: Leaves, row: int, base: str) -> Dims:
-    """The dims of the leaf of this row."""
-    if not callable(companion.dims):
-        return companion.dims
-    shape, of_base = (
-        None if at is None else leaves.types[int(leaves.kind_of[at])].shape
-        for at in (row, leaves.rows.get(base))
-    )
-    dims = tuple(companion.dims(shape or (), of_base))
-    check_dims(dims)
-    if len(dims) != len(shape or ()):
-        raise ValueError(
-            f"{leaves.paths[row]}: the dims of the companion {companion.pattern!r} are {dims} for "
-            f"the shape {shape}; there must be one for each of its dimensions"
-        )
-    return dims
 
 
 def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
@@ -119,6 +78,37 @@ def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
         return leaf
     is_small = how.rule >= 0 and prod(leaf.shape or ()) < min_size
     return leaf._replace(rule=NO_RULE_NEEDED if is_small else how.rule)
+
+
+def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
+    """The dims and blocks of a leaf, where the spec of the base's rule has so many entries."""
+    dims: tuple[Dim, ...] = tuple(range(entries))
+    blocks: tuple[int, ...] = ()
+    for place, step in enumerate(reversed(steps)):
+        known = dims if place == 0 else _without_end(dims, entries)
+        named, _ = named_dims(step.dims)
+        rank = len(named) + len(known) if step.rank is None else step.rank
+        own = dims_for(step.dims, rank, len(known))
+        blocks = tuple(
+            _at(step.blocks, i, 1) * (_at(blocks, dim, 1) if isinstance(dim, int) else 1)
+            for i, dim in enumerate(own)
+        )
+        dims = (
+            own
+            if place == 0
+            else tuple(_at(known, dim, None) if isinstance(dim, int) else dim for dim in own)
+        )
+    return dims, blocks
+
+
+def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
+    """The dims up to the last one that an axis cuts."""
+    is_cut = [not (dim is None or (isinstance(dim, int) and dim >= entries)) for dim in dims]
+    return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
+
+
+def _at(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
+    return values[place] if place < len(values) else otherwise
 
 
 def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:

@@ -13,7 +13,7 @@ from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
-from shardrules._planning.placing.derive import Derivation, dims_for, dims_shown
+from shardrules._planning.placing.derive import Derivation, combined, dims_shown
 from shardrules._sharding.device_bytes import held_of
 from shardrules._sharding.mesh import axes_of_type
 from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
@@ -105,11 +105,11 @@ class RulesOnMesh:
         if derivation is None:
             return self._with_spec(leaf, wanted, None)
         shape = leaf.shape or ()
-        dims = dims_for(derivation.dims, len(shape), len(wanted.spec))
+        dims, blocks = combined(derivation.steps, len(wanted.spec))
         cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
         return self._with_spec(
             leaf,
-            wanted.with_dims((*cut, *dims[len(shape) :]), derivation.blocks),
+            wanted.with_dims((*cut, *dims[len(shape) :]), blocks),
             f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
         )
 

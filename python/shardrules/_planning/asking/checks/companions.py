@@ -13,7 +13,6 @@ import numpy as np
 
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, rules_listed
-from shardrules._planning.companion import base_path
 from shardrules._planning.companions import LORA, QUANTIZED
 from shardrules._planning.fold import fold
 
@@ -28,14 +27,14 @@ def following(queries: Queries) -> Iterator[Finding]:
     """Leaves that companions find but no rule for their bases; companions that find nothing."""
     columns = queries.columns
     left: dict[Companion, list[int]] = defaultdict(list)
-    for row, companion in columns.leaves.found_by.items():
-        if columns.sources[row] == columns.paths[row] != base_path(companion, columns.paths[row]):
-            left[companion].append(row)
-    for companion, found in left.items():
-        rows = np.array(sorted(found))
+    for row, links in columns.leaves.links.items():
+        if columns.sources[row] != links[-1].base:
+            left[links[-1].companion].append(row)
+    for companion, of_it in left.items():
+        rows = np.array(sorted(of_it))
         folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
         rules = queries.rules_of(folded)
-        base = base_path(companion, columns.paths[rows[0]])
+        base = columns.leaves.links[int(rows[0])][-1].base
         yield finding(
             "warning",
             "companion",
@@ -47,9 +46,9 @@ def following(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             bytes=queries.device_bytes(folded),
         )
-    successful = set(columns.leaves.found_by.values())
-    for name, companions in _sets_of(columns.leaves.companions).items():
-        if successful.isdisjoint(companions):
+    successful = {link.companion for links in columns.leaves.links.values() for link in links}
+    for name, table in _sets_of(columns.leaves.companions).items():
+        if successful.isdisjoint(table):
             yield finding(
                 "warning",
                 "companion",
