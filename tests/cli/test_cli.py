@@ -438,3 +438,33 @@ def test_the_dialect_of_nnx_takes_the_names_of_a_file_apart(tmp_path):
     result = run("explain", model, "wq/kernel", "-r", rules, "-m", "tp=2")
     assert "rule 0: 'kernel$' wins" in result.stdout
     assert run("check", model, "-r", rules, "-m", "tp=2").exit_code == 0
+
+
+def test_companions_on_the_command_line(tmp_path):
+    model, rules, of_file = tmp_path / "m.json", tmp_path / "r.json", tmp_path / "f.json"
+    model.write_text(json.dumps({"params": [["layers/q/kernel", [4, 64, 64], "F32"],
+                                            ["layers/q/lora_a", [4, 64, 8], "F32"]]}))  # fmt: skip
+    rows = [[r"layers/\d+/q/kernel", ["fsdp", "tp"]]]
+    rules.write_text(json.dumps(rows))
+    following = {"stacked": ["layers"], "companions": ["lora"]}
+    of_file.write_text(json.dumps({"rules": rows, **following}))
+    options = ["-m", "fsdp=2,tp=2"]
+    asked = [*options, "--stacked", "layers", "--companions", "lora"]
+    told = [
+        run("explain", model, "layers/q/lora_a", "-r", rules, *asked).stdout,
+        run("explain", model, "layers/q/lora_a", "-r", of_file, *options).stdout,
+    ]
+    assert "follows        layers/0/q/kernel" in told[0]
+    assert told[0] == told[1]
+    assert run("check", model, "-r", rules, *asked).exit_code == 0
+    assert run("check", model, "-r", rules, *options).exit_code == 1
+    assert run("plan", model, "-r", rules, *asked, "--lock", tmp_path / "l").exit_code == 0
+    assert run("diff", tmp_path / "l", model, "-r", rules, *asked).exit_code == 0
+    assert run("diff", tmp_path / "l", model, "-r", of_file, *options).exit_code == 0
+    assert run("diff", tmp_path / "l", tmp_path / "l", "--companions", "lora").exit_code == 2
+    assert run("sweep", model, "-r", rules, *asked).exit_code == 0
+    unknown = run("plan", model, "-r", rules, *options, "--companions", "lorra")
+    assert unknown.exit_code == 2
+    assert "companions[0]: there is no table 'lorra'" in unknown.output
+    idle = run("check", model, "-r", of_file, *options, "--companions", "quantized")
+    assert "QUANTIZED finds no leaf" in idle.stdout

@@ -400,6 +400,46 @@ def test_a_key_that_says_nothing_of_rules(write, key):
         read_rules(path)
 
 
+def test_companions_of_a_rule_file(write):
+    keys = (
+        'companions = ["quantized", "LoRA"]\n'
+        'unstacked = ["encoder"]\n'
+        'stacked = ["layers", {at = "h", layer = "h_*", axis = 1, mesh_axis = "stage"}]\n'
+    )
+    path = write("x.toml", keys + '[[rules]]\npattern = "w"\nspec = "tp"\n')
+    stacks = (sr.stacked("layers"), sr.stacked("h", "h_*", axis=1, mesh_axis="stage"))
+    tables = (*sr.QUANTIZED, *sr.LORA)
+    assert read_rules(path).companions == (*stacks, *tables, sr.unstacked("encoder"))
+    also = {"stacked": ["blocks"], "companions": ["lora"]}
+    more = read_rules(path, None, also).companions
+    assert more == (*stacks, sr.stacked("blocks"), *tables, sr.unstacked("encoder"))
+    assert read_rules(write("y.json", [["w", ["tp"]]]), None, also).companions == (
+        sr.stacked("blocks"), *sr.LORA,
+    )  # fmt: skip
+    assert sr.read_rules(write("z.json", [["w", ["tp"]]])).companions == ()
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"companions": "lora"}, "companions is 'lora' .*; write a list of strings"),
+        ({"companions": ["lorra"]}, r"companions\[0\]: there is no table 'lorra'.*lora, quantized"),
+        ({"companions": [{}]}, r"companions\[0\]: there is no table {}"),
+        (
+            {"stacked": ["a", 3]},
+            r"stacked\[1\]: it is 3 .*; write the path of the stack, or a table",
+        ),
+        ({"stacked": [{"layer": "h_*"}]}, r"stacked\[0\]: .*; write the path of the stack"),
+        ({"stacked": [{"at": "h", "axis": -1}]}, r"stacked\[0\]: axis is -1"),
+        ({"stacked": [{"at": "h", "axis": "x"}]}, r"stacked\[0\]: axis is 'x'"),
+        ({"unstacked": [{"at": "h", "mesh_axis": "pp"}]}, r"unstacked\[0\]: .* any of layer, axis"),
+    ],
+)
+def test_bad_companions_of_a_rule_file(write, table, expected):
+    path = write("r.json", {"rules": [["w", ["tp"]]], **table})
+    assert re.search(expected, message(read_rules, path))
+
+
 def test_rules_of_windows_and_plans(write):
     path = write("w.json", [[["mlp", "c_fc", "kernel"], [None, "mp"]]])
     assert read_rules(path, sr.WINDOW).rules.first_match("h/mlp/c_fc/kernel") == 0

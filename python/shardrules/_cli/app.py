@@ -28,6 +28,7 @@ from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep
 from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
+from shardrules._files.companions import TABLES
 from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more
 from shardrules._matching.dialects import EFORMER
@@ -97,6 +98,19 @@ Optimizer = Annotated[
 OptimizerDtype = Annotated[
     str | None, typer.Option(help="The dtype of the optimizer's moments. Default: float32.")
 ]
+Stacked = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Path of a stack of layers, for rules of single layers; repeatable. Beside those of "
+        "the rule file."
+    ),
+]
+Companions = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Leaves that follow others: {', '.join(TABLES)}. Beside those of the rule file."
+    ),
+]
 Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
 
 
@@ -136,6 +150,8 @@ def plan_command(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
@@ -155,8 +171,9 @@ def plan_command(
     }
     _check_targets({"--lock": lock, "--html": html}, (source, rules))
     planned = _load(
-        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
-    )
+        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
+        companions=_following(stacked, companions),
+    )  # fmt: skip
     plan = planned.plan
     held = plan.bytes_per_device(**counted)
     # Made before anything is written: a failure leaves no file behind.
@@ -185,6 +202,8 @@ def check(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
     format_: Annotated[
         str, typer.Option("--format", help="Output format: text, json or github.")
     ] = "text",
@@ -228,7 +247,8 @@ def check(
     )
     planned = _load(
         source, rules, mesh, dialect, min_size,
-        max_memory=max_memory, no_fallbacks=no_fallbacks, declared=declared,
+        max_memory=max_memory, no_fallbacks=no_fallbacks,
+        companions=_following(stacked, companions), declared=declared,
     )  # fmt: skip
     findings = planned.plan.check(
         **planned.rules.declared,
@@ -257,11 +277,14 @@ def explain(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
 ) -> None:
     """Explain the spec of one array: the rules that match it, and each correction."""
     planned = _load(
-        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
-    )
+        source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
+        companions=_following(stacked, companions),
+    )  # fmt: skip
     print(planned.plan.explain(path))
 
 
@@ -284,6 +307,8 @@ def sweep(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
@@ -301,8 +326,15 @@ def sweep(
     names, fixed = _axes(axes or "")
     first = mesh[0] if mesh else f"{names[0]}={devices}"
     plan = _load(
-        source, rules, first, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks
-    ).plan
+        source,
+        rules,
+        first,
+        dialect,
+        min_size,
+        max_memory=max_memory,
+        no_fallbacks=no_fallbacks,
+        companions=_following(stacked, companions),
+    ).plan  # fmt: skip
     with working("trying meshes"):
         found = plan.sweep(
             meshes or None,
@@ -327,6 +359,8 @@ def diff(
     min_size: MinSize = 0,
     max_memory: MaxMemory = _MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
 ) -> None:
     """Show the differences between two plans. Exits with 1 if there are any."""
     if is_lock(before) and is_lock(after):
@@ -336,9 +370,16 @@ def diff(
             "--dialect": dialect,
             "--min-size": min_size or None,
             "--no-fallbacks": no_fallbacks or None,
+            "--stacked": stacked or None,
+            "--companions": companions,
         }
         _refuse("both sides are locks, which have their own rules and mesh", given)
-    options = {"dialect": dialect, "min_size": min_size, "no_fallbacks": no_fallbacks}
+    options = {
+        "dialect": dialect,
+        "min_size": min_size,
+        "no_fallbacks": no_fallbacks,
+        "companions": _following(stacked, companions),
+    }
     with working("reading"), memory_within(byte_count(max_memory)):
         sides = [load_side(text, rules, mesh, **options) for text in (before, after)]
     _tell_fallbacks(dict.fromkeys(line for _, fallbacks in sides for line in fallbacks))
@@ -370,6 +411,11 @@ def _axes(text: str) -> tuple[list[str], dict[str, int]]:
 def _names(text: str | None) -> list[str]:
     """The parts of a text with commas."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _following(stacked: list[str] | None, companions: str | None) -> dict[str, list[str]]:
+    """The companions of the command line, by the keys of a rule file."""
+    return {"stacked": stacked or [], "companions": _names(companions)}
 
 
 def _load(source: str, *args: Any, max_memory: str, **options: Any) -> Planned:

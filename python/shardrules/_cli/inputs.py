@@ -5,7 +5,7 @@ Must not print: wrong input raises an exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -48,6 +48,7 @@ def load_plan(
     min_size: int,
     *,
     no_fallbacks: bool,
+    companions: Mapping[str, list[str]],
     declared: Declared = NOTHING,
 ) -> Planned:
     """The plan of a model under rules on a mesh.
@@ -59,6 +60,7 @@ def load_plan(
         dialect: The name of a dialect. Default: the rule file's dialect, or else eformer.
         min_size: As in `plan`.
         no_fallbacks: Whether a pattern that `re` has to evaluate is an error.
+        companions: Companions beside those of the rule file, by its keys.
         declared: Declarations beside those of the rule file.
 
     Raises:
@@ -66,7 +68,7 @@ def load_plan(
     """
     axis_sizes = parse_mesh(mesh)
     chosen = None if dialect is None else _dialect_of(dialect)
-    loaded = read_rules(rules, chosen)
+    loaded = read_rules(rules, chosen, companions)
     loaded = loaded._replace(declared=all_declared(loaded.declared, declared))
     fallbacks = tuple(dict.fromkeys(_fallbacks(loaded)))
     if fallbacks and no_fallbacks:
@@ -75,7 +77,8 @@ def load_plan(
             "rewrite the pattern, or leave out --no-fallbacks"
         )
     name, tree = _tree(source, loaded.rules)
-    return Planned(plan(tree, loaded.rules, axis_sizes, min_size=min_size), name, loaded, fallbacks)
+    planned = plan(tree, loaded.rules, axis_sizes, min_size=min_size, companions=loaded.companions)
+    return Planned(planned, name, loaded, fallbacks)
 
 
 def load_side(

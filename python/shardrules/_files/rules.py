@@ -6,6 +6,8 @@ JSON and TOML have the same keys. In TOML:
     replicated = ["norm", "bias$"]    # patterns of leaves that are replicated on purpose
     optional_axes = ["sp"]            # mesh axes that a mesh may lack
     data_axes = ["dp"]                # mesh axes that shard only batches
+    stacked = ["layers"]              # stacks of layers, for rules of single ones; or unstacked
+    companions = ["lora"]             # tables of leaves that follow others; or quantized
 
     [correction]                      # fields of `Correction`; default: the dialect's
     indivisible = "prefix"
@@ -24,7 +26,7 @@ is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf ne
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -33,12 +35,14 @@ from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import NOTHING, Declared
 from shardrules._file_content import max_memory, parse_json, read_bytes
 from shardrules._file_error import FileError
+from shardrules._files.companions import COMPANION_KEYS, companions_in
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
 from shardrules._format import bytes_shown, shown
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
+from shardrules._planning.companion import Companion
 
 __all__ = ["DIALECTS", "RuleFile", "read_rules"]
 
@@ -47,9 +51,12 @@ DIALECTS: Final = {
 }
 """Dialects by their names in files, in lower case."""
 
-_KEYS: Final = ("rules", "dialect", "correction", "replicated", "optional_axes", "data_axes")
+_KEYS: Final = (
+    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
+)  # fmt: skip
 _RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
+_NO_COMPANIONS: Final[Mapping[str, list[str]]] = {}
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
@@ -65,23 +72,30 @@ class RuleFile(NamedTuple):
     rules: Rules
     declared: Declared
     """What is intended, for `Plan.check(**declared)`: replicated, optional_axes and data_axes."""
+    companions: tuple[Companion, ...]
+    """Leaves that follow the rules of other paths, for `plan` and others."""
     name: str
     """The file's name without suffixes, or the object's name."""
 
 
-def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
+def read_rules(
+    source: str,
+    dialect: Dialect | None = None,
+    companions: Mapping[str, list[str]] = _NO_COMPANIONS,
+) -> RuleFile:
     """The rules in a file or of a module.
 
     Args:
         source: A .toml file; a JSON file, which may be gzipped; or `package.module:NAME`, which is
             a `Rules`, a list of pairs, or a function that returns one of these.
         dialect: The dialect. Default: the file's, or else eformer's.
+        companions: Companions beside those of the file, by its keys.
 
     Raises:
         FileError: There is no such file or object, or its content is invalid.
     """
     if is_module_form(source):
-        return _of_module(source, dialect)
+        return _of_module(source, dialect, companions)
     path = Path(source)
     content = _content(path)
     table = {"rules": content} if isinstance(content, list) else content
@@ -91,17 +105,23 @@ def read_rules(source: str, dialect: Dialect | None = None) -> RuleFile:
             '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
         )
     _check_keys(f"{path}", table, _KEYS)
-    return _of_table(path, table, dialect or _dialect(path, table.get("dialect", EFORMER.name)))
+    chosen = dialect or _dialect(path, table.get("dialect", EFORMER.name))
+    return _of_table(path, table, chosen, companions)
 
 
-def _of_module(source: str, dialect: Dialect | None) -> RuleFile:
+def _of_module(
+    source: str, dialect: Dialect | None, companions: Mapping[str, list[str]]
+) -> RuleFile:
     rules = load_object(source)
     if dialect is not None or not isinstance(rules, Rules):
         rules = _compiled(source, rules, dialect or EFORMER)
-    return RuleFile(rules, NOTHING, source.partition(":")[2])
+    name = source.partition(":")[2]
+    return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
 
 
-def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
+def _of_table(
+    path: Path, table: dict[str, Any], dialect: Dialect, companions: Mapping[str, list[str]]
+) -> RuleFile:
     correction = _correction(f"{path}: correction", dialect.correction, table.get("correction", {}))
     pairs = [
         _pair(f"{path}: rule {index}", rule, correction)
@@ -114,6 +134,7 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
             optional_axes=_axes(path, "optional_axes", table),
             data_axes=_axes(path, "data_axes", table),
         ),
+        companions_in(f"{path}", table, companions),
         Path(path.name.removesuffix(".gz")).stem,
     )
 
