@@ -274,7 +274,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "names": None}),
+        "companions": (), "names": None}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
@@ -283,7 +283,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None}),
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
+        "companions": (), "names": None}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
         "correction": None}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,54 @@ def test_there_and_back(mesh):
     for got, sent in zip(jax.tree.leaves(fetched), jax.tree.leaves(tree()), strict=True):
         assert isinstance(got, (np.ndarray, np.generic))
         np.testing.assert_array_equal(got, np.asarray(sent))
+
+
+def test_leaves_that_follow_others(mesh):
+    """The shardings with companions are the plan's, corrected and in the leaves' memory."""
+    stack = {
+        "kernel": np.ones((3, 8, 6), "float32"),
+        "lora_a": jnp.ones((3, 8, 2)),
+        "lora_b": np.ones((3, 2, 6), "float32"),
+    }
+    tree = {"layers": {"q": stack}, "norm": np.ones(8, "float32"), "step": 3}
+    rules = sr.Rules([(r"layers/\d+/q/kernel", P("fsdp", "tp")), (".*", P())])
+    companions = [sr.stacked("layers"), *sr.LORA]
+    for correction in (None, sr.Correction(pad=False)):
+        wanted = sr.plan(tree, rules, mesh, correction=correction, companions=companions)
+        found = sr.named_shardings(
+            tree, rules, mesh, correction=correction, companions=iter(companions)
+        )
+        assert found == wanted.shardings()
+        placed = sr.shard(tree, rules, mesh, correction=correction, companions=companions)
+        assert jax.tree.map(lambda array: array.sharding, placed) == found
+    assert placed["layers"]["q"]["lora_a"].sharding.spec == P(None, "fsdp", None)
+    assert placed["layers"]["q"]["lora_a"].addressable_shards[0].data.shape[1] < 8
+    factor = placed["layers"]["q"]["lora_b"]
+    try:
+        there = jax.device_put(factor, factor.sharding.with_memory_kind("pinned_host"))
+    except ValueError:  # this JAX has no such memory on CPUs
+        return
+    again = sr.shard({"layers": {"q": {"lora_b": there}}}, rules, mesh, companions=companions)
+    assert again["layers"]["q"]["lora_b"].sharding.memory_kind == "pinned_host"
+
+
+def test_companions_follow_rules_and_no_specs(mesh):
+    for function in (sr.named_shardings, sr.shard):
+        with pytest.raises(ValueError, match="companions are for rules of paths, not for specs"):
+            function({"w": np.ones(8)}, P("fsdp"), mesh, companions=sr.LORA)
+        # What is wrong is told as without companions: all leaves at once, here those of a plan.
+        with pytest.raises(ValueError, match="unmatched"):
+            function({"w": np.ones(8)}, [("kernel", P("fsdp"))], mesh, companions=sr.LORA)
+
+
+def test_what_is_no_companion_is_told_before_planning_is_imported():
+    code = (
+        "import sys, shardrules as sr\n"
+        "try: sr.named_shardings({'w': 1}, [('w', ())], {'tp': 1}, companions=['lora'])\n"
+        "except TypeError as error: assert 'companions[0] is str; give Companion' in str(error)\n"
+        "assert 'shardrules._planning.plan' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_in_place_is_not_copied(mesh):

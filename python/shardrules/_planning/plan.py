@@ -52,6 +52,7 @@ from shardrules._planning.placing.optimizer import by_parameters, find_parameter
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
 from shardrules._sharding.mesh import as_mesh, resolve_mesh
+from shardrules._sharding.planned import find_shardings_by
 from shardrules._sharding.shardings import RulesLike
 
 if TYPE_CHECKING:
@@ -157,6 +158,9 @@ def _by_paths(
     leaves = survey(tree, rules, min_size)
     leaves, derivations = with_companions(leaves, rules, companions, min_size)
     return partial(by_rules, leaves, rules, derivations, correction or rules.dialect.correction)
+
+
+find_shardings_by(lambda *arguments, **more: plan(*arguments, **more).shardings())
 
 
 class Plan:

@@ -6,7 +6,7 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_tree
@@ -20,6 +20,7 @@ from shardrules._printable import printable
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
+from shardrules._sharding.planned import checked_companions, planned_shardings
 from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
 from shardrules._specs import is_partition_spec
 
@@ -40,6 +41,7 @@ def named_shardings(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    companions: Iterable[Any] = (),
     names: Any = None,
 ) -> Any:
     """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
@@ -57,6 +59,7 @@ def named_shardings(
         min_size: As in `match_partition_rules`. For rules of paths alone.
         correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
             the dialect's for rules, eformer's for specs.
+        companions: As in `plan`, whose shardings these are then. For rules of paths alone.
         names: For `LogicalRules`, as in `plan`.
 
     Returns:
@@ -82,15 +85,23 @@ def named_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     smallest = checked_min_size(min_size)
+    followers = checked_companions(companions)
     if isinstance(rules, LogicalRules):
         _check_no_min_size(min_size, "LogicalRules")
+        _check_no_companions(followers, "LogicalRules")
         on_mesh = resolve_mesh(mesh)
         return shardings_by_names(tree, rules, on_mesh, names=names, correction=correction)[0]
     _check_no_names(names)
     if not _are_specs(rules):
-        matcher, on_mesh = matcher_of(as_rules("rules", rules)), resolve_mesh(mesh)
+        compiled, on_mesh = as_rules("rules", rules), resolve_mesh(mesh)
+        if followers:
+            return planned_shardings(
+                tree, followers, compiled, on_mesh, min_size=smallest, correction=correction
+            )
+        matcher = matcher_of(compiled)
         return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
     _check_no_min_size(min_size, "specs")
+    _check_no_companions(followers, "specs")
     _, treedef, shardings = _shardings_by_specs(
         "rules", tree, rules, mesh, correction, keep_memory=False
     )
@@ -100,6 +111,11 @@ def named_shardings(
 def _check_no_min_size(min_size: object, given: str) -> None:
     if min_size != 0:
         raise ValueError(f"min_size is {brief(min_size)}; it is not for {given}: leave it")
+
+
+def _check_no_companions(companions: tuple[Any, ...], given: str) -> None:
+    if companions:
+        raise ValueError(f"companions are for rules of paths, not for {given}: leave them out")
 
 
 def _check_no_names(names: object) -> None:
@@ -112,6 +128,7 @@ def requested_shardings(
     specs_or_rules: Any,
     mesh: MeshLike | None,
     correction: Correction | None,
+    companions: Iterable[Any] = (),
     names: Any = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
@@ -125,6 +142,7 @@ def requested_shardings(
             `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.
+        companions: As in `named_shardings`.
         names: As in `named_shardings`.
 
     Raises:
@@ -135,7 +153,9 @@ def requested_shardings(
 
     check_tree("tree", tree)
     check_correction(correction)
+    followers = checked_companions(companions)
     if isinstance(specs_or_rules, LogicalRules):
+        _check_no_companions(followers, "LogicalRules")
         leaves, treedef = tree_util.tree_flatten(tree)
         on_mesh = local_view(resolve_mesh(mesh))
         _, found = shardings_by_names(
@@ -144,15 +164,16 @@ def requested_shardings(
         return leaves, treedef, list(map(in_its_memory, leaves, found))
     _check_no_names(names)
     if not _are_rules(specs_or_rules):
+        _check_no_companions(followers, "specs")
         return _shardings_by_specs(
             "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True
         )
     leaves, treedef = tree_util.tree_flatten(tree)
-    shardings = shardings_by_rules(
-        tree,
-        matcher_of(as_rules("specs_or_rules", specs_or_rules)),
-        local_view(resolve_mesh(mesh)),
-        correction=correction,
+    compiled, on_mesh = as_rules("specs_or_rules", specs_or_rules), local_view(resolve_mesh(mesh))
+    shardings = (
+        planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
+        if followers
+        else shardings_by_rules(tree, matcher_of(compiled), on_mesh, correction=correction)
     )
     of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
     return leaves, treedef, list(of_leaves)

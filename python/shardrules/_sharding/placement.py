@@ -7,7 +7,7 @@ know how a sharding was decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree
@@ -31,6 +31,7 @@ def shard(
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
+    companions: Iterable[Any] = (),
     names: Any = None,
 ) -> Any:
     """Place the arrays and numbers of a tree on devices, as the rules say.
@@ -47,6 +48,7 @@ def shard(
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
+        companions: As in `named_shardings`.
         names: For `LogicalRules`, as in `plan`.
 
     Returns:
@@ -74,6 +76,7 @@ def shard(
         specs_or_rules,
         mesh,
         correction=correction,
+        companions=companions,
         names=names,
         chosen=_of_placeable,
     )
@@ -146,6 +149,7 @@ def agreed_shardings(
     mesh: MeshLike | None,
     *,
     correction: Correction | None,
+    companions: Iterable[Any] = (),
     names: Any = None,
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
@@ -157,6 +161,7 @@ def agreed_shardings(
         specs_or_rules: As in `requested_shardings`.
         mesh: As in `requested_shardings`.
         correction: As in `requested_shardings`.
+        companions: As in `requested_shardings`.
         names: As in `requested_shardings`.
         chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
@@ -164,7 +169,9 @@ def agreed_shardings(
     with JointCall(name) as call:
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
             call.alone()
-        leaves, treedef, wanted = requested_shardings(tree, specs_or_rules, mesh, correction, names)
+        leaves, treedef, wanted = requested_shardings(
+            tree, specs_or_rules, mesh, correction, companions, names
+        )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
         call.agree(lambda: rows_of(tree, dict(enumerate(wanted))))

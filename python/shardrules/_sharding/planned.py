@@ -1,0 +1,42 @@
+"""The shardings of a plan, for functions of this room that take companions.
+
+Planning is a later room, which this one must not know; so it hands in how it finds shardings. It is
+there as soon as anyone has made a companion. Costs a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from shardrules._arguments import listed
+
+__all__ = ["checked_companions", "find_shardings_by", "planned_shardings"]
+
+_WHAT: Final = "Companion records, such as shardrules.LORA"
+_finders: Final[list[Callable[..., Any]]] = []
+
+
+def find_shardings_by(finder: Callable[..., Any]) -> None:
+    """Hands in the function that finds shardings; it has the parameters of `shardrules.plan`."""
+    _finders[:] = [finder]
+
+
+def checked_companions(companions: Any) -> tuple[Any, ...]:
+    """The companions; what they are is for the plan to check.
+
+    Raises:
+        TypeError: They are not a sequence.
+    """
+    return listed("companions", companions, _WHAT)
+
+
+def planned_shardings(tree: Any, companions: tuple[Any, ...], *arguments: Any, **more: Any) -> Any:
+    """The tree of NamedShardings of the plan with these companions.
+
+    Raises:
+        TypeError, ValueError: As `shardrules.plan` and `Plan.shardings`.
+    """
+    if not _finders:
+        raise TypeError(f"companions[0] is {type(companions[0]).__name__}; give {_WHAT}")
+    return _finders[0](tree, *arguments, companions=companions, **more)
