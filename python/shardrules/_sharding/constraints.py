@@ -83,7 +83,7 @@ def with_sharding_constraint(
     """
     if is_tracing([]):
         leaves, treedef, shardings = requested_shardings(
-            tree, specs_or_rules, mesh, correction, names
+            tree, specs_or_rules, mesh, correction, names=names
         )
     else:
         leaves, treedef, shardings = agreed_shardings(

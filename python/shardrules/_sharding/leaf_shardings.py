@@ -128,6 +128,7 @@ def requested_shardings(
     specs_or_rules: Any,
     mesh: MeshLike | None,
     correction: Correction | None,
+    *,
     companions: Iterable[Any] = (),
     names: Any = None,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:

@@ -170,7 +170,7 @@ def agreed_shardings(
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
             call.alone()
         leaves, treedef, wanted = requested_shardings(
-            tree, specs_or_rules, mesh, correction, companions, names
+            tree, specs_or_rules, mesh, correction, companions=companions, names=names
         )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
