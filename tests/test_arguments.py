@@ -245,7 +245,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "gradients": None, "optimizer": None}),
-    "RuleSpec": (sr.RuleSpec, {"spec": "tp", "correction": None, "units": ()}),
+    "RuleSpec": (sr.RuleSpec, {
+        "spec": "tp", "correction": None, "units": (), "optional_axes": ()}),
     "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),

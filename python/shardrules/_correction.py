@@ -1,4 +1,4 @@
-"""The policies for specs that do not fit: `Correction`, and `RuleSpec` for one rule.
+"""The policies for specs that do not fit: `Correction`; and `RuleSpec`, what else one rule says.
 
 Records that check themselves; `_sharding/spec_on_mesh.py` does what they say. Must not know about
 meshes.
@@ -6,10 +6,10 @@ meshes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardrules._arguments import check_choice, check_choices, check_type, integer, listed
+from shardrules._arguments import check_choice, check_choices, check_type, integer, listed, texts
 from shardrules._specs import RankPolicy
 
 __all__ = ["Correction", "MisfitPolicy", "RuleSpec", "check_correction", "plain_spec", "rule_spec"]
@@ -57,16 +57,19 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
-    """A rule's spec together with a correction of its own.
+    """A rule's spec together with what else the rule says.
 
     Args:
         spec: As in `Rules`.
         correction: For this rule. Default: the dialect's.
         units: For each dimension a number, such as head_dim, or None. A device's part of the
             dimension must be a multiple of it. Below 2**63.
+        optional_axes: Mesh axes that this rule names and a mesh may lack, so that `Plan.check`
+            does not report them. They change no spec.
 
     Raises:
-        TypeError: correction is not a Correction, or units are not integers.
+        TypeError: correction is not a Correction, units are not integers, or optional_axes are not
+            strings.
         ValueError: A unit is below 1, or above 2**63 - 1.
 
     Example:
@@ -78,11 +81,13 @@ class RuleSpec:
     spec: Any
     correction: Correction | None = None
     units: tuple[int | None, ...] = ()
+    optional_axes: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         units = listed("units", self.units, "integers or None")
         checked = (u if u is None else integer(f"units[{i}]", u, 1) for i, u in enumerate(units))
         object.__setattr__(self, "units", tuple(checked))
+        object.__setattr__(self, "optional_axes", texts("optional_axes", self.optional_axes))
         check_correction(self.correction)
 
 

@@ -15,6 +15,7 @@ JSON and TOML have the same keys. In TOML:
     spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
     flags = "i"                       # letters of `re`, as in (?i)
     units = [1, 1, 128]               # as in `RuleSpec`
+    optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
     correction = { indivisible = "error" }
 
 A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Any other key
@@ -48,7 +49,7 @@ DIALECTS: Final = {
 """Dialects by their names in files, in lower case."""
 
 _KEYS: Final = ("rules", "dialect", "correction", "replicated", "optional_axes", "data_axes")
-_RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
+_RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "optional_axes", "correction")
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
@@ -111,8 +112,8 @@ def _of_table(path: Path, table: dict[str, Any], dialect: Dialect) -> RuleFile:
         _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
         Declared(
             _patterns(path, table.get("replicated", [])),
-            _axes(path, "optional_axes", table),
-            _axes(path, "data_axes", table),
+            _axes(f"{path}", "optional_axes", table),
+            _axes(f"{path}", "data_axes", table),
         ),
         Path(path.name.removesuffix(".gz")).stem,
     )
@@ -171,8 +172,9 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         own = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
+    optional = _axes(where, "optional_axes", rule)
     try:
-        return pattern, RuleSpec(spec, own, units=tuple(units))
+        return pattern, RuleSpec(spec, own, tuple(units), optional_axes=optional)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
@@ -233,10 +235,10 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _axes(path: Path, key: str, table: dict[str, Any]) -> tuple[str, ...]:
+def _axes(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     axes = table.get(key, [])
     if not isinstance(axes, list) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise FileError(f'{path}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
+        raise FileError(f'{where}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
     return tuple(axes)
 
 

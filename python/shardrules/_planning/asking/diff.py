@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -153,7 +154,7 @@ def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
     wanted = rule_spec(given)
     if isinstance(pattern, re.Pattern):
         pattern = pattern.pattern, pattern.flags & ~re.DEBUG
-    return pattern, spec_shown(wanted.spec), wanted.correction, wanted.units
+    return pattern, *astuple(replace(wanted, spec=spec_shown(wanted.spec)))
 
 
 def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -39,7 +39,9 @@ MOST_TEXT: Final = 10**8
 _OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
 FIELDS: Final = {FORMAT: _OLD_FIELDS | {"rules_fingerprint"}, _OLD_FORMAT: _OLD_FIELDS}
 LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
-RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
+RULE_FIELDS: Final = frozenset(
+    {"rule", "pattern", "flags", "spec", "correction", "units", "optional_axes"}
+)
 FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
 UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000

@@ -187,8 +187,8 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
     correction = None
     if "correction" in entry:
         correction = _correction(entry["correction"])
-    units = tuple(_typed(entry.get("units", []), list))
-    return pattern, RuleSpec(_spec(entry["spec"]), correction, units)
+    units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
+    return pattern, RuleSpec(_spec(entry["spec"]), correction, units, optional_axes=optional)
 
 
 def _dialect(fields: dict[str, Any]) -> Dialect:

@@ -136,4 +136,6 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
         entry["correction"] = dataclasses.asdict(wanted.correction)
     if wanted.units:
         entry["units"] = wanted.units
+    if wanted.optional_axes:
+        entry["optional_axes"] = wanted.optional_axes
     return entry

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardrules._correction import rule_spec
 from shardrules._declared import compiled_replicated
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
@@ -65,7 +66,7 @@ class Queries:
     ) -> None:
         self.columns = columns
         self.large = large
-        self.optional_axes = frozenset(declared.optional_axes)
+        self._optional_axes = frozenset(declared.optional_axes)
         self.data_axes = frozenset(declared.data_axes)
         self.head_dim = head_dim
         self._declared = compiled_replicated(declared.replicated)
@@ -150,6 +151,11 @@ class Queries:
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
+
+    def optional_axes_of(self, rule: int | None) -> frozenset[str]:
+        """The mesh axes that a mesh may lack, as far as this rule is concerned."""
+        own = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
+        return self._optional_axes.union(own)
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""
