@@ -733,8 +733,8 @@ class TestCompanion:
 
 EVERYTHING = {
     "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE,
-             "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "nnx": {"value": array(8)}},
-    "rules": [("value", ()), ("k_proj", ("fsdp", "tp")), ("far", ("tp", "fdsp")), ("part", "fsdp"), ("^w", ("fsdp", "tp")),
+             "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "off": LARGE, "nnx": {"value": array(8)}},
+    "rules": [("value", ()), ("off", sr.RuleSpec(("fsdp", "tp"), memory_kind="unpinned_host")), ("k_proj", ("fsdp", "tp")), ("far", ("tp", "fdsp")), ("part", "fsdp"), ("^w", ("fsdp", "tp")),
               ("[01]/v", ("fsdp", "tp")), ("v", ("tp", "fsdp")), ("x", None), ("dead", "tp"), ("twice", ("tp", "tp")),
               ("layers/0", "tp"), ("z", ())],
     "mesh": {"dp": 2, **MESH},

@@ -194,6 +194,7 @@ def test_the_page_counts_what_the_command_line_counts(tmp_path):
     told = json.loads(as_json.stdout)["device_bytes"]
     assert told.pop("total") == data["fullest"]
     assert told == data["budget"]
+    assert told.pop("host") == 0
     assert min(told.values()) > 0
     (current,) = (row for row in data["sweep"] if row["current"])
     assert (current["bytes"], current["fits"]) == (data["fullest"], False)
@@ -204,7 +205,7 @@ def test_the_page_counts_what_the_command_line_counts(tmp_path):
 def test_a_sweep_that_counts_something_else_is_refused(deepseek):
     data = Page(deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(**ADAM), **ADAM)).data
     assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
-    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
+    with pytest.raises(ValueError, match="give both the same gradients=, optimizer= and"):
         deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
 
 

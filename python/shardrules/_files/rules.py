@@ -15,6 +15,7 @@ JSON and TOML have the same keys. In TOML:
     spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
     flags = "i"                       # letters of `re`, as in (?i)
     units = [1, 1, 128]               # as in `RuleSpec`
+    memory_kind = "pinned_host"       # as in `RuleSpec`
     optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
     correction = { indivisible = "error" }
 
@@ -49,7 +50,9 @@ DIALECTS: Final = {
 """Dialects by their names in files, in lower case."""
 
 _KEYS: Final = ("rules", "dialect", "correction", "replicated", "optional_axes", "data_axes")
-_RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "optional_axes", "correction")
+_RULE_KEYS: Final = (
+    "pattern", "spec", "flags", "units", "memory_kind", "optional_axes", "correction",
+)  # fmt: skip
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
@@ -172,9 +175,11 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         own = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
-    optional = _axes(where, "optional_axes", rule)
+    memory, optional = rule.get("memory_kind"), _axes(where, "optional_axes", rule)
     try:
-        return pattern, RuleSpec(spec, own, tuple(units), optional_axes=optional)
+        return pattern, RuleSpec(
+            spec, own, tuple(units), memory_kind=memory, optional_axes=optional
+        )
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 

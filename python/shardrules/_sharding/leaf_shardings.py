@@ -20,7 +20,12 @@ from shardrules._printable import printable
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
-from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
+from shardrules._sharding.shardings import (
+    RulesLike,
+    corrected_sharding,
+    placements_by_rules,
+    shardings_by_rules,
+)
 from shardrules._specs import is_partition_spec
 
 if TYPE_CHECKING:
@@ -116,7 +121,7 @@ def requested_shardings(
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
 
-    Rules and specs say nothing about memory, so an array stays in its memory kind.
+    An array stays in its memory kind, unless a NamedSharding or a rule has one.
 
     Args:
         tree: Any pytree.
@@ -148,13 +153,16 @@ def requested_shardings(
             "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True
         )
     leaves, treedef = tree_util.tree_flatten(tree)
-    shardings = shardings_by_rules(
+    placements = placements_by_rules(
         tree,
         matcher_of(as_rules("specs_or_rules", specs_or_rules)),
         local_view(resolve_mesh(mesh)),
-        correction=correction,
+        correction,
     )
-    of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
+    of_leaves = (
+        one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
+        for leaf, one in zip(leaves, placements, strict=True)
+    )
     return leaves, treedef, list(of_leaves)
 
 

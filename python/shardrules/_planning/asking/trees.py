@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._declared import Declared
 from shardrules._planning.asking.check import check
+from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import as_mesh
 from shardrules._specs import as_partition_spec
 
@@ -57,15 +58,17 @@ def _specs(columns: Columns) -> list[Any]:
 
 
 def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
-    from jax.sharding import NamedSharding
-
     on_mesh = as_mesh(mesh)
-    specs = _specs(columns)
+    memory = (kind.memory_kind for kind in columns.kinds)
+    wanted = list(zip(_specs(columns), memory, strict=True))
     try:
-        made = {spec: NamedSharding(on_mesh, as_partition_spec(spec)) for spec in set(specs)}
+        made = {
+            one: sharding_in_memory(on_mesh, as_partition_spec(one[0]), one[1])
+            for one in set(wanted)
+        }
     except ValueError as error:
-        raise ValueError(_errors(columns)) from error
-    return [made[spec] for spec in specs]
+        raise ValueError(_errors(columns) or str(error)) from error
+    return [made[one] for one in wanted]
 
 
 def _errors(columns: Columns) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardrules._correction import rule_spec
+from shardrules._correction import rule_spec, rule_spec_shown
 from shardrules._declared import compiled_replicated
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
@@ -22,7 +22,6 @@ from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
-from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
@@ -112,8 +111,9 @@ class Queries:
 
     @cached_property
     def total(self) -> int:
-        """Bytes of all leaves on the fullest device."""
-        return by_class(self.columns).max
+        """Bytes of all leaves for the fullest device, in its memory and the host's."""
+        held = by_class(self.columns)
+        return held.max + held.max_host
 
     def is_much(self, count: int) -> bool:
         """Whether so many bytes on a device are much, beside what it must hold anyway."""
@@ -143,7 +143,7 @@ class Queries:
         """A rule, for a message."""
         pattern, given = self.columns.rules[index]
         is_logical = self.columns.leaves.path_rules is None
-        shown = repr(given) if is_logical else spec_shown(self.columns.spec_of_rule(index))
+        shown = repr(given) if is_logical else rule_spec_shown(given)
         return f"rule {index} {pattern!r} -> {shown}"
 
     def who(self, kind: Kind) -> str:
