@@ -16,6 +16,7 @@ from shardrules._specs import as_partition_spec
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.columns import Columns
     from shardrules._sharding.mesh import MeshLike
 
@@ -59,12 +60,13 @@ def _specs(columns: Columns) -> list[Any]:
 
 def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
     on_mesh = as_mesh(mesh)
-    memory = (kind.memory_kind for kind in columns.kinds)
-    wanted = list(zip(_specs(columns), memory, strict=True))
+    wanted: list[tuple[Any, MemoryKind | None]] = [
+        (spec, kind.memory_kind) for spec, kind in zip(_specs(columns), columns.kinds, strict=True)
+    ]
     try:
         made = {
-            one: sharding_in_memory(on_mesh, as_partition_spec(one[0]), one[1])
-            for one in set(wanted)
+            (spec, memory): sharding_in_memory(on_mesh, as_partition_spec(spec), memory)
+            for spec, memory in set(wanted)
         }
     except ValueError as error:
         raise ValueError(_errors(columns) or str(error)) from error

@@ -104,7 +104,9 @@ class RulesOnMesh:
         self._specs, self._spec_of = specs_on_mesh(
             rules, self.axis_sizes, correction, manual=manual, made=False
         )
-        self._memory_of = [rule_spec(given).memory_kind for _, given in rules]
+        self._memory_of: list[MemoryKind | None] = [
+            rule_spec(given).memory_kind for _, given in rules
+        ]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
