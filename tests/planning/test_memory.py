@@ -135,6 +135,13 @@ class TestOptimizer:
         assert moved.specs()["opt_state"][0]["count"] == P()
         assert moved.specs()["opt_state"][1]["mu"]["embed"][0] == ("fsdp", "dp")
 
+    def test_of_logical_rules_too(self):
+        rules, tree = sr.LogicalRules([("embed", "fsdp")]), {"w": array(16, 8)}
+        plan = sr.plan(tree, rules, SIZES, names={"w": ("embed", None)})
+        moved = plan.for_optimizer([{"mu": tree}], memory_kind="pinned_host")
+        assert self.kinds(moved) == {"0/mu/w": "pinned_host"}
+        assert "P('fsdp', None) in pinned_host" in str(moved)
+
     def test_on_another_mesh(self):
         plan = sr.plan(TREE, RULES, SIZES).for_optimizer(STATE, memory_kind="pinned_host")
         there = plan.on_mesh({"tp": 2, "fsdp": 2})

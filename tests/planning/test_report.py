@@ -395,6 +395,24 @@ def test_browser_shows_corrections_and_problems(opened):
     ]  # fmt: skip
 
 
+def test_browser_tells_the_memory_of_the_host_apart(opened):
+    leaf = jax.ShapeDtypeStruct((512, 512), "float32")
+    rules = [("w", sr.RuleSpec("tp", memory_kind="pinned_host")), ("v", ("tp", None))]
+    plan = sr.plan({"w": leaf, "v": leaf}, rules, {"tp": 4})
+    room = {"hbm": 300_000, "host_memory": 200_000}
+    page = opened(plan, findings=sr.Findings(()), sweep=plan.sweep([{"tp": 4}], **room), **room)
+    told = page.inner_text("header")
+    for text in (
+        "262 kB",
+        "262 kB for each device",
+        "no, into 300 kB and 200 kB of the host's memory",
+    ):
+        assert text in told
+    assert "262 kB + 262 kB on the host" in page.inner_text("#sweep")
+    assert "P('tp', None) in pinned_host" in page.locator("#legend code").all_inner_texts()
+    assert "P('tp') in pinned_host" in page.inner_text("#rules")
+
+
 def test_browser_search(opened, deepseek):
     page = opened(deepseek)
     assert "45,395 of 45,395 leaves, in 23 folded rows" in page.inner_text("#count")
