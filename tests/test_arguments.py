@@ -64,6 +64,7 @@ NOT_RULES = (
 NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2**63}, {3: 2},
             {"tp": 2**24 + 1}, {"a": 2**30, "b": 2}, {"tp": 10**5000}, {"tp": 2.0}, (2, 2))  # fmt: skip
 NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
+NOT_MEMORY = ("pinned_hsot", "host", "", 3, 0, False, b"device", ["device"], {}, THING, HUGE)
 NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
 NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.EFORMER)
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
@@ -97,6 +98,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "axes": ("tp", 3, 0, [3], [None], [], ["tp", "tp"], THING, HUGE),
     "fixed": (3, 0, [], "tp", THING, {"tp": 0}, {"tp": "2"}),
     "hbm": NOT_NUMBER,
+    "host_memory": NOT_NUMBER,
+    "memory_kind": NOT_MEMORY,
+    "optimizer_memory_kind": NOT_MEMORY,
     "other": ("plan", None, 3, 0, {}, THING, HUGE),
     "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
     "zero1": (3, 0, [], THING, HUGE, "no such axis"),
@@ -230,7 +234,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tries_next": True}),
     "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
-    "Plan.bytes_per_device": (PLAN.bytes_per_device, {"gradients": None, "optimizer": None}),
+    "Plan.bytes_per_device": (PLAN.bytes_per_device, {
+        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device"}),
     "Plan.check": (
         PLAN.check,
         {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "levels": {}},
@@ -238,7 +243,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),
     "Plan.fingerprint": (PLAN.fingerprint, {}),
-    "Plan.for_optimizer": (PLAN.for_optimizer, {"state": TREE, "zero1": "tp"}),
+    "Plan.for_optimizer": (PLAN.for_optimizer, {
+        "state": TREE, "zero1": "tp", "memory_kind": "pinned_host"}),
     "Plan.from_lock": (sr.Plan.from_lock, {"lock": PLAN.lock()}),
     "Plan.kind": (PLAN.kind, {"path": "w"}),
     "Plan.lock": (PLAN.lock, {"path": None}),
@@ -248,11 +254,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.specs": (PLAN.specs, {}),
     "Plan.sweep": (PLAN.sweep, {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
-        "gradients": None, "optimizer": None}),
+        "host_memory": None, "gradients": None, "optimizer": ["int8"],
+        "optimizer_memory_kind": None}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
-        "gradients": None, "optimizer": None}),
-    "RuleSpec": (sr.RuleSpec, {"spec": "tp", "correction": None, "units": ()}),
+        "host_memory": None, "gradients": None, "optimizer": ["int8"],
+        "optimizer_memory_kind": None}),
+    "RuleSpec": (sr.RuleSpec, {
+        "spec": "tp", "correction": None, "units": (), "memory_kind": None,
+        "optional_axes": ()}),
     "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),

@@ -1,4 +1,4 @@
-"""The policies for specs that do not fit: `Correction`, and `RuleSpec` for one rule.
+"""The policies for specs that do not fit: `Correction`; and `RuleSpec`, what else one rule says.
 
 Records that check themselves; `_sharding/spec_on_mesh.py` does what they say. Must not know about
 meshes.
@@ -6,13 +6,22 @@ meshes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardrules._arguments import check_choice, check_choices, check_type, integer, listed
-from shardrules._specs import RankPolicy
+from shardrules._arguments import check_choice, check_choices, check_type, integer, listed, texts
+from shardrules._memory_kinds import MemoryKind, check_memory_kind, in_memory
+from shardrules._specs import RankPolicy, spec_shown
 
-__all__ = ["Correction", "MisfitPolicy", "RuleSpec", "check_correction", "plain_spec", "rule_spec"]
+__all__ = [
+    "Correction",
+    "MisfitPolicy",
+    "RuleSpec",
+    "check_correction",
+    "plain_spec",
+    "rule_spec",
+    "rule_spec_shown",
+]
 
 MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 
@@ -57,33 +66,45 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
-    """A rule's spec together with a correction of its own.
+    """A rule's spec together with what else the rule says.
 
     Args:
         spec: As in `Rules`.
         correction: For this rule. Default: the dialect's.
         units: For each dimension a number, such as head_dim, or None. A device's part of the
             dimension must be a multiple of it. Below 2**63.
+        memory_kind: The memory that the rule's arrays are in: "device", "pinned_host" or
+            "unpinned_host". A PartitionSpec has no memory kind, so `match_partition_rules` gives
+            the spec alone. Default: the rule says nothing; a new array is in the devices' default
+            memory, and `shard` leaves an array of a device in its memory.
+        optional_axes: Mesh axes that this rule names and a mesh may lack, so that `Plan.check`
+            does not report them. They change no spec.
 
     Raises:
-        TypeError: correction is not a Correction, or units are not integers.
-        ValueError: A unit is below 1, or above 2**63 - 1.
+        TypeError: correction is not a Correction, units are not integers, or optional_axes are not
+            strings.
+        ValueError: A unit is below 1, or above 2**63 - 1; or there is no such memory kind.
 
     Example:
         >>> from shardrules import Correction, RuleSpec
         >>> exact = Correction(indivisible="error")
         >>> rule = ("wk/kernel", RuleSpec(("fsdp", "tp"), exact, units=(None, 128)))
+        >>> offloaded = ("opt_state", RuleSpec(("fsdp", "tp"), memory_kind="pinned_host"))
     """
 
     spec: Any
     correction: Correction | None = None
     units: tuple[int | None, ...] = ()
+    memory_kind: MemoryKind | None = field(default=None, kw_only=True)
+    optional_axes: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         units = listed("units", self.units, "integers or None")
         checked = (u if u is None else integer(f"units[{i}]", u, 1) for i, u in enumerate(units))
         object.__setattr__(self, "units", tuple(checked))
+        object.__setattr__(self, "optional_axes", texts("optional_axes", self.optional_axes))
         check_correction(self.correction)
+        check_memory_kind("memory_kind", self.memory_kind)
 
 
 def check_correction(correction: object) -> None:
@@ -108,3 +129,9 @@ def rule_spec(given: Any) -> RuleSpec:
 def plain_spec(given: Any) -> Any:
     """The spec of a rule, without a correction of its own."""
     return given.spec if isinstance(given, RuleSpec) else given
+
+
+def rule_spec_shown(given: Any) -> str:
+    """The spec of a rule as people write it, with its memory kind."""
+    wanted = rule_spec(given)
+    return in_memory(spec_shown(wanted.spec), wanted.memory_kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -128,6 +129,64 @@ def test_gradients_and_optimizer_are_counted(small):
     assert (held["gradients"], held["optimizer"]) == (2 * elements, 2 * 4 * elements)
     result = run("plan", model, "-r", rules, "-m", "fsdp=2", "--hbm", "1MB")
     assert "DOES NOT FIT into 1MB" in result.stdout
+
+
+def test_memory_of_the_host_is_counted_apart(small, tmp_path):
+    model, rules = small
+    args = ("plan", model, "-r", rules, "-m", "fsdp=2", "--optimizer", "adamw")
+    elements = 512**2 + 512 + 4096**2
+    result = run(*args, "--optimizer-memory", "pinned_host", "--format", "json")
+    held = json.loads(result.stdout)["device_bytes"]
+    assert (held["optimizer"], held["host"]) == (0, 2 * 4 * elements)
+    assert held["total"] == held["params"]
+    moved = (*args, "--optimizer-memory", "pinned_host", "--hbm", "1GB", "--host-memory")
+    assert "\nfits into 1GB and 1GB of the host's memory\n" in run(*moved, "1GB").stdout
+    assert "DOES NOT FIT into 1GB and 1MB of the host's memory" in run(*moved, "1MB").stdout
+    assert "the host's memory" not in run(*args, "--hbm", "1GB").stdout
+    assert json.loads(run(*moved, "1MB", "--format", "json").stdout)["fits"] is False
+    page = tmp_path / "plan.html"
+    if importlib.util.find_spec("plotly"):
+        assert run(*moved, "1MB", "--html", page).exit_code == 0
+        assert "1.00 GB and 1.00 MB of the host's memory" in page.read_text()
+    sweep = ("sweep", model, "-r", rules, "--devices", 2, "--axes", "fsdp", *args[6:])
+    told = run(*sweep, "--optimizer-memory", "pinned_host", "--host-memory", "1MB").stdout
+    assert "on the host" in told
+    assert "does not fit" in told
+
+
+def test_the_memory_of_a_rule_in_a_file(tmp_path):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.toml"
+    model.write_text(json.dumps(SLIP))
+    rules.write_text(
+        "[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\nmemory_kind = 'pinned_host'\n"
+    )
+    args = (model, "-r", rules, "-m", "fsdp=8,tp=4")
+    told = json.loads(run("plan", *args, "--format", "json").stdout)
+    assert {row["memory_kind"] for row in told["folded"]} == {"pinned_host"}
+    assert told["device_bytes"]["total"] == 0
+    lock = tmp_path / "plan.lock"
+    assert "in pinned_host" in run("plan", *args, "--lock", lock).stdout
+    rules.write_text("[[rules]]\npattern = 'proj'\nspec = ['tp', 'fsdp']\n")
+    result = run("diff", lock, *args)
+    assert result.exit_code == 1
+    assert "P('tp', 'fsdp') in pinned_host -> P('tp', 'fsdp')  (+" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--optimizer-memory", "pinned_host"), "leave out --optimizer-memory"),
+        (("--optimizer", "sgd", "--optimizer-memory", "device"), "leave out --optimizer-memory"),
+        (("--optimizer", "adam", "--optimizer-memory", "host"), "one of device, pinned_host"),
+        (("--host-memory", "0"), "--host-memory is '0'; a host has memory"),
+        (("--host-memory", "much"), "'much' is not a number of bytes"),
+    ],
+)
+def test_memory_that_is_none_is_told(small, more, told):
+    model, rules = small
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2", *more)
+    assert result.exit_code == 2
+    assert told in result.stderr
 
 
 def test_check_tells_of_silent_replication_first_and_fails():

@@ -354,6 +354,8 @@ pattern = "WQ/kernel"
 spec = ["fsdp", [], ["tp", "sp"]]
 flags = "i"
 units = [1, 1, 128]
+memory_kind = "pinned_host"
+optional_axes = ["sp"]
 correction = { absent = "drop" }
 
 [[rules]]
@@ -370,7 +372,10 @@ def test_rules_of_toml(write):
     file = read_rules(write("llama.toml", TOML))
     correction = sr.Correction(absent="error", indivisible="prefix", rank="error", pad=False)
     own = sr.Correction(absent="drop", indivisible="prefix", rank="error", pad=False)
-    wq = sr.RuleSpec(("fsdp", None, ("tp", "sp")), own, (1, 1, 128))
+    wq = sr.RuleSpec(
+        ("fsdp", None, ("tp", "sp")), own, (1, 1, 128),
+        memory_kind="pinned_host", optional_axes=("sp",),
+    )  # fmt: skip
     assert file.name == "llama"
     assert file.declared == {
         "replicated": ("norm", "bias$"), "optional_axes": ("sp",), "data_axes": ("dp",)
@@ -492,6 +497,9 @@ BAD_RULES = {
     "units": ("rules.json", [{"pattern": "a", "spec": [], "units": [0]}], r"rule 0: units\[0\] is 0"),
     "units that are texts": ("rules.json", [{"pattern": "a", "spec": [], "units": ["x"]}], r"rule 0: units\[0\] is 'x'"),
     "no units": ("rules.json", [{"pattern": "a", "spec": [], "units": 3}], "rule 0: units is 3"),
+    "memory": ("rules.json", [{"pattern": "a", "spec": [], "memory_kind": "pinned_hsot"}], "rule 0: memory_kind is 'pinned_hsot'; it must be one of None, 'device', 'pinned_host'"),
+    "memory of no name": ("rules.json", [{"pattern": "a", "spec": [], "memory_kind": ["device"]}], "rule 0: memory_kind is"),
+    "optional axes of a rule": ("rules.json", [{"pattern": "a", "spec": [], "optional_axes": "sp"}], "rule 0: optional_axes is 'sp'"),
     "own": ("rules.json", [{"pattern": "a", "spec": [], "correction": {"pad": 3}}], "rule 0: correction: pad"),
     "replicated": ("rules.json", {"rules": [], "replicated": "x"}, "replicated is 'x'"),
     "optional axes": ("rules.json", {"rules": [], "optional_axes": "sp"}, "optional_axes is 'sp'"),

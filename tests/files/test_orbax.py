@@ -74,3 +74,23 @@ def test_the_plan_of_a_checkpoint_is_that_of_its_tree(params, saved, mesh):
         zip(of_tree.paths, of_tree.device_bytes.tolist(), strict=True)
     )
     assert plan.fingerprint() == of_tree.fingerprint()
+
+
+def test_a_save_and_a_restore_keep_the_memory_kinds_of_the_plan(params, tmp_path, mesh):
+    """orbax stores none: the target has them. Without one all goes to the default memory."""
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    if "pinned_host" not in kinds:
+        pytest.skip("this JAX has one kind alone")
+    rules = [("embedding", sr.RuleSpec("tp", memory_kind="pinned_host")), *RULES]
+    plan = sr.plan(params, rules, mesh)
+    there = sr.shard(params, rules, mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "host", there)
+    for target in (plan.abstract(), sr.plan(there, rules, mesh).abstract()):
+        restored = ocp.StandardCheckpointer().restore(tmp_path / "host", target)
+        assert equal(restored, params)
+        shardings = jax.tree.map(lambda x: x.sharding, restored)
+        assert shardings == plan.shardings() == jax.tree.map(lambda x: x.sharding, there)
+        assert shardings["embedding"].memory_kind == "pinned_host"
+    without = ocp.StandardCheckpointer().restore(tmp_path / "host")
+    assert without["embedding"].sharding.memory_kind == jax.devices()[0].default_memory().kind

@@ -418,6 +418,25 @@ class TestUnknownAxis:
         # What it costs is told as ever.
         assert only(declared, "correction").level == "warning"
 
+    def test_declared_by_a_rule(self):
+        """One rule may be for meshes of two kinds, while the axis is a mistake in another."""
+        rules = [("w", sr.RuleSpec(("fsdp", "sp"), optional_axes=["sp"])), ("v", ("fsdp", "sp"))]
+        found = findings({"w": self.WHOLE, "v": self.WHOLE}, rules)
+        one = only(found, "unknown-axis")
+        assert (one.rule, one.paths) == (1, ("v",))
+        declared = only(found, "correction")
+        assert (declared.rule, declared.level, declared.paths) == (0, "info", ("w",))
+        assert "the mesh has no axis 'sp'; costs nothing" in declared.message
+        state = sr.plan({"w": self.WHOLE}, rules, MESH).for_optimizer([{"mu": {"w": self.WHOLE}}])
+        assert of_kind(state.check(), "unknown-axis") == []
+
+    def test_a_rule_declares_all_axes_that_are_lost_together_or_none(self):
+        rules = [("w", sr.RuleSpec(("fsdp", ("sp", "ep")), optional_axes=["sp"]))]
+        one = only(findings({"w": self.WHOLE}, rules), "unknown-axis")
+        assert "no axes 'sp', 'ep'" in one.message
+        found = findings({"w": self.WHOLE}, rules, optional_axes=["ep"])
+        assert of_kind(found, "unknown-axis") == []
+
     def test_not_of_a_rule_that_decides_nothing(self):
         found = findings({"w": self.WHOLE}, [("w", ("fsdp", "tp")), ("x", "ep")])
         assert [one.kind for one in found] == ["dead"]
@@ -743,8 +762,8 @@ class TestCompanion:
 
 EVERYTHING = {
     "tree": {"w": array(4096, 1022), "layers": [{"v": LARGE}] * 4, "x": LARGE, "y": LARGE, "twice": LARGE, "z": LARGE,
-             "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "nnx": {"value": array(8)}},
-    "rules": [("value", ()), ("k_proj", ("fsdp", "tp")), ("far", ("tp", "fdsp")), ("part", "fsdp"), ("^w", ("fsdp", "tp")),
+             "far": LARGE, "part": [LARGE] * 32, "attn": {"k_proj": array(4096, 768)}, "off": LARGE, "nnx": {"value": array(8)}},
+    "rules": [("value", ()), ("off", sr.RuleSpec(("fsdp", "tp"), memory_kind="unpinned_host")), ("k_proj", ("fsdp", "tp")), ("far", ("tp", "fdsp")), ("part", "fsdp"), ("^w", ("fsdp", "tp")),
               ("[01]/v", ("fsdp", "tp")), ("v", ("tp", "fsdp")), ("x", None), ("dead", "tp"), ("twice", ("tp", "tp")),
               ("layers/0", "tp"), ("z", ())],
     "mesh": {"dp": 2, **MESH},

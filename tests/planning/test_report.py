@@ -194,6 +194,7 @@ def test_the_page_counts_what_the_command_line_counts(tmp_path):
     told = json.loads(as_json.stdout)["device_bytes"]
     assert told.pop("total") == data["fullest"]
     assert told == data["budget"]
+    assert told.pop("host") == 0
     assert min(told.values()) > 0
     (current,) = (row for row in data["sweep"] if row["current"])
     assert (current["bytes"], current["fits"]) == (data["fullest"], False)
@@ -204,7 +205,7 @@ def test_the_page_counts_what_the_command_line_counts(tmp_path):
 def test_a_sweep_that_counts_something_else_is_refused(deepseek):
     data = Page(deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(**ADAM), **ADAM)).data
     assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
-    with pytest.raises(ValueError, match="give both the same gradients= and optimizer="):
+    with pytest.raises(ValueError, match="give both the same gradients=, optimizer= and"):
         deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
 
 
@@ -392,6 +393,24 @@ def test_browser_shows_corrections_and_problems(opened):
     assert page.locator("#legend code").all_inner_texts() == [
         "replicated", "no spec", "P('tp', None)",
     ]  # fmt: skip
+
+
+def test_browser_tells_the_memory_of_the_host_apart(opened):
+    leaf = jax.ShapeDtypeStruct((512, 512), "float32")
+    rules = [("w", sr.RuleSpec("tp", memory_kind="pinned_host")), ("v", ("tp", None))]
+    plan = sr.plan({"w": leaf, "v": leaf}, rules, {"tp": 4})
+    room = {"hbm": 300_000, "host_memory": 200_000}
+    page = opened(plan, findings=sr.Findings(()), sweep=plan.sweep([{"tp": 4}], **room), **room)
+    told = page.inner_text("header")
+    for text in (
+        "262 kB",
+        "262 kB for each device",
+        "no, into 300 kB and 200 kB of the host's memory",
+    ):
+        assert text in told
+    assert "262 kB + 262 kB on the host" in page.inner_text("#sweep")
+    assert "P('tp', None) in pinned_host" in page.locator("#legend code").all_inner_texts()
+    assert "P('tp') in pinned_host" in page.inner_text("#rules")
 
 
 def test_browser_search(opened, deepseek):

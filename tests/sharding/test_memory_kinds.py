@@ -1,4 +1,4 @@
-"""Memory kinds: a NamedSharding sets one; with rules and specs an array keeps its own."""
+"""Memory kinds: a NamedSharding or a rule sets one; otherwise an array keeps its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._sharding.leaf_rows import digest
 from tests.support.contexts import needs_set_mesh
 
@@ -78,8 +79,106 @@ def test_free_dimensions_keep_the_memory(mesh, kind):
     assert sr.with_sharding_constraint(placed(mesh, DEFAULT), there).sharding.memory_kind == kind
 
 
+def rules_of_kind(kind):
+    return [("w", sr.RuleSpec(("fsdp", "tp"), memory_kind=kind)), (".*", ())]
+
+
+HOST = rules_of_kind("pinned_host")
+
+
+class TestRules:
+    """`RuleSpec(spec, memory_kind=...)`."""
+
+    @pytest.mark.parametrize("kind", [None, *KINDS])
+    def test_shardings_have_the_kind_of_their_rule(self, mesh, kind):
+        tree = {"w": np.ones((8, 8)), "wide": {"w": np.ones((16, 7))}, "b": np.ones(4), "n": 3}
+        found = sr.named_shardings(tree, rules_of_kind(kind), mesh)
+        assert found == {
+            "w": of_kind(mesh, kind, "fsdp", "tp"),
+            "wide": {"w": of_kind(mesh, kind, "fsdp", None)},
+            "b": of_kind(mesh, None),
+            "n": of_kind(mesh, None),
+        }
+
+    @functions
+    @pytest.mark.parametrize("before", [None, *KINDS])
+    @pytest.mark.parametrize("after", KINDS)
+    def test_an_array_moves_to_the_memory_of_its_rule(self, mesh, function, before, after):
+        """Also to that of the device, which JAX cannot tell from none."""
+        array = placed(mesh, before)
+        moved = function({"w": array, "b": array}, rules_of_kind(after), mesh)
+        assert moved["w"].sharding == of_kind(mesh, after, "fsdp", "tp")
+        assert moved["b"].sharding == of_kind(mesh, before)
+        np.testing.assert_array_equal(moved["w"], array)
+
+    @functions
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_numpy_arrays_go_to_the_memory_of_their_rule(self, mesh, function, kind):
+        there = function({"w": np.ones((8, 8), "float32")}, rules_of_kind(kind), mesh)["w"]
+        assert there.sharding == of_kind(mesh, kind, "fsdp", "tp")
+
+    def test_two_rules_of_one_spec_and_two_kinds(self, mesh):
+        kinds = dict.fromkeys([None, *KINDS])
+        rules = [(f"^{kind}$", sr.RuleSpec("tp", memory_kind=kind)) for kind in kinds]
+        found = sr.named_shardings({str(kind): np.ones(8) for kind in kinds}, rules, mesh)
+        assert found == {str(kind): of_kind(mesh, kind, "tp") for kind in kinds}
+
+    def test_a_spec_says_nothing_of_memory(self, mesh):
+        rules, tree = rules_of_kind(KINDS[-1]), {"w": np.ones((8, 8))}
+        assert sr.match_partition_rules(rules, tree) == {"w": P("fsdp", "tp")}
+        assert sr.spec_for("w", (8, 8), rules, mesh) == P("fsdp", "tp")
+
+    @pytest.mark.parametrize("kind", ["pinned_hsot", "host", "", 3, ["device"]])
+    def test_a_kind_that_does_not_exist(self, kind):
+        with pytest.raises(
+            ValueError, match="memory_kind is .*; it must be one of .*'pinned_host'"
+        ):
+            sr.RuleSpec("tp", memory_kind=kind)
+
+    def test_a_kind_that_the_devices_do_not_have(self, mesh, monkeypatch):
+        lacking = next((kind for kind in MEMORY_KINDS if kind not in KINDS), None)
+        if lacking is None:
+            lacking = "a_kind_of_other_devices"
+            monkeypatch.setattr("shardrules._correction.check_memory_kind", lambda *_: None)
+        rules, tree = [("b", "tp"), *rules_of_kind(lacking)], {"w": np.ones((8, 8))}
+        for function in (sr.named_shardings, sr.shard, sr.with_sharding_constraint, sr.plan):
+            with pytest.raises(ValueError, match=f"^rule 1 'w': memory_kind='{lacking}' is not on"):
+                function(tree, rules, mesh)
+
+    def test_a_mesh_without_devices(self, mesh):
+        tree, rules = {"w": np.ones((8, 8))}, rules_of_kind("pinned_host")
+        abstract = sr.resolve_mesh({"fsdp": 4, "tp": 2})
+        if of_kind(abstract, "pinned_host").memory_kind is None:
+            for function in (sr.named_shardings, sr.shard):
+                with pytest.raises(ValueError, match="rule 0 'w': .* JAX forgets memory kinds"):
+                    function(tree, rules, abstract)
+            with pytest.raises(ValueError, match="JAX forgets memory kinds on a mesh without dev"):
+                sr.plan(tree, rules, abstract).shardings()
+        else:
+            there = of_kind(abstract, "pinned_host", "fsdp", "tp")
+            assert sr.named_shardings(tree, rules, abstract) == {"w": there}
+            assert sr.plan(tree, rules, dict(abstract.shape)).shardings() == {"w": there}
+
+
 @needs_kinds
 class TestInsideJit:
+    def test_rules_move_to_the_host(self, mesh):
+        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": 2 * x}, HOST, mesh)["w"])
+        after = step(placed(mesh, "device"))
+        assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
+
+    def test_a_rule_for_the_device_leaves_an_array_where_it_is_as_a_named_sharding_does(self, mesh):
+        rules = rules_of_kind("device")
+        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": x}, rules, mesh)["w"])
+        after = step(placed(mesh, "pinned_host"))
+        assert after.sharding == of_kind(mesh, "pinned_host", "fsdp", "tp")
+
+    def test_a_rule_of_a_kind_that_jax_does_not_have_there_is_refused(self, mesh):
+        step = jax.jit(lambda x: sr.with_sharding_constraint({"w": x}, rules, mesh))
+        rules = rules_of_kind("unpinned_host")
+        with pytest.raises(ValueError, match="'unpinned_host' memory inside jit"):
+            step(placed(mesh, "device"))
+
     @pytest.mark.parametrize("kind", ["device", "pinned_host"])
     def test_specs_do_not_move(self, mesh, kind):
         step = jax.jit(lambda x: sr.with_sharding_constraint(x, P("fsdp", "tp"), mesh))

@@ -54,6 +54,9 @@ def choices() -> None:
     sr.Dialect("own", "/", sr.Correction(), min_size="first")  # type: ignore[arg-type]
     sr.Dialect("own", "/", sr.Correction(), rank="drop")  # type: ignore[arg-type]
     sr.Dialect("own", "/", sr.Correction(), unmatched="keep")  # type: ignore[arg-type]
+    sr.RuleSpec("tp", units=(None, 128), memory_kind="pinned_host", optional_axes=("tp",))
+    sr.RuleSpec("tp", memory_kind="pinned_hsot")  # type: ignore[arg-type]
+    sr.RuleSpec("tp", optional_axes="tp")  # type: ignore[arg-type]
     replace(sr.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
     findings = sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "off", "siblings": "error"})
     findings.at_least("warning")

@@ -32,7 +32,9 @@ from shardrules._files.companions import TABLES
 from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more
 from shardrules._matching.dialects import EFORMER
+from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
+from shardrules._planning.asking.budget import Room
 from shardrules._planning.asking.findings import LEVELS, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
@@ -111,7 +113,17 @@ Companions = Annotated[
         help=f"Leaves that follow others: {', '.join(TABLES)}. Beside those of the rule file."
     ),
 ]
+OptimizerMemory = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The memory of the optimizer's moments: {', '.join(MEMORY_KINDS)}. Default: that of "
+        "their parameters."
+    ),
+]
 Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
+HostMemory = Annotated[
+    str | None, typer.Option(help="The host's memory for each of its devices, such as 256GB.")
+]
 
 
 def run() -> int:
@@ -155,7 +167,9 @@ def plan_command(
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
+    optimizer_memory: OptimizerMemory = None,
     hbm: Hbm = None,
+    host_memory: HostMemory = None,
     format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
     lock: Annotated[Path | None, typer.Option(help="Write a lockfile to this path.")] = None,
     html: Annotated[
@@ -164,11 +178,8 @@ def plan_command(
 ) -> None:
     """Show the spec of every array, and its bytes on each device."""
     _one_of("--format", format_, ("text", "json"))
-    memory = _memory(hbm)
-    counted = {
-        "gradients": _gradients(gradients),
-        "optimizer": _moments(optimizer, optimizer_dtype),
-    }
+    room = _room(hbm, host_memory)
+    counted = _counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
     _check_targets({"--lock": lock, "--html": html}, (source, rules))
     planned = _load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
@@ -177,19 +188,21 @@ def plan_command(
     plan = planned.plan
     held = plan.bytes_per_device(**counted)
     # Made before anything is written: a failure leaves no file behind.
-    report = None if html is None else _report(planned, memory, counted)
+    report = None if html is None else _report(planned, room, counted)
     if lock is not None:
         plan.lock(lock)
     if html is not None and report is not None:
         write_text(html, report)
         note(printable(f"{html}: a report in one file, which works offline"))
     if format_ == "json":
-        print(plan_json(plan, held, memory))
+        print(plan_json(plan, held, room))
         return
     show_plan(plan)
     print(held)
-    if memory is not None:
-        print(printable(f"{'fits' if held.max <= memory else 'DOES NOT FIT'} into {hbm}"))
+    if (fits := room.fits(held)) is not None:
+        host = host_memory and f"{host_memory} of the host's memory"
+        rooms = " and ".join(filter(None, (hbm, host)))
+        print(printable(f"{'fits' if fits else 'DOES NOT FIT'} into {rooms}"))
 
 
 @app.command()
@@ -312,7 +325,9 @@ def sweep(
     gradients: Gradients = None,
     optimizer: Optimizer = None,
     optimizer_dtype: OptimizerDtype = None,
+    optimizer_memory: OptimizerMemory = None,
     hbm: Hbm = None,
+    host_memory: HostMemory = None,
     most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
 ) -> None:
     """Compare meshes for one set of rules, sorted by bytes per device."""
@@ -320,8 +335,8 @@ def sweep(
         _refuse("the meshes are those of --mesh", {"--devices": devices, "--axes": axes})
     elif devices is None or axes is None:
         raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
-    memory = _memory(hbm)
-    moments = _moments(optimizer, optimizer_dtype)
+    room = _room(hbm, host_memory)
+    counted = _counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
     meshes = [parse_mesh(one) for one in mesh or ()]
     names, fixed = _axes(axes or "")
     first = mesh[0] if mesh else f"{names[0]}={devices}"
@@ -341,9 +356,9 @@ def sweep(
             devices=devices,
             axes=names,
             fixed=fixed,
-            hbm=memory,
-            gradients=_gradients(gradients),
-            optimizer=moments,
+            hbm=room.hbm,
+            host_memory=room.host,
+            **counted,
         )
     show_sweep(found, most)
 
@@ -432,15 +447,16 @@ def _tell_fallbacks(fallbacks: Collection[str]) -> None:
         note(printable(line))
 
 
-def _report(planned: Planned, memory: int | None, counted: dict[str, Any]) -> str:
+def _report(planned: Planned, room: Room, counted: dict[str, Any]) -> str:
     """The HTML report; its numbers include the gradients and moments in `counted`."""
     plan = planned.plan
     findings = plan.check(**planned.rules.declared)
+    given = {"hbm": room.hbm, "host_memory": room.host, **counted}
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
-        found = plan.sweep(fixed=ones, hbm=memory, **counted) if plan.devices > 1 else None
+        found = plan.sweep(fixed=ones, **given) if plan.devices > 1 else None
     chart = found and Sweep(found[:_MOST_BARS])
-    return plan.to_html(findings=findings, sweep=chart, title=planned.model, hbm=memory, **counted)
+    return plan.to_html(findings=findings, sweep=chart, title=planned.model, **given)
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
@@ -466,10 +482,30 @@ def _moments(optimizer: str | None, dtype: str | None) -> tuple[str, ...] | None
     return None if optimizer is None else (numpy_name(dtype or "float32"),) * MOMENTS[optimizer]
 
 
-def _memory(hbm: str | None) -> int | None:
-    memory = None if hbm is None else byte_count(hbm)
+def _counted(
+    gradients: str | None, optimizer: str | None, dtype: str | None, memory: str | None
+) -> dict[str, Any]:
+    """The arguments of `Plan.bytes_per_device` that these options mean."""
+    moments = _moments(optimizer, dtype)
+    if memory is not None:
+        _one_of("--optimizer-memory", memory, MEMORY_KINDS)
+    if not moments:
+        _refuse("--optimizer names no optimizer with moments", {"--optimizer-memory": memory})
+    return {
+        "gradients": _gradients(gradients),
+        "optimizer": moments,
+        "optimizer_memory_kind": memory,
+    }
+
+
+def _room(hbm: str | None, host_memory: str | None) -> Room:
+    return Room(_memory("--hbm", "a device", hbm), _memory("--host-memory", "a host", host_memory))
+
+
+def _memory(option: str, of: str, text: str | None) -> int | None:
+    memory = None if text is None else byte_count(text)
     if memory == 0:
-        raise ValueError(f"--hbm is {hbm!r}; a device has memory, such as 96GB")
+        raise ValueError(f"{option} is {text!r}; {of} has memory, such as 96GB")
     return memory
 
 

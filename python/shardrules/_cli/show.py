@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from shardrules._format import and_more, bytes_shown, mesh_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.findings import finding_lines
-from shardrules._planning.asking.sweep import Sweep
+from shardrules._planning.asking.sweep import Sweep, held_shown
 from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
 from shardrules._printable import printable, printable_json
 from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
-    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.plan import Plan
 
@@ -94,7 +94,7 @@ def show_sweep(found: Sweep, most: int) -> None:
         whole = f"{row.largest_replicated or '-'}  {bytes_shown(row.largest_replicated_bytes)}"
         verdict = {None: "", True: "fits", False: "does not fit"}[row.fits]
         table.add_row(
-            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", bytes_shown(row.bytes),
+            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", held_shown(row),
             bytes_shown(row.replicated), _plain(whole), verdict,
             style="red" if row.fits is False else None,
         )  # fmt: skip
@@ -103,13 +103,13 @@ def show_sweep(found: Sweep, most: int) -> None:
         print(more)
 
 
-def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
+def plan_json(plan: Plan, held: DeviceBytes, room: Room) -> str:
     """The plan as a JSON object, with a row for each folded path.
 
     Args:
         plan: The plan.
         held: Its bytes on each device.
-        memory: Bytes of one device's memory, for the key "fits". None for no such key.
+        room: The memory that there is, for the key "fits". Without any there is no such key.
     """
     leaves = [
         {
@@ -120,6 +120,7 @@ def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
             "rule": kind.rule,
             **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
             "spec": spec_shown(kind.spec),
+            "memory_kind": kind.memory_kind,
             "problem": problem_shown(kind),
             "bytes": kind.bytes * len(one.rows),
             "device_bytes": kind.device_bytes * len(one.rows),
@@ -137,8 +138,8 @@ def plan_json(plan: Plan, held: DeviceBytes, memory: int | None) -> str:
         "fingerprint": plan.fingerprint(),
         "folded": leaves,
     }
-    if memory is not None:
-        content["fits"] = held.max <= memory
+    if (fits := room.fits(held)) is not None:
+        content["fits"] = fits
     return printable_json(content)
 
 

@@ -17,6 +17,8 @@ JSON and TOML have the same keys. In TOML:
     spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
     flags = "i"                       # letters of `re`, as in (?i)
     units = [1, 1, 128]               # as in `RuleSpec`
+    memory_kind = "pinned_host"       # as in `RuleSpec`
+    optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
     correction = { indivisible = "error" }
 
 A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Any other key
@@ -54,7 +56,9 @@ DIALECTS: Final = {
 _KEYS: Final = (
     "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
 )  # fmt: skip
-_RULE_KEYS: Final = ("pattern", "spec", "flags", "units", "correction")
+_RULE_KEYS: Final = (
+    "pattern", "spec", "flags", "units", "memory_kind", "optional_axes", "correction",
+)  # fmt: skip
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _NO_COMPANIONS: Final[Mapping[str, list[str]]] = {}
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
@@ -131,8 +135,8 @@ def _of_table(
         _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
         Declared(
             replicated=_patterns(path, table.get("replicated", [])),
-            optional_axes=_axes(path, "optional_axes", table),
-            data_axes=_axes(path, "data_axes", table),
+            optional_axes=_axes(f"{path}", "optional_axes", table),
+            data_axes=_axes(f"{path}", "data_axes", table),
         ),
         companions_in(f"{path}", table, companions),
         Path(path.name.removesuffix(".gz")).stem,
@@ -192,8 +196,11 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         own = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
+    memory, optional = rule.get("memory_kind"), _axes(where, "optional_axes", rule)
     try:
-        return pattern, RuleSpec(spec, own, units=tuple(units))
+        return pattern, RuleSpec(
+            spec, own, tuple(units), memory_kind=memory, optional_axes=optional
+        )
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
@@ -254,10 +261,10 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _axes(path: Path, key: str, table: dict[str, Any]) -> tuple[str, ...]:
+def _axes(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     axes = table.get(key, [])
     if not isinstance(axes, list) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise FileError(f'{path}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
+        raise FileError(f'{where}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
     return tuple(axes)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained
+from shardrules._memory_kinds import in_memory
+from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from shardrules._logical.resolver import LostRule
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._sharding.device_bytes import Held
     from shardrules._sharding.spec_on_mesh import LossKind
 
@@ -33,6 +35,7 @@ __all__ = [
     "decided_shown",
     "dtype_shown",
     "is_replicated",
+    "placement_shown",
     "problem_shown",
 ]
 
@@ -96,10 +99,13 @@ class Kind:
     """Per dimension with a name, the index of the logical rule that decides it, if one does."""
     lost_rules: tuple[LostRule, ...] = field(repr=False)
     """The logical rules for the names that do not decide them, and why."""
+    memory_kind: MemoryKind | None
+    """The memory that the rule names; None if it says nothing."""
     bytes: int
     """Bytes of one whole leaf."""
     device_bytes: int
-    """Bytes of one leaf on the device that holds most of it."""
+    """Bytes of one leaf for the device that holds most of it, in the device's memory or the
+    host's."""
     _held: Held = field(repr=False)
     """The parts of one leaf that the devices hold."""
 
@@ -137,6 +143,11 @@ def problem_shown(kind: Kind) -> str | None:
     if kind.status == "placed":
         return None
     return kind.message if kind.status == "misfit" else kind.status
+
+
+def placement_shown(kind: Kind) -> str:
+    """The spec and the memory kind as people write them; - for leaves that are not placed."""
+    return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
 def axes_named(spec: Spec | None) -> frozenset[str]:

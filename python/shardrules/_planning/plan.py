@@ -32,8 +32,9 @@ from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules
+from shardrules._memory_kinds import MemoryKind, check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._planning.asking.budget import DeviceBytes, budget
+from shardrules._planning.asking.budget import DeviceBytes, Room, budget
 from shardrules._planning.asking.check import DEFAULT_LARGE, check
 from shardrules._planning.asking.diff import PlanDiff, diff
 from shardrules._planning.asking.explain import Explanation, explanation
@@ -51,9 +52,9 @@ from shardrules._planning.placing.on_mesh import axis_sizes_of
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
-from shardrules._sharding.mesh import as_mesh, resolve_mesh
+from shardrules._sharding.mesh import as_mesh, has_devices, resolve_mesh
 from shardrules._sharding.planned import find_shardings_by
-from shardrules._sharding.shardings import RulesLike
+from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
 
 if TYPE_CHECKING:
     import numpy as np
@@ -283,6 +284,8 @@ class Plan:
         | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
         | correction | warning, info | axes of a rule's spec that leaves do not get, because of
           their shapes or the mesh; info if that costs less than `large` |
+        | unpinned | warning, info | leaves in `unpinned_host` memory, which jit copies to the
+          device as a whole; info if they are not large together |
         | half-head | warning | projections of attention that are cut inside a head |
         | dead | warning, info | rules that match no leaf; info for logical rules |
         | shadowed | warning | rules that match leaves, all of which earlier rules win |
@@ -400,8 +403,10 @@ class Plan:
         axes: Iterable[str] | None = None,
         fixed: Mapping[str, int] | None = None,
         hbm: int | None = None,
+        host_memory: int | None = None,
         gradients: Any = None,
         optimizer: Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
     ) -> Sweep:
         """The same leaves and rules on many meshes: bytes per device, corrections, what fits.
 
@@ -411,8 +416,10 @@ class Plan:
             axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
             fixed: Further axes, with the size that each has in all meshes.
             hbm: Bytes of memory of a device, for `SweepRow.fits`.
+            host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
             optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
 
         Returns:
             A row for each mesh, those with the fewest bytes on a device first.
@@ -427,8 +434,8 @@ class Plan:
             >>> [(row.mesh, row.bytes) for row in plan.sweep()]
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
-        if hbm is not None:
-            check_real("hbm", hbm)
+        room = _room(hbm, host_memory)
+        check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         check_type("fixed", fixed, Mapping | None, "a dict of axis sizes")
         moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
         if meshes is None:
@@ -443,12 +450,23 @@ class Plan:
         def on_mesh(mesh: MeshLike) -> Columns:
             return self.on_mesh(mesh)._columns
 
-        return sweep(on_mesh, meshes, hbm=hbm, gradients=gradients, optimizer=moments)
+        return sweep(
+            on_mesh,
+            meshes,
+            room=room,
+            gradients=gradients,
+            optimizer=moments,
+            optimizer_memory_kind=optimizer_memory_kind,
+        )
 
     def bytes_per_device(
-        self, *, gradients: Any = None, optimizer: Plan | Iterable[Any] | None = None
+        self,
+        *,
+        gradients: Any = None,
+        optimizer: Plan | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
     ) -> DeviceBytes:
-        """Bytes on each device, uneven shards included.
+        """Bytes on each device and in the host's memory, uneven shards included.
 
         `DeviceBytes` says which leaves count as parameters, and which as the optimizer's.
 
@@ -457,9 +475,12 @@ class Plan:
                 parameters' own dtypes. Default: none are counted.
             optimizer: The optimizer's state, if it is not in the tree: its plan, or the dtypes of
                 its moments, which have the parameters' shapes and specs. Adam has two.
+            optimizer_memory_kind: The memory of the state that `optimizer` gives, such as
+                "pinned_host". Default: that of its plan, or of the parameters.
 
         Raises:
-            ValueError: The optimizer's plan is for another mesh, or a dtype is unknown.
+            ValueError: The optimizer's plan is for another mesh; a dtype or a memory kind is
+                unknown; or there is a memory kind for no optimizer.
             TypeError: The optimizer is neither a plan nor dtypes, such as its name.
 
         Example:
@@ -469,17 +490,20 @@ class Plan:
             >>> adam = ("float32", "float32")
             >>> plan.bytes_per_device(gradients="float32", optimizer=adam).total
             array([[448, 448]])
+            >>> print(plan.bytes_per_device(optimizer=adam, optimizer_memory_kind="pinned_host"))
+            64 B on the fullest device: params 64 B; 256 B in the host's memory
         """
+        check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         if isinstance(optimizer, Plan):
-            return budget(self._columns, gradients, optimizer._columns)
+            return budget(self._columns, gradients, optimizer._columns, optimizer_memory_kind)
         moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
-        return budget(self._columns, gradients, moments)
+        return budget(self._columns, gradients, moments, optimizer_memory_kind)
 
     def fingerprint(self) -> str:
-        """64 hex digits that change with any path, shape, dtype, spec or mesh axis size.
+        """64 hex digits that change with any path, shape, dtype, spec, memory kind or mesh axis.
 
         The same in every process and every run, whatever the order of the leaves. That of
-        `shardrules.fingerprint` is of shardings, with their kinds of memory: the two differ.
+        `shardrules.fingerprint` is of shardings: the two differ.
 
         Example:
             >>> import jax, shardrules as sr
@@ -544,15 +568,18 @@ class Plan:
         check_type("other", other, Plan, "a Plan")
         return diff(self._columns, other._columns)
 
-    def for_optimizer(self, state: Any, *, zero1: str | None = None) -> Plan:
-        """The plan of an optimizer's state: each leaf is cut as its parameter is.
+    def for_optimizer(
+        self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None
+    ) -> Plan:
+        """The plan of an optimizer's state: each leaf is cut as its parameter is, and beside it.
 
         A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
         the longest. In a state of Keras, `dense_kernel_momentum` belongs to `dense/kernel`. A
         moment of the parameter's shape gets its spec; one that lacks a dimension, as Adafactor's
         `v_row` and `v_col` (`optax.scale_by_factored_rms`), lacks its entry; a history with a
         dimension in front gets it behind None; of dimensions that are 1, none is cut. All else is
-        replicated; `Kind.origin` says which of these it was.
+        replicated; `Kind.origin` says which of these it was. What follows a parameter is in its
+        kind of memory, unless another is given.
 
         Args:
             state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
@@ -561,9 +588,11 @@ class Plan:
                 does so already: along the dimension that divides and of which each device holds
                 most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
                 of an optimizer's state, by the names of `DeviceBytes`, those alone are cut.
+            memory_kind: The memory of all of the state, such as "pinned_host"; in a tree with
+                leaves of an optimizer's state, of those alone. Default: the parameters'.
 
         Raises:
-            ValueError: The mesh has no axis `zero1`; or as `plan`.
+            ValueError: The mesh has no axis `zero1`, or its devices no such memory; or as `plan`.
             TypeError: The state is not a tree of arrays.
 
         Example:
@@ -573,15 +602,20 @@ class Plan:
             >>> state = [{"count": jax.ShapeDtypeStruct((), "int32")}, {"mu": params}]
             >>> plan.for_optimizer(state, zero1="dp").specs()[1]["mu"]["w"][0]
             ('fsdp', 'dp')
+            >>> print(plan.for_optimizer(state, memory_kind="pinned_host").bytes_per_device())
+            0 B on the fullest device: nothing; 28 B in the host's memory
         """
         check_tree("state", state)
         check_type("zero1", zero1, str | None, "a mesh axis or None")
+        check_memory_kind("memory_kind", memory_kind)
         dialect = self._columns.leaves.paths_dialect
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(unboxed(state).tree if is_boxed else state, Rules((), dialect))
         found = find_parameters(self._columns.leaves, leaves.paths)
-        follow = partial(by_parameters, state=leaves, found=found, zero1=zero1)
-        on_mesh = partial(_followed, self._columns, self._on_mesh, follow)
+        follow = partial(
+            by_parameters, state=leaves, found=found, zero1=zero1, memory_kind=memory_kind
+        )
+        on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
@@ -603,8 +637,10 @@ class Plan:
         sweep: Sweep | None = None,
         title: str = "Sharding plan",
         hbm: int | None = None,
+        host_memory: int | None = None,
         gradients: Any = None,
         optimizer: Plan | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
     ) -> str:
         """The plan as one HTML page that works offline; needs `shardrules[report]`.
 
@@ -615,8 +651,10 @@ class Plan:
                 by mesh. Default: no chart.
             title: The page's title, such as the model's name.
             hbm: Bytes of memory of a device: the page says whether the plan fits.
+            host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
 
         Returns:
             The page.
@@ -639,11 +677,12 @@ class Plan:
         check_type("findings", findings, Findings | None, "the Findings of Plan.check")
         check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
         check_type("title", title, str, "a string")
-        if hbm is not None:
-            check_real("hbm", hbm)
+        room = _room(hbm, host_memory)
         shown = self.check() if findings is None else findings
-        held = self.bytes_per_device(gradients=gradients, optimizer=optimizer)
-        page = report_html(self._columns, shown, sweep, title, hbm=hbm, held=held)
+        held = self.bytes_per_device(
+            gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
+        )
+        page = report_html(self._columns, shown, sweep, title, room=room, held=held)
         if path is not None:
             write_text(path, page)
         return page
@@ -674,6 +713,14 @@ class Plan:
         return row_of(self._columns, path)
 
 
+def _room(hbm: int | None, host_memory: int | None) -> Room:
+    """The memory that there is for each device."""
+    for name, size in (("hbm", hbm), ("host_memory", host_memory)):
+        if size is not None:
+            check_real(name, size)
+    return Room(hbm, host_memory)
+
+
 def _locked(columns: Columns, mesh: MeshLike) -> Columns:
     if not columns.is_on(axis_sizes_of(mesh)):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
@@ -681,6 +728,12 @@ def _locked(columns: Columns, mesh: MeshLike) -> Columns:
 
 
 def _followed(
-    params: Columns, on_mesh: _OnMesh, follow: Callable[[Columns], Columns], mesh: MeshLike
+    params: Columns,
+    on_mesh: _OnMesh,
+    follow: Callable[[Columns], Columns],
+    memory_kind: MemoryKind | None,
+    mesh: MeshLike,
 ) -> Columns:
+    if has_devices(mesh):
+        check_memory_on_mesh("for_optimizer", memory_kind, mesh)
     return follow(params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh))

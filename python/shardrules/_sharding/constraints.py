@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._correction import Correction
 from shardrules._sharding.leaf_shardings import requested_shardings
 from shardrules._sharding.memory import moved_inside_jit
-from shardrules._sharding.mesh import axes_of_type, current_view
+from shardrules._sharding.mesh import axes_of_type, current_view, has_devices
 from shardrules._sharding.placement import agreed_shardings, put
 from shardrules._sharding.shardings import manual_axes
 from shardrules._specs import (
@@ -114,7 +114,7 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is None or not hasattr(leaf, "shape"):
             continue
-        if any(map(is_unconstrained, entries_of(sharding.spec))) or not _has_devices(sharding):
+        if any(map(is_unconstrained, entries_of(sharding.spec))) or not has_devices(sharding.mesh):
             array = jax.lax.with_sharding_constraint(leaf, sharding)
             placed[index] = moved_inside_jit(array, sharding)
         else:
@@ -123,12 +123,6 @@ def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
     for index, array in zip(at_once, arrays, strict=True):
         placed[index] = array
     return placed
-
-
-def _has_devices(sharding: NamedSharding) -> bool:
-    from jax.sharding import Mesh
-
-    return isinstance(sharding.mesh, Mesh)
 
 
 def _constrain_traced(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:

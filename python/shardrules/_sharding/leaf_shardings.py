@@ -17,11 +17,16 @@ from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._printable import printable
-from shardrules._sharding.memory import in_its_memory
+from shardrules._sharding.memory import in_its_memory, memory_apart
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
 from shardrules._sharding.planned import checked_companions, planned_shardings
-from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
+from shardrules._sharding.shardings import (
+    RulesLike,
+    corrected_sharding,
+    placements_by_rules,
+    shardings_by_rules,
+)
 from shardrules._specs import is_partition_spec
 
 if TYPE_CHECKING:
@@ -134,7 +139,7 @@ def requested_shardings(
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
 
-    Rules and specs say nothing about memory, so an array stays in its memory kind.
+    An array stays in its memory kind, unless a NamedSharding or a rule has one.
 
     Args:
         tree: Any pytree.
@@ -171,13 +176,21 @@ def requested_shardings(
         )
     leaves, treedef = tree_util.tree_flatten(tree)
     compiled, on_mesh = as_rules("specs_or_rules", specs_or_rules), local_view(resolve_mesh(mesh))
-    shardings = (
-        planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
-        if followers
-        else shardings_by_rules(tree, matcher_of(compiled), on_mesh, correction=correction)
+    if followers:
+        planned = planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
+        found = tree_util.tree_leaves(planned)
+        return leaves, treedef, [_remaining(*one) for one in zip(leaves, found, strict=True)]
+    placements = placements_by_rules(tree, matcher_of(compiled), on_mesh, correction)
+    of_leaves = (
+        one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
+        for leaf, one in zip(leaves, placements, strict=True)
     )
-    of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
     return leaves, treedef, list(of_leaves)
+
+
+def _remaining(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding in its own memory, if that is not the default, or else in the leaf's."""
+    return in_its_memory(leaf, sharding) if memory_apart(sharding) is None else sharding
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:

@@ -1,7 +1,7 @@
-"""Memory kinds: which one an array stays in, and how it is moved inside jit.
+"""Memory kinds: shardings that have one, which one an array stays in, how it is moved inside jit.
 
 The default kind of a sharding is that of its devices. Inside jit JAX has two kinds, and its
-sharding constraints ignore them. Costs an attribute per array. Must not know about specs.
+sharding constraints ignore them. Costs an attribute per array. Must not know about rules.
 """
 
 from __future__ import annotations
@@ -9,12 +9,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from jax.sharding import NamedSharding, Sharding
+    from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-__all__ = ["in_its_memory", "memory_apart", "moved_inside_jit"]
+    from shardrules._memory_kinds import MemoryKind
+    from shardrules._sharding.mesh import AnyMesh
+
+__all__ = ["in_its_memory", "memory_apart", "moved_inside_jit", "sharding_in_memory"]
 
 # The kinds inside jit, with their names in jax.memory.Space.
 _SPACES: Final = {"device": "Device", "pinned_host": "Host"}
+
+
+def sharding_in_memory(
+    mesh: AnyMesh, spec: PartitionSpec, kind: MemoryKind | None
+) -> NamedSharding:
+    """The NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
+
+    Raises:
+        ValueError: The devices do not have the kind; or, before JAX 0.6, the mesh has no devices.
+    """
+    from jax.sharding import NamedSharding
+
+    if kind is None:
+        return NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec, memory_kind=kind)
+    if sharding.memory_kind != kind:
+        raise ValueError(
+            "this version of JAX forgets memory kinds on a mesh without devices; give a Mesh of "
+            "devices, or use a newer JAX"
+        )
+    return sharding
 
 
 def memory_apart(sharding: Sharding) -> str | None:

@@ -6,8 +6,9 @@ public function, or where the public alias raises deprecation warnings. Must not
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from shardrules._format import mesh_shown, shown
 from shardrules._mesh_sizes import check_bounds, checked_sizes
@@ -23,6 +24,7 @@ __all__ = [
     "axes_of_type",
     "context_mesh",
     "current_view",
+    "has_devices",
     "has_own_devices",
     "legacy_mesh",
     "local_view",
@@ -122,11 +124,16 @@ def local_view(mesh: AnyMesh) -> AnyMesh:
     return view if axes_of_type(view, "Manual") else mesh
 
 
+def has_devices(mesh: MeshLike) -> TypeGuard[Mesh]:
+    """Whether the mesh is one of devices, and not an abstract one."""
+    # Without JAX in the process nobody can have made one.
+    sharding = sys.modules.get("jax.sharding")
+    return sharding is not None and isinstance(mesh, sharding.Mesh)
+
+
 def has_own_devices(mesh: AnyMesh) -> bool:
     """Whether the mesh has devices, and all of them belong to this process."""
-    from jax.sharding import Mesh
-
-    return isinstance(mesh, Mesh) and not mesh.is_multi_process
+    return has_devices(mesh) and not mesh.is_multi_process
 
 
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:

@@ -7,8 +7,8 @@ or devices beyond shapes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
 from shardrules._printable import printable_lines
+from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import (
@@ -38,15 +39,19 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
 __all__ = [
     "ManualAxes",
     "RulesLike",
+    "check_memory_of_rules",
+    "check_memory_on_mesh",
     "corrected_sharding",
     "correction_losses",
     "local_sizes",
     "manual_axes",
+    "placements_by_rules",
     "shardings_by_rules",
     "spec_for",
     "specs_on_mesh",
@@ -65,8 +70,36 @@ def shardings_by_rules(
 ) -> Any:
     """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
     on_mesh = _bound(matcher, mesh, correction)
+    return _decided(tree, matcher, on_mesh, on_mesh.shardings, min_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The sharding of a leaf, and whether the rule says in which memory it is to be.
+
+    The sharding alone does not tell: JAX has no NamedSharding of devices without a memory kind.
+    """
+
+    sharding: NamedSharding
+    says_memory: bool
+
+
+def placements_by_rules(
+    tree: Any, matcher: Matcher, mesh: AnyMesh, correction: Correction | None
+) -> list[Placement]:
+    """The placement of each leaf, in the order of JAX's leaves."""
+    from jax import tree_util
+
+    on_mesh = _bound(matcher, mesh, correction)
+    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, 0)
+    return tree_util.tree_leaves(placements)
+
+
+def _decided(
+    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int | None
+) -> Any:
     found = matcher.decide(
-        tree, on_mesh.table, on_mesh.replicated, min_size=checked_min_size(min_size)
+        tree, answers.table, answers.replicated, min_size=checked_min_size(min_size)
     )
     return decided_tree(matcher, found, functools.partial(_misfits_message, on_mesh))
 
@@ -187,13 +220,21 @@ def _inside_shard_map(
     return without_axes(spec, manual.axes, manual.emptied), correction
 
 
+class _Answers(NamedTuple):
+    """What a walk puts in the place of leaves."""
+
+    table: ShardingTable
+    replicated: Any
+    """The answer for leaves that need no rule."""
+
+
 class _OnMesh(NamedTuple):
     """A rule list bound to a mesh."""
 
-    table: ShardingTable
+    shardings: _Answers
+    placements: _Answers
     specs: list[SpecOnMesh]
     spec_of: list[int]
-    replicated: NamedSharding
     mesh: AnyMesh
 
 
@@ -240,24 +281,65 @@ def specs_on_mesh(
     return specs, spec_of
 
 
-def _bind(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh, correction: Correction) -> _OnMesh:
-    from jax.sharding import NamedSharding
+def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
+    """Checks that the mesh's devices have the memory kind of each rule.
 
+    Raises:
+        ValueError: They do not; the message names the rule.
+    """
+    first: dict[MemoryKind | None, str] = {}
+    for index, (pattern, given) in enumerate(rules):
+        first.setdefault(rule_spec(given).memory_kind, f"rule {index} {pattern!r}")
+    for kind, rule in first.items():
+        check_memory_on_mesh(rule, kind, mesh)
+
+
+def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> None:
+    """Checks that the mesh's devices have this memory kind; `name` is what says so, for errors.
+
+    Raises:
+        ValueError: They do not.
+    """
+    try:
+        sharding_in_memory(mesh, partition_spec(), kind)
+    except ValueError as error:
+        raise ValueError(f"{name}: memory_kind={kind!r} is not on this mesh: {error}") from None
+
+
+def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Correction) -> _OnMesh:
     specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
-    shardings: dict[PartitionSpec, NamedSharding] = {}
+    check_memory_of_rules(rules, mesh)
+    memory_of = {
+        spec: rule_spec(given).memory_kind for spec, (_, given) in zip(spec_of, rules, strict=True)
+    }
 
-    # Must not refer to the table, because the table refers to it.
+    @functools.cache
+    def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
+        return sharding_in_memory(mesh, spec, memory)
+
+    # These must not refer to the tables, because the tables refer to them.
     def make(spec: int, rank: int, kept: int) -> NamedSharding | None:
         corrected = specs[spec].corrected(rank, kept)
-        if corrected is None:
-            return None
-        if corrected not in shardings:
-            shardings[corrected] = NamedSharding(mesh, corrected)
-        return shardings[corrected]
+        return None if corrected is None else sharding(corrected, memory_of[spec])
 
-    replicated = shardings[partition_spec()] = NamedSharding(mesh, partition_spec())
-    table = ShardingTable(correctors=[spec.corrector for spec in specs], spec_of=spec_of, make=make)
-    return _OnMesh(table, specs, spec_of, replicated, mesh)
+    def place(spec: int, rank: int, kept: int) -> Placement | None:
+        made = make(spec, rank, kept)
+        return None if made is None else Placement(made, memory_of[spec] is not None)
+
+    def answers(make: Callable[[int, int, int], object], replicated: object) -> _Answers:
+        correctors = [spec.corrector for spec in specs]
+        return _Answers(
+            ShardingTable(correctors=correctors, spec_of=spec_of, make=make), replicated
+        )
+
+    replicated = sharding(partition_spec(), None)
+    return _OnMesh(
+        answers(make, replicated),
+        answers(place, Placement(replicated, says_memory=False)),
+        specs,
+        spec_of,
+        mesh,
+    )
 
 
 def _misfits_message(

@@ -1,4 +1,4 @@
-"""Bytes on each device: of parameters, gradients and optimizer state.
+"""Bytes on each device and in the host's memory: of parameters, gradients and optimizer state.
 
 Costs a few numbers per kind of leaf; `budget` alone makes one for each device. Must not know about
 rules.
@@ -13,22 +13,24 @@ import numpy as np
 from shardrules._arguments import MOST
 from shardrules._dtypes import bits_of
 from shardrules._format import bytes_shown, shown
+from shardrules._memory_kinds import is_on_host
 from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.columns import Columns
 
-__all__ = ["DeviceBytes", "budget", "by_class"]
+__all__ = ["DeviceBytes", "Room", "budget", "by_class"]
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on each device: one dimension for each mesh axis, in the mesh's order.
+    """Bytes for each device: one dimension for each mesh axis, in the mesh's order.
 
     Arrays of int64, or of Python's ints where that is too small; they cannot be written to. The
-    path of a leaf decides where it is counted.
+    path of a leaf decides where it is counted, unless its memory is the host's.
     """
 
     params: npt.NDArray[np.int64]
@@ -40,82 +42,137 @@ class DeviceBytes(NamedTuple):
     opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
     ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
     what `bytes_per_device` is given as the optimizer's."""
+    host: npt.NDArray[np.int64]
+    """Leaves of all three in the host's memory, for each of its devices."""
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
-        """Bytes of all three together."""
-        most = sum(int(held.max()) for held in self)
-        exact = np.int64 if most <= MOST else object
-        total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in self)  # type: ignore[assignment]
+        """Bytes in the device's memory: of all but `host`."""
+        parts = self._on_device().values()
+        exact = np.int64 if sum(int(held.max()) for held in parts) <= MOST else object
+        total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in parts)  # type: ignore[assignment]
         return total
 
     @property
     def max(self) -> int:
-        """Bytes on the device that holds most."""
+        """Bytes in the memory of the device that holds most."""
         return int(self.total.max())
+
+    @property
+    def max_host(self) -> int:
+        """Bytes in the host's memory for the device that has most there."""
+        return int(self.host.max())
 
     def __str__(self) -> str:
         parts = (
             f"{name} {bytes_shown(int(held.max()))}"
-            for name, held in zip(self._fields, self, strict=True)
+            for name, held in self._on_device().items()
             if held.any()
         )
         total, least = self.max, int(self.total.min())
         uneven = "" if least == total else f" (the emptiest {bytes_shown(least)})"
+        host = f"; {bytes_shown(self.max_host)} in the host's memory" if self.max_host else ""
         return (
-            f"{bytes_shown(total)} on the fullest device{uneven}: {', '.join(parts) or 'nothing'}"
+            f"{bytes_shown(total)} on the fullest device{uneven}: "
+            f"{', '.join(parts) or 'nothing'}{host}"
+        )
+
+    def _on_device(self) -> dict[str, npt.NDArray[np.int64]]:
+        return {name: held for name, held in self._asdict().items() if name != "host"}
+
+
+class Room(NamedTuple):
+    """The memory that there is for each device, in bytes; None for what is not known."""
+
+    hbm: int | None
+    """The device's own."""
+    host: int | None
+    """The part of its host's."""
+
+    def fits(self, held: DeviceBytes) -> bool | None:
+        """Whether all devices have room for that; None if nothing is known."""
+        needed = [(held.max, self.hbm), (held.max_host, self.host)]
+        known = [count <= room for count, room in needed if room is not None]
+        return all(known) if known else None
+
+    def __str__(self) -> str:
+        rooms = {"": self.hbm, " of the host's memory": self.host}
+        return " and ".join(
+            f"{bytes_shown(room)}{of}" for of, room in rooms.items() if room is not None
         )
 
 
 def budget(
-    columns: Columns, gradients: Any, optimizer: Columns | tuple[Any, ...] | None
+    columns: Columns,
+    gradients: Any = None,
+    optimizer: Columns | tuple[Any, ...] | None = None,
+    optimizer_memory_kind: MemoryKind | None = None,
 ) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    classes, held = _counted(columns, gradients, optimizer)
+    classes, held = _counted(columns, gradients, optimizer, optimizer_memory_kind)
     return DeviceBytes(*map(classes.each, held))
 
 
 def by_class(
-    columns: Columns, gradients: Any = None, optimizer: Columns | tuple[Any, ...] | None = None
+    columns: Columns,
+    gradients: Any = None,
+    optimizer: Columns | tuple[Any, ...] | None = None,
+    optimizer_memory_kind: MemoryKind | None = None,
 ) -> DeviceBytes:
     """The bytes of `DeviceBytes`, one number for each class of devices that hold equal bytes."""
-    return _counted(columns, gradients, optimizer)[1]
-
-
-# So many arrays of each kind.
-_Arrays = list[tuple[int, Held]]
+    return _counted(columns, gradients, optimizer, optimizer_memory_kind)[1]
 
 
 def _counted(
-    columns: Columns, gradients: Any, optimizer: Columns | tuple[Any, ...] | None
+    columns: Columns,
+    gradients: Any,
+    optimizer: Columns | tuple[Any, ...] | None,
+    optimizer_memory_kind: MemoryKind | None,
 ) -> tuple[DeviceClasses, DeviceBytes]:
+    if optimizer is None and optimizer_memory_kind is not None:
+        raise ValueError(
+            f"optimizer_memory_kind is {optimizer_memory_kind!r}, but no optimizer is given; give "
+            "it, or name the memory of leaves in their rules"
+        )
+    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in DeviceBytes._fields}
+
+    def count(
+        part: str,
+        of: Columns,
+        counts: list[int],
+        held: list[Held],
+        memory: MemoryKind | None = None,
+    ) -> None:
+        for kind, leaves, one in zip(of.kinds, counts, held, strict=True):
+            on_host = is_on_host(memory or kind.memory_kind)
+            parts["host" if on_host else part].append((leaves, one))
+
     of_state = columns.leaves.state_counts
     of_params = (columns.counts - of_state).tolist()
-    held = columns.held
-    params = list(zip(of_params, held, strict=True))
-    state = list(zip(of_state.tolist(), held, strict=True))
-    of_gradients: _Arrays = []
-    if gradients is True:
-        of_gradients = params
-    elif gradients is not None and gradients is not False:
-        of_gradients = _like_params(columns, of_params, _bits("gradients", gradients))
-    if optimizer is None:
-        pass
-    elif not isinstance(optimizer, tuple):
+    count("params", columns, of_params, columns.held)
+    count("optimizer", columns, of_state.tolist(), columns.held)
+    if gradients is not None and gradients is not False:
+        held = columns.held
+        if gradients is not True:
+            held = _like_params(columns, _bits("gradients", gradients))
+        # They are made on the device, wherever the parameters come from.
+        count("gradients", columns, of_params, held, "device")
+    if isinstance(optimizer, tuple):
+        for position, dtype in enumerate(optimizer):
+            held = _like_params(columns, _bits(f"optimizer[{position}]", dtype))
+            count("optimizer", columns, of_params, held, optimizer_memory_kind)
+    elif optimizer is not None:
         # With the axes in another order, the arrays would have other dimensions.
         if not columns.is_on(optimizer.axis_sizes):
             raise ValueError(
                 f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
                 f"{columns.axis_sizes}"
             )
-        state += zip(optimizer.counts.tolist(), optimizer.held, strict=True)
-    else:
-        for position, dtype in enumerate(optimizer):
-            bits = _bits(f"optimizer[{position}]", dtype)
-            state += _like_params(columns, of_params, bits)
-    parts = (params, of_gradients, state)
-    classes = DeviceClasses((held for part in parts for _, held in part), columns.axis_sizes)
-    return classes, DeviceBytes(*map(classes.total, parts))
+        counts = optimizer.counts.tolist()
+        count("optimizer", optimizer, counts, optimizer.held, optimizer_memory_kind)
+    every = (held for part in parts.values() for _, held in part)
+    classes = DeviceClasses(every, columns.axis_sizes)
+    return classes, DeviceBytes(*map(classes.total, parts.values()))
 
 
 def _bits(name: str, dtype: Any) -> int:
@@ -127,10 +184,14 @@ def _bits(name: str, dtype: Any) -> int:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
-def _like_params(columns: Columns, counts: list[int], bits: int) -> _Arrays:
-    """Arrays like the parameters, of another dtype."""
+def _like_params(columns: Columns, bits: int) -> list[Held]:
+    """Per kind, an array like its leaves, of another dtype; nothing for what is no array."""
     return [
-        (count, held_of(kind.shape, bits, kind.spec or Entries(), columns.axis_sizes))
-        for count, kind in zip(counts, columns.kinds, strict=True)
-        if kind.shape is not None
+        held_of(
+            kind.shape or (),
+            0 if kind.shape is None else bits,
+            kind.spec or Entries(),
+            columns.axis_sizes,
+        )
+        for kind in columns.kinds
     ]

@@ -20,6 +20,7 @@ from shardrules._planning.asking.checks.logical import (
     unknown_names,
     unnamed,
 )
+from shardrules._planning.asking.checks.memory import unpinned
 from shardrules._planning.asking.checks.misfits import misfits, unmatched, unplaceable
 from shardrules._planning.asking.checks.names import half_heads
 from shardrules._planning.asking.checks.nnx import nnx_values
@@ -38,7 +39,7 @@ __all__ = ["DEFAULT_LARGE", "check"]
 DEFAULT_LARGE: Final = 16 * 2**20
 
 _CHECKS: Final = (
-    unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections,
+    unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections, unpinned,
     unknown_names, unnamed, fewer_names, taken, dead_names,
     dead_rules, shadowed_rules, siblings, following, half_heads, nnx_values, unused_axes,
 )  # fmt: skip

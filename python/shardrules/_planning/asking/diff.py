@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -17,9 +18,10 @@ import numpy as np
 from shardrules._correction import rule_spec
 from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._matching.rules import Rules
+from shardrules._memory_kinds import is_on_host
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.fold import fold
-from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
+from shardrules._planning.kinds import Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._printable import printable
 from shardrules._specs import spec_shown
 
@@ -51,7 +53,7 @@ class Change(NamedTuple):
             return printable(f"{sign} {self.path}  {'  '.join(_aspects(kind))}")
         pairs = zip(_aspects(self.before), _aspects(self.after), strict=True)
         changes = "  ".join(f"{a} -> {b}" for a, b in pairs if a != b)
-        delta = (self.after.device_bytes - self.before.device_bytes) * self.leaves
+        delta = (_on_device(self.after) - _on_device(self.before)) * self.leaves
         sign = "+" if delta >= 0 else "-"
         cost = f"({sign}{bytes_shown(abs(delta))} on each device)"
         return printable(f"~ {self.path}  {changes}  {cost}")
@@ -67,6 +69,8 @@ class PlanDiff(NamedTuple):
     changes: tuple[Change, ...]
     rules: tuple[str, ...] = ()
     """Which rules differ, such as "the dialect" or "rule 3", even if each leaf gets the same."""
+    host_bytes: tuple[int, int] = (0, 0)
+    """In the host's memory for the device that has most there, before and after."""
 
     def __bool__(self) -> bool:
         return bool(self.changes) or bool(self.rules) or self._meshes_differ
@@ -84,7 +88,11 @@ class PlanDiff(NamedTuple):
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)
-        lines.append(f"{leaves} changed; {before} -> {after} on the fullest device")
+        host = " -> ".join(map(bytes_shown, self.host_bytes)) if any(self.host_bytes) else ""
+        lines.append(
+            f"{leaves} changed; {before} -> {after} on the fullest device"
+            + (f"; {host} in the host's memory" if host else "")
+        )
         return "\n".join(lines)
 
 
@@ -112,11 +120,13 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
             decided_otherwise += count
     chosen = np.flatnonzero(np.isin(group_of, list(changed)))
     folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
+    held = by_class(before), by_class(after)
     return PlanDiff(
         (before.axis_sizes, after.axis_sizes),
-        (by_class(before).max, by_class(after).max),
+        (held[0].max, held[1].max),
         tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
         tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
+        (held[0].max_host, held[1].max_host),
     )
 
 
@@ -153,7 +163,7 @@ def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
     wanted = rule_spec(given)
     if isinstance(pattern, re.Pattern):
         pattern = pattern.pattern, pattern.flags & ~re.DEBUG
-    return pattern, spec_shown(wanted.spec), wanted.correction, wanted.units
+    return pattern, *astuple(replace(wanted, spec=spec_shown(wanted.spec)))
 
 
 def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -169,12 +179,17 @@ def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[
     return keys
 
 
+def _on_device(kind: Kind) -> int:
+    """Bytes of one leaf in the memory of the device that holds most of it."""
+    return 0 if is_on_host(kind.memory_kind) else kind.device_bytes
+
+
 def _kind(columns: Columns, number: int) -> Kind | None:
     return None if number < 0 else columns.kinds[number]
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:
-    """A leaf's shape, dtype, and spec or problem, as texts. Equal for a leaf without a change."""
+    """A leaf's shape, dtype, and its place or problem, as texts. Equal for one without a change."""
     if kind is None:
         return ()
-    return str(kind.shape), dtype_shown(kind), problem_shown(kind) or spec_shown(kind.spec)
+    return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted, mesh_shown
-from shardrules._planning.kinds import Kind, dtype_shown
+from shardrules._planning.kinds import Kind, dtype_shown, placement_shown
 from shardrules._printable import printable_lines
 from shardrules._specs import spec_shown
 
@@ -93,7 +93,7 @@ class Explanation(NamedTuple):
             lines.append(f"  derived        {kind.origin}")
         if kind.status == "placed":
             held = bytes_shown(kind.device_bytes)
-            lines.append(f"  on {self.mesh}  {spec_shown(kind.spec)}, {held} on each device")
+            lines.append(f"  on {self.mesh}  {placement_shown(kind)}, {held} on each device")
             lines += [
                 f"  lost           {loss.message} (costs {bytes_shown(loss.bytes)} on each device)"
                 for loss in kind.losses

@@ -37,6 +37,7 @@ FindingKind = Literal[
     "replicated",
     "uncut",
     "correction",
+    "unpinned",
     "half-head",
     "dead",
     "shadowed",

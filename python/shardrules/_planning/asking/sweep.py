@@ -18,9 +18,11 @@ from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 
 if TYPE_CHECKING:
+    from shardrules._memory_kinds import MemoryKind
+    from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.columns import Columns
 
-__all__ = ["Sweep", "SweepRow", "factorizations", "sweep"]
+__all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
 
 _MOST_MESHES: Final = 10_000
 
@@ -42,7 +44,10 @@ class SweepRow(NamedTuple):
     problems: int
     """The number of leaves that get no spec; they count as replicated."""
     fits: bool | None
-    """Whether the bytes fit into the device's memory; None if it was not given."""
+    """Whether the bytes fit into the memory of the device and of its host; None if neither was
+    given."""
+    host_bytes: int = 0
+    """Bytes in the host's memory for the device that has most there."""
 
 
 class Sweep(tuple[SweepRow, ...]):
@@ -54,11 +59,17 @@ class Sweep(tuple[SweepRow, ...]):
         return "\n".join(map(_line, self))
 
 
+def held_shown(row: SweepRow) -> str:
+    """The bytes on the fullest device, and those on its host if there are any."""
+    host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
+    return bytes_shown(row.bytes) + host
+
+
 def _line(row: SweepRow) -> str:
     fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
     largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
     return printable(
-        f"{mesh_shown(row.mesh):<40} {bytes_shown(row.bytes):>10}  "
+        f"{mesh_shown(row.mesh):<40} {held_shown(row):>10}  "
         f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
         + (f"  largest replicated: {largest}" if row.largest_replicated else "")
     )
@@ -68,9 +79,10 @@ def sweep(
     on_mesh: Callable[[Mapping[str, int]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
-    hbm: int | None,
+    room: Room,
     gradients: Any,
     optimizer: tuple[Any, ...] | None,
+    optimizer_memory_kind: MemoryKind | None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
@@ -79,9 +91,9 @@ def sweep(
     rows = []
     for mesh in chosen:
         there = on_mesh(mesh)
-        held = by_class(there, gradients, optimizer).max
-        rows.append(_row(there, held, hbm))
-    return Sweep(sorted(rows, key=lambda row: (row.bytes, row.devices)))
+        held = by_class(there, gradients, optimizer, optimizer_memory_kind)
+        rows.append(_row(there, held, room))
+    return Sweep(sorted(rows, key=lambda row: (row.bytes, row.host_bytes, row.devices)))
 
 
 def factorizations(
@@ -119,7 +131,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(columns: Columns, held: int, hbm: int | None) -> SweepRow:
+def _row(columns: Columns, held: DeviceBytes, room: Room) -> SweepRow:
     is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     whole = [one for one in columns.folded if is_whole[one.group]]
@@ -127,11 +139,12 @@ def _row(columns: Columns, held: int, hbm: int | None) -> SweepRow:
     return SweepRow(
         mesh=columns.axis_sizes,
         devices=columns.devices,
-        bytes=held,
+        bytes=held.max,
         replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
         largest_replicated=largest.pattern if largest else None,
         largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
         corrections=sum(count for kind, count, _ in counted if kind.losses),
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
-        fits=None if hbm is None else held <= hbm,
+        fits=room.fits(held),
+        host_bytes=held.max_host,
     )

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._declared import NOTHING
 from shardrules._planning.asking.check import check
+from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import as_mesh
 from shardrules._specs import as_partition_spec
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.columns import Columns
     from shardrules._sharding.mesh import MeshLike
 
@@ -57,15 +59,18 @@ def _specs(columns: Columns) -> list[Any]:
 
 
 def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
-    from jax.sharding import NamedSharding
-
     on_mesh = as_mesh(mesh)
-    specs = _specs(columns)
+    wanted: list[tuple[Any, MemoryKind | None]] = [
+        (spec, kind.memory_kind) for spec, kind in zip(_specs(columns), columns.kinds, strict=True)
+    ]
     try:
-        made = {spec: NamedSharding(on_mesh, as_partition_spec(spec)) for spec in set(specs)}
+        made = {
+            (spec, memory): sharding_in_memory(on_mesh, as_partition_spec(spec), memory)
+            for spec, memory in set(wanted)
+        }
     except ValueError as error:
-        raise ValueError(_errors(columns)) from error
-    return [made[spec] for spec in specs]
+        raise ValueError(_errors(columns) or str(error)) from error
+    return [made[one] for one in wanted]
 
 
 def _errors(columns: Columns) -> str:

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from shardrules._planning.kinds import Kind, dtype_shown
-from shardrules._specs import spec_shown
+from shardrules._planning.kinds import Kind, dtype_shown, placement_shown
 
 __all__ = [
     "FIELDS",
@@ -38,8 +37,10 @@ MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
 _OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
 FIELDS: Final = {FORMAT: _OLD_FIELDS | {"rules_fingerprint"}, _OLD_FORMAT: _OLD_FIELDS}
-LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "problem"})
-RULE_FIELDS: Final = frozenset({"rule", "pattern", "flags", "spec", "correction", "units"})
+LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "memory_kind", "problem"})
+RULE_FIELDS: Final = frozenset(
+    {"rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes"}
+)
 FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
 UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000
@@ -54,7 +55,7 @@ def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
     """A digest of what each leaf gets on which mesh, whatever the order of the leaves."""
-    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{spec_shown(k.spec)}\n" for k in kinds]
+    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{placement_shown(k)}\n" for k in kinds]
     of_row = map(of_kind.__getitem__, kind_of.tolist())
     return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
 

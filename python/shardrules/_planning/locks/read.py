@@ -22,6 +22,7 @@ from shardrules._file_error import FileError
 from shardrules._format import brief, shown
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
+from shardrules._memory_kinds import check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._planning.columns import Columns
 from shardrules._planning.fold import parts_of
@@ -187,8 +188,9 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
     correction = None
     if "correction" in entry:
         correction = _correction(entry["correction"])
-    units = tuple(_typed(entry.get("units", []), list))
-    return pattern, RuleSpec(_spec(entry["spec"]), correction, units)
+    units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
+    memory, spec = entry.get("memory_kind"), _spec(entry["spec"])
+    return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
 
 
 def _dialect(fields: dict[str, Any]) -> Dialect:
@@ -245,8 +247,17 @@ def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int]) -> 
     named = [axis for one in entries_of(spec or Entries()) for axis in entry_axes(one)]
     if len(set(named)) < len(named):
         raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
-    problem = _problem(entry.get("problem"))
-    return kind_on_mesh(leaf, None, spec, axis_sizes, problem=problem, origin="a lock")
+    memory = entry.get("memory_kind")
+    check_memory_kind("memory_kind", memory)
+    return kind_on_mesh(
+        leaf,
+        None,
+        spec,
+        axis_sizes,
+        problem=_problem(entry.get("problem")),
+        origin="a lock",
+        memory_kind=memory,
+    )
 
 
 def _problem(entry: Any) -> Problem:

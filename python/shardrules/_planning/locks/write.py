@@ -115,9 +115,11 @@ def _leaf_entry(kind: Kind) -> dict[str, Any]:
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
         "spec": None if kind.spec is None else _spec_entry(kind.spec),
+        "memory_kind": kind.memory_kind,
         "problem": problem_shown(kind),
     }
-    return {key: value for key, value in entry.items() if key != "problem" or value is not None}
+    optional = ("memory_kind", "problem")
+    return {key: value for key, value in entry.items() if key not in optional or value is not None}
 
 
 def _spec_entry(spec: Any) -> list[Any]:
@@ -137,4 +139,8 @@ def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
         entry["correction"] = dataclasses.asdict(wanted.correction)
     if wanted.units:
         entry["units"] = wanted.units
+    if wanted.memory_kind is not None:
+        entry["memory_kind"] = wanted.memory_kind
+    if wanted.optional_axes:
+        entry["optional_axes"] = wanted.optional_axes
     return entry

@@ -9,20 +9,27 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._correction import rule_spec
 from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._planning.placing.derive import Derivation, combined, dims_shown
 from shardrules._sharding.device_bytes import held_of
-from shardrules._sharding.mesh import axes_of_type
-from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
+from shardrules._sharding.mesh import axes_of_type, has_devices
+from shardrules._sharding.shardings import (
+    ManualAxes,
+    check_memory_of_rules,
+    manual_axes,
+    specs_on_mesh,
+)
 from shardrules._specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction
     from shardrules._logical.resolver import LostRule
     from shardrules._matching.rules import Rules
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.kinds import Spec
     from shardrules._planning.leaves import LeafType
     from shardrules._sharding.mesh import MeshLike
@@ -91,10 +98,15 @@ class RulesOnMesh:
 
     def __init__(self, rules: Rules, correction: Correction, mesh: MeshLike) -> None:
         manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
+        if has_devices(mesh):
+            check_memory_of_rules(rules, mesh)
         self.axis_sizes = axis_sizes_of(mesh)
         self._specs, self._spec_of = specs_on_mesh(
             rules, self.axis_sizes, correction, manual=manual, made=False
         )
+        self._memory_of: list[MemoryKind | None] = [
+            rule_spec(given).memory_kind for _, given in rules
+        ]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
@@ -121,8 +133,11 @@ class RulesOnMesh:
         return kind_on_mesh(leaf, None, spec, self.axis_sizes, problem=problem)
 
     def _with_spec(self, leaf: LeafType, wanted: SpecOnMesh, origin: str | None) -> Kind:
+        memory = self._memory_of[leaf.rule]
         if leaf.shape is None:
-            return kind_on_mesh(leaf, wanted.spec, Entries(), self.axis_sizes, origin=origin)
+            return kind_on_mesh(
+                leaf, wanted.spec, Entries(), self.axis_sizes, origin=origin, memory_kind=memory
+            )
         spec, losses, problem = fitted(wanted, leaf.shape)
         return kind_on_mesh(
             leaf,
@@ -132,6 +147,7 @@ class RulesOnMesh:
             problem=problem,
             losses=losses,
             origin=origin,
+            memory_kind=memory,
         )
 
 
@@ -175,6 +191,7 @@ def kind_on_mesh(
     origin: str | None = None,
     dim_rules: tuple[int | None, ...] = (),
     lost_rules: tuple[LostRule, ...] = (),
+    memory_kind: MemoryKind | None = None,
 ) -> Kind:
     """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
     # What is not placed is counted as if it were replicated.
@@ -202,6 +219,7 @@ def kind_on_mesh(
         names=leaf.names,
         dim_rules=dim_rules,
         lost_rules=lost_rules,
+        memory_kind=memory_kind,
         # Elements of fewer than 8 bits are packed.
         bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
         device_bytes=fullest,

@@ -33,6 +33,7 @@ from shardrules._specs import (
 )
 
 if TYPE_CHECKING:
+    from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.kinds import Spec
 
 __all__ = ["FoundParameters", "by_parameters", "find_parameters"]
@@ -71,7 +72,11 @@ _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: repli
 
 
 def by_parameters(
-    params: Columns, state: Leaves, found: FoundParameters, zero1: str | None
+    params: Columns,
+    state: Leaves,
+    found: FoundParameters,
+    zero1: str | None,
+    memory_kind: MemoryKind | None,
 ) -> Columns:
     """The sharding of an optimizer's state on the mesh of its parameters.
 
@@ -80,6 +85,7 @@ def by_parameters(
         state: The state, as surveyed by no rules.
         found: The parameter of each of its leaves.
         zero1: As in `Plan.for_optimizer`.
+        memory_kind: As in `Plan.for_optimizer`.
 
     Raises:
         ValueError: The mesh has no axis `zero1`.
@@ -87,21 +93,28 @@ def by_parameters(
     if zero1 is not None and zero1 not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
     parameters, factors = found
-    is_cut = [False] * len(state.paths)
-    if zero1 is not None:
+    is_own = [False] * len(state.paths)
+    if zero1 is not None or memory_kind is not None:
         for row in state.optimizer_rows or range(len(state.paths)):
-            is_cut[row] = parameters[row] != _NONE
+            is_own[row] = True
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
     likes = [kind_of_parameter[parameter] for parameter in parameters]
-    pairs, pair_of = grouped(zip(state.kind_of.tolist(), likes, factors, is_cut, strict=True))
+    pairs, pair_of = grouped(zip(state.kind_of.tolist(), likes, factors, is_own, strict=True))
     kind_or_none = [*params.kinds, None]
     related, of_pair = grouped(
-        (kind, of := kind_or_none[like], _relation(state.types[kind].shape, of, factor), cut)
-        for kind, like, factor, cut in pairs
+        (kind, of := kind_or_none[like], _relation(state.types[kind].shape, of, factor), own)
+        for kind, like, factor, own in pairs
     )
     kinds = [
-        _kind(state.types[kind], parameter, relation, params.axis_sizes, zero1 if cut else None)
-        for kind, parameter, relation, cut in related
+        _kind(
+            state.types[kind],
+            parameter,
+            relation,
+            params.axis_sizes,
+            zero1=zero1 if own and parameter is not None else None,
+            memory_kind=memory_kind if own else None,
+        )
+        for kind, parameter, relation, own in related
     ]
     sources = [
         path if parameter == _NONE else params.sources[parameter]
@@ -218,7 +231,9 @@ def _kind(
     parameter: Kind | None,
     relation: _Relation,
     axis_sizes: Mapping[str, int],
+    *,
     zero1: str | None,
+    memory_kind: MemoryKind | None,
 ) -> Kind:
     """The kind of leaves that have this relation to a parameter of this kind."""
     like = _REPLICATED
@@ -236,6 +251,7 @@ def _kind(
         problem=Problem(like.status, like.message, like.fix),
         losses=like.losses,
         origin=origin,
+        memory_kind=memory_kind or like.memory_kind,
     )
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardrules._format import and_more, bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
-from shardrules._planning.kinds import decided_shown, dtype_shown, problem_shown
+from shardrules._planning.kinds import decided_shown, dtype_shown, placement_shown, problem_shown
 from shardrules._printable import printable
-from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
@@ -47,7 +46,7 @@ def table_html(columns: Columns, limit: int = 50) -> str:
 
 def _cells(columns: Columns, row: Folded, held: int) -> tuple[str, ...]:
     kind = columns.kinds[row.group]
-    spec = problem_shown(kind) or spec_shown(kind.spec)
+    spec = problem_shown(kind) or placement_shown(kind)
     shape = "-" if kind.shape is None else str(kind.shape)
     return (row.pattern, f"{len(row.rows):,}", shape, dtype_shown(kind), spec, decided_shown(kind),
             bytes_shown(held))  # fmt: skip

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._format import and_more, bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
-from shardrules._planning.kinds import decided_shown, dtype_shown, problem_shown
+from shardrules._planning.kinds import decided_shown, dtype_shown, placement_shown, problem_shown
 from shardrules._printable import printable
-from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
@@ -77,7 +76,7 @@ def _row(columns: Columns, folded: Folded) -> Row:
         shape="-" if kind.shape is None else str(list(kind.shape)),
         dtype=printable(dtype_shown(kind)),
         rule=printable(decided_shown(kind)),
-        spec=printable(problem_shown(kind) or spec_shown(kind.spec)),
+        spec=printable(problem_shown(kind) or placement_shown(kind)),
         bytes=bytes_shown(kind.bytes * leaves),
         device_bytes=bytes_shown(kind.device_bytes * leaves),
     )

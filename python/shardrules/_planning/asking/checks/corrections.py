@@ -66,17 +66,19 @@ def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.columns.kinds
     alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
     for one in queries.folded(lambda kind: kind.status == "placed" and bool(kind.losses)):
+        optional = queries.optional_axes_of(kinds[one.group].rule)
         for loss in kinds[one.group].losses:
+            is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
             key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
             if loss.kind == "absent":
                 key = (loss.axes, loss.meant, loss.beside)
-            alike[key].append((one, loss))
-    for found in alike.values():
+            alike[is_unknown, *key].append((one, loss))
+    for (is_unknown, *_), found in alike.items():
         first = found[0][1]
         yield _Lost(
             first,
-            first.kind == "absent" and not queries.optional_axes.issuperset(first.axes),
+            is_unknown,
             [one for one, _ in found],
             sum(loss.bytes * len(one.rows) for one, loss in found),
             len({kinds[one.group].shape for one, _ in found}) > 1,

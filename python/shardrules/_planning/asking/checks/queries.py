@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from shardrules._correction import rule_spec, rule_spec_shown
 from shardrules._declared import compiled_replicated
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
@@ -21,7 +22,6 @@ from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
-from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
@@ -65,7 +65,7 @@ class Queries:
     ) -> None:
         self.columns = columns
         self.large = large
-        self.optional_axes = frozenset(declared["optional_axes"])
+        self._optional_axes = frozenset(declared["optional_axes"])
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
         self._declared = compiled_replicated(declared["replicated"])
@@ -111,8 +111,9 @@ class Queries:
 
     @cached_property
     def total(self) -> int:
-        """Bytes of all leaves on the fullest device."""
-        return by_class(self.columns).max
+        """Bytes of all leaves for the fullest device, in its memory and the host's."""
+        held = by_class(self.columns)
+        return held.max + held.max_host
 
     def is_much(self, count: int) -> bool:
         """Whether so many bytes on a device are much, beside what it must hold anyway."""
@@ -142,7 +143,7 @@ class Queries:
         """A rule, for a message."""
         pattern, given = self.columns.rules[index]
         is_logical = self.columns.leaves.path_rules is None
-        shown = repr(given) if is_logical else spec_shown(self.columns.spec_of_rule(index))
+        shown = repr(given) if is_logical else rule_spec_shown(given)
         return f"rule {index} {pattern!r} -> {shown}"
 
     def who(self, kind: Kind) -> str:
@@ -150,6 +151,11 @@ class Queries:
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
+
+    def optional_axes_of(self, rule: int | None) -> frozenset[str]:
+        """The mesh axes that a mesh may lack, as far as this rule is concerned."""
+        own = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
+        return self._optional_axes.union(own)
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""

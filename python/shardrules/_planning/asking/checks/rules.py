@@ -15,8 +15,7 @@ from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import dtype_shown
-from shardrules._specs import spec_shown
+from shardrules._planning.kinds import dtype_shown, placement_shown
 
 __all__ = ["dead_rules", "shadowed_rules", "siblings"]
 
@@ -64,7 +63,7 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
 def siblings(queries: Queries) -> Iterator[Finding]:
     """Leaves that differ only in numbers, with different specs."""
     columns = queries.columns
-    spec_of = ["none" if kind.spec is None else spec_shown(kind.spec) for kind in columns.kinds]
+    spec_of = ["none" if kind.spec is None else placement_shown(kind) for kind in columns.kinds]
     arrays = [(kind.shape, dtype_shown(kind)) for kind in columns.kinds]
     specs_of: dict[Any, set[str]] = defaultdict(set)
     for array, spec in zip(arrays, spec_of, strict=True):

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardrules._correction import rule_spec_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.kinds import (
     Kind,
     decided_shown,
     dtype_shown,
     is_replicated,
+    placement_shown,
     problem_shown,
 )
 from shardrules._planning.locks.write import fingerprint
@@ -21,7 +23,7 @@ from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
     from shardrules._matching.match_modes import Pattern
-    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.sweep import Sweep, SweepRow
     from shardrules._planning.columns import Columns
@@ -35,7 +37,7 @@ def report_data(
     sweep: Sweep | None,
     title: str,
     *,
-    hbm: int | None,
+    room: Room,
     held: DeviceBytes,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
@@ -50,7 +52,8 @@ def report_data(
         "fullest": held.max,
         "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
         "fingerprint": fingerprint(columns),
-        "hbm": hbm,
+        "hbm": room.hbm,
+        "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
         "separators": _separators(columns),
         "findings": [one._asdict() for one in findings],
         "rules": _rules(columns),
@@ -62,11 +65,13 @@ def report_data(
 
 
 def _check_same_budget(columns: Columns, sweep: Sweep | None, held: DeviceBytes) -> None:
+    mine = held.max, held.max_host
     for row in sweep or ():
-        if columns.is_on(row.mesh) and row.bytes != held.max:
+        if columns.is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
             raise ValueError(
-                f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh, "
-                f"the report {held.max:,}: give both the same gradients= and optimizer="
+                f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh "
+                f"and {row.host_bytes:,} on the host, the report {mine[0]:,} and {mine[1]:,}: give "
+                "both the same gradients=, optimizer= and optimizer_memory_kind="
             )
 
 
@@ -92,7 +97,7 @@ def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> d
         # As texts: a browser's numbers are exact up to 2**53.
         "shape": None if kind.shape is None else list(map(str, kind.shape)),
         "dtype": dtype_shown(kind),
-        "spec": specs.setdefault((spec_shown(kind.spec), replicated), len(specs)),
+        "spec": specs.setdefault((placement_shown(kind), replicated), len(specs)),
         "notes": [loss.message for loss in kind.losses],
         "problem": problem_shown(kind),
         "origin": kind.origin,
@@ -117,7 +122,7 @@ class _Share:
 def _rules(columns: Columns) -> list[dict[str, Any]]:
     """The share of each rule; last that of no rule, if there is any."""
     shares = [
-        _Share(_pattern_shown(pattern), spec_shown(columns.spec_of_rule(i)), i)
+        _Share(_pattern_shown(pattern), _asked_shown(columns, i), i)
         for i, (pattern, _) in enumerate(columns.rules)
     ]
     free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
@@ -130,6 +135,13 @@ def _rules(columns: Columns) -> list[dict[str, Any]]:
             share.held += count * kind.device_bytes
     shares += [share for share in (free, lost) if share.leaves]
     return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
+
+
+def _asked_shown(columns: Columns, rule: int) -> str:
+    """What a rule asks for: a spec, and its memory kind if it has one."""
+    if columns.leaves.path_rules is None:
+        return spec_shown(columns.spec_of_rule(rule))
+    return rule_spec_shown(columns.rules[rule][1])
 
 
 def _sweep_row(row: SweepRow, columns: Columns) -> dict[str, Any]:

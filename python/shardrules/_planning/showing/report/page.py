@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._planning.showing.report.data import report_data
 
 if TYPE_CHECKING:
-    from shardrules._planning.asking.budget import DeviceBytes
+    from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.sweep import Sweep
     from shardrules._planning.columns import Columns
@@ -42,7 +42,7 @@ def report_html(
     sweep: Sweep | None,
     title: str,
     *,
-    hbm: int | None,
+    room: Room,
     held: DeviceBytes,
 ) -> str:
     """A plan as one HTML page that works offline: no part of it may fetch anything.
@@ -52,7 +52,7 @@ def report_html(
         findings: As from `Plan.check`.
         sweep: Rows of a mesh sweep, for a chart; without them there is none.
         title: Such as the model's name.
-        hbm: Bytes of memory of a device, for the verdict and a line in that chart.
+        room: The memory that there is, for the verdict and a line in that chart.
         held: The bytes on each device.
 
     Raises:
@@ -64,7 +64,7 @@ def report_html(
         policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
         title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         styles=_text("page.css"),
-        data=_json(report_data(columns, findings, sweep, title, hbm=hbm, held=held)),
+        data=_json(report_data(columns, findings, sweep, title, room=room, held=held)),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

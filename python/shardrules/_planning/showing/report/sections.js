@@ -9,13 +9,14 @@
     ["Whole model", bytesShown(report.bytes)],
     ["Fullest device", bytesShown(report.fullest)],
   ];
-  const parts = Object.entries(report.budget).filter(([, bytes]) => bytes > 0);
+  const { host, ...onDevice } = report.budget;
+  const parts = Object.entries(onDevice).filter(([, bytes]) => bytes > 0);
   if (parts.length > 1) {
     facts.push(["Of it", parts.map(([name, bytes]) => `${name} ${bytesShown(bytes)}`).join(", ")]);
   }
-  if (report.hbm !== null) {
-    const verdict = report.fullest <= report.hbm ? "yes" : "no";
-    facts.push(["Fits", `${verdict}, into ${bytesShown(report.hbm)}`]);
+  if (host > 0) facts.push(["In the host's memory", `${bytesShown(host)} for each device`]);
+  if (report.fits !== null) {
+    facts.push(["Fits", `${report.fits.yes ? "yes" : "no"}, into ${report.fits.room}`]);
   }
   if (report.fingerprint !== null) facts.push(["Fingerprint", String(report.fingerprint)]);
   document.getElementById("header").append(
@@ -62,7 +63,7 @@
   const [made, body] = table(
     ["Rule", "Pattern", "Spec", "Leaves won", "Bytes", "Bytes per device"], [0, 3, 4, 5]);
   function line(rule) {
-    const share = report.fullest ? rule.held / report.fullest : 0;
+    const share = rule.held / Math.max(1, report.fullest + report.budget.host);
     const held = element("td", { class: "number bar" }, bytesShown(rule.held));
     held.style.setProperty("--share", `${Math.min(100, 100 * share)}%`);
     return element("tr", { class: rule.leaves ? null : "wins-nothing" },
@@ -85,13 +86,14 @@
   section.hidden = false;
   const [made, body] = table(
     ["Mesh", "Devices", "Fullest device", "Of it replicated", "Corrections", "Fits"], [1, 2, 3, 4]);
+  const onHost = (row) => (row.host_bytes ? ` + ${bytesShown(row.host_bytes)} on the host` : "");
   const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
   appendPaged(body, report.sweep, (row) =>
     element("tr", { class: row.fits === false ? "does-not-fit" : null },
       element("td", {}, element("code", {}, meshShown(row.mesh)),
         row.current ? element("span", { class: "badge" }, "this plan") : null),
       element("td", { class: "number" }, counted(row.devices)),
-      element("td", { class: "number" }, bytesShown(row.bytes)),
+      element("td", { class: "number" }, bytesShown(row.bytes) + onHost(row)),
       element("td", { class: "number" }, bytesShown(row.replicated)),
       element("td", { class: "number" }, counted(row.corrections)),
       element("td", {}, verdicts.get(row.fits))), section);

@@ -1,0 +1,33 @@
+"""Check of leaves in a kind of memory that programs do not have.
+
+Costs per kind of leaf. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardrules._format import counted
+from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
+from shardrules._planning.asking.findings import Finding, at_stake
+
+__all__ = ["unpinned"]
+
+
+def unpinned(queries: Queries) -> Iterator[Finding]:
+    """Leaves in the host's unpinned memory, which jit copies to the device as a whole."""
+    folded = queries.folded(lambda kind: kind.memory_kind == "unpinned_host")
+    if not folded:
+        return
+    rules, held = queries.rules_of(folded), queries.device_bytes(folded)
+    yield finding(
+        queries.level(held, "warning"),
+        "unpinned",
+        f"{counted(leaves_in(folded), 'leaf')} in unpinned_host memory "
+        f"({queries.rules(rules) or 'no rule'}), which jit does not have: it copies what it is "
+        f"given from there to the device, where {at_stake(held)} are not counted",
+        "name 'pinned_host' instead, where arrays stay inside jit",
+        folded=folded,
+        rule=rules[0] if len(rules) == 1 else None,
+        bytes=held,
+    )

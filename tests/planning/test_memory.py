@@ -1,0 +1,313 @@
+"""Memory kinds in plans: what a rule says, where bytes are counted, what locks and diffs hold."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._memory_kinds import MEMORY_KINDS
+
+KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+needs_kinds = pytest.mark.skipif("pinned_host" not in KINDS, reason="this JAX has one kind alone")
+SIZES = {"dp": 2, "fsdp": 4, "tp": 2}
+MIB = 2**20
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def on_host(spec, kind="pinned_host", **more):
+    return sr.RuleSpec(spec, memory_kind=kind, **more)
+
+
+TREE = {"layers": [{"wq": array(16, 8), "b": array(8)}] * 2, "embed": array(64, 8), "step": array()}
+RULES = [("embed", on_host(("fsdp", "tp"))), ("wq", ("fsdp", "tp")), (".*", ())]
+
+
+def of_kind(found, kind):
+    return [one for one in found if one.kind == kind]
+
+
+def test_kinds_of_leaves_have_that_of_their_rule():
+    plan = sr.plan(TREE, RULES, SIZES)
+    assert plan.kind("embed").memory_kind == "pinned_host"
+    assert {plan.kind(path).memory_kind for path in plan.paths if path != "embed"} == {None}
+
+
+def test_companions_are_in_the_memory_of_their_base():
+    tree = {"wq": {"kernel": array(16, 8), "lora_a": array(16, 2)}}
+    rules = [("wq/kernel", on_host(("fsdp", "tp")))]
+    plan = sr.plan(tree, rules, SIZES, companions=sr.LORA)
+    assert plan.kind("wq/lora_a").memory_kind == "pinned_host"
+
+
+@needs_kinds
+def test_shardings_and_abstract_arrays_are_those_of_named_shardings(mesh):
+    plan = sr.plan(TREE, RULES, mesh)
+    expected = sr.named_shardings(TREE, RULES, mesh)
+    assert expected["embed"] == NamedSharding(mesh, P("fsdp", "tp"), memory_kind="pinned_host")
+    assert plan.shardings() == expected
+    assert jax.tree.map(lambda leaf: leaf.sharding, plan.abstract()) == expected
+    placed = jax.jit(lambda: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), TREE),
+                     out_shardings=plan.shardings())()  # fmt: skip
+    assert placed["embed"].sharding == expected["embed"]
+
+
+def test_bytes_are_counted_apart():
+    plan, all_on_device = sr.plan(TREE, RULES, SIZES), sr.plan(TREE, [(".*", ())], SIZES)
+    held = plan.bytes_per_device()
+    assert held.host.shape == held.params.shape == (2, 4, 2)
+    assert (held.max_host, held.max) == (64 * 8 * 4 // 8, 2 * (16 * 8 * 4 // 8 + 8 * 4) + 4)
+    assert (held.total == held.params).all()
+    assert all_on_device.bytes_per_device().max_host == 0
+    assert "in the host's memory" not in str(all_on_device.bytes_per_device())
+    assert str(held) == "196 B on the fullest device: params 196 B; 256 B in the host's memory"
+    assert str(plan).startswith("6 leaves, 3.14 kB on dp=2,fsdp=4,tp=2 (16 devices): 196 B on the")
+    assert "256 B in the host's memory" in str(plan)
+
+
+def test_the_device_s_own_memory_is_not_the_host_s():
+    plan = sr.plan(TREE, [(".*", on_host((), "device"))], SIZES)
+    assert (plan.bytes_per_device().max_host, plan.bytes_per_device().max) == (0, plan.total_bytes)
+
+
+def test_gradients_are_on_the_device_and_moments_beside_their_parameters():
+    plan = sr.plan({"w": array(8, 8), "v": array(8, 8)}, [("w", on_host(())), ("", ())], SIZES)
+    held = plan.bytes_per_device(gradients=True, optimizer=("float32", "bfloat16"))
+    assert [int(part.max()) for part in held] == [256, 512, 384, 256 + 384]
+    own = plan.bytes_per_device(gradients="bfloat16")
+    assert [int(part.max()) for part in own] == [256, 256, 0, 256]
+    for kind, (optimizer, host) in {
+        "device": (768, 256),
+        "pinned_host": (0, 256 + 768),
+        "unpinned_host": (0, 256 + 768),
+    }.items():
+        moved = plan.bytes_per_device(optimizer=("float32", "bfloat16"), optimizer_memory_kind=kind)
+        assert [int(part.max()) for part in moved] == [256, 0, optimizer, host]
+        state = plan.for_optimizer({"mu": {"w": array(8, 8), "v": array(8, 8)}}, memory_kind=kind)
+        moved = plan.bytes_per_device(optimizer=state)
+        at_once = plan.bytes_per_device(optimizer=("float32",), optimizer_memory_kind=kind)
+        assert list(map(np.ndarray.tolist, moved)) == list(map(np.ndarray.tolist, at_once))
+
+
+def test_a_memory_kind_of_no_optimizer_is_refused():
+    plan = sr.plan(TREE, RULES, SIZES)
+    for function in (plan.bytes_per_device, plan.sweep):
+        with pytest.raises(ValueError, match="optimizer_memory_kind is 'device', but no optimizer"):
+            function(optimizer_memory_kind="device")
+
+
+STATE = ({"count": array(dtype="int32")}, {"mu": TREE, "nu": TREE})
+
+
+class TestOptimizer:
+    def kinds(self, plan):
+        return {path: plan.kind(path).memory_kind for path in plan.paths}
+
+    def test_a_leaf_is_where_its_parameter_is(self):
+        plan = sr.plan(TREE, RULES, SIZES).for_optimizer(STATE)
+        there = {path for path, kind in self.kinds(plan).items() if kind == "pinned_host"}
+        assert there == {"1/mu/embed", "1/nu/embed"}
+
+    @pytest.mark.parametrize("kind", MEMORY_KINDS)
+    def test_all_of_a_state_goes_to_the_memory_that_is_given(self, kind):
+        plan = sr.plan(TREE, RULES, SIZES).for_optimizer(STATE, memory_kind=kind)
+        assert set(self.kinds(plan).values()) == {kind}
+
+    def test_of_a_train_state_the_optimizer_s_leaves_alone(self):
+        state = {"params": TREE, "opt_state": STATE, "step": array(dtype="int32")}
+        plan = sr.plan(TREE, RULES, SIZES)
+        moved = plan.for_optimizer(state, memory_kind="pinned_host", zero1="dp")
+        kinds = self.kinds(moved)
+        assert {kind for path, kind in kinds.items() if path.startswith("opt_state")} == {
+            "pinned_host"
+        }
+        assert kinds["params/layers/0/wq"] is kinds["step"] is None
+        assert kinds["params/embed"] == "pinned_host"
+        # Its parameter alone decides whether a leaf is cut.
+        assert moved.specs()["opt_state"][0]["count"] == P()
+        assert moved.specs()["opt_state"][1]["mu"]["embed"][0] == ("fsdp", "dp")
+
+    def test_of_logical_rules_too(self):
+        rules, tree = sr.LogicalRules([("embed", "fsdp")]), {"w": array(16, 8)}
+        plan = sr.plan(tree, rules, SIZES, names={"w": ("embed", None)})
+        moved = plan.for_optimizer([{"mu": tree}], memory_kind="pinned_host")
+        assert self.kinds(moved) == {"0/mu/w": "pinned_host"}
+        assert "P('fsdp', None) in pinned_host" in str(moved)
+
+    def test_on_another_mesh(self):
+        plan = sr.plan(TREE, RULES, SIZES).for_optimizer(STATE, memory_kind="pinned_host")
+        there = plan.on_mesh({"tp": 2, "fsdp": 2})
+        assert set(self.kinds(there).values()) == {"pinned_host"}
+        assert there.bytes_per_device().max == 0
+
+    @needs_kinds
+    def test_jit_makes_it_there(self, mesh):
+        optax = pytest.importorskip("optax")
+        params = {"wq": np.ones((16, 8), "float32")}
+        adam = optax.adam(1e-3)
+        state = jax.eval_shape(adam.init, params)
+        plan = sr.plan(params, RULES, mesh).for_optimizer(state, memory_kind="pinned_host")
+        made = jax.jit(adam.init, out_shardings=plan.shardings())(params)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(made)} == {"pinned_host"}
+        assert jax.tree.map(lambda leaf: leaf.sharding, made) == plan.shardings()
+
+    def test_a_kind_that_the_devices_do_not_have(self, mesh, monkeypatch):
+        lacking = next((kind for kind in MEMORY_KINDS if kind not in KINDS), None)
+        if lacking is None:
+            lacking = "a_kind_of_other_devices"
+            monkeypatch.setattr("shardrules._planning.plan.check_memory_kind", lambda *_: None)
+        plan = sr.plan(TREE, [("", ())], mesh)
+        with pytest.raises(ValueError, match=f"for_optimizer: memory_kind='{lacking}' is not on"):
+            plan.for_optimizer(STATE, memory_kind=lacking)
+
+
+class TestLocksAndDiffs:
+    def test_a_lock_holds_the_kinds(self):
+        plan = sr.plan(TREE, [*RULES[:2], ("", on_host((), "device"))], SIZES)
+        text = plan.lock()
+        back = sr.Plan.from_lock(text)
+        assert back.lock() == text
+        assert back.fingerprint() == plan.fingerprint()
+        assert {path: back.kind(path).memory_kind for path in plan.paths} == {
+            path: plan.kind(path).memory_kind for path in plan.paths
+        }
+        assert [rule[1].memory_kind for rule in back.rules] == ["pinned_host", None, "device"]
+        assert (back.bytes_per_device().host == plan.bytes_per_device().host).all()
+        assert not plan.diff(back)
+
+    def test_what_says_nothing_of_memory_has_the_locks_and_fingerprints_of_before(self):
+        plan = sr.plan(TREE, [("", "tp")], SIZES)
+        assert "memory_kind" not in plan.lock()
+        assert plan.fingerprint().startswith("9375ab20d137824a")
+
+    @pytest.mark.parametrize("kind", MEMORY_KINDS)
+    def test_a_change_of_memory_is_a_change(self, kind):
+        rules = [("embed", on_host(("fsdp", "tp"), kind)), *RULES[1:]]
+        before, after = (
+            sr.plan(TREE, [("embed", ("fsdp", "tp")), *RULES[1:]], SIZES),
+            sr.plan(TREE, rules, SIZES),
+        )
+        assert before.fingerprint() != after.fingerprint()
+        found = before.diff(after)
+        assert [(one.path, one.leaves) for one in found.changes] == [("embed", 1)]
+        assert found.rules == ("rule 0",)
+        saved = "-256" if kind != "device" else "+0"
+        assert f"~ embed  P('fsdp', 'tp') -> P('fsdp', 'tp') in {kind}  ({saved} B on" in str(found)
+        if kind != "device":
+            assert found.host_bytes == (0, 256)
+            assert str(found).endswith(
+                "452 B -> 196 B on the fullest device; 0 B -> 256 B in the host's memory"
+            )
+        assert bool(after.diff(before))
+
+    @pytest.mark.parametrize("where", ["rules", "leaves"])
+    def test_a_lock_with_a_wrong_kind_is_refused(self, where):
+        content = json.loads(sr.plan(TREE, RULES, SIZES).lock())
+        for entry in content[where]:
+            entry["memory_kind"] = "pinned_hsot"
+        with pytest.raises(
+            sr.FileError, match=f"{where}.*memory_kind is 'pinned_hsot'.*'pinned_host'"
+        ):
+            sr.Plan.from_lock(json.dumps(content))
+
+    def test_a_lock_whose_kinds_were_changed_by_hand_is_refused(self):
+        text = sr.plan(TREE, RULES, SIZES).lock()
+        with pytest.raises(sr.FileError, match="changed by hand"):
+            sr.Plan.from_lock(text.replace('"pinned_host"', '"device"'))
+
+
+class TestShown:
+    def test_in_tables_and_explanations(self):
+        plan = sr.plan(TREE, RULES, SIZES)
+        assert "P('fsdp', 'tp') in pinned_host  2.05 kB" in str(plan)
+        assert "in pinned_host</td>" in plan._repr_html_()
+        told = str(plan.explain("embed"))
+        assert "on dp=2,fsdp=4,tp=2  P('fsdp', 'tp') in pinned_host, 256 B on each device" in told
+
+    def test_in_findings(self):
+        (dead,) = of_kind(sr.plan(TREE, [*RULES, ("never", on_host("tp"))], SIZES).check(), "dead")
+        assert "rule 3 'never' -> P('tp') in pinned_host matches no leaf" in dead.message
+
+    def test_in_reports(self):
+        pytest.importorskip("plotly")
+        from tests.planning.test_report import Page
+
+        plan = sr.plan(TREE, RULES, SIZES)
+        moments = {"optimizer": ("float32",) * 2, "optimizer_memory_kind": "pinned_host"}
+        sweep = plan.sweep(hbm=10**6, host_memory=100, **moments)
+        data = Page(plan.to_html(sweep=sweep, hbm=10**6, host_memory=100, **moments)).data
+        assert {"text": "P('fsdp', 'tp') in pinned_host", "replicated": False} in data["specs"]
+        assert data["rules"][0]["spec"] == "P('fsdp', 'tp') in pinned_host"
+        held = plan.bytes_per_device(**moments)
+        assert (data["fullest"], data["budget"]["host"]) == (held.max, held.max_host)
+        assert data["fits"] == {"yes": False, "room": "1.00 MB and 100 B of the host's memory"}
+        (current,) = (row for row in data["sweep"] if row["current"])
+        assert (current["bytes"], current["host_bytes"]) == (held.max, held.max_host)
+        with pytest.raises(ValueError, match="on the host, the report .* optimizer_memory_kind="):
+            plan.to_html(sweep=plan.sweep(), **moments)
+
+
+@pytest.mark.parametrize(
+    ("hbm", "host_memory", "fits"),
+    [(None, None, None), (196, None, True), (195, None, False), (None, 256, True),
+     (None, 255, False), (196, 256, True), (196, 255, False), (195, 256, False)],
+)  # fmt: skip
+def test_what_fits_has_room_in_both_memories(hbm, host_memory, fits):
+    plan = sr.plan(TREE, RULES, SIZES)
+    (row,) = plan.sweep([SIZES], hbm=hbm, host_memory=host_memory)
+    assert (row.bytes, row.host_bytes, row.fits) == (196, 256, fits)
+    assert "196 B + 256 B on the host" in str(plan.sweep([SIZES]))
+
+
+class TestCheck:
+    LARGE = array(4096, 4096)
+
+    def test_what_jit_copies_to_the_device_is_told(self):
+        rules = [("w", on_host(("fsdp", "tp"), "unpinned_host")), ("", ("fsdp", "tp"))]
+        found = sr.plan(
+            {"w": [self.LARGE] * 2, "v": self.LARGE}, rules, {"fsdp": 2, "tp": 2}
+        ).check()
+        (one,) = of_kind(found, "unpinned")
+        assert (one.level, one.rule, one.leaves, one.bytes) == ("warning", 0, 2, 2 * 16 * MIB)
+        assert (
+            "2 leaves in unpinned_host memory (rule 0 'w' -> P('fsdp', 'tp') in unpinned"
+            in one.message
+        )
+        assert "33.6 MB on each device are not counted" in one.message
+        assert "'pinned_host'" in one.fix
+        (small,) = of_kind(
+            sr.plan({"w": array(8, 8)}, rules, {"fsdp": 2, "tp": 2}).check(), "unpinned"
+        )
+        assert small.level == "info"
+
+    @pytest.mark.parametrize("kind", [None, "device", "pinned_host"])
+    def test_what_jit_has_is_not(self, kind):
+        rules = [("w", on_host(("fsdp", "tp"), kind))]
+        assert sr.plan({"w": self.LARGE}, rules, {"fsdp": 2, "tp": 2}).check() == ()
+
+    @needs_kinds
+    def test_jit_does_so(self, mesh):
+        there = sr.shard({"w": np.ones((8, 8))}, [("w", on_host("tp", "unpinned_host"))], mesh)["w"]
+        assert there.sharding.memory_kind == "unpinned_host"
+        assert jax.jit(lambda x: x)(there).sharding.memory_kind == "device"
+
+    def test_siblings_in_two_kinds_of_memory_are_told(self):
+        """A pattern for numbers of one digit forgets the others."""
+        tree = {"layers": [{"w": array(8, 8)} for _ in range(12)]}
+        rules = [(r"layers/\d/", on_host("fsdp")), ("", "fsdp")]
+        (one,) = of_kind(sr.plan(tree, rules, {"fsdp": 2}).check(), "siblings")
+        assert "P('fsdp', None) in pinned_host and P('fsdp', None)" in one.message
+
+    def test_what_is_replicated_in_the_host_s_memory_is_told_as_ever(self):
+        found = sr.plan({"w": self.LARGE}, [("w", on_host(()))], {"fsdp": 2}).check()
+        (one,) = of_kind(found, "replicated")
+        assert (one.level, one.bytes) == ("warning", 64 * MIB)
+        assert "-> P() in pinned_host" in one.message
