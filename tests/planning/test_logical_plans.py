@@ -316,6 +316,44 @@ class TestQuestions:
         assert repr(again) == repr(plan)
         assert again.on_mesh({"tp": 2}).specs() == plan.on_mesh({"tp": 2}).specs()
 
+    @pytest.mark.parametrize(
+        "dialect", [sr.LINEN, sr.MAXTEXT, sr.FLAX_CORE], ids=lambda one: one.name
+    )
+    def test_a_lock_holds_names_and_rules(self, dialect):
+        free = P.UNCONSTRAINED
+        once = [rule for rule in RULES if rule != ("heads", "fsdp")]
+        rules = sr.LogicalRules([*once, (("a", "b"), ("tp", "fsdp"))], dialect)
+        tree = {**beside()[0], "free": array((8, 8)), "two": array((8, 8)), "count": array(())}
+        names = {**beside()[1], "free": (free, "mlp"), "two": (("fsdp", "tp"), None)}
+        plan = sr.plan(tree, rules, MESH, names=names)
+        again = sr.Plan.from_lock(plan.lock())
+        assert again.rules == plan.rules
+        assert again.fingerprint() == plan.fingerprint()
+        assert again.lock() == plan.lock()
+        assert not again.diff(plan)
+        assert again.specs() == {**plan.specs()}
+        assert sorted(repr(again).splitlines()) == sorted(repr(plan).splitlines())
+        assert again.coverage.won == plan.coverage.won
+        assert "the rules say" not in str(again.explain("wq"))
+        assert "heads" in str(again.explain("wq"))
+
+    @pytest.mark.parametrize(
+        ("was", "now"),
+        [
+            ('"rules": [2, 4', '"rules": [2, 99'),
+            ('"rules": [2, 4', '"rules": [4'),
+            ('"kind": "logical"', '"kind": "other"'),
+            ('"name": "vocab"', '"name": "vocabs"'),
+            ('"names": ["embed", "mlp"]', '"names": ["embed", 3]'),
+            ('"names": ["embed", "mlp"]', '"names": ["embed", "kv"]'),
+        ],
+    )
+    def test_a_lock_changed_by_hand_is_refused(self, was, now):
+        text = planned().lock()
+        assert was in text
+        with pytest.raises(sr.FileError, match="make the lock again"):
+            sr.Plan.from_lock(text.replace(was, now, 1))
+
     def test_a_diff_tells_rules_apart(self):
         before = planned()
         other = sr.LogicalRules([(n, a) for n, a in RULES if n != "mlp"])

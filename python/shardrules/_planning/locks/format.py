@@ -19,10 +19,13 @@ __all__ = [
     "FLAGS",
     "FORMAT",
     "LEAF_FIELDS",
+    "LOGICAL",
+    "LOGICAL_RULE_FIELDS",
     "MOST_LEAVES",
     "MOST_TEXT",
     "RULE_FIELDS",
     "UNCONSTRAINED",
+    "decided_by",
     "leaves_digest",
     "length",
     "rules_digest",
@@ -36,11 +39,19 @@ MOST_LEAVES: Final = 10**6
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
 _OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
-FIELDS: Final = {FORMAT: _OLD_FIELDS | {"rules_fingerprint"}, _OLD_FORMAT: _OLD_FIELDS}
-LEAF_FIELDS: Final = frozenset({"path", "shape", "dtype", "rule", "spec", "memory_kind", "problem"})
+FIELDS: Final = {
+    FORMAT: _OLD_FIELDS | {"rules_fingerprint", "kind"},
+    _OLD_FORMAT: _OLD_FIELDS,
+}
+LOGICAL: Final = "logical"
+"""The `kind` of a lock whose rules are for logical axis names; others have none."""
+LEAF_FIELDS: Final = frozenset(
+    {"path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem"}
+)
 RULE_FIELDS: Final = frozenset(
     {"rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes"}
 )
+LOGICAL_RULE_FIELDS: Final = frozenset({"rule", "name", "axes"})
 FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
 UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000
@@ -60,6 +71,12 @@ def leaves_digest(
     return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
 
 
+def decided_by(entry: dict[str, Any]) -> str:
+    """What decides leaves, from their entry, for `rules_digest`."""
+    decided = [entry["rule"], entry.get("problem")]
+    return json.dumps([*decided, entry["names"], entry["rules"]] if "names" in entry else decided)
+
+
 def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
     """A digest of what decides the leaves, whatever their order.
 
@@ -67,7 +84,7 @@ def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list
         dialect: As in a lock.
         rules: As in a lock.
         patterns: The folded paths.
-        decided_by: Per pattern its rule and problem, as JSON.
+        decided_by: Per pattern the result of `decided_by`.
     """
     head = json.dumps([dialect, rules], sort_keys=True)
     rows = (f"{one!a}\t{decided}\n" for one, decided in zip(patterns, decided_by, strict=True))

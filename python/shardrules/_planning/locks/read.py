@@ -6,7 +6,6 @@ Costs a dict per entry, and a path per leaf. Must not know how a plan is made.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from shardrules._correction import Correction, RuleSpec
 from shardrules._file_content import parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._format import brief, shown
+from shardrules._logical.dialects import LogicalDialect
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import Dialect
 from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import check_memory_kind
@@ -33,10 +34,13 @@ from shardrules._planning.locks.format import (
     FLAGS,
     FORMAT,
     LEAF_FIELDS,
+    LOGICAL,
+    LOGICAL_RULE_FIELDS,
     MOST_LEAVES,
     MOST_TEXT,
     RULE_FIELDS,
     UNCONSTRAINED,
+    decided_by,
     leaves_digest,
     length,
     rules_digest,
@@ -76,8 +80,9 @@ def read_lock(data: bytes, name: str) -> Columns:
         rule_entries = _typed(content["rules"], list)
         leaf_entries = _typed(content["leaves"], list)
     with _errors_at(f"{name}: rules"):
-        pairs = [_rule(index, entry) for index, entry in enumerate(rule_entries)]
-        rules = Rules(pairs, _dialect(_typed(content["dialect"], dict)))
+        if content.get("kind", LOGICAL) != LOGICAL:
+            raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
+        rules = _rules(rule_entries, _typed(content["dialect"], dict), "kind" in content)
     entries = _Entries(len(rules), axis_sizes)
     for number, entry in enumerate(leaf_entries):
         with _errors_at(f"{name}: leaves[{number}]"):
@@ -126,16 +131,15 @@ class _Entries:
         known = self._known.get(text)
         if known is None:
             self.types.append(_leaf(entry, self._rules))
-            self.kinds.append(_kind(self.types[-1], entry, self._axis_sizes))
-            decided_by = json.dumps([entry["rule"], entry.get("problem")])
-            known = self._known[text] = len(self.kinds) - 1, decided_by
-        kind, decided_by = known
+            self.kinds.append(_kind(self.types[-1], entry, self._axis_sizes, self._rules))
+            known = self._known[text] = len(self.kinds) - 1, decided_by(entry)
+        kind, decided = known
         expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._left)
         self._left -= length(pattern) * len(expanded)
         self.paths += expanded
         self.kind_of += [kind] * len(expanded)
         self.patterns.append(pattern)
-        self.decided_by.append(decided_by)
+        self.decided_by.append(decided)
 
 
 @contextmanager
@@ -171,6 +175,31 @@ def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
         name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
         why = str(error).removeprefix(f"{path}: ")
         raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
+
+
+def _rules(entries: list[Any], dialect: dict[str, Any], is_logical: bool) -> Rules | LogicalRules:
+    if not is_logical:
+        return Rules([_rule(*one) for one in enumerate(entries)], _dialect(dialect))
+    _typed(dialect["name"], str)
+    fields = {**dialect, "correction": _correction(dialect["correction"])}
+    return LogicalRules(
+        [_logical_rule(*one) for one in enumerate(entries)], LogicalDialect(**fields)
+    )
+
+
+def _logical_rule(index: int, entry: Any) -> tuple[Any, Any]:
+    _check_known(_typed(entry, dict), LOGICAL_RULE_FIELDS)
+    if _typed(entry["rule"], int) != index:
+        raise ValueError(f"rule {index} is {shown(entry)}")
+    return _name(entry["name"]), _name(entry["axes"])
+
+
+def _name(entry: Any) -> Any:
+    """A logical axis name or an entry of several; also the mesh axes of a rule."""
+    made = entries_of(_spec([entry]))[0]
+    if isinstance(made, tuple) and not all(one is None or isinstance(one, str) for one in made):
+        raise TypeError(f"{shown(entry)} stands where names belong")
+    return made
 
 
 def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
@@ -239,10 +268,12 @@ def _leaf(entry: dict[str, Any], rules: int) -> LeafType:
         raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
     if rule is None:
         rule = _RULE_OF.get(problem or "", NO_RULE_NEEDED)
-    return checked_type(rule, shape, dtype)
+    names = entry.get("names")
+    leaf = checked_type(rule, shape, dtype)
+    return leaf if names is None else leaf._replace(names=tuple(map(_name, _typed(names, list))))
 
 
-def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int]) -> Kind:
+def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rules: int) -> Kind:
     spec = None if entry["spec"] is None else _spec(entry["spec"])
     named = [axis for one in entries_of(spec or Entries()) for axis in entry_axes(one)]
     if len(set(named)) < len(named):
@@ -254,10 +285,23 @@ def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int]) -> 
         None,
         spec,
         axis_sizes,
+        dim_rules=_dim_rules(leaf, entry, rules),
         problem=_problem(entry.get("problem")),
         origin="a lock",
         memory_kind=memory,
     )
+
+
+def _dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
+    if leaf.names is None:
+        return ()
+    decided = _typed(entry["rules"], list)
+    if decided and len(decided) != len(leaf.names):
+        raise ValueError("there is not one rule, or null, for each name")
+    for rule in decided:
+        if rule is not None and not 0 <= _typed(rule, int) < rules:
+            raise ValueError(f"there is no rule {rule}")
+    return tuple(decided)
 
 
 def _problem(entry: Any) -> Problem:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._correction import rule_spec
 from shardrules._format import shown
+from shardrules._logical.rules import LogicalRules
 from shardrules._planning.kinds import Kind, dtype_shown, problem_shown
 from shardrules._planning.locks.format import (
     FLAGS,
     FORMAT,
+    LOGICAL,
     MOST_LEAVES,
     MOST_TEXT,
     UNCONSTRAINED,
+    decided_by,
     leaves_digest,
     length,
     rules_digest,
@@ -47,20 +50,24 @@ def lock_text(columns: Columns) -> str:
     order = sorted(range(len(patterns)), key=patterns.__getitem__)
     patterns = [patterns[i] for i in order]
     kinds = [columns.folded[i].group for i in order]
-    leaf_of = [_json(_leaf_entry(kind)).removeprefix("{") for kind in columns.kinds]
+    entries = list(map(_leaf_entry, columns.kinds))
+    leaf_of = [_json(entry).removeprefix("{") for entry in entries]
     leaves = [
         f'{{"path": {pattern}, {leaf_of[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
-    rules = [_rule_entry(index, rule) for index, rule in enumerate(columns.rules)]
+    is_logical = isinstance(columns.rules, LogicalRules)
+    rule_entry = _logical_rule_entry if is_logical else _rule_entry
+    rules = [rule_entry(index, rule) for index, rule in enumerate(columns.rules)]
     fields = dataclasses.asdict(columns.rules.dialect)
     dialect = {name: value for name, value in fields.items() if value is not None}
-    decided_by = [json.dumps([kind.rule, problem_shown(kind)]) for kind in columns.kinds]
+    decided = list(map(decided_by, entries))
     head = {
         "format": FORMAT,
+        **({"kind": LOGICAL} if is_logical else {}),
         "fingerprint": fingerprint(columns),
         "rules_fingerprint": rules_digest(
-            dialect, rules, patterns, [decided_by[kind] for kind in kinds]
+            dialect, rules, patterns, [decided[kind] for kind in kinds]
         ),
         "mesh": columns.axis_sizes,
         "dialect": dialect,
@@ -114,6 +121,7 @@ def _leaf_entry(kind: Kind) -> dict[str, Any]:
         "shape": kind.shape,
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
+        **({} if kind.names is None else _of_names(kind.names, kind.dim_rules)),
         "spec": None if kind.spec is None else _spec_entry(kind.spec),
         "memory_kind": kind.memory_kind,
         "problem": problem_shown(kind),
@@ -126,6 +134,25 @@ def _spec_entry(spec: Any) -> list[Any]:
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ValueError(f"a lock cannot hold the unreduced or reduced axes of {spec_shown(spec)}")
     return [UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
+
+
+def _of_names(names: tuple[Any, ...], rules: tuple[int | None, ...]) -> dict[str, Any]:
+    return {"names": [_name_entry(name) for name in names], "rules": list(rules)}
+
+
+def _name_entry(name: Any) -> Any:
+    if is_unconstrained(name):
+        return UNCONSTRAINED
+    if name is None or isinstance(name, str):
+        return name
+    if isinstance(name, tuple):
+        return [_name_entry(one) for one in name]
+    raise ValueError(f"a lock cannot hold the logical axis name {shown(name)}: give it a text")
+
+
+def _logical_rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
+    name, axes = rule
+    return {"rule": index, "name": _name_entry(name), "axes": _name_entry(axes)}
 
 
 def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
