@@ -29,8 +29,10 @@ from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._files.companions import TABLES
+from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more
+from shardrules._logical.dialects import LINEN, MAXTEXT
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
@@ -64,7 +66,11 @@ Source = Annotated[
 ]
 RulesFile = Annotated[
     str,
-    typer.Option("--rules", "-r", help="The rules: a TOML or JSON file, or package.module:NAME."),
+    typer.Option(
+        "--rules",
+        "-r",
+        help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME.",
+    ),
 ]
 Mesh = Annotated[
     str, typer.Option("--mesh", "-m", help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
@@ -73,8 +79,9 @@ DialectName = Annotated[
     str | None,
     typer.Option(
         "--dialect",
-        help=f"Semantics of the rules: {', '.join(sorted(DIALECTS))}. Default: the rule file's "
-        f"dialect, or else {EFORMER.name}.",
+        help=f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical rules "
+        f"{', '.join(LOGICAL_DIALECTS)}. Default: the rule file's "
+        f"dialect, or else {EFORMER.name}, {LINEN.name} or, in YAML, {MAXTEXT.name}.",
     ),
 ]
 MinSize = Annotated[int, typer.Option(min=0, help="Replicate leaves with fewer elements.")]

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested, read_arrays
+from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import key_separator
+from shardrules._matching.rules import Rules
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
+    from shardrules._logical.dialects import LogicalDialect
     from shardrules._matching.dialects import Dialect
-    from shardrules._matching.rules import Rules
 
 __all__ = ["MOMENTS", "Planned", "byte_count", "is_lock", "load_plan", "load_side"]
 
@@ -76,8 +79,15 @@ def load_plan(
             f"{rules}: --no-fallbacks, but the automaton cannot evaluate {'; '.join(fallbacks)}: "
             "rewrite the pattern, or leave out --no-fallbacks"
         )
-    name, tree = _tree(source, loaded.rules)
-    planned = plan(tree, loaded.rules, axis_sizes, min_size=min_size, companions=loaded.companions)
+    name, tree, names = _tree(source, loaded.rules)
+    planned = plan(
+        tree,
+        loaded.rules,
+        axis_sizes,
+        min_size=min_size,
+        companions=loaded.companions,
+        names=names,
+    )
     return Planned(planned, name, loaded, fallbacks)
 
 
@@ -98,22 +108,24 @@ def load_side(
 
 
 def _fallbacks(loaded: RuleFile) -> Iterator[str]:
-    for rule, why in loaded.rules.fallbacks:
-        yield f"rule {rule} {loaded.rules[rule][0]!r} ({why})"
+    if isinstance(loaded.rules, Rules):
+        for rule, why in loaded.rules.fallbacks:
+            yield f"rule {rule} {loaded.rules[rule][0]!r} ({why})"
     replicated = compiled_replicated(loaded.declared["replicated"])
     for index, why in replicated.fallbacks:
         yield f"replicated {replicated[index][0]!r} ({why})"
 
 
-def _dialect_of(name: str) -> Dialect:
+def _dialect_of(name: str) -> Dialect | LogicalDialect:
     """The dialect of this name.
 
     Raises:
         ValueError: There is no such dialect.
     """
-    if name.lower() not in DIALECTS:
-        raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(DIALECTS))}")
-    return DIALECTS[name.lower()]
+    known: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
+    if name.lower() not in known:
+        raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(known))}")
+    return known[name.lower()]
 
 
 def byte_count(text: str) -> int:
@@ -142,14 +154,22 @@ def is_lock(text: str) -> bool:
         return b'"shardrules lock' in file.read(200)
 
 
-def _tree(source: str, rules: Rules) -> tuple[str, Any]:
+def _tree(source: str, rules: Rules | LogicalRules) -> tuple[str, Any, Any]:
+    """(the model's name, its tree, the logical axis names beside it or None)."""
     if is_module_form(source):
-        return source, load_object(source)
+        return source, load_object(source), None
     arrays = read_arrays(source)
+    if isinstance(rules, LogicalRules):
+        if arrays.logical_axes is None:
+            raise FileError(
+                f"{source}: the rules are for logical axis names, and this file has none; give a "
+                'manifest with "logical_axes", or package.module:function'
+            )
+        return arrays.name, arrays.leaves, arrays.logical_axes
     dialect = rules.dialect
     joins_keys = (
         dialect.keys != "text"
         or dialect.hidden_key is not None
         or key_separator(dialect) != dialect.separator
     )
-    return arrays.name, nested(arrays) if joins_keys else arrays.leaves
+    return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None

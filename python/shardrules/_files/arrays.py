@@ -39,6 +39,8 @@ class Arrays(NamedTuple):
     """{name: leaf} in the order of the file. Equal leaves are one object."""
     separator: str
     """The separator of the components of the names: "/" or "."."""
+    logical_axes: dict[str, tuple[str | None, ...]] | None = None
+    """{name: logical axis names}, if the file has them."""
 
 
 def read_arrays(source: str) -> Arrays:
@@ -48,7 +50,8 @@ def read_arrays(source: str) -> Arrays:
         source: A safetensors file, the index of several, a directory of them, the directory of an
             orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, also gzipped:
             `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params as
-            `{name: {"shape": [dim, ...], "dtype": dtype}}`. `-` is a manifest on standard input.
+            `{name: {"shape": [dim, ...], "dtype": dtype}}`; `"logical_axes": {name: [axis, ...]}`
+            may stand beside them. `-` is a manifest on standard input.
 
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
@@ -110,7 +113,25 @@ def _of_json(path: Path) -> Arrays:
         raise FileError(
             f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
         )
-    return _arrays(path, content.get("model"), leaves)
+    names = content.get("logical_axes")
+    found = _arrays(path, content.get("model"), leaves)
+    return found if names is None else found._replace(logical_axes=_names(path, names, leaves))
+
+
+def _names(
+    path: Path, names: object, leaves: dict[str, ArraySpec]
+) -> dict[str, tuple[str | None, ...]]:
+    if not isinstance(names, dict):
+        raise FileError(f'{path}: key logical_axes: it is {shown(names)}; write {{"w": ["embed"]}}')
+    for name, axes in names.items():
+        if name not in leaves:
+            raise FileError(f"{path}: logical_axes: there is no array {name!r}")
+        if not isinstance(axes, list) or not types_of(axes) <= {str, type(None)}:
+            raise FileError(
+                f"{path}: logical_axes: {name!r} has {shown(axes)}; write a list with a name or "
+                "null for each dimension"
+            )
+    return {name: tuple(axes) for name, axes in names.items()}
 
 
 def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:

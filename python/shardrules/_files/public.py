@@ -19,6 +19,7 @@ from shardrules._files.leaves import ArraySpec
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile
 from shardrules._files.rules import read_rules as rules_in
+from shardrules._logical.dialects import LogicalDialect
 from shardrules._matching.dialects import Dialect
 
 __all__ = ["RuleFile", "read_model", "read_rules"]
@@ -73,16 +74,18 @@ def read_model(
 def read_rules(
     path: str | os.PathLike[str],
     *,
-    dialect: Dialect | None = None,
+    dialect: Dialect | LogicalDialect | None = None,
     max_memory: int = DEFAULT_MEMORY,
 ) -> RuleFile:
-    """The rules in a TOML or JSON file, with what the file says about them.
+    """The rules in a TOML or JSON file, or MaxText's YAML, with what the file says about them.
 
     Nothing is executed, and files may come from anyone. The planning page shows such a file.
 
     Args:
-        path: A .toml file, or a JSON file, which may be gzipped.
-        dialect: The dialect. Default: the file's, or else eformer's.
+        path: A .toml file; a JSON file, which may be gzipped; or MaxText's .yml or .yaml, which
+            needs `shardrules[yaml]`.
+        dialect: The dialect. Default: the file's, or else eformer's; for logical rules linen, or in
+            YAML MaxText's.
         max_memory: As in `read_model`.
 
     Raises:
@@ -101,7 +104,9 @@ def read_rules(
         >>> print(plan.check(**read.declared))
         0 errors, 0 warnings, 0 info
     """
-    check_type("dialect", dialect, Dialect | None, "a Dialect, such as shardrules.EASYLM")
+    check_type(
+        "dialect", dialect, Dialect | LogicalDialect | None, "a Dialect, such as shardrules.EASYLM"
+    )
     with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
         return rules_in(_file(path), dialect)
 

@@ -1,4 +1,4 @@
-"""`read_rules`: a rule list from JSON, from TOML, or from a module.
+"""`read_rules`: a rule list from JSON, TOML or MaxText's YAML, or from a module.
 
 JSON and TOML have the same keys. In TOML:
 
@@ -21,8 +21,18 @@ JSON and TOML have the same keys. In TOML:
     optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
     correction = { indivisible = "error" }
 
-A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Any other key
-is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf needs one.
+A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Rules for
+logical axis names have other keys, and no companions:
+
+    kind = "logical"                  # default: "regex", for paths
+    dialect = "maxtext"               # default: linen
+
+    [[rules]]
+    name = "embed"
+    axes = ["fsdp", "expert"]         # [] for a dimension that is not sharded
+
+Any other key is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf needs
+one.
 """
 
 from __future__ import annotations
@@ -38,9 +48,17 @@ from shardrules._declared import NOTHING, Declared
 from shardrules._file_content import max_memory, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.companions import COMPANION_KEYS, companions_in
+from shardrules._files.logical import (
+    LOGICAL_DIALECTS,
+    logical_rules,
+    parse_yaml,
+    rules_of_maxtext,
+)
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
 from shardrules._format import bytes_shown, shown
+from shardrules._logical.dialects import LINEN, MAXTEXT, LogicalDialect
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
@@ -54,8 +72,10 @@ DIALECTS: Final = {
 """Dialects by their names in files, in lower case."""
 
 _KEYS: Final = (
-    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
+    "kind", "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes",
+    *COMPANION_KEYS,
 )  # fmt: skip
+_KINDS: Final = ("regex", "logical")
 _RULE_KEYS: Final = (
     "pattern", "spec", "flags", "units", "memory_kind", "optional_axes", "correction",
 )  # fmt: skip
@@ -64,16 +84,23 @@ _NO_COMPANIONS: Final[Mapping[str, list[str]]] = {}
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
-# table in `tomllib`. Parsing a pattern takes 220 bytes and 12 us per character.
+# table in `tomllib`; in PyYAML, a list of empty lists. Parsing a pattern takes 220 bytes and 12 us
+# per character.
 _PER_BYTE: Final = 64
 _PER_BYTE_OF_TOML: Final = 512
+_PER_BYTE_OF_YAML: Final = 2048
+_YAML: Final = (".yml", ".yaml")
+_PARSERS: Final = {
+    ".toml": (parse_toml, _PER_BYTE_OF_TOML),
+    **dict.fromkeys(_YAML, (parse_yaml, _PER_BYTE_OF_YAML)),
+}
 _MOST_CHARACTERS: Final = 100_000
 
 
 class RuleFile(NamedTuple):
     """The rules in a file, with what the file says about them."""
 
-    rules: Rules
+    rules: Rules | LogicalRules
     declared: Declared
     """What is intended, for `Plan.check(**declared)`: replicated, optional_axes and data_axes."""
     companions: tuple[Companion, ...]
@@ -84,15 +111,16 @@ class RuleFile(NamedTuple):
 
 def read_rules(
     source: str,
-    dialect: Dialect | None = None,
+    dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
     """The rules in a file or of a module.
 
     Args:
-        source: A .toml file; a JSON file, which may be gzipped; or `package.module:NAME`, which is
-            a `Rules`, a list of pairs, or a function that returns one of these.
-        dialect: The dialect. Default: the file's, or else eformer's.
+        source: A .toml file; a JSON file, which may be gzipped; MaxText's .yml or .yaml; or
+            `package.module:NAME`, which is a `Rules` or `LogicalRules`, a list of (pattern, spec)
+            pairs, or a function that returns one of these.
+        dialect: The dialect. Default: the file's, or else eformer's; linen for logical rules.
         companions: Companions beside those of the file, by its keys.
 
     Raises:
@@ -102,6 +130,10 @@ def read_rules(
         return _of_module(source, dialect, companions)
     path = Path(source)
     content = _content(path)
+    if path.suffix in _YAML:
+        chosen = _logical_dialect(path, dialect, MAXTEXT.name)
+        rules = rules_of_maxtext(path, content, chosen)
+        return RuleFile(rules, NOTHING, _no_companions(path, companions), path.stem)
     table = {"rules": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
         raise FileError(
@@ -109,15 +141,29 @@ def read_rules(
             '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
         )
     _check_keys(f"{path}", table, _KEYS)
-    chosen = dialect or _dialect(path, table.get("dialect", EFORMER.name))
-    return _of_table(path, table, chosen, companions)
+    kind = table.get("kind", "regex")
+    if kind not in _KINDS:
+        raise FileError(f"{path}: kind is {shown(kind)}; it is one of {', '.join(_KINDS)}")
+    if kind == "logical":
+        return _of_logical_table(path, table, dialect, companions)
+    if isinstance(dialect, LogicalDialect):
+        raise FileError(f"{path}: the rules are for paths, and {dialect.name} is for logical names")
+    path_dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
+    return _of_table(path, table, path_dialect, companions)
 
 
 def _of_module(
-    source: str, dialect: Dialect | None, companions: Mapping[str, list[str]]
+    source: str, dialect: Dialect | LogicalDialect | None, companions: Mapping[str, list[str]]
 ) -> RuleFile:
     rules = load_object(source)
-    if dialect is not None or not isinstance(rules, Rules):
+    if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
+        chosen = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
+        try:
+            rules = LogicalRules(rules, chosen)
+        except (TypeError, ValueError) as error:
+            raise FileError(f"{source}: {error}") from error
+        _no_companions(source, companions)
+    elif dialect is not None or not isinstance(rules, Rules):
         rules = _compiled(source, rules, dialect or EFORMER)
     name = source.partition(":")[2]
     return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
@@ -133,25 +179,69 @@ def _of_table(
     ]
     return RuleFile(
         _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
-        Declared(
-            replicated=_patterns(path, table.get("replicated", [])),
-            optional_axes=_axes(f"{path}", "optional_axes", table),
-            data_axes=_axes(f"{path}", "data_axes", table),
-        ),
+        _declared(path, table),
         companions_in(f"{path}", table, companions),
-        Path(path.name.removesuffix(".gz")).stem,
+        _name(path),
+    )
+
+
+def _of_logical_table(
+    path: Path,
+    table: dict[str, Any],
+    dialect: Dialect | LogicalDialect | None,
+    companions: Mapping[str, list[str]],
+) -> RuleFile:
+    chosen = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
+    correction = _correction(f"{path}: correction", chosen.correction, table.get("correction", {}))
+    rules = logical_rules(path, table["rules"], replace(chosen, correction=correction))
+    _no_companions(
+        path, {**companions, **{key: table[key] for key in COMPANION_KEYS if key in table}}
+    )
+    return RuleFile(rules, _declared(path, table), (), _name(path))
+
+
+def _declared(path: Path, table: dict[str, Any]) -> Declared:
+    return Declared(
+        replicated=_patterns(path, table.get("replicated", [])),
+        optional_axes=_axes(f"{path}", "optional_axes", table),
+        data_axes=_axes(f"{path}", "data_axes", table),
+    )
+
+
+def _name(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).stem
+
+
+def _no_companions(where: object, companions: Mapping[str, list[str]]) -> tuple[Companion, ...]:
+    if given := [key for key, value in companions.items() if value]:
+        raise FileError(f"{where}: {given[0]}: it is for rules of paths, and these are logical")
+    return ()
+
+
+def _logical_dialect(where: object, given: object, name: object) -> LogicalDialect:
+    """The dialect that is given, or else the one of this name."""
+    if isinstance(given, LogicalDialect):
+        return given
+    if given is not None:
+        raise FileError(f"{where}: the rules are logical, and {shown(given)} is for paths")
+    if isinstance(name, str) and name.lower() in LOGICAL_DIALECTS:
+        return LOGICAL_DIALECTS[name.lower()]
+    listed = ", ".join(LOGICAL_DIALECTS)
+    raise FileError(
+        f"{where}: dialect {name!r} is unknown for logical rules; it is one of {listed}"
     )
 
 
 def _content(path: Path) -> Any:
-    data, is_toml = read_bytes(path), path.suffix == ".toml"
-    if len(data) * (_PER_BYTE_OF_TOML if is_toml else _PER_BYTE) > max_memory.get():
+    parse, per_byte = _PARSERS.get(path.suffix, (parse_json, _PER_BYTE))
+    data = read_bytes(path)
+    if len(data) * per_byte > max_memory.get():
         raise FileError(
             f"{path}: reading {bytes_shown(len(data))} of rules takes more than "
             f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
             "--max-memory, or in Python with max_memory"
         )
-    return (parse_toml if is_toml else parse_json)(path, data)
+    return parse(path, data)
 
 
 def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:

@@ -1,0 +1,108 @@
+"""Rules for logical axis names in files: tables of ours, and MaxText's YAML.
+
+Costs what parsing costs. Must not know how rules are chosen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from shardrules._file_content import first_repeated
+from shardrules._file_error import FileError
+from shardrules._format import shown
+from shardrules._logical import dialects as _dialects
+from shardrules._logical.dialects import LogicalDialect
+from shardrules._logical.rules import LogicalRules
+
+__all__ = ["LOGICAL_DIALECTS", "logical_rules", "parse_yaml", "rules_of_maxtext"]
+
+LOGICAL_DIALECTS: Final = {
+    value.name: value for value in vars(_dialects).values() if isinstance(value, LogicalDialect)
+}
+"""Dialects of logical rules by their names in files."""
+
+_RULE_KEYS: Final = ("name", "axes")
+_MAXTEXT_KEY: Final = "logical_axis_rules"
+
+
+def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
+    """The rules of a list of tables {name, axes} or pairs [name, axes].
+
+    Raises:
+        FileError: One of them is something else.
+    """
+    return LogicalRules([_pair(f"{path}: rule {i}", one) for i, one in enumerate(rules)], dialect)
+
+
+def _pair(where: str, rule: object) -> tuple[str, str | tuple[str, ...] | None]:
+    if isinstance(rule, list) and len(rule) == 2:
+        rule = dict(zip(_RULE_KEYS, rule, strict=True))
+    if not isinstance(rule, dict) or rule.keys() != set(_RULE_KEYS):
+        raise FileError(
+            f'{where}: it is {shown(rule)}; write ["embed", ["fsdp"]], or a table of name and axes'
+        )
+    name, axes = rule["name"], rule["axes"]
+    if not isinstance(name, str) or not name:
+        raise FileError(f"{where}: the name is {shown(name)}; write a logical axis name")
+    if isinstance(axes, str) and axes:
+        return name, axes
+    listed = [] if axes is None else axes
+    if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], list):
+        listed = listed[0]  # the one entry of a spec, as for paths
+    if not isinstance(listed, list) or not all(isinstance(a, str) and a for a in listed):
+        raise FileError(
+            f"{where}: axes is {shown(axes)}; write an axis, a list of axes, or [] for a dimension "
+            "that is not sharded"
+        )
+    return name, tuple(listed) or None
+
+
+def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> LogicalRules:
+    """The rules in the content of a YAML file of MaxText, whose other keys are for MaxText.
+
+    Raises:
+        FileError: There are none.
+    """
+    rules = content.get(_MAXTEXT_KEY) if isinstance(content, dict) else None
+    if not isinstance(rules, list):
+        raise FileError(
+            f"{path}: key {_MAXTEXT_KEY!r}: there is no list of rules, as MaxText's YAML has one; "
+            "rules of other kinds are in TOML or JSON"
+        )
+    return logical_rules(path, rules, dialect)
+
+
+def parse_yaml(path: Path, data: bytes) -> Any:
+    """Parses bytes of a file as YAML, without tags that make objects.
+
+    Raises:
+        FileError: They are not YAML, or PyYAML is not installed.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise FileError(
+            f"{path}: reading YAML needs PyYAML; install it with: pip install 'shardrules[yaml]'"
+        ) from None
+    try:
+        return yaml.load(data, _loader(yaml))
+    except yaml.YAMLError as error:
+        raise FileError(f"{path}: this is not YAML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
+    except ValueError as error:  # such as a date that does not exist
+        raise FileError(f"{path}: this is not YAML: {error}; correct it there") from None
+
+
+def _loader(yaml: Any) -> type[Any]:
+    """PyYAML's safe loader, which lets the last of repeated keys win; here they are an error."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined, unused-ignore]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"the key {first_repeated(keys)!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    return Loader

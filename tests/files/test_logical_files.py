@@ -1,0 +1,257 @@
+"""Files with logical rules, and with the logical axis names of a model; and the commands on them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shardrules as sr
+from shardrules._cli.app import app
+from shardrules._file_content import memory_within
+from shardrules._files.arrays import read_arrays
+from shardrules._files.rules import read_rules
+
+DUMPS = Path(__file__).parents[1] / "data" / "maxtext-dumps"
+TOML = """
+kind = "logical"
+replicated = ["norm"]
+optional_axes = ["expert"]
+
+[[rules]]
+name = "embed"
+axes = ["fsdp", "expert"]
+
+[[rules]]
+name = "mlp"
+axes = "tp"
+
+[[rules]]
+name = "kv"
+axes = []
+"""
+RULES = sr.LogicalRules([("embed", ("fsdp", "expert")), ("mlp", "tp"), ("kv", None)])
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(one) for one in args], prog_name="shardrules")
+
+
+def written(folder, name, text):
+    file = folder / name
+    file.write_text(text)
+    return str(file)
+
+
+class TestRules:
+    def test_toml(self, tmp_path):
+        read = sr.read_rules(written(tmp_path, "rules.toml", TOML))
+        assert read.rules == RULES
+        assert read.declared["replicated"] == ("norm",)
+        assert read.declared["optional_axes"] == ("expert",)
+        assert read.companions == ()
+
+    def test_json_with_pairs_and_a_correction(self, tmp_path):
+        table = {
+            "kind": "logical",
+            "dialect": "MaxText",
+            "correction": {"absent": "drop_axis"},
+            "rules": [["embed", ["fsdp", "expert"]], ["mlp", [["tp"]]], ["kv", None]],
+        }
+        read = sr.read_rules(written(tmp_path, "rules.json", json.dumps(table)))
+        assert tuple(read.rules) == (RULES[0], ("mlp", ("tp",)), RULES[2])
+        assert read.rules.dialect.name == "maxtext"
+        assert read.rules.dialect.correction == sr.Correction("drop_axis", "drop_axis")
+
+    def test_the_yaml_of_maxtext(self):
+        dump = json.loads(gzip.decompress(next(DUMPS.glob("qwen3*")).read_bytes()))
+        read = sr.read_rules(DUMPS / "base.yml")
+        assert read.rules == sr.LogicalRules(dump["logical_axis_rules"], sr.MAXTEXT)
+        assert read.name == "base"
+        assert sr.read_rules(DUMPS / "pure-fsdp.yml", dialect=sr.LINEN).rules.dialect == sr.LINEN
+
+    def test_of_a_module(self, tmp_path, monkeypatch):
+        written(
+            tmp_path,
+            "logical_rules_here.py",
+            "import shardrules as sr\n"
+            "RULES = sr.LogicalRules([('embed', 'fsdp')], sr.MAXTEXT)\n"
+            "PAIRS = [('embed', 'fsdp')]\nWRONG = 3\n",
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        assert read_rules("logical_rules_here:RULES").rules.dialect == sr.MAXTEXT
+        assert read_rules("logical_rules_here:RULES", sr.LINEN).rules.dialect == sr.LINEN
+        assert read_rules("logical_rules_here:PAIRS", sr.LINEN).rules == sr.LogicalRules(
+            [("embed", "fsdp")]
+        )
+        with pytest.raises(sr.FileError, match="logical_rules_here:WRONG"):
+            read_rules("logical_rules_here:WRONG", sr.LINEN)
+
+    @pytest.mark.parametrize(
+        ("table", "what"),
+        [
+            ({"kind": "glob"}, "kind is 'glob'.*one of regex, logical"),
+            ({"dialect": "eformer"}, "dialect 'eformer' is unknown for logical rules.*linen"),
+            ({"stacked": ["layers"]}, "stacked: it is for rules of paths"),
+            ({"rules": [["embed"]]}, r"rule 0: it is \['embed'\]"),
+            ({"rules": [["embed", 3]]}, "rule 0: axes is 3"),
+            ({"rules": [["embed", [3]]]}, "rule 0: axes is"),
+            ({"rules": [["embed", [["a"], ["b"]]]]}, "rule 0: axes is"),
+            ({"rules": [["", "tp"]]}, "rule 0: the name is ''"),
+            ({"rules": [{"name": "a", "axes": [], "units": 3}]}, "rule 0: it is"),
+            ({"rules": [{"pattern": "a", "spec": []}]}, "a table of name and axes"),
+            ({"correction": {"absent": "x"}}, "correction: absent"),
+            ({"data_axes": "dp"}, "data_axes is 'dp'"),
+            ({"mesh_axes": ["dp"]}, "key 'mesh_axes' is unknown"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, tmp_path, table, what):
+        content = {"kind": "logical", "rules": [["embed", "tp"]], **table}
+        file = written(tmp_path, "rules.json", json.dumps(content))
+        with pytest.raises(sr.FileError, match=what) as caught:
+            read_rules(file)
+        assert file in str(caught.value)
+
+    def test_a_dialect_of_the_other_kind_is_refused(self, tmp_path):
+        logical = written(tmp_path, "logical.toml", TOML)
+        paths = written(tmp_path, "paths.json", '[["w", ["tp"]]]')
+        with pytest.raises(sr.FileError, match="the rules are logical"):
+            read_rules(logical, sr.EFORMER)
+        with pytest.raises(sr.FileError, match="the rules are for paths, and linen"):
+            read_rules(paths, sr.LINEN)
+
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [
+            ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
+            ("- 3", "there is no list of rules"),
+            ("[" * 5000, "not YAML|nested too deeply"),
+            ("a: !!python/object/apply:os.getcwd []", "not YAML: could not determine"),
+            (
+                "logical_axis_rules: []\nlogical_axis_rules: []",
+                "'logical_axis_rules' is there twice",
+            ),
+            ("logical_axis_rules: &a [*a]", "rule 0: it is"),
+            ("a: 2020-13-45", "not YAML: month"),
+            ("? [a]\n: 3", "not YAML"),
+            ("\x00", "not YAML"),
+        ],
+    )
+    def test_yaml_that_is_none_or_has_no_rules(self, tmp_path, text, what):
+        with pytest.raises(sr.FileError, match=what):
+            read_rules(written(tmp_path, "rules.yml", text))
+
+    def test_aliases_that_stand_for_much_cost_nothing(self, tmp_path):
+        lines = ["a0: &a0 [x, x]"]
+        lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
+        text = "\n".join([*lines, "logical_axis_rules: [[embed, *a39]]"])
+        with pytest.raises(sr.FileError, match="rule 0: axes is"):
+            read_rules(written(tmp_path, "rules.yml", text))
+
+    def test_a_long_yaml_is_refused_before_it_is_parsed(self, tmp_path):
+        file = written(tmp_path, "rules.yml", "# " + "x" * 10**6)
+        with memory_within(2**28), pytest.raises(sr.FileError, match="allow more"):
+            read_rules(file)
+
+    def test_without_pyyaml_the_message_says_how_to_get_it(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+        with pytest.raises(sr.FileError, match=r"pip install 'shardrules\[yaml\]'"):
+            read_rules(written(tmp_path, "rules.yml", "a: 3"))
+
+
+MANIFEST = {
+    "model": "small",
+    "params": [
+        ["layers/0/wi", [4096, 8192], "BF16"],
+        ["layers/1/wi", [4096, 8192], "BF16"],
+        ["norm", [4096], "F32"],
+    ],
+    "logical_axes": {
+        "layers/0/wi": ["embed", "mlp"],
+        "layers/1/wi": ["embed", "mlp"],
+        "norm": ["norm"],
+    },
+}
+
+
+class TestNames:
+    def test_of_a_manifest(self, tmp_path):
+        arrays = read_arrays(written(tmp_path, "model.json", json.dumps(MANIFEST)))
+        assert arrays.logical_axes == {k: tuple(v) for k, v in MANIFEST["logical_axes"].items()}
+
+    @pytest.mark.parametrize(
+        ("names", "what"),
+        [
+            ([], "key logical_axes: it is"),
+            ({"x": []}, "logical_axes: there is no array 'x'"),
+            ({"norm": "norm"}, "'norm' has 'norm'"),
+            ({"norm": [3]}, "'norm' has"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, tmp_path, names, what):
+        file = written(tmp_path, "model.json", json.dumps({**MANIFEST, "logical_axes": names}))
+        with pytest.raises(sr.FileError, match=what):
+            read_arrays(file)
+
+
+class TestCommands:
+    @pytest.fixture
+    def files(self, tmp_path):
+        model = written(tmp_path, "model.json", json.dumps(MANIFEST))
+        return model, "-r", written(tmp_path, "rules.toml", TOML), "-m", "fsdp=4,tp=2,expert=1"
+
+    def test_plan(self, files):
+        done = run("plan", *files)
+        assert done.exit_code == 0
+        assert "P('fsdp', 'tp')" in done.stdout
+        assert "embed: 0, mlp: 1" in done.stdout
+
+    def test_plan_as_json_has_names(self, files):
+        found = json.loads(run("plan", *files, "--format", "json").stdout)["folded"]
+        assert found[0]["names"] == ["embed", "mlp"]
+        assert found[0]["rules"] == [0, 1]
+
+    def test_check_and_its_exit_codes(self, files, tmp_path):
+        assert run("check", *files).exit_code == 0
+        wrong = TOML.replace('"embed"', '"embd"')
+        rules = written(tmp_path, "wrong.toml", wrong)
+        done = run("check", files[0], "-r", rules, *files[3:])
+        assert done.exit_code == 1
+        assert "unknown-name" in done.stdout
+
+    def test_explain(self, files):
+        done = run("explain", files[0], "layers/0/wi", *files[1:])
+        assert "dim 0 'embed': rule 0" in done.stdout
+
+    def test_sweep(self, files):
+        done = run("sweep", *files[:3], "--devices", "8", "--axes", "fsdp,tp,expert")
+        assert done.exit_code == 0
+        assert "fsdp=8" in done.stdout
+
+    def test_lock_and_diff(self, files, tmp_path):
+        lock = tmp_path / "plan.lock"
+        assert run("plan", *files, "--lock", str(lock)).exit_code == 0
+        assert run("diff", str(lock), *files).exit_code == 0
+        done = run("diff", str(lock), *files[:3], "-m", "fsdp=2,tp=4")
+        assert done.exit_code == 1
+
+    def test_the_yaml_of_maxtext(self, files):
+        done = run("plan", files[0], "-r", str(DUMPS / "base.yml"), "-m", "fsdp=4,tensor=2")
+        assert done.exit_code == 0
+
+    def test_a_model_without_names_is_told(self, files, tmp_path):
+        plain = {key: value for key, value in MANIFEST.items() if key != "logical_axes"}
+        model = written(tmp_path, "plain.json", json.dumps(plain))
+        done = run("plan", model, *files[1:])
+        assert done.exit_code == 2
+        assert "the rules are for logical axis names, and this file has none" in done.stderr
+
+    def test_what_is_for_paths_is_refused(self, files):
+        for option in (("--min-size", "3"), ("--stacked", "layers"), ("--dialect", "keras")):
+            done = run("plan", *files, *option)
+            assert done.exit_code == 2, option
+            assert "path" in done.stderr
