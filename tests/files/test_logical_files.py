@@ -207,7 +207,7 @@ class TestCommands:
     def test_plan(self, files):
         done = run("plan", *files)
         assert done.exit_code == 0
-        assert "P('fsdp', 'tp')" in done.stdout
+        assert "P(('fsdp', 'expert'), 'tp')" in done.stdout
         assert "embed: 0, mlp: 1" in done.stdout
 
     def test_plan_as_json_has_names(self, files):
