@@ -20,7 +20,7 @@ import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
 from shardrules._format import shown
-from shardrules.compat import easylm, jaxseq, maxtext, spectrax, tp_plan, windows
+from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
 from tests.support import api
 
 TREE = {"w": np.ones((8, 8), np.float32)}
@@ -139,6 +139,11 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "is_weight": NOT_TRUTH,
     "prefix": (3, None, THING, HUGE),
     "scanned": (3, 0, "Layer", [3], THING, HUGE),
+    "mapping": (3, None, [], "tp", THING),
+    "params_axes": (3, None, [], THING, {"w_axes": 3}),
+    "activation_partitioning_dims": ("1", 0, 3, 1.5, None, THING, HUGE),
+    "parameter_partitioning_dims": ("1", 0, 3, 1.5, None, THING, HUGE),
+    "additional_rules": (3, "ab", [3], [("a",)], [("a", 3)], THING),
     "nested": tuple(value for value in NOT_TRUTH if value is not None),
     "max_memory": NOT_SIZE,
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
@@ -162,6 +167,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
     "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
+    "compat.haliax.physical_axis_name.axis": (3, None, THING, HUGE, ["embed"]),
+    "compat.haliax.pspec_for_axis.axis": (3, None, THING, [3]),
     "read_model.path": (*NOT_FILE, None, b"x"),
     "read_rules.path": (*NOT_FILE, None, b"x"),
     "read_rules.dialect": tuple(value for value in NOT_DIALECT if value is not None),
@@ -214,6 +221,7 @@ CALLED = {
     "base": "base|group",
     "devices": "devices",
     "gradients": "gradients",
+    "additional_rules": "rule",
 }
 
 # Each public callable with arguments that it takes: (function, arguments by name).
@@ -343,6 +351,26 @@ CALLS |= {
     "compat.tp_plan.parameter_tp_plan": (
         tp_plan.parameter_tp_plan,
         {"parameter_name": "w", "tp_plan": {"w": "colwise"}, "is_weight": True},
+    ),
+    "compat.haliax.physical_axis_name": (
+        haliax.physical_axis_name,
+        {"axis": "embed", "mapping": {"embed": "tp"}},
+    ),
+    "compat.haliax.pspec_for_axis": (
+        haliax.pspec_for_axis,
+        {"axis": ("embed",), "mapping": {"embed": "tp"}},
+    ),
+    "compat.t5x.axis_names": (
+        t5x.axis_names,
+        {"params_axes": {"w_axes": SimpleNamespace(names=("embed",))}},
+    ),
+    "compat.t5x.standard_logical_axis_rules": (
+        t5x.standard_logical_axis_rules,
+        {
+            "activation_partitioning_dims": 1,
+            "parameter_partitioning_dims": 2,
+            "additional_rules": None,
+        },
     ),
     "compat.windows.set_partitions": (
         windows.set_partitions,

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import shardrules._node_types
-from shardrules import EFORMER, KERAS, KEYSTR
+from shardrules import EFORMER, KERAS, KEYSTR, NNX
 from shardrules._core import Corrector, RuleSet, ShardingTable, SpecTable, templates
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.matcher import _choices
@@ -368,6 +368,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
     "match odd shapes": lambda: match(hostile_tree(ODD_LEAF), spec_table, min_size=40),
     "match registered": lambda: match(registered_tree(LEAF), spec_table),
     "match keystr": lambda: match(registered_tree(LEAF), spec_table, KEYSTR),
+    "match hidden": lambda: match([registered_tree(LEAF), {"value": LEAF}], spec_table, NNX),
     "match unique": lambda: match(hostile_tree(LEAF), spec_table, KERAS),
     "shardings": lambda: match(hostile_tree(ODD_LEAF), sharding_table),
     "survey": lambda: survey(registered_tree(ODD_LEAF)),
@@ -384,6 +385,7 @@ EXPECTED_HOOKS: dict[str, set[str]] = {
     "match odd shapes": _WALKED | {"make", "len", "iter", "mul"},
     "match registered": _WALKED | {"make", "flatten", "unflatten", "entry str", "init"},
     "match keystr": {"shape", "repr", "flatten", "entry str"},
+    "match hidden": {"shape", "flatten", "unflatten", "entry str"},
     "match unique": {"shape", "hash", "str"},
     "shardings": _WALKED | {"make", "getitem"},
     "survey": _WALKED | {"dtype", "dtype hash", "dtype eq", "size hash"},

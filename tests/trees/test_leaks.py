@@ -57,7 +57,7 @@ def through_searches(payload):
     """The functions that the core calls for rules and characters beyond it."""
     rules = sr.Rules([("a", None)])
     choices = _core.Choices(
-        separator="/", shown_separator="/", keystr=False, unique=False, scalars_need_rules=False,
+        separator="/", shown_separator="/", keystr=False, hidden_key="value", unique=False, scalars_need_rules=False,
         size_one_is_scalar=False, min_size_first=False,
     )  # fmt: skip
 

@@ -30,6 +30,15 @@ def rules() -> None:
     compiled.first_mach("a/b")  # type: ignore[attr-defined]
 
 
+def files() -> None:
+    read = sr.read_rules("rules.toml", dialect=sr.NNX, max_memory=1 << 20)
+    assert_type(read, sr.RuleFile)
+    model = sr.read_model("model", nested=True)
+    planned = sr.plan(model, read.rules, MESH, companions=read.companions)
+    assert_type(planned.check(**read.declared), sr.Findings)
+    sr.read_rules(3)  # type: ignore[arg-type]
+
+
 def shardings() -> None:
     assert_type(sr.match_partition_rules(RULES, PARAMS), Any)
     assert_type(eformer.match_partition_rules(RULES, PARAMS), Any)

@@ -11,7 +11,7 @@ from typing import Final
 from shardrules._arguments import boolean, check_type
 from shardrules._correction import Correction
 
-__all__ = ["FLAX_CORE", "LINEN", "MAXTEXT", "LogicalDialect"]
+__all__ = ["FLAX_CORE", "HALIAX", "LINEN", "MAXTEXT", "LogicalDialect"]
 
 
 _DROP: Final = Correction()
@@ -62,3 +62,12 @@ MAXTEXT: Final = LogicalDialect(
 """The dialect of MaxText: flax.linen's choice of rules, of whose mesh axes those are then dropped
 that do not divide the dimension, as by `maxtext.utils.sharding.adjust_pspec_for_indivisible_shapes`
 of 2026."""
+HALIAX: Final = LogicalDialect(
+    "haliax",
+    last_wins=True,
+    keeps_unknown=False,
+    correction=Correction(absent="error", indivisible="error", rank="error", pad=False),
+    tries_next=False,
+)
+"""The dialect of haliax's axis mappings, as of `haliax.partitioning.pspec_for_axis` of haliax 1.4:
+each name has one entry, whatever other dimensions use. What JAX would refuse later is an error."""

@@ -15,6 +15,7 @@ from shardrules._logical.flax import (
     variable_sharding,
     variable_types,
 )
+from shardrules._logical.haliax import axis_names, named_array_types
 from shardrules._logical.names import is_name
 from shardrules._specs import is_partition_spec
 
@@ -35,21 +36,24 @@ _PLAIN: Final = re.compile(r"[\w-]+")
 class NodeForms:
     """Classifies the nodes of one tree, each type once."""
 
-    __slots__ = ("_boxes", "_known", "_variables")
+    __slots__ = ("_boxes", "_known", "_named", "_variables")
 
     def __init__(self) -> None:
         self._boxes = box_types()
         self._variables = variable_types()
+        self._named = named_array_types()
         self._known: dict[type, str] = {tuple: "tuple"}
 
     def of(self, node: Any) -> str:
-        """One of "spec", "tuple", "box", "variable" or "other"."""
+        """One of "spec", "tuple", "box", "variable", "named" or "other"."""
         form = self._known.get(type(node))
         if form is None:
             if is_partition_spec(node):
                 form = "spec"
             elif isinstance(node, self._variables):
                 form = "variable"
+            elif isinstance(node, self._named):
+                form = "named"
             else:
                 form = "box" if isinstance(node, self._boxes) else "other"
             self._known[type(node)] = form
@@ -61,7 +65,7 @@ class NodeForms:
 
     def holds_array(self, node: Any) -> bool:
         """Whether a node is an array with whatever says its names."""
-        return self.of(node) in ("box", "variable")
+        return self.of(node) in ("box", "variable", "named")
 
     def has_names(self, node: Any) -> bool:
         """Whether a node is a leaf with names."""
@@ -72,13 +76,15 @@ class NodeForms:
             return len(node) > 0 and all(map(is_name, node))
         if form == "variable":
             return says_its_sharding(node)
-        return form == "box" and hasattr(node, "names")
+        return form == "named" or (form == "box" and hasattr(node, "names"))
 
     def names_of(self, leaf: Any) -> Any:
         """The names of a leaf: () for an array, and the leaf itself if it is anything else."""
         form = self.of(leaf)
         if form == "variable":
             return variable_sharding(leaf)
+        if form == "named":
+            return axis_names(leaf)
         if form == "box":
             return leaf.names
         # flax replicates the arrays without a box in a tree of boxes.
@@ -98,6 +104,8 @@ class NodeForms:
         form = self.of(leaf)
         if form == "variable":
             return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
+        if form == "named":
+            return leaf.array
         return leaf.value if form == "box" else leaf
 
 
@@ -185,5 +193,5 @@ def _names_in_boxes(tree: Any) -> set[Any]:
 
     forms = NodeForms()
     leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
-    boxed = [leaf for leaf in leaves if forms.of(leaf) in ("box", "variable")]
+    boxed = [leaf for leaf in leaves if forms.holds_array(leaf)]
     return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}

@@ -1,0 +1,63 @@
+"""haliax's axis mappings: the mesh axes of an axis, and the spec of an array with such axes.
+
+As rules, a mapping is `LogicalRules(mapping, shardrules.HALIAX)`, which `plan` and others take for
+trees of NamedArrays. haliax has a mapping for parameters and one for compute; each makes a plan of
+its own. Of haliax 1.4. Costs a look-up per axis. Must not know how rules are resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardrules._arguments import check_type
+from shardrules._format import shown
+from shardrules._specs import partition_spec
+
+__all__ = ["physical_axis_name", "pspec_for_axis"]
+
+
+def physical_axis_name(axis: Any, mapping: Mapping[str, Any]) -> Any:
+    """The mesh axis, or axes, to which the mapping maps an axis; None if it has none.
+
+    Args:
+        axis: A name, or haliax's Axis.
+        mapping: {name: mesh axes}. haliax takes the one of a context, too; here it is given.
+
+    Raises:
+        TypeError: It is something else.
+
+    Example:
+        >>> physical_axis_name("mlp", {"mlp": "model"})
+        'model'
+    """
+    check_type("mapping", mapping, Mapping, "a dict from axis names to mesh axes")
+    return mapping.get(_name(axis))
+
+
+def pspec_for_axis(axis: Any, mapping: Mapping[str, Any]) -> Any:
+    """The PartitionSpec of an array with these axes, as of `haliax.partitioning.pspec_for_axis`.
+
+    Args:
+        axis: A name, an Axis, a sequence of these, or {name: size}.
+        mapping: As in `physical_axis_name`.
+
+    Raises:
+        TypeError: It is something else.
+
+    Example:
+        >>> tuple(pspec_for_axis(("embed", "mlp"), {"mlp": "model", "embed": ("data", "replica")}))
+        (('data', 'replica'), 'model')
+    """
+    is_one = isinstance(axis, str) or hasattr(axis, "name")
+    axes = (axis,) if is_one else axis
+    check_type("axis", axes, tuple | list | Mapping, "an axis, or a sequence of them")
+    entries = (physical_axis_name(one, mapping) for one in axes)
+    return partition_spec(*(tuple(one) if isinstance(one, list) else one for one in entries))
+
+
+def _name(axis: Any) -> str:
+    name = axis if isinstance(axis, str) else getattr(axis, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"axis is {shown(axis)}; it must be a name or an Axis of haliax")
+    return name

@@ -1,0 +1,105 @@
+"""haliax's axis mappings against haliax itself, where it is installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.compat import haliax
+
+PARAMETERS = {"embed": ("data", "replica"), "mlp": "model", "heads": "model"}
+COMPUTE = {"batch": ["replica", "data"], "mlp": "model", "heads": "model"}
+MESH = {"replica": 1, "data": 2, "model": 2}
+AXES = [("embed", "mlp"), ("mlp",), (), ("kv", "heads", "embed"), ("batch", "position", "embed")]
+
+
+@pytest.fixture(scope="module")
+def hax():
+    return pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
+
+
+@pytest.fixture
+def tree(hax):
+    batch, embed, mlp, kv = (hax.Axis(n, 8) for n in ("batch", "embed", "mlp", "kv"))
+    abstract = jax.eval_shape(
+        lambda: {
+            "up": hax.nn.Linear.init(embed, (kv, mlp), key=jax.random.key(0)),
+            "norm": hax.ones(embed),
+            "x": hax.ones((batch, embed)),
+        }
+    )
+    return {**abstract, "plain": jax.ShapeDtypeStruct((3,), "float32")}
+
+
+@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+@pytest.mark.parametrize("axes", AXES)
+def test_specs_of_axes(axes, mapping):
+    entries = (mapping.get(name) for name in axes)
+    expected = P(*(tuple(one) if isinstance(one, list) else one for one in entries))
+    assert haliax.pspec_for_axis(axes, mapping) == expected
+    assert haliax.pspec_for_axis(dict.fromkeys(axes, 8), mapping) == expected
+    objects = [SimpleNamespace(name=name) for name in axes]
+    assert haliax.pspec_for_axis(objects, mapping) == expected
+    # As rules of a plan, where nothing is in the way, they say the same.
+    rules = sr.LogicalRules(mapping, sr.HALIAX)
+    shape = jax.ShapeDtypeStruct((8,) * len(axes), "float32")
+    plan = sr.plan({"w": shape}, rules, MESH, names={"w": axes})
+    assert P(*plan.specs()["w"]) == P(*expected)
+
+
+@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+@pytest.mark.parametrize("axes", AXES)
+def test_specs_of_axes_are_those_of_haliax(hax, axes, mapping):
+    given = [hax.Axis(name, 8) for name in axes]
+    theirs = hax.partitioning.pspec_for_axis(given, mapping)
+    assert haliax.pspec_for_axis(given, mapping) == theirs
+    for one in given:
+        name = hax.partitioning.physical_axis_name(one, mapping)
+        assert haliax.physical_axis_name(one, mapping) == name
+
+
+@pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
+def test_a_plan_of_named_arrays_is_what_haliax_infers(hax, tree, mapping):
+    rules = sr.LogicalRules(mapping, sr.HALIAX)
+    mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH))
+    plan = sr.plan(tree, rules, mesh)
+    assert set(plan.paths) == {"norm", "plain", "up/weight", "up/bias", "x"}
+    theirs = hax.partitioning.infer_resource_partitions(
+        tree, mapping, preserve_existing_shardings=False, mesh=mesh
+    )
+    for ours in (plan.shardings(), sr.named_shardings(tree, rules, mesh)):
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        both = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+        assert all(one.is_equivalent_to(other, 3) for one, other in both)
+    assert [finding.paths for finding in plan.check() if finding.kind == "unnamed"] == [("plain",)]
+
+
+def test_arrays_are_placed_as_haliax_places_them(hax, mesh):
+    embed, mlp = hax.Axis("embed", 8), hax.Axis("mlp", 16)
+    module = hax.nn.Linear.init(embed, mlp, key=jax.random.key(0))
+    mapping = {"embed": "fsdp", "mlp": "tp"}
+    theirs = hax.shard(module, mapping, mesh)
+    ours = sr.shard(module, sr.LogicalRules(mapping, sr.HALIAX), mesh)
+    assert ours.weight.array.sharding.is_equivalent_to(theirs.weight.array.sharding, 2)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+def test_what_jax_would_refuse_is_an_error():
+    rules = sr.LogicalRules({"mlp": "model", "heads": "model", "far": "absent"}, sr.HALIAX)
+    for names, shape in ((("heads", "mlp"), (8, 8)), (("mlp",), (7,)), (("far",), (8,))):
+        leaf = jax.ShapeDtypeStruct(shape, "float32")
+        plan = sr.plan({"w": leaf}, rules, MESH, names={"w": names})
+        assert plan.kinds[0].status == "misfit", names
+        with pytest.raises(ValueError, match="w"):
+            plan.specs()
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"axis is 3 .*a name or an Axis"):
+        haliax.physical_axis_name(3, {})
+    with pytest.raises(TypeError, match="mapping is 3"):
+        haliax.pspec_for_axis("embed", 3)
