@@ -111,6 +111,17 @@ class TestRules:
         assert moved["b"].sharding == of_kind(mesh, before)
         np.testing.assert_array_equal(moved["w"], array)
 
+    @pytest.mark.parametrize("before", [None, *KINDS])
+    @pytest.mark.parametrize("after", [None, *KINDS])
+    def test_companions_move_with_their_base(self, mesh, before, after):
+        tree = {"w": {"kernel": placed(mesh, before), "lora_a": placed(mesh, before)}}
+        rules = [("w/kernel", sr.RuleSpec(("fsdp", "tp"), memory_kind=after))]
+        moved = sr.shard(tree, rules, mesh, companions=sr.LORA)
+        assert moved["w"]["kernel"].sharding == of_kind(mesh, after or before, "fsdp", "tp")
+        assert moved["w"]["lora_a"].sharding == of_kind(mesh, after or before, "fsdp", None)
+        wanted = sr.named_shardings(tree, rules, mesh, companions=sr.LORA)
+        assert wanted["w"]["lora_a"] == of_kind(mesh, after, "fsdp", None)
+
     @functions
     @pytest.mark.parametrize("kind", KINDS)
     def test_numpy_arrays_go_to_the_memory_of_their_rule(self, mesh, function, kind):

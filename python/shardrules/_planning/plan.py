@@ -41,7 +41,12 @@ from shardrules._planning.asking.explain import Explanation, explanation
 from shardrules._planning.asking.findings import Findings
 from shardrules._planning.asking.rows import row_of
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
-from shardrules._planning.asking.trees import abstract_tree, sharding_tree, spec_tree
+from shardrules._planning.asking.trees import (
+    abstract_tree,
+    placement_tree,
+    sharding_tree,
+    spec_tree,
+)
 from shardrules._planning.companion import Companion
 from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
@@ -53,7 +58,7 @@ from shardrules._planning.placing.optimizer import by_parameters, find_parameter
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
 from shardrules._sharding.mesh import as_mesh, has_devices, resolve_mesh
-from shardrules._sharding.planned import find_shardings_by
+from shardrules._sharding.planned import find_placements_by
 from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
 
 if TYPE_CHECKING:
@@ -161,7 +166,12 @@ def _by_paths(
     return partial(by_rules, leaves, rules, derivations, correction or rules.dialect.correction)
 
 
-find_shardings_by(lambda *arguments, **more: plan(*arguments, **more).shardings())
+def _placements(*arguments: Any, **more: Any) -> Any:
+    found = plan(*arguments, **more)
+    return placement_tree(found._columns, found._mesh)
+
+
+find_placements_by(_placements)
 
 
 class Plan:

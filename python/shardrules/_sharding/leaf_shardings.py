@@ -17,10 +17,10 @@ from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._printable import printable
-from shardrules._sharding.memory import in_its_memory, memory_apart
+from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
-from shardrules._sharding.planned import checked_companions, planned_shardings
+from shardrules._sharding.planned import checked_companions, planned_placements
 from shardrules._sharding.shardings import (
     RulesLike,
     corrected_sharding,
@@ -87,6 +87,8 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
+    from jax import tree_util
+
     check_tree("tree", tree)
     check_correction(correction)
     smallest = checked_min_size(min_size)
@@ -100,9 +102,10 @@ def named_shardings(
     if not _are_specs(rules):
         compiled, on_mesh = as_rules("rules", rules), resolve_mesh(mesh)
         if followers:
-            return planned_shardings(
+            planned = planned_placements(
                 tree, followers, compiled, on_mesh, min_size=smallest, correction=correction
             )
+            return tree_util.tree_map(lambda one: one.sharding, planned)
         matcher = matcher_of(compiled)
         return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
     _check_no_min_size(min_size, "specs")
@@ -177,20 +180,15 @@ def requested_shardings(
     leaves, treedef = tree_util.tree_flatten(tree)
     compiled, on_mesh = as_rules("specs_or_rules", specs_or_rules), local_view(resolve_mesh(mesh))
     if followers:
-        planned = planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
-        found = tree_util.tree_leaves(planned)
-        return leaves, treedef, [_remaining(*one) for one in zip(leaves, found, strict=True)]
-    placements = placements_by_rules(tree, matcher_of(compiled), on_mesh, correction)
+        planned = planned_placements(tree, followers, compiled, on_mesh, correction=correction)
+        placements = tree_util.tree_leaves(planned)
+    else:
+        placements = placements_by_rules(tree, matcher_of(compiled), on_mesh, correction)
     of_leaves = (
         one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
         for leaf, one in zip(leaves, placements, strict=True)
     )
     return leaves, treedef, list(of_leaves)
-
-
-def _remaining(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding in its own memory, if that is not the default, or else in the leaf's."""
-    return in_its_memory(leaf, sharding) if memory_apart(sharding) is None else sharding
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:

@@ -1,6 +1,6 @@
-"""The shardings of a plan, for functions of this room that take companions.
+"""The placements of a plan, for functions of this room that take companions.
 
-Planning is a later room, which this one must not know; so it hands in how it finds shardings. It is
+Planning is a later room, which this one must not know; so it hands in how it finds them. It is
 there as soon as anyone has made a companion. Costs a plan.
 """
 
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from shardrules._arguments import listed
 
-__all__ = ["checked_companions", "find_shardings_by", "planned_shardings"]
+__all__ = ["checked_companions", "find_placements_by", "planned_placements"]
 
 _WHAT: Final = "Companion records, such as shardrules.LORA"
 _finders: Final[list[Callable[..., Any]]] = []
 
 
-def find_shardings_by(finder: Callable[..., Any]) -> None:
-    """Hands in the function that finds shardings; it has the parameters of `shardrules.plan`."""
+def find_placements_by(finder: Callable[..., Any]) -> None:
+    """Hands in the function that finds Placements; it has the parameters of `shardrules.plan`."""
     _finders[:] = [finder]
 
 
@@ -31,8 +31,8 @@ def checked_companions(companions: Any) -> tuple[Any, ...]:
     return listed("companions", companions, _WHAT)
 
 
-def planned_shardings(tree: Any, companions: tuple[Any, ...], *arguments: Any, **more: Any) -> Any:
-    """The tree of NamedShardings of the plan with these companions.
+def planned_placements(tree: Any, companions: tuple[Any, ...], *arguments: Any, **more: Any) -> Any:
+    """The tree of Placements of the plan with these companions.
 
     Raises:
         TypeError, ValueError: As `shardrules.plan` and `Plan.shardings`.

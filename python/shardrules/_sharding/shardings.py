@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ManualAxes",
+    "Placement",
     "RulesLike",
     "check_memory_of_rules",
     "check_memory_on_mesh",

@@ -11,6 +11,7 @@ from shardrules._declared import NOTHING
 from shardrules._planning.asking.check import check
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import as_mesh
+from shardrules._sharding.shardings import Placement
 from shardrules._specs import as_partition_spec
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["abstract_tree", "sharding_tree", "spec_tree"]
+__all__ = ["abstract_tree", "placement_tree", "sharding_tree", "spec_tree"]
 
 
 def spec_tree(columns: Columns) -> Any:
@@ -31,6 +32,16 @@ def spec_tree(columns: Columns) -> Any:
 def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
     """See `Plan.shardings`."""
     return _mapped(columns, _shardings(columns, mesh))
+
+
+def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """The tree of Placements.
+
+    Raises:
+        ValueError: As `Plan.shardings`.
+    """
+    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    return _mapped(columns, [Placement(one, kind.memory_kind is not None) for kind, one in kinds])
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
