@@ -21,7 +21,12 @@ from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
 from shardrules._sharding.planned import checked_companions, planned_shardings
-from shardrules._sharding.shardings import RulesLike, corrected_sharding, shardings_by_rules
+from shardrules._sharding.shardings import (
+    RulesLike,
+    corrected_sharding,
+    mesh_for,
+    shardings_by_rules,
+)
 from shardrules._specs import is_partition_spec
 
 if TYPE_CHECKING:
@@ -99,6 +104,7 @@ def named_shardings(
                 tree, followers, compiled, on_mesh, min_size=smallest, correction=correction
             )
         matcher = matcher_of(compiled)
+        on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, correction=correction)
         return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
     _check_no_min_size(min_size, "specs")
     _check_no_companions(followers, "specs")
@@ -171,11 +177,12 @@ def requested_shardings(
         )
     leaves, treedef = tree_util.tree_flatten(tree)
     compiled, on_mesh = as_rules("specs_or_rules", specs_or_rules), local_view(resolve_mesh(mesh))
-    shardings = (
-        planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
-        if followers
-        else shardings_by_rules(tree, matcher_of(compiled), on_mesh, correction=correction)
-    )
+    if followers:
+        shardings = planned_shardings(tree, followers, compiled, on_mesh, correction=correction)
+    else:
+        matcher = matcher_of(compiled)
+        on_mesh = mesh_for(tree, matcher, on_mesh, correction=correction)
+        shardings = shardings_by_rules(tree, matcher, on_mesh, correction=correction)
     of_leaves = map(in_its_memory, leaves, tree_util.tree_leaves(shardings))
     return leaves, treedef, list(of_leaves)
 

@@ -7,7 +7,7 @@ public function, or where the public alias raises deprecation warnings. Must not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._format import mesh_shown, shown
 from shardrules._mesh_sizes import check_bounds, checked_sizes
@@ -26,8 +26,15 @@ __all__ = [
     "has_own_devices",
     "legacy_mesh",
     "local_view",
+    "on_axes",
     "resolve_mesh",
 ]
+
+_NOT_FACTORED: Final = {
+    "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",
+    "Manual": "a shard_map runs over them; run it on that mesh",
+}
+"""By type of axis, why a mesh that has it is not factored, and the fix."""
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -120,6 +127,34 @@ def local_view(mesh: AnyMesh) -> AnyMesh:
     """The mesh; inside a shard_map over some of its axes, the mesh on which these are Manual."""
     view = current_view(mesh)
     return view if axes_of_type(view, "Manual") else mesh
+
+
+def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
+    """The mesh with some of its axes in parts: the same devices in the same order.
+
+    Args:
+        mesh: The mesh.
+        axis_sizes: Its axes, or those of `factors.in_parts`.
+
+    Raises:
+        ValueError: It would have other axes, and has some that are not of type Auto.
+    """
+    from jax.sharding import Mesh
+
+    sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)
+    if names == tuple(mesh.axis_names):
+        return mesh
+    for kind, why in _NOT_FACTORED.items():
+        if axes := axes_of_type(mesh, kind):
+            raise ValueError(
+                f"indivisible='factor' needs the mesh {mesh_shown(axis_sizes)} in the place of "
+                f"{mesh_shown(mesh.shape)}, whose axes {', '.join(sorted(axes))} are {kind}: {why}"
+            )
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices.reshape(sizes), names)
+    made = _abstract_mesh(axis_sizes)
+    device = getattr(mesh, "abstract_device", None)
+    return made.update(abstract_device=device) if device else made
 
 
 def has_own_devices(mesh: AnyMesh) -> bool:
