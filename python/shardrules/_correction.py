@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
+IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "factor", "keep", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Correction:
             refuse it, and `Plan.check` says so), or "error".
         indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
             the axes that do not fit beside those before them, keep the longest "prefix" that fits,
-            "keep" them (uneven shards), or "error".
+            cut by the largest "factor" of the axes that divides, on a mesh that has it as an axis
+            (see `Plan.mesh`), "keep" them (uneven shards), or "error".
         rank: For a spec that is longer than the array's rank: "truncate" it, "replicate" the array,
             "keep" it, or "error".
         unconstrained: Whether PartitionSpec.UNCONSTRAINED stays: "keep", or "drop" (it becomes
@@ -54,7 +56,7 @@ class Correction:
     """
 
     absent: MisfitPolicy = "drop"
-    indivisible: MisfitPolicy = "drop"
+    indivisible: IndivisiblePolicy = "drop"
     rank: RankPolicy = "truncate"
     unconstrained: Literal["keep", "drop"] = "keep"
     pad: bool = True

@@ -65,7 +65,8 @@ class Resolver:
             Default: rules do not lose so.
 
     Raises:
-        ValueError: A rule is not a pair, or `rules` is not a tuple or list.
+        ValueError: A rule is not a pair, `rules` is not a tuple or list, or the correction is to
+            factor axes.
     """
 
     __slots__ = ("_absent", "_axis_ids", "_core", "_name_ids", "_numbers", "dialect", "rules")
@@ -83,6 +84,11 @@ class Resolver:
                 "pairs such as ('embed', 'fsdp')"
             )
         check_rules(rules)
+        if correction is not None and correction.indivisible == "factor":
+            raise ValueError(
+                "Correction(indivisible='factor') is for rules for paths; with logical rules keep "
+                "the axes that divide, by indivisible='drop_axis' or 'prefix'"
+            )
         self.rules = tuple(rules)
         self.dialect = dialect
         policy = correction if correction is not None and dialect.tries_next else _KEEP

@@ -54,7 +54,9 @@ class Loss(NamedTuple):
     """
 
     kind: LossKind
-    """Why: "absent" from the mesh, "indivisible", beyond the leaf's "rank", or a "duplicate"."""
+    """Why: "absent" from the mesh; "indivisible"; beside the factors that do divide ("factored");
+    factors that the mesh does not have as axes ("unfactored"); beyond the leaf's "rank"; or a
+    "duplicate"."""
     dim: int
     """The dimension that they were to cut."""
     axes: tuple[str, ...]

@@ -53,7 +53,7 @@ from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
 from shardrules._planning.placing.names import survey_named
-from shardrules._planning.placing.on_mesh import axis_sizes_of
+from shardrules._planning.placing.on_mesh import axis_sizes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
@@ -168,7 +168,7 @@ def _by_paths(
 
 def _placements(*arguments: Any, **more: Any) -> Any:
     found = plan(*arguments, **more)
-    return placement_tree(found._columns, found._mesh)
+    return placement_tree(found._columns, found.mesh)
 
 
 find_placements_by(_placements)
@@ -200,8 +200,25 @@ class Plan:
         return self._columns.rules
 
     @property
+    def mesh(self) -> MeshLike:
+        """The mesh of the shardings: the one given, or the same devices with axes in parts.
+
+        Parts are those that `Correction(indivisible="factor")` needs.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"kv": jax.ShapeDtypeStruct((4, 8), "bfloat16")}
+            >>> plan = sr.plan(
+            ...     tree, [("kv", "tp")], {"tp": 8}, correction=sr.Correction(indivisible="factor")
+            ... )
+            >>> plan.mesh, plan.kind("kv").spec
+            ({'tp_0': 4, 'tp_1': 2}, ('tp_0', None))
+        """
+        return mesh_on(self._mesh, self.axis_sizes)
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis, in the mesh's order."""
+        """Devices along each axis of `mesh`, in its order."""
         return self._columns.axis_sizes
 
     @property
@@ -359,7 +376,7 @@ class Plan:
         Raises:
             ValueError: As `specs`.
         """
-        return sharding_tree(self._columns, self._mesh)
+        return sharding_tree(self._columns, self.mesh)
 
     def abstract(self) -> Any:
         """The tree of ShapeDtypeStructs with their shardings: what to restore a checkpoint into.
@@ -373,7 +390,7 @@ class Plan:
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
             'tp'
         """
-        return abstract_tree(self._columns, self._mesh)
+        return abstract_tree(self._columns, self.mesh)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -450,7 +467,7 @@ class Plan:
         moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
         if meshes is None:
             sizes = checked_sizes(fixed) if fixed else {}
-            left = tuple(name for name in self.axis_sizes if name not in sizes)
+            left = tuple(name for name in axis_sizes_of(self._mesh) if name not in sizes)
             names = left if axes is None else texts("axes", axes)
             count = self.devices if devices is None else integer("devices", devices, 1)
             meshes = factorizations(count, names, sizes)
@@ -626,7 +643,7 @@ class Plan:
             by_parameters, state=leaves, found=found, zero1=zero1, memory_kind=memory_kind
         )
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
-        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets its spec: how each rule met it, and each correction.

@@ -24,6 +24,7 @@ from shardrules._sharding.planned import checked_companions, planned_placements
 from shardrules._sharding.shardings import (
     RulesLike,
     corrected_sharding,
+    mesh_for,
     placements_by_rules,
     shardings_by_rules,
 )
@@ -107,6 +108,7 @@ def named_shardings(
             )
             return tree_util.tree_map(lambda one: one.sharding, planned)
         matcher = matcher_of(compiled)
+        on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, correction=correction)
         return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
     _check_no_min_size(min_size, "specs")
     _check_no_companions(followers, "specs")
@@ -183,7 +185,9 @@ def requested_shardings(
         planned = planned_placements(tree, followers, compiled, on_mesh, correction=correction)
         placements = tree_util.tree_leaves(planned)
     else:
-        placements = placements_by_rules(tree, matcher_of(compiled), on_mesh, correction)
+        matcher = matcher_of(compiled)
+        on_mesh = mesh_for(tree, matcher, on_mesh, correction=correction)
+        placements = placements_by_rules(tree, matcher, on_mesh, correction)
     of_leaves = (
         one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
         for leaf, one in zip(leaves, placements, strict=True)

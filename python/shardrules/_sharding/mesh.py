@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardrules._format import mesh_shown, shown
 from shardrules._mesh_sizes import check_bounds, checked_sizes
@@ -28,8 +28,15 @@ __all__ = [
     "has_own_devices",
     "legacy_mesh",
     "local_view",
+    "on_axes",
     "resolve_mesh",
 ]
+
+_NOT_FACTORED: Final = {
+    "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",
+    "Manual": "a shard_map runs over them; run it on that mesh",
+}
+"""By type of axis, why a mesh that has it is not factored, and the fix."""
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
@@ -129,6 +136,34 @@ def has_devices(mesh: MeshLike) -> TypeGuard[Mesh]:
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(mesh, sharding.Mesh)
+
+
+def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
+    """The mesh with some of its axes in parts: the same devices in the same order.
+
+    Args:
+        mesh: The mesh.
+        axis_sizes: Its axes, or those of `factors.in_parts`.
+
+    Raises:
+        ValueError: It would have other axes, and has some that are not of type Auto.
+    """
+    from jax.sharding import Mesh
+
+    sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)
+    if names == tuple(mesh.axis_names):
+        return mesh
+    for kind, why in _NOT_FACTORED.items():
+        if axes := axes_of_type(mesh, kind):
+            raise ValueError(
+                f"indivisible='factor' needs the mesh {mesh_shown(axis_sizes)} in the place of "
+                f"{mesh_shown(mesh.shape)}, whose axes {', '.join(sorted(axes))} are {kind}: {why}"
+            )
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices.reshape(sizes), names)
+    made = _abstract_mesh(axis_sizes)
+    device = getattr(mesh, "abstract_device", None)
+    return made.update(abstract_device=device) if device else made
 
 
 def has_own_devices(mesh: AnyMesh) -> bool:

@@ -7,6 +7,7 @@ or devices beyond shapes.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
 from shardrules._printable import printable_lines
+from shardrules._sharding.factors import in_parts
 from shardrules._sharding.memory import sharding_in_memory
-from shardrules._sharding.mesh import axes_of_type, context_mesh, resolve_mesh
+from shardrules._sharding.mesh import axes_of_type, context_mesh, on_axes, resolve_mesh
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import (
     Entries,
@@ -52,6 +54,7 @@ __all__ = [
     "correction_losses",
     "local_sizes",
     "manual_axes",
+    "mesh_for",
     "placements_by_rules",
     "shardings_by_rules",
     "spec_for",
@@ -103,6 +106,38 @@ def _decided(
         tree, answers.table, answers.replicated, min_size=checked_min_size(min_size)
     )
     return decided_tree(matcher, found, functools.partial(_misfits_message, on_mesh))
+
+
+def mesh_for(
+    tree: Any,
+    matcher: Matcher,
+    mesh: AnyMesh,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+) -> AnyMesh:
+    """The mesh with the parts of axes that the leaves need for indivisible="factor"; see `factors`.
+
+    Costs a walk over the tree, if that is the policy of any rule.
+
+    Raises:
+        ValueError: The mesh cannot be factored.
+    """
+    bound = _bound(matcher, mesh, correction)
+    specs, spec_of = bound.specs, bound.spec_of
+    if not any(spec.by_factors for spec in specs):
+        return mesh
+    factors: dict[str, set[int]] = defaultdict(set)
+
+    def note(spec: int, _: int, kept: int) -> bool:
+        for axis, factor in specs[spec].factors(kept):
+            factors[axis].add(factor)
+        return True
+
+    # A table of its own, because one that is remembered would not ask again.
+    table = ShardingTable(correctors=[spec.corrector for spec in specs], spec_of=spec_of, make=note)
+    matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
+    return on_axes(mesh, in_parts(mesh.shape, factors))
 
 
 def spec_for(
@@ -274,11 +309,13 @@ def specs_on_mesh(
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
+    policies = [wanted.correction or correction for wanted in index_of]
+    has_parts = any(policy.indivisible == "factor" for policy in policies)
     specs = []
-    for wanted in index_of:
+    for wanted, policy in zip(index_of, policies, strict=True):
         spec = as_partition_spec(wanted.spec) if made else wanted.spec
-        local, policy = _inside_shard_map(spec, wanted.correction or correction, manual)
-        specs.append(SpecOnMesh(local, axis_sizes, policy, wanted.units))
+        local, inside = _inside_shard_map(spec, policy, manual)
+        specs.append(SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts))
     return specs, spec_of
 
 

@@ -7,13 +7,15 @@ follow from the same decision. Must not know about paths, trees or contexts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._correction import Correction
 from shardrules._format import nearest
+from shardrules._sharding.factors import Cut, cuts_of
 from shardrules._specs import (
     Dim,
     Entries,
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LossKind", "LostAxes", "SpecOnMesh"]
 
-LossKind = Literal["absent", "indivisible", "rank", "duplicate"]
+LossKind = Literal["absent", "indivisible", "factored", "unfactored", "rank", "duplicate"]
 
 
 class LostAxes(NamedTuple):
-    """Axes of a spec that an array loses, or (for "rank" and "duplicate") cannot have."""
+    """Axes of a spec that an array loses, or cannot have on this mesh."""
 
     kind: LossKind
     dim: int
@@ -52,12 +54,26 @@ class SpecOnMesh:
         correction: The policies.
         units: As in `RuleSpec`.
         follows: Whether the shapes of its arrays depend on other arrays, as for scales.
+        has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
+            indivisible="factor".
 
     Raises:
         ValueError: The spec has more than 64 axes.
     """
 
-    __slots__ = ("_axes", "_axis_sizes", "_correction", "_follows", "_units", "corrector", "spec")
+    __slots__ = (
+        "_axes",
+        "_axis_sizes",
+        "_bits",
+        "_correction",
+        "_cuts",
+        "_follows",
+        "_has_parts",
+        "_units",
+        "_written",
+        "corrector",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -67,23 +83,41 @@ class SpecOnMesh:
         units: tuple[int | None, ...] = (),
         *,
         follows: bool = False,
+        has_parts: bool = False,
     ) -> None:
         self._follows = follows
-        self.spec: Any = spec
+        self._written: Any = spec
         self._axis_sizes = axis_sizes
         self._correction = correction
-        self._axes = tuple(map(entry_axes, entries_of(spec)))
+        self._has_parts = has_parts or self.by_factors
+        cuts = [[c for a in entry_axes(e) for c in self._cuts_of(a)] for e in entries_of(spec)]
+        self._axes = tuple(tuple(axis for cut in of_dim for axis in cut.axes) for of_dim in cuts)
+        self._bits = _numbered(cuts)
+        self._cuts = cuts
+        self.spec: Any = spec
+        if self._has_parts:
+            self.spec = with_entries(spec, map(self._in_parts, entries_of(spec), self._axes))
         self._units = tuple(
             (units[dim] if dim < len(units) else None) or 1 for dim in range(len(spec))
         )
         self.corrector = Corrector(
             [
-                ([axis_sizes.get(axis, 0) for axis in axes], unit)
-                for axes, unit in zip(self._axes, self._units, strict=True)
+                ([size for cut in of_dim for size in cut.sizes], unit)
+                for of_dim, unit in zip(cuts, self._units, strict=True)
             ],
             absent=_dropping(correction.absent),
             indivisible=_dropping(correction.indivisible),
         )
+
+    def _cuts_of(self, axis: str) -> list[Cut]:
+        return cuts_of(
+            axis, self._axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors
+        )
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether a factor of an axis may cut an array."""
+        return self._correction.indivisible == "factor"
 
     def corrected(self, rank: int, kept: int) -> Any:
         """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
@@ -116,11 +150,12 @@ class SpecOnMesh:
             return lcm(known, block) // block
 
         return SpecOnMesh(
-            with_dims(self.spec, dims),
+            with_dims(self._written, dims),
             self._axis_sizes,
             self._correction,
             tuple(unit(position, dim) for position, dim in enumerate(dims)),
             follows=True,
+            has_parts=self._has_parts,
         )
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
@@ -137,15 +172,38 @@ class SpecOnMesh:
             if absent:
                 yield LostAxes("absent", dim, absent)
             if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
-                yield LostAxes("indivisible", dim, tuple(a for a in wanted if a not in absent))
+                present = tuple(axis for axis in wanted if axis not in absent)
+                yield self._indivisible(dim, present, axes, kept)
             twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
             if twice:
                 yield LostAxes("duplicate", dim, twice)
             seen.update(axes)
 
+    def _indivisible(
+        self, dim: int, wanted: tuple[str, ...], had: tuple[str, ...], kept: int
+    ) -> LostAxes:
+        """The loss of an array that has only some of the wanted axes, or none."""
+        if not self.by_factors:
+            return LostAxes("indivisible", dim, wanted)
+        factored = {axis for axis, _ in self.factors(kept)}
+        if unfactored := tuple(axis for axis in wanted if axis in factored):
+            return LostAxes("unfactored", dim, unfactored)
+        is_cut = any(self._axis_sizes.get(axis, 1) > 1 for axis in had)
+        left = tuple(axis for axis in wanted if axis not in had)
+        return LostAxes("factored" if is_cut else "indivisible", dim, left)
+
+    def factors(self, kept: int) -> Iterator[tuple[str, int]]:
+        """(axis, factor) of each axis that fits no array with this decision, but for a factor."""
+        sizes = [size for of_dim in self._cuts for cut in of_dim for size in cut.sizes]
+        for axis, bits in itertools.chain(*self._bits):
+            if kept & bits not in (0, bits):
+                yield axis, prod(n for place, n in enumerate(sizes) if kept & bits & 1 << place)
+
     def is_error(self, lost: LostAxes) -> bool:
         """Whether the correction forbids the loss."""
-        return lost.kind == "duplicate" or getattr(self._correction, lost.kind) == "error"
+        if lost.kind in ("duplicate", "unfactored"):
+            return True
+        return getattr(self._correction, lost.kind, None) == "error"
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
         """Message and fix, in a line, of each loss of an array of this shape that is an error."""
@@ -154,21 +212,20 @@ class SpecOnMesh:
                 yield ": ".join(self.words(lost, shape))
 
     def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
-        bit = 1
-        for dim, axes in enumerate(self._axes):
-            mine = []
-            for axis in axes:
-                # The core decides only about existing dimensions.
-                if kept & bit or dim >= rank:
-                    mine.append(axis)
-                bit <<= 1
-            if dim < rank or self._correction.rank == "keep":
-                yield tuple(mine)
+        for dim, axes in enumerate(self._bits):
+            if dim < rank:
+                yield tuple([axis for axis, bits in axes if kept & bits == bits])
+            elif self._correction.rank == "keep":
+                yield self._axes[dim]  # the core decides only about existing dimensions
 
     def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Whether the absent axes explain the whole loss."""
         policy = _dropping(self._correction.absent)
         return list(kept) == axes_present(list(wanted), self._axis_sizes, policy)
+
+    @staticmethod
+    def _in_parts(entry: Any, axes: tuple[str, ...]) -> Any:
+        return entry if axes == entry_axes(entry) else entry_of(axes)
 
     def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
         if is_unconstrained(entry):
@@ -196,6 +253,8 @@ class SpecOnMesh:
             "absent": self._words_of_absent,
             "duplicate": self._words_of_duplicate,
             "indivisible": self._words_of_indivisible,
+            "factored": self._words_of_factored,
+            "unfactored": self._words_of_unfactored,
         }
         return words[lost.kind](lost, shape)
 
@@ -236,10 +295,7 @@ class SpecOnMesh:
         )
 
     def _words_of_indivisible(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
-        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in lost.axes)
-        unit = self._units[lost.dim]
-        multiples = f" in multiples of {unit}" if unit > 1 else ""
-        message = f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
+        message = self._misfit_shown(lost, shape)
         # The size of a scale is not free.
         fix = "use fewer axes" + ("" if self._follows else " or pad the array")
         could_keep_some = len(lost.axes) > 1 and self._correction.indivisible == "drop"
@@ -247,7 +303,40 @@ class SpecOnMesh:
             fix += ", or let Correction(indivisible='prefix') keep those that divide"
         return message, fix
 
+    def _words_of_factored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        verb = "does" if len(lost.axes) == 1 else "do"
+        message = f"{self._misfit_shown(lost, shape)}: {', '.join(lost.axes)} {verb} not cut it"
+        pad = "" if self._follows else ", or pad the array"
+        return message, f"leave it so, or cut another dimension{pad}"
+
+    def _words_of_unfactored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        return (
+            f"{self._misfit_shown(lost, shape)}, but by a factor of {' and '.join(lost.axes)}",
+            "pass the mesh that has this factor as an axis: Plan.mesh of the whole tree's plan",
+        )
+
+    def _misfit_shown(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
+        present = [axis for axis in self._axes[lost.dim] if axis in self._axis_sizes]
+        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in present)
+        unit = self._units[lost.dim]
+        multiples = f" in multiples of {unit}" if unit > 1 else ""
+        return f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
+
+
+def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
+    """Per dimension each mesh axis with the bits of `Corrector.kept` that an array with it has."""
+    numbered: list[list[tuple[str, int]]] = []
+    first = 0
+    for of_dim in cuts:
+        numbered.append([])
+        for cut in of_dim:
+            bits = ((1 << len(cut.sizes)) - 1) << first
+            first += len(cut.sizes)
+            numbered[-1] += [(axis, bits) for axis in cut.axes]
+    return numbered
+
 
 def _dropping(misfit: str) -> str:
-    # "error" drops in the core; the caller sees the loss and reports it.
-    return "drop" if misfit == "error" else misfit
+    # "error" drops in the core; the caller sees the loss and reports it. What is kept of an axis's
+    # primes, one after the other, is the largest factor.
+    return {"error": "drop", "factor": "drop_axis"}.get(misfit, misfit)

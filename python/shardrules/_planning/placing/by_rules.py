@@ -1,6 +1,7 @@
 """The columns of a plan whose leaves rules decide: of each kind its rule's spec, put on the mesh.
 
-Costs one correction per kind, and no walk. Must not know what is asked of columns.
+Costs one correction per kind, two where axes are factored, and no walk. Must not know what is asked
+of columns.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardrules._planning.columns import Columns
-from shardrules._planning.placing.on_mesh import RulesOnMesh, explicit_axes_of
+from shardrules._planning.placing.on_mesh import RulesOnMesh, explicit_axes_of, mesh_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +41,13 @@ def by_rules(
 
     Raises:
         TypeError: A rule's spec cannot be made a PartitionSpec.
+        ValueError: The leaves need factors of axes, and the mesh cannot be factored.
     """
+    types = list(zip(leaves.types, derivations, strict=True))
     on_mesh = RulesOnMesh(rules, correction, mesh)
-    kinds = [on_mesh.kind(*one) for one in zip(leaves.types, derivations, strict=True)]
+    axis_sizes = on_mesh.factored(types)
+    if axis_sizes != on_mesh.axis_sizes:
+        mesh = mesh_on(mesh, axis_sizes)
+        on_mesh = RulesOnMesh(rules, correction, mesh)
+    kinds = [on_mesh.kind(*one) for one in types]
     return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))

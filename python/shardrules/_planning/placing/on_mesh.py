@@ -5,7 +5,8 @@ Costs one correction per kind. Must not know about paths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -16,7 +17,8 @@ from shardrules._planning.kinds import Kind, Loss, Status, axes_named
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._planning.placing.derive import Derivation, combined, dims_shown
 from shardrules._sharding.device_bytes import held_of
-from shardrules._sharding.mesh import axes_of_type, has_devices
+from shardrules._sharding.factors import in_parts
+from shardrules._sharding.mesh import axes_of_type, has_devices, on_axes
 from shardrules._sharding.shardings import (
     ManualAxes,
     check_memory_of_rules,
@@ -46,6 +48,7 @@ __all__ = [
     "fitted",
     "kind_on_mesh",
     "loss_of",
+    "mesh_on",
 ]
 
 
@@ -82,6 +85,15 @@ def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
     return sizes
 
 
+def mesh_on(mesh: MeshLike, axis_sizes: dict[str, int]) -> MeshLike:
+    """The mesh with these axes, which are its own or parts of them.
+
+    Raises:
+        ValueError: The mesh cannot be factored.
+    """
+    return axis_sizes if isinstance(mesh, Mapping) else on_axes(mesh, axis_sizes)
+
+
 def explicit_axes_of(mesh: MeshLike) -> frozenset[str]:
     """The mesh axes of type Explicit; the axes of a dict are of type Auto."""
     return frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Explicit")
@@ -113,14 +125,30 @@ class RulesOnMesh:
         """The kind of such leaves, with their rule's spec or one derived from it."""
         if leaf.rule < 0:
             return self._without_rule(leaf)
+        return self._with_spec(leaf, *self._wanted(leaf, derivation))
+
+    def factored(self, leaves: Iterable[tuple[LeafType, Derivation | None]]) -> dict[str, int]:
+        """The axis sizes of the mesh with the parts that the leaves need; see `factors`."""
+        factors: dict[str, set[int]] = defaultdict(set)
+        if any(spec.by_factors for spec in self._specs):
+            for leaf, derivation in leaves:
+                if leaf.rule >= 0 and leaf.shape is not None:
+                    wanted = self._wanted(leaf, derivation)[0]
+                    for axis, factor in wanted.factors(wanted.corrector.kept(leaf.shape)):
+                        factors[axis].add(factor)
+        return in_parts(self.axis_sizes, factors)
+
+    def _wanted(
+        self, leaf: LeafType, derivation: Derivation | None
+    ) -> tuple[SpecOnMesh, str | None]:
+        """(the spec of such leaves, where it comes from)."""
         wanted = self._specs[self._spec_of[leaf.rule]]
         if derivation is None:
-            return self._with_spec(leaf, wanted, None)
+            return wanted, None
         shape = leaf.shape or ()
         dims, blocks = combined(derivation.steps, len(wanted.spec))
         cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
-        return self._with_spec(
-            leaf,
+        return (
             wanted.with_dims((*cut, *dims[len(shape) :]), blocks),
             f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
         )
@@ -229,8 +257,8 @@ def kind_on_mesh(
 
 def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
     """The axes that a loss took: an absent one may take those beside it with it."""
-    is_counted_there = any(one.kind == "indivisible" and one.dim == loss.dim for one in losses)
-    if loss.kind != "absent" or is_counted_there:
+    counted = [one.dim for one in losses if one.kind in ("indivisible", "factored")]
+    if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
     return entry_axes(entries_of(wanted or Entries())[loss.dim])
 

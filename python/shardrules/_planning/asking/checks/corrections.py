@@ -35,13 +35,15 @@ def corrections(queries: Queries) -> Iterator[Finding]:
     small = sum(one.bytes for one in found if one.bytes < queries.large)
     for one in found:
         is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
+        # Who lets factors of an axis cut has accepted that they cut less.
+        is_accepted = one.loss.kind == "factored"
         rules = sorted({rule for part in one.folded for rule in _deciding(queries, part, one.loss)})
         who = queries.rules(rules) or queries.who(queries.columns.kinds[one.folded[0].group])
         # The message has the size of the first.
-        is_like = one.has_several_shapes and one.loss.kind == "indivisible"
+        is_like = one.has_several_shapes and one.loss.kind in ("indivisible", "factored")
         free = "" if one.is_unknown else "; costs nothing"
         yield finding(
-            "error" if one.is_unknown else "warning" if is_much else "info",
+            "error" if one.is_unknown else "warning" if is_much and not is_accepted else "info",
             "unknown-axis" if one.is_unknown else "correction",
             f"{who}: {one.loss.message}{', and the like' if is_like else ''}"
             + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
