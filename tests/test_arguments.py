@@ -101,6 +101,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "host_memory": NOT_NUMBER,
     "memory_kind": NOT_MEMORY,
     "optimizer_memory_kind": NOT_MEMORY,
+    "activations": ("plan", 3, 0, {}, THING, HUGE),
     "other": ("plan", None, 3, 0, {}, THING, HUGE),
     "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
     "zero1": (3, 0, [], THING, HUGE, "no such axis"),
@@ -243,7 +244,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {
-        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device"}),
+        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN}),
     "Plan.check": (
         PLAN.check,
         {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "levels": {}},

@@ -16,7 +16,7 @@ import numpy as np
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
 from shardrules._planning.fold import Folded, fold
-from shardrules._planning.state_paths import rows_of_optimizer, rows_of_state
+from shardrules._planning.state_paths import rows_of_activations, rows_of_optimizer, rows_of_state
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -90,6 +90,12 @@ class Leaves:
     def state_counts(self) -> npt.NDArray[np.int64]:
         """Per kind, how many leaves are an optimizer's state or averages of the parameters."""
         kinds = self.kind_of[rows_of_state(self.paths)]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def activation_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are activations."""
+        kinds = self.kind_of[rows_of_activations(self.paths)]
         return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
 
     @cached_property

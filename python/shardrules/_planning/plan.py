@@ -492,10 +492,11 @@ class Plan:
         gradients: Any = None,
         optimizer: Plan | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
+        activations: Plan | None = None,
     ) -> DeviceBytes:
         """Bytes on each device and in the host's memory, uneven shards included.
 
-        `DeviceBytes` says which leaves count as parameters, and which as the optimizer's.
+        `DeviceBytes` says which leaves count as parameters, as the optimizer's or as activations.
 
         Args:
             gradients: The dtype of gradients, which are sharded like the parameters; True for the
@@ -504,11 +505,14 @@ class Plan:
                 its moments, which have the parameters' shapes and specs. Adam has two.
             optimizer_memory_kind: The memory of the state that `optimizer` gives, such as
                 "pinned_host". Default: that of its plan, or of the parameters.
+            activations: The plan of the activations that are there at once, if they are not in the
+                tree.
 
         Raises:
-            ValueError: The optimizer's plan is for another mesh; a dtype or a memory kind is
-                unknown; or there is a memory kind for no optimizer.
-            TypeError: The optimizer is neither a plan nor dtypes, such as its name.
+            ValueError: The plan of the optimizer or the activations is for another mesh; a dtype or
+                a memory kind is unknown; or there is a memory kind for no optimizer.
+            TypeError: The optimizer is neither a plan nor dtypes, such as its name; or the
+                activations are no plan.
 
         Example:
             >>> import jax, shardrules as sr
@@ -521,10 +525,14 @@ class Plan:
             64 B on the fullest device: params 64 B; 256 B in the host's memory
         """
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
+        check_type("activations", activations, Plan | None, "a Plan")
+        made = None if activations is None else activations._columns
+        moments: Any = optimizer
         if isinstance(optimizer, Plan):
-            return budget(self._columns, gradients, optimizer._columns, optimizer_memory_kind)
-        moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
-        return budget(self._columns, gradients, moments, optimizer_memory_kind)
+            moments = optimizer._columns
+        elif optimizer is not None:
+            moments = listed("optimizer", optimizer, _MOMENTS)
+        return budget(self._columns, gradients, moments, optimizer_memory_kind, made)
 
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec, memory kind or mesh axis.

@@ -224,6 +224,8 @@ class DeviceClasses:
         The result is read-only, because equal numbers along an axis are stored once.
         """
         sizes = tuple(self._axis_sizes.values())
+        if not of_classes.any():
+            return np.broadcast_to(of_classes.dtype.type(0), sizes)
         for dim, (starts, size) in enumerate(zip(self._starts.values(), sizes, strict=True)):
             if of_classes.shape[dim] > 1:
                 of_classes = np.repeat(of_classes, np.diff(starts, append=size), axis=dim)

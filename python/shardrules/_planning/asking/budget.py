@@ -34,7 +34,7 @@ class DeviceBytes(NamedTuple):
     """
 
     params: npt.NDArray[np.int64]
-    """All leaves but those of `optimizer`."""
+    """All leaves but those of `optimizer` and `activations`."""
     gradients: npt.NDArray[np.int64]
     """Gradients of the parameters, if they are counted."""
     optimizer: npt.NDArray[np.int64]
@@ -42,8 +42,11 @@ class DeviceBytes(NamedTuple):
     opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
     ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
     what `bytes_per_device` is given as the optimizer's."""
+    activations: npt.NDArray[np.int64]
+    """Leaves under activations or intermediates at the top of the tree, all at once; and what
+    `bytes_per_device` is given as activations."""
     host: npt.NDArray[np.int64]
-    """Leaves of all three in the host's memory, for each of its devices."""
+    """Leaves of all four in the host's memory, for each of its devices."""
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
@@ -107,9 +110,10 @@ def budget(
     gradients: Any = None,
     optimizer: Columns | tuple[Any, ...] | None = None,
     optimizer_memory_kind: MemoryKind | None = None,
+    activations: Columns | None = None,
 ) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    classes, held = _counted(columns, gradients, optimizer, optimizer_memory_kind)
+    classes, held = _counted(columns, gradients, optimizer, optimizer_memory_kind, activations)
     return DeviceBytes(*map(classes.each, held))
 
 
@@ -128,6 +132,7 @@ def _counted(
     gradients: Any,
     optimizer: Columns | tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
+    activations: Columns | None = None,
 ) -> tuple[DeviceClasses, DeviceBytes]:
     if optimizer is None and optimizer_memory_kind is not None:
         raise ValueError(
@@ -148,9 +153,11 @@ def _counted(
             parts["host" if on_host else part].append((leaves, one))
 
     of_state = columns.leaves.state_counts
-    of_params = (columns.counts - of_state).tolist()
+    made = columns.leaves.activation_counts
+    of_params = (columns.counts - of_state - made).tolist()
     count("params", columns, of_params, columns.held)
     count("optimizer", columns, of_state.tolist(), columns.held)
+    count("activations", columns, made.tolist(), columns.held)
     if gradients is not None and gradients is not False:
         held = columns.held
         if gradients is not True:
@@ -162,17 +169,23 @@ def _counted(
             held = _like_params(columns, _bits(f"optimizer[{position}]", dtype))
             count("optimizer", columns, of_params, held, optimizer_memory_kind)
     elif optimizer is not None:
-        # With the axes in another order, the arrays would have other dimensions.
-        if not columns.is_on(optimizer.axis_sizes):
-            raise ValueError(
-                f"the optimizer's plan is for the mesh {optimizer.axis_sizes}, this one for "
-                f"{columns.axis_sizes}"
-            )
+        _check_same_mesh("the optimizer's", optimizer, columns)
         counts = optimizer.counts.tolist()
         count("optimizer", optimizer, counts, optimizer.held, optimizer_memory_kind)
+    if activations is not None:
+        _check_same_mesh("the activations'", activations, columns)
+        count("activations", activations, activations.counts.tolist(), activations.held)
     every = (held for part in parts.values() for _, held in part)
     classes = DeviceClasses(every, columns.axis_sizes)
     return classes, DeviceBytes(*map(classes.total, parts.values()))
+
+
+def _check_same_mesh(whose: str, of: Columns, columns: Columns) -> None:
+    # With the axes in another order, the arrays would have other dimensions.
+    if not columns.is_on(of.axis_sizes):
+        raise ValueError(
+            f"{whose} plan is for the mesh {of.axis_sizes}, this one for {columns.axis_sizes}"
+        )
 
 
 def _bits(name: str, dtype: Any) -> int:
