@@ -24,6 +24,7 @@ def rows() -> Iterator[Row]:
     """All rows, each measured when its turn comes, without this process's garbage collector."""
     with collector(enabled=False):
         yield from _plans()
+        yield from _logical_plans()
     yield from _processes()
 
 
@@ -48,6 +49,34 @@ def _plans() -> Iterator[Row]:
         ours, reference = interleaved_seconds([call, identity], runs=7)
         note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(planned):,} leaves"
         yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", None, note)
+
+
+def _logical_plans() -> Iterator[Row]:
+    """Plans of 45,000 leaves with logical axis names, beside them and in boxes."""
+    from flax.linen import LogicallyPartitioned
+
+    rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.MAXTEXT)
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    names = jax.tree_util.tree_map(_names_of, tree)
+    boxes = jax.tree_util.tree_map(lambda leaf: LogicallyPartitioned(leaf, _names_of(leaf)), tree)
+    sizes = dict.fromkeys(("fsdp", "tensor", "expert"), 8)
+    beside, boxed = sr.plan(tree, rules, sizes, names=names), sr.plan(boxes, rules, sizes)
+    if beside.specs() != boxed.specs():
+        raise AssertionError("names beside arrays and in boxes give other specs")
+    cases: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "names beside them": (tree, lambda: sr.plan(tree, rules, sizes, names=names)),
+        "in boxes of flax": (boxes, lambda: sr.plan(boxes, rules, sizes)),
+    }
+    for name, (given, call) in cases.items():
+        identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, given)
+        ours, reference = interleaved_seconds([call, identity], runs=7)
+        note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(beside):,} leaves"
+        yield Row(f"plan of logical rules, {name}, to identity", ours / reference, "x", 2.0, note)
+
+
+def _names_of(leaf: Any) -> tuple[str | None, ...]:
+    """Names for an array of this rank, as MaxText has them."""
+    return {1: ("norm",), 2: ("embed", "mlp")}.get(len(leaf.shape), (None,) * len(leaf.shape))
 
 
 def _processes() -> Iterator[Row]:
