@@ -56,7 +56,7 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
         return Ref::borrow(options_.replicated);
     }
     const automata::RuleId rule = modes_.rule_of(decided);
-    const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
+    const Answers::Answer answer = answers_.get(rule, leaf, shape.get(), rank);
     if (answer.object == nullptr) {
         report(misfits_, kMisfitsShown, place, rule_and_shape(rule, shape));
         return Ref::borrow(Py_None);

@@ -26,6 +26,7 @@ from shardrules._matching.dialects import (
 )
 from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
+from shardrules._shape_specs import fsdp
 from shardrules._sharding.by_names import (
     RulesFallback,
     explain_logical,
@@ -107,6 +108,7 @@ __all__ = [
     "compare",
     "explain_logical",
     "fingerprint",
+    "fsdp",
     "gather",
     "logical_axis_rules",
     "logical_to_mesh",

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._memory_kinds import in_memory
+from shardrules._shape_specs import Fsdp
 from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
@@ -152,8 +153,10 @@ def placement_shown(kind: Kind) -> str:
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
-def axes_named(spec: Spec | None) -> frozenset[str]:
+def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     """The axes in a spec."""
+    if isinstance(spec, Fsdp):
+        return spec.named
     entries = entries_of(spec if spec is not None else Entries())
     return frozenset(axis for entry in entries for axis in entry_axes(entry))
 
