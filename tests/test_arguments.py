@@ -391,7 +391,11 @@ MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", 
               "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
               "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
-THEIRS = ("compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding")
+THEIRS = (
+    "compat.axlearn", "compat.big_vision", "compat.eformer", "compat.flax", "compat.jax_llm_examples",
+    "compat.kauldron", "compat.keras", "compat.maxtext.add_data_to_sharding",
+    "compat.openpi",
+)  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
                   "compat.jaxseq.match_partition_rules.params",

@@ -14,6 +14,7 @@ from shardrules._logical.rules import LogicalRules
 from shardrules._matching.compare import Decision, Difference, compare
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import (
+    BIG_VISION,
     EASYLM,
     EFORMER,
     KERAS,
@@ -65,6 +66,7 @@ else:
 
 
 __all__ = [
+    "BIG_VISION",
     "EASYLM",
     "EFORMER",
     "FLAX_CORE",

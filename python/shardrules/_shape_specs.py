@@ -22,7 +22,7 @@ from shardrules._specs import (
     spec_shown,
 )
 
-__all__ = ["Chosen", "Fsdp", "fsdp"]
+__all__ = ["Chosen", "Fsdp", "fsdp", "largest_dim"]
 
 _MIN_BYTES: Final = 4 * 2**20
 
@@ -88,7 +88,7 @@ class Fsdp:
         if not free or any(axis in entry_axes(one) for one in within for axis in self.axes):
             return self._left_alone(within, "no dimension is free")
         sizes = {axis: axis_sizes.get(axis, 1) for axis in self.axes}
-        dim, is_divided = _largest(free, shape, prod(sizes.values()), units)
+        dim, is_divided = largest_dim(free, shape, prod(sizes.values()), units)
         entries = [*within, *[None] * (dim + 1 - len(within))]
         entries[dim] = entry_of(self.axes)
         cut = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -99,8 +99,8 @@ class Fsdp:
         return Chosen(within, f"{self!r} leaves it alone: {why}")
 
 
-def _largest(
-    dims: list[int], shape: tuple[int, ...], parts: int, units: Sequence[int]
+def largest_dim(
+    dims: list[int], shape: tuple[int, ...], parts: int, units: Sequence[int] = ()
 ) -> tuple[int, bool]:
     """(the largest of these dimensions that can be cut into parts, True); or the largest, False."""
     # Of equal sizes the last comes first, as in a stable argsort that is reversed.

@@ -472,6 +472,7 @@ def test_rules_of_windows_and_plans(write):
     assert read_rules(path).name == "p"
     assert set(DIALECTS.values()) == {
         sr.EFORMER, sr.NNX, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
+        sr.BIG_VISION,
     }  # fmt: skip
 
 

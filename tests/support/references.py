@@ -21,6 +21,10 @@ def by_search(patterns, path):
     return find_first(patterns, lambda pattern: re.search(pattern, path))
 
 
+def by_fullmatch(patterns, path):
+    return find_first(patterns, lambda pattern: re.fullmatch(pattern, path))
+
+
 def by_window(patterns, path):
     keys = path.split("/")
 
@@ -61,6 +65,7 @@ CHOSEN_BY = {
     "SPECTRAX": by_search,
     "KEYSTR": by_search,
     "KERAS": by_layout_map,
+    "BIG_VISION": by_fullmatch,
     "WINDOW": by_window,
     "TP_PLAN": by_tp_plan,
 }
