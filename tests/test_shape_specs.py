@@ -255,6 +255,8 @@ def test_what_follows_a_base_is_cut_by_its_own_shape():
     companions = [sr.stacked("layers"), *sr.QUANTIZED]
     plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
     found = jax.tree.map(cuts, plan.specs(), is_leaf=is_spec)
+    placed = sr.named_shardings(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
+    assert jax.tree.map(lambda one: cuts(one.spec), placed) == found
     # The stack is no dimension of the layer; the scale is too small, and has no dim 0 of the kernel.
     assert found["layers"]["w"] == (None, "tp", "fsdp")
     assert found["k"] == {"kernel": ("tp", "fsdp"), "kernel_scale": ()}
@@ -303,3 +305,12 @@ def test_shapes_are_asked_about_once_and_forgotten_at_last():
     assert first[0] is first[1] is first[2]
     many = [array(n) for n in range(1, 70_000)]
     assert cuts(sr.named_shardings(many, rules, {"fsdp": 8})[7].spec) == ("fsdp",)
+    of_many_dtypes = [
+        SimpleNamespace(shape=(1 + n % 3, 64), dtype=np.dtype(f"S{n}")) for n in range(1, 200)
+    ]
+    spec = sr.Rules([(".*", sr.fsdp("fsdp", min_bytes=64 * 100))])
+    found = sr.named_shardings(of_many_dtypes, spec, {"fsdp": 8})
+    is_cut = [cuts(one.spec) != () for one in found]
+    assert is_cut == [
+        int(np.prod(leaf.shape)) * leaf.dtype.itemsize >= 6400 for leaf in of_many_dtypes
+    ]

@@ -1,7 +1,7 @@
 // One object per distinct (spec, rank, axes kept), made by Python on first sight and shared by all
 // leaves afterwards: the NamedShardings of a rule list on a mesh. A look-up costs a division for each
 // sharded dimension. A spec that is made from shapes has one object per distinct (shape, dtype); there a
-// look-up costs a tuple and its hash. Guarded by the GIL. Knows nothing of what a sharding is.
+// look-up costs the hash of a shape. Guarded by the GIL. Knows nothing of what a sharding is.
 #pragma once
 
 #include <memory>
@@ -34,8 +34,9 @@ class ShardingTable final : public Answers {
     void clear();
 
   private:
-    // Of one spec; then they are forgotten. The largest models have some hundred.
-    static constexpr Py_ssize_t kMostShapes = 1 << 16;
+    // Of one spec and dtype, and of one spec; then they are forgotten. The largest models have some
+    // hundred shapes.
+    static constexpr Py_ssize_t kMostShapes = 1 << 16, kMostDtypes = 64;
 
     struct Key {
         Py_ssize_t rank;
@@ -47,15 +48,20 @@ class ShardingTable final : public Answers {
             return std::hash<sharding::Kept>{}(key.kept ^ (static_cast<sharding::Kept>(key.rank) << 48));
         }
     };
+    struct Shapes {  // where there is no corrector
+        Ref of_dtypes;  // {dtype: {shape: object}}
+        Ref dtype, made;  // the last of these; hashing a dtype takes longer than all else
+    };
     struct Spec {
         CorrectorPtr corrector;
         Key last{-1, 0};
         PyObject* last_made = nullptr;  // owned by `made`
         std::unordered_map<Key, Ref, KeyHash> made;
-        Ref made_for_shapes;  // {(shape, dtype): object}, where there is no corrector
+        Shapes shapes;
     };
     PyObject* make(std::uint32_t spec, const Key& key);
-    PyObject* for_shape(std::uint32_t spec, PyObject* leaf, PyObject* shape);
+    Ref for_shape(std::uint32_t spec, PyObject* leaf, PyObject* shape);
+    static Ref made_for(Shapes& shapes, const Ref& dtype);
 
     std::vector<Spec> specs_;
     std::vector<std::uint32_t> spec_of_;

@@ -26,7 +26,7 @@ class SpecTable final : public Answers {
         const bool truncated = rank < row.length;
         const Py_ssize_t entries = truncated ? rank : row.length;
         const Ref& slot = specs_[row.start + static_cast<std::size_t>(entries)];
-        return {slot ? slot.get() : make(rule, entries), truncated};
+        return {slot ? slot : Ref::borrow(make(rule, entries)), truncated};
     }
 
     // For the garbage collector.

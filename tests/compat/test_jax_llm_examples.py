@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,6 +71,18 @@ def test_the_same_rules_as_logical_rules(rules, logical, spec):
 def test_a_mesh_axis_for_two_dimensions_is_an_error(logical):
     with pytest.raises(ValueError, match="Colliding physical axes.*only one dimension"):
         examples.logical_to_physical(logical, Llama3())
+
+
+def test_rules_are_planned_and_collisions_found():
+    rules, mesh = examples.logical_rules(Llama3()), {"x": 2, "y": 2, "z": 2}
+    tree = {"q": jax.ShapeDtypeStruct((64, 8, 16), "bfloat16")}
+    plan = sr.plan(tree, rules, mesh, names={"q": ("qkv_embed", "q_heads", "head_dim")})
+    assert plan.specs() == {"q": P(None, AXES, None)}
+    twice = sr.plan(tree, rules, mesh, names={"q": ("o_heads", "q_heads", None)})
+    (misfit,) = (finding for finding in twice.check() if finding.kind == "misfit")
+    assert "is used twice" in misfit.message
+    unknown = sr.plan(tree, rules, mesh, names={"q": ("experts", None, None)})
+    assert any(finding.level == "error" for finding in unknown.check())
 
 
 def test_a_name_without_a_rule_is_an_error():

@@ -44,7 +44,8 @@ class Rules:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
             hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
             or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
-            them; or any other hashable object, which leaves get as it is. A `RuleSpec` adds a
+            them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
+            which leaves get as it is. A `RuleSpec` adds a
             correction to a spec.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that

@@ -89,7 +89,8 @@ class Kind:
     fix: str | None
     """A remedy, if one is known."""
     wanted: Spec | None
-    """The rule's spec, before it was made to fit; None without a rule."""
+    """The spec that the rule says or makes of the shape, before it was made to fit; None without a
+    rule."""
     spec: Spec | None
     """The corrected spec; None if they are not placed."""
     losses: tuple[Loss, ...]

@@ -17,12 +17,22 @@ from shardrules._sharding.leaf_shardings import named_shardings
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding
 
+    # Made by __getattr__.
     DEVICES_MESH: Mesh
+    """All devices along one axis, "devices"."""
     REPLICATED: NamedSharding
+    """Each device holds the array whole."""
     FIRST_DIM: NamedSharding
+    """All devices share the first dimension."""
 
-# DEVICES_MESH, REPLICATED and FIRST_DIM are made by __getattr__.
-__all__ = ["FSDPSharding", "ShardingStrategy", "with_sharding_constraint"]
+__all__ = [
+    "DEVICES_MESH",
+    "FIRST_DIM",
+    "REPLICATED",
+    "FSDPSharding",
+    "ShardingStrategy",
+    "with_sharding_constraint",
+]
 
 _AXIS = "devices"
 
