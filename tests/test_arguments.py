@@ -148,6 +148,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "nested": tuple(value for value in NOT_TRUTH if value is not None),
     "max_memory": NOT_SIZE,
     "shardings": (3, {"w": 3}, {"w": P()}, {}, THING),
+    "dtype": (3, 0, "f23", [], THING, HUGE),
+    "min_bytes": NOT_SIZE,
+    "min_rank": NOT_SIZE,
+    "within": (3, 0, [3], THING, {}, {"tp"}, ["tp", "tp"]),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
            "scalars", "unmatched")  # fmt: skip
@@ -188,6 +192,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "logical_to_mesh.dialect": NOT_LOGICAL_DIALECT,
     "logical_to_mesh_sharding.dialect": NOT_LOGICAL_DIALECT,
     "explain_logical.dialect": NOT_LOGICAL_DIALECT,
+    "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
     # Their own rules are windows.
@@ -281,6 +286,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
+    "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
@@ -306,7 +312,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "companions": (), "names": None}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
-        "correction": None}),
+        "correction": None, "dtype": "float32"}),
     "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
@@ -385,7 +391,11 @@ MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", 
               "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
               "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
-THEIRS = ("compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding")
+THEIRS = (
+    "compat.axlearn", "compat.big_vision", "compat.eformer", "compat.flax", "compat.jax_llm_examples",
+    "compat.kauldron", "compat.keras", "compat.maxtext.add_data_to_sharding",
+    "compat.openpi",
+)  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
                   "compat.jaxseq.match_partition_rules.params",

@@ -44,11 +44,14 @@ void register_sharding(py::module_& module) {
     py::class_<ShardingTable, resolution::Answers>(module, "ShardingTable",
                                                collectable<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
-                         std::vector<std::uint32_t> spec_of, const py::object& make) {
+                         std::vector<std::uint32_t> spec_of, const py::object& make,
+                         const py::object& make_for_shape) {
                  return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
-                                      pytree::Ref::borrow(make.ptr()));
+                                      pytree::Ref::borrow(make.ptr()),
+                                      pytree::Ref::borrow(make_for_shape.ptr()));
              }),
-             py::kw_only(), py::arg("correctors"), py::arg("spec_of"), py::arg("make"));
+             py::kw_only(), py::arg("correctors"), py::arg("spec_of"), py::arg("make"),
+             py::arg("make_for_shape"));
 }
 
 }  // namespace shardrules::bind

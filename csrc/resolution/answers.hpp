@@ -12,11 +12,11 @@ inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
 class Answers {
   public:
     struct Answer {
-        PyObject* object;  // borrowed from the table; null if the leaf cannot be given anything
-        bool truncated;    // the rule's spec is longer than the leaf's rank
+        pytree::Ref object;  // null if the leaf cannot be given anything
+        bool truncated;      // the rule's spec is longer than the leaf's rank
     };
-    // `shape` is not looked at if the rank is kAnyRank.
-    virtual Answer get(automata::RuleId rule, PyObject* shape, Py_ssize_t rank) = 0;
+    // `shape` is that of the leaf, and not looked at if the rank is kAnyRank.
+    virtual Answer get(automata::RuleId rule, PyObject* leaf, PyObject* shape, Py_ssize_t rank) = 0;
     virtual std::size_t rule_count() const = 0;
     virtual ~Answers() = default;
 

@@ -56,14 +56,14 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
         return Ref::borrow(options_.replicated);
     }
     const automata::RuleId rule = modes_.rule_of(decided);
-    const Answers::Answer answer = answers_.get(rule, shape.get(), rank);
-    if (answer.object == nullptr) {
+    Answers::Answer answer = answers_.get(rule, leaf, shape.get(), rank);
+    if (!answer.object) {
         report(misfits_, kMisfitsShown, place, rule_and_shape(rule, shape));
         return Ref::borrow(Py_None);
     }
     if (answer.truncated && options_.record_events)
-        report(events_, PY_SSIZE_T_MAX, place, Ref::borrow(answer.object));
-    return Ref::borrow(answer.object);
+        report(events_, PY_SSIZE_T_MAX, place, answer.object);
+    return std::move(answer.object);
 }
 
 automata::RuleId MatchLeaves::decide(const LeafPlace& place) {

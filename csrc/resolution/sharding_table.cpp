@@ -4,30 +4,46 @@
 #include <utility>
 
 #include "dimension.hpp"
+#include "dtype.hpp"
 
 namespace shardrules::resolution {
+
+using pytree::PythonError;
+using pytree::check;
 
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
     return corrector.kept(static_cast<std::size_t>(rank),
                           [&](std::size_t index) { return dimension_of(shape, index); });
 }
 
+namespace {
+
+Ref none_as_null(Ref object) { return object.get() == Py_None ? Ref{} : object; }
+
+}  // namespace
+
 ShardingTable::ShardingTable(std::vector<CorrectorPtr> correctors,
-                             std::vector<std::uint32_t> spec_of, Ref make)
-    : spec_of_(std::move(spec_of)), make_(std::move(make)) {
+                             std::vector<std::uint32_t> spec_of, Ref make, Ref make_for_shape)
+    : spec_of_(std::move(spec_of)),
+      make_(std::move(make)),
+      make_for_shape_(std::move(make_for_shape)) {
     for (CorrectorPtr& corrector : correctors) {
-        if (!corrector) throw std::invalid_argument("a corrector is missing");
-        specs_.emplace_back().corrector = std::move(corrector);
+        Spec& spec = specs_.emplace_back();
+        if (!corrector) spec.shapes.of_dtypes = Ref::checked(PyDict_New());
+        spec.corrector = std::move(corrector);
     }
     for (const std::uint32_t spec : spec_of_)
         if (spec >= specs_.size()) throw std::invalid_argument("a rule has no such spec");
 }
 
-Answers::Answer ShardingTable::get(automata::RuleId rule, PyObject* shape, Py_ssize_t rank) {
-    Spec& spec = specs_[spec_of_[rule]];
+Answers::Answer ShardingTable::get(automata::RuleId rule, PyObject* leaf, PyObject* shape,
+                                   Py_ssize_t rank) {
+    const std::uint32_t index = spec_of_[rule];
+    Spec& spec = specs_[index];
+    if (!spec.corrector) [[unlikely]]
+        return {none_as_null(for_shape(index, leaf, shape)), false};
     const Key key{rank, kept_axes(*spec.corrector, shape, rank)};
-    PyObject* made = key == spec.last ? spec.last_made : make(spec_of_[rule], key);
-    return {made == Py_None ? nullptr : made, false};
+    return {none_as_null(Ref::borrow(key == spec.last ? spec.last_made : make(index, key))), false};
 }
 
 PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
@@ -43,19 +59,60 @@ PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
     return spec.last_made = found->second.get();
 }
 
+// A leaf without a shape, which only a dialect that wants a rule for it brings here, is a scalar.
+Ref ShardingTable::for_shape(std::uint32_t index, PyObject* leaf, PyObject* shape) {
+    // PySequence_Tuple gives a tuple itself.
+    const Ref sizes = Ref::checked(shape == nullptr ? PyTuple_New(0) : PySequence_Tuple(shape));
+    const Ref dtype = dtype_of(leaf);
+    const Ref known = made_for(specs_[index].shapes, dtype);
+    if (PyObject* found = PyDict_GetItemWithError(known.get(), sizes.get()))
+        return Ref::borrow(found);
+    if (PyErr_Occurred() != nullptr) throw PythonError{};
+    const Ref made = Ref::checked(
+        PyObject_CallFunction(make_for_shape_.get(), "IOO", index, sizes.get(), dtype.get()));
+    if (PyDict_GET_SIZE(known.get()) >= kMostShapes) PyDict_Clear(known.get());
+    // Making it ran Python code, which may have come here first.
+    PyObject* kept = PyDict_SetDefault(known.get(), sizes.get(), made.get());
+    return Ref::checked(Py_XNewRef(kept));
+}
+
+// {shape: object} of a dtype.
+Ref ShardingTable::made_for(Shapes& shapes, const Ref& dtype) {
+    if (shapes.dtype.get() == dtype.get()) return shapes.made;
+    const Ref all = shapes.of_dtypes;
+    Ref made = Ref::borrow(PyDict_GetItemWithError(all.get(), dtype.get()));
+    if (!made) {
+        if (PyErr_Occurred() != nullptr) throw PythonError{};
+        if (PyDict_GET_SIZE(all.get()) >= kMostDtypes) PyDict_Clear(all.get());
+        made = Ref::checked(PyDict_New());
+        check(PyDict_SetItem(all.get(), dtype.get(), made.get()));
+    }
+    const Shapes before = std::exchange(shapes, {all, dtype, made});  // what goes may come here
+    return made;
+}
+
 int ShardingTable::traverse(visitproc visit, void* arg) const {
     Py_VISIT(make_.get());
-    for (const Spec& spec : specs_)
+    Py_VISIT(make_for_shape_.get());
+    for (const Spec& spec : specs_) {
+        Py_VISIT(spec.shapes.of_dtypes.get());
+        Py_VISIT(spec.shapes.dtype.get());
+        Py_VISIT(spec.shapes.made.get());
         for (const auto& entry : spec.made) Py_VISIT(entry.second.get());
+    }
     return 0;
 }
 
 void ShardingTable::clear() {
-    make_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    // Not null: should they be called after all, that is a TypeError.
+    make_ = make_for_shape_ = Ref::borrow(Py_None);
     for (Spec& spec : specs_) {
         spec.last = Key{-1, 0};
         spec.last_made = nullptr;
-        const auto dropped = std::exchange(spec.made, {});  // its objects may come here when they go
+        // Their objects may come here when they go.
+        const auto dropped = std::exchange(spec.made, {});
+        const auto last = std::exchange(spec.shapes, {spec.shapes.of_dtypes, {}, {}});
+        if (last.of_dtypes) PyDict_Clear(last.of_dtypes.get());
     }
 }
 

@@ -1,11 +1,11 @@
 #include "survey_leaves.hpp"
 
+#include "dtype.hpp"
+
 namespace shardrules::resolution {
 
 using pytree::PythonError;
 using pytree::check;
-using pytree::interned;
-
 
 Ref SurveyLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     const Ref rule = decisions_.visit(leaf, place);
@@ -29,14 +29,6 @@ Ref SurveyLeaves::shape_of(PyObject* leaf) {
     const Ref shape = shapes_.read(leaf);
     if (!shape) return Ref::borrow(Py_None);
     return PyTuple_CheckExact(shape.get()) ? shape : Ref::checked(PySequence_Tuple(shape.get()));
-}
-
-Ref SurveyLeaves::dtype_of(PyObject* leaf) {
-    static PyObject* const name = interned("dtype");
-    if (PyObject* dtype = PyObject_GetAttr(leaf, name)) return Ref::steal(dtype);
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw PythonError{};
-    PyErr_Clear();
-    return Ref::borrow(Py_None);
 }
 
 }  // namespace shardrules::resolution

@@ -30,7 +30,6 @@ class SurveyLeaves final : public LeafVisitor {
 
   private:
     Ref shape_of(PyObject* leaf);
-    static Ref dtype_of(PyObject* leaf);
 
     MatchLeaves& decisions_;
     ShapeReader shapes_;

@@ -14,6 +14,7 @@ from shardrules._logical.rules import LogicalRules
 from shardrules._matching.compare import Decision, Difference, compare
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import (
+    BIG_VISION,
     EASYLM,
     EFORMER,
     KERAS,
@@ -26,6 +27,7 @@ from shardrules._matching.dialects import (
 )
 from shardrules._matching.rules import Rules, match_partition_rules
 from shardrules._patching.patch import patch, unpatch
+from shardrules._shape_specs import fsdp
 from shardrules._sharding.by_names import (
     RulesFallback,
     explain_logical,
@@ -64,6 +66,7 @@ else:
 
 
 __all__ = [
+    "BIG_VISION",
     "EASYLM",
     "EFORMER",
     "FLAX_CORE",
@@ -107,6 +110,7 @@ __all__ = [
     "compare",
     "explain_logical",
     "fingerprint",
+    "fsdp",
     "gather",
     "logical_axis_rules",
     "logical_to_mesh",

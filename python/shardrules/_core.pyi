@@ -99,17 +99,20 @@ class ShardingTable(Answers):
     """What each (spec, rank, kept axes) gets, made by `make` on first sight.
 
     Args:
-        correctors: Per distinct spec.
+        correctors: Per distinct spec; None for a spec that is made from shapes.
         spec_of: Per rule, its spec's index.
         make: make(spec, rank, kept), what such a leaf gets; None if it cannot be given that.
+        make_for_shape: make_for_shape(spec, shape, dtype), the same without a corrector; dtype is
+            None for a leaf that has none.
     """
 
     def __init__(
         self,
         *,
-        correctors: Sequence[Corrector],
+        correctors: Sequence[Corrector | None],
         spec_of: Sequence[int],
         make: Callable[[int, int, int], object],
+        make_for_shape: Callable[[int, tuple[Any, ...], Any], object],
     ) -> None: ...
 
 @final

@@ -7,11 +7,11 @@ shapes or files.
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
-from shardrules._format import brief
+from shardrules._format import brief, shown
 
-__all__ = ["BITS", "SAFETENSORS", "bits_of", "numpy_name"]
+__all__ = ["BITS", "SAFETENSORS", "bits_of", "given_bits", "numpy_name"]
 
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",
@@ -93,3 +93,20 @@ def bits_of(dtype: object) -> int:
     if isinstance(item_bytes, int):
         return 8 * item_bytes
     raise ValueError(f"unknown dtype {brief(dtype)}; it has neither a known name nor an itemsize")
+
+
+def given_bits(name: str, dtype: Any) -> int:
+    """The same of a dtype that a user gives as the parameter `name`.
+
+    Classes such as np.float32 and jnp.bfloat16 stand for dtypes as well.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    import numpy as np
+
+    try:
+        is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
+        return bits_of(np.dtype(dtype) if is_class else dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None

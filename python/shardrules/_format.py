@@ -14,6 +14,7 @@ from shardrules._printable import printable
 __all__ = [
     "and_more",
     "brief",
+    "byte_count",
     "bytes_shown",
     "counted",
     "mesh_shown",
@@ -26,6 +27,8 @@ _NEAR: Final = 0.7
 # Comparing takes the product of two lengths.
 _COMPARED: Final = 100
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_BYTES_OF: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+                    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 class _Start(reprlib.Repr):
@@ -63,6 +66,23 @@ def bytes_shown(count: int) -> str:
         size, unit = size / 1000, unit + 1
     digits = 0 if unit == 0 else max(0, 2 - len(str(int(abs(size)))) + 1)
     return f"{size:.{digits}f} {_UNITS[unit]}"
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes that a text such as 96GB, 80GiB or 1000000 means.
+
+    Raises:
+        ValueError: The text has another form, or the number is negative.
+    """
+    digits = text.strip().rstrip("BbKkMmGgTtIi ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        count = int(float(digits) * _BYTES_OF["" if unit == "B" else unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is not a number of bytes; write it as 96GB or 80GiB") from None
+    if count < 0:
+        raise ValueError(f"{text!r} is negative; write a number of bytes, such as 96GB or 80GiB")
+    return count
 
 
 def counted(count: int, what: str) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "Dim",
     "Entries",
     "RankPolicy",
+    "as_entries",
     "as_partition_spec",
     "axes_present",
     "entries_of",
@@ -99,6 +100,28 @@ def spec_for_rank(spec: object, rank: int, too_long: RankPolicy) -> object:
     if too_long == "truncate":
         return with_entries(whole, entries_of(whole)[:rank])
     return partition_spec() if too_long == "replicate" else None
+
+
+def as_entries(name: str, spec: Any) -> Entries:
+    """The entries of a spec that a user gives as the parameter `name`.
+
+    Raises:
+        TypeError: It is not a spec, or one with unreduced axes.
+    """
+    if is_partition_spec(spec) and not (
+        getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
+    ):
+        return Entries(entries_of(spec))
+    try:
+        entries = normalize_spec(0, spec)
+    except TypeError:
+        entries = None
+    if not isinstance(entries, Entries):
+        raise TypeError(
+            f"{name} is {shown(spec)}; it must be a PartitionSpec without unreduced axes, an axis "
+            "name, or a tuple of axis names and None"
+        )
+    return entries
 
 
 def as_partition_spec(spec: PartitionSpec | Entries) -> PartitionSpec:
@@ -216,10 +239,12 @@ def plain_entries(spec: PartitionSpec | Entries) -> list[Any]:
     return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
 
 
-def spec_shown(spec: PartitionSpec | Entries | None) -> str:
+def spec_shown(spec: Any) -> str:
     """A spec as people write it, PartitionSpec or not: P('fsdp', None); - for None."""
     if spec is None:
         return "-"
+    if not is_partition_spec(spec) and not isinstance(spec, Entries):
+        return repr(spec)
     shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
     extra = [
         f"{name}={sorted(getattr(spec, name))}"

@@ -390,6 +390,23 @@ def test_rules_of_toml(write):
     assert read_rules(write("x.toml", TOML), sr.SPECTRAX).rules.dialect.name == "Spectrax"
 
 
+def test_rules_with_specs_from_shapes(write):
+    toml = """
+        [[rules]]
+        pattern = "wo"
+        spec = { fsdp = ["dp", "fsdp"], min_bytes = "2MiB", min_rank = 2, within = [[], "tp"] }
+        units = [8]
+        [[rules]]
+        pattern = ".*"
+        spec = { fsdp = "fsdp" }
+    """
+    wo = sr.fsdp(("dp", "fsdp"), min_bytes=2 * 2**20, min_rank=2, within=(None, "tp"))
+    expected = [("wo", sr.RuleSpec(wo, units=(8,))), (".*", sr.fsdp("fsdp"))]
+    assert list(read_rules(write("rules.toml", toml)).rules) == expected
+    in_json = [[".*", {"fsdp": "fsdp", "min_bytes": 4 * 2**20, "within": None}]]
+    assert list(read_rules(write("rules.json", in_json)).rules) == expected[1:]
+
+
 @pytest.mark.parametrize("name", corpus.regex_rule_sets())
 def test_rules_of_json(write, name):
     listed = corpus.rule_file(name)["rules"]
@@ -455,6 +472,7 @@ def test_rules_of_windows_and_plans(write):
     assert read_rules(path).name == "p"
     assert set(DIALECTS.values()) == {
         sr.EFORMER, sr.NNX, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
+        sr.BIG_VISION,
     }  # fmt: skip
 
 
@@ -485,6 +503,13 @@ BAD_RULES = {
     "rule key": ("rules.json", [{"pattern": "a", "specs": 1}], "rule 0: key 'specs' is unknown"),
     "no spec": ("rules.toml", "[[rules]]\npattern = 'a'", r"rule 0: it has no spec; .*spec = \[\] rep"),
     "spec": ("rules.json", [["a", 3]], "rule 0: spec is 3"),
+    "no fsdp": ("rules.json", [["a", {"min_rank": 2}]], "rule 0: spec has no fsdp; write the mesh axis"),
+    "fsdp key": ("rules.json", [["a", {"fsdp": "x", "min_byte": 2}]], "rule 0: spec: key 'min_byte' is"),
+    "fsdp axis": ("rules.json", [["a", {"fsdp": [3]}]], r"rule 0: spec: axis\[0\] is 3"),
+    "fsdp bytes": ("rules.json", [["a", {"fsdp": "x", "min_bytes": "4MB!"}]], "rule 0: spec: '4MB!' is not"),
+    "fsdp rank": ("rules.json", [["a", {"fsdp": "x", "min_rank": "2"}]], "rule 0: spec: min_rank is '2'"),
+    "within": ("rules.json", [["a", {"fsdp": "x", "within": 3}]], "rule 0: spec is 3 .*; write a list"),
+    "twice": ("rules.json", [["a", {"fsdp": "x", "within": ["x"]}]], "rule 0: spec: .* each only once"),
     "entry": ("rules.json", [["a", [None, 3]]], r"rule 0: entry 1 of spec is 3 .*; write an axis"),
     "axes": ("rules.json", [["a", [["tp", None]]]], "rule 0: entry 0 of spec is"),
     "no axis": ("rules.json", [["a", [""]]], "rule 0: entry 0 of spec is ''"),

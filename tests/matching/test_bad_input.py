@@ -345,8 +345,8 @@ def test_what_the_core_refuses_is_not_printed():
 
 def test_what_only_the_core_is_given():
     """Not to be reached by way of Python's side; no crash all the same."""
-    with pytest.raises(ValueError, match="a corrector is missing"):
-        _core.ShardingTable(correctors=[None], spec_of=[0], make=print)
+    with pytest.raises(ValueError, match="a rule has no such spec"):
+        _core.ShardingTable(correctors=[None], spec_of=[1], make=print, make_for_shape=print)
     names, shapes = ["a", "b"], [(1,), (2,)]
 
     def make(*_):

@@ -129,6 +129,41 @@ def test_corrections_units_and_flags():
     assert back.kind("layers:0:b").spec[0] is P.UNCONSTRAINED
 
 
+def test_specs_that_are_made_from_shapes():
+    free = P(P.UNCONSTRAINED, None, "tp")
+    rules = [
+        ("wq", sr.fsdp(("dp", "fsdp"), min_bytes=0, min_rank=2, within=free)),
+        (".*", sr.RuleSpec(sr.fsdp("fsdp"), units=(2,))),
+    ]
+    plan = sr.plan(TREE, rules, MESH)
+    back = check_round_trip(plan)
+    assert back.rules[0][1].spec == rules[0][1]
+    assert back.rules[1][1] == rules[1][1]
+    stricter = [rules[0], (".*", sr.RuleSpec(sr.fsdp("fsdp", min_rank=3), units=(2,)))]
+    assert sr.plan(TREE, stricter, MESH).diff(back).rules == ("rule 1",)
+
+
+FSDP = {"fsdp": ["fsdp"], "min_bytes": 0, "min_rank": 0, "within": []}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fsdp": ["fsdp"]}, "the field 'min_bytes' is missing"),
+        (FSDP | {"more": 1}, "there are fields that are not known"),
+        (FSDP | {"fsdp": "fsdp"}, "stands where a list belongs"),
+        (FSDP | {"fsdp": [3]}, "must be a string"),
+        (FSDP | {"fsdp": []}, "at least one mesh axis"),
+        (FSDP | {"min_bytes": -1}, "min_bytes is -1"),
+        (FSDP | {"min_rank": True}, "stands where a int belongs"),
+        (FSDP | {"within": [["fsdp"]]}, "each only once"),
+    ],
+)
+def test_what_is_no_spec_from_shapes(given, message):
+    with pytest.raises(sr.FileError, match=f"the lock: rules: .*{message}"):
+        sr.Plan.from_lock(edited(setting("rules", 0, "spec", given)))
+
+
 def test_a_flag_that_only_prints_is_left_out(capfd):
     plan = sr.plan({"w": array(4)}, [(re.compile("w", re.DEBUG), None)], MESH)
     assert "LITERAL" in capfd.readouterr().out

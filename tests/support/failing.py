@@ -319,7 +319,19 @@ def sharding_table(spec: object) -> ShardingTable:
         return spec
 
     corrector = Corrector([([2], 1), ([3], 1)], absent="drop", indivisible="drop")
-    return ShardingTable(correctors=[corrector], spec_of=[0] * len(PATTERNS), make=make)
+    return ShardingTable(
+        correctors=[corrector], spec_of=[0] * len(PATTERNS), make=make, make_for_shape=make
+    )
+
+
+def shape_table(spec: object) -> ShardingTable:
+    def make(number, shape, dtype):
+        HOOKS.call("make")
+        return spec
+
+    return ShardingTable(
+        correctors=[None], spec_of=[0] * len(PATTERNS), make=make, make_for_shape=make
+    )
 
 
 def match(tree: Any, table: Any, dialect: Any = EFORMER, min_size: int = 0) -> Callable[[], Any]:
@@ -371,6 +383,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
     "match hidden": lambda: match([registered_tree(LEAF), {"value": LEAF}], spec_table, NNX),
     "match unique": lambda: match(hostile_tree(LEAF), spec_table, KERAS),
     "shardings": lambda: match(hostile_tree(ODD_LEAF), sharding_table),
+    "shardings by shape": lambda: match(hostile_tree(ODD_LEAF), shape_table),
     "survey": lambda: survey(registered_tree(ODD_LEAF)),
     "count": lambda: count(hostile_tree(LEAF)),
     "searches": searches,
@@ -388,6 +401,7 @@ EXPECTED_HOOKS: dict[str, set[str]] = {
     "match hidden": {"shape", "flatten", "unflatten", "entry str"},
     "match unique": {"shape", "hash", "str"},
     "shardings": _WALKED | {"make", "getitem"},
+    "shardings by shape": _WALKED | {"make", "dtype", "dtype hash", "dtype eq", "size hash"},
     "survey": _WALKED | {"dtype", "dtype hash", "dtype eq", "size hash"},
     "count": {"shape", "hash", "str", "search"},
     "searches": {"accepts", "search"},

@@ -21,6 +21,10 @@ def by_search(patterns, path):
     return find_first(patterns, lambda pattern: re.search(pattern, path))
 
 
+def by_fullmatch(patterns, path):
+    return find_first(patterns, lambda pattern: re.fullmatch(pattern, path))
+
+
 def by_window(patterns, path):
     keys = path.split("/")
 
@@ -61,6 +65,7 @@ CHOSEN_BY = {
     "SPECTRAX": by_search,
     "KEYSTR": by_search,
     "KERAS": by_layout_map,
+    "BIG_VISION": by_fullmatch,
     "WINDOW": by_window,
     "TP_PLAN": by_tp_plan,
 }
@@ -124,3 +129,36 @@ def tp_styles(plan, tree):
         return "" if found is None else plan[names[found]]
 
     return specs_of(tree, style)
+
+
+def fsdp_dim(shape, parts, free):
+    """The dimension that big_vision, Kauldron and openpi cut; on equal sizes numpy's argsort is stable."""
+    by_size = np.argsort(np.array(shape, np.int64), kind="stable")[::-1].tolist()
+    return next((dim for dim in by_size if dim in free and shape[dim] % parts == 0), None)
+
+
+def bytes_of(leaf):
+    return int(np.prod(leaf.shape, dtype=object)) * np.dtype(leaf.dtype).itemsize
+
+
+def big_vision_fsdp(leaf, sizes, axis, min_mb=4, spec=None):
+    """One leaf's spec after the tactic: above min_mb MiB, a dimension that `spec` leaves free."""
+    entries = list(spec or (None,) * len(leaf.shape))
+    axes = (axis,) if isinstance(axis, str) else axis
+    if bytes_of(leaf) > min_mb * 2**20:
+        free = {dim for dim, entry in enumerate(entries) if entry is None}
+        dim = fsdp_dim(leaf.shape, int(np.prod([sizes[one] for one in axes])), free)
+        if dim is not None:
+            entries[dim] = axis
+    return P(*entries)
+
+
+def openpi_fsdp(leaf, sizes, min_mb=4):
+    """One leaf's spec: from min_mb MiB on, if it has two dimensions and the axis several devices."""
+    too_small = len(getattr(leaf, "shape", ())) < 2 or bytes_of(leaf) < min_mb * 2**20
+    if sizes["fsdp"] == 1 or too_small:
+        return P()
+    dim = fsdp_dim(leaf.shape, sizes["fsdp"], set(range(len(leaf.shape))))
+    return (
+        P() if dim is None else P(*["fsdp" if i == dim else None for i in range(len(leaf.shape))])
+    )

@@ -49,7 +49,19 @@ def through_a_sharding_table(payload):
         return payload
 
     corrector = _core.Corrector([([4], 1)], absent="drop", indivisible="drop")
-    payload.other = _core.ShardingTable(correctors=[corrector], spec_of=[0], make=make)
+    payload.other = _core.ShardingTable(
+        correctors=[corrector], spec_of=[0], make=make, make_for_shape=make
+    )
+    matcher_of(sr.Rules([(".*", None)])).decide([payload], payload.other, None, None)
+
+
+def through_a_sharding_table_by_shape(payload):
+    def make(spec, shape, dtype):
+        return payload
+
+    payload.other = _core.ShardingTable(
+        correctors=[None], spec_of=[0], make=make, make_for_shape=make
+    )
     matcher_of(sr.Rules([(".*", None)])).decide([payload], payload.other, None, None)
 
 
@@ -79,7 +91,8 @@ def through_a_plan(payload):
 
 
 CYCLES = (
-    through_rules, through_a_spec_table, through_a_sharding_table, through_searches, through_a_plan,
+    through_rules, through_a_spec_table, through_a_sharding_table, through_a_sharding_table_by_shape, through_searches,
+    through_a_plan,
 )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ def shardings() -> None:
     assert_type(sr.match_partition_rules(RULES, PARAMS), Any)
     assert_type(eformer.match_partition_rules(RULES, PARAMS), Any)
     sr.named_shardings(PARAMS, RULES, MESH, correction=sr.Correction(indivisible="error"))
+    sr.named_shardings(PARAMS, [(".*", sr.fsdp("fsdp", within=PartitionSpec("tp")))], MESH)
+    sr.fsdp(("data", "fsdp"), min_byte=2**20)  # type: ignore[call-arg]
     sr.named_shardings(PARAMS, RULES, mesh=8)  # type: ignore[arg-type]
     sr.Correction(no_such_choice="drop")  # type: ignore[call-arg]
 

@@ -18,7 +18,6 @@ from shardrules._atomic_write import write_text
 from shardrules._cli.inputs import (
     MOMENTS,
     Planned,
-    byte_count,
     is_lock,
     load_plan,
     load_side,
@@ -31,7 +30,7 @@ from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._files.companions import TABLES
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
-from shardrules._format import and_more
+from shardrules._format import and_more, byte_count
 from shardrules._logical.dialects import LINEN, MAXTEXT
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from shardrules._logical.dialects import LogicalDialect
     from shardrules._matching.dialects import Dialect
 
-__all__ = ["MOMENTS", "Planned", "byte_count", "is_lock", "load_plan", "load_side"]
+__all__ = ["MOMENTS", "Planned", "is_lock", "load_plan", "load_side"]
 
 # Optimizers, with the number of moments that each keeps per parameter.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
-_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-                 "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 class Planned(NamedTuple):
@@ -126,23 +124,6 @@ def _dialect_of(name: str) -> Dialect | LogicalDialect:
     if name.lower() not in known:
         raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(known))}")
     return known[name.lower()]
-
-
-def byte_count(text: str) -> int:
-    """The number of bytes that a text such as 96GB, 80GiB or 1000000 means.
-
-    Raises:
-        ValueError: The text has another form, or the number is negative.
-    """
-    digits = text.strip().rstrip("BbKkMmGgTtIi ")
-    unit = text.strip()[len(digits) :].strip().upper()
-    try:
-        count = int(float(digits) * _UNITS["" if unit == "B" else unit])
-    except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r} is not a number of bytes; write it as 96GB or 80GiB") from None
-    if count < 0:
-        raise ValueError(f"{text!r} is negative; write a number of bytes, such as 96GB or 80GiB")
-    return count
 
 
 def is_lock(text: str) -> bool:

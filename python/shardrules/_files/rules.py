@@ -15,6 +15,7 @@ JSON and TOML have the same keys. In TOML:
     [[rules]]
     pattern = "wq/kernel"
     spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
+    # or: spec = { fsdp = "fsdp", min_bytes = "4MiB", min_rank = 2, within = [[], "tp"] }
     flags = "i"                       # letters of `re`, as in (?i)
     units = [1, 1, 128]               # as in `RuleSpec`
     memory_kind = "pinned_host"       # as in `RuleSpec`
@@ -56,13 +57,14 @@ from shardrules._files.logical import (
 )
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
-from shardrules._format import bytes_shown, shown
+from shardrules._format import byte_count, bytes_shown, shown
 from shardrules._logical.dialects import LINEN, MAXTEXT, LogicalDialect
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching import dialects as _dialects
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules
 from shardrules._planning.companion import Companion
+from shardrules._shape_specs import Fsdp, fsdp
 
 __all__ = ["DIALECTS", "RuleFile", "read_rules"]
 
@@ -81,6 +83,7 @@ _RULE_KEYS: Final = (
 )  # fmt: skip
 _CORRECTION_KEYS: Final = tuple(field.name for field in fields(Correction))
 _NO_COMPANIONS: Final[Mapping[str, list[str]]] = {}
+_FSDP_KEYS: Final = ("fsdp", "min_bytes", "min_rank", "within")
 _FLAGS: Final = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "u": re.U, "x": re.X}
 
 # Maximum bytes of memory per byte of a file: for the program of all patterns, and for the name of a
@@ -323,13 +326,30 @@ def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
 
 
 def _spec(where: str, spec: object) -> object:
-    """None, or a tuple of entries."""
+    """None, a tuple of entries, or the value of `fsdp`."""
     if spec is None:
         return None
+    if isinstance(spec, dict):
+        return _fsdp(where, spec)
     entries = [spec] if isinstance(spec, str) else spec
     if not isinstance(entries, list):
         raise FileError(f'{where}: spec is {shown(spec)}; write a list, as ["fsdp", [], "tp"]')
     return tuple(_entry(where, dim, entry) for dim, entry in enumerate(entries))
+
+
+def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
+    """The value of `fsdp`, of a table with its arguments."""
+    _check_keys(f"{where}: spec", table, _FSDP_KEYS)
+    if "fsdp" not in table:
+        raise FileError(f'{where}: spec has no fsdp; write the mesh axis, as {{fsdp = "fsdp"}}')
+    given = dict(table, within=_spec(where, table.get("within")))
+    axis, least = given.pop("fsdp"), given.get("min_bytes")
+    try:
+        if isinstance(least, str):
+            given["min_bytes"] = byte_count(least)
+        return fsdp(axis, **given)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{where}: spec: {error}") from None
 
 
 def _entry(where: str, dim: int, entry: object) -> object:

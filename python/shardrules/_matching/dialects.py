@@ -15,6 +15,7 @@ from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MATCH_MODES, M
 from shardrules._specs import RankPolicy
 
 __all__ = [
+    "BIG_VISION",
     "EASYLM",
     "EFORMER",
     "KERAS",
@@ -146,6 +147,17 @@ KERAS = Dialect(
 )
 """`keras.distribution.LayoutMap` of Keras 3.15. Up to 3.13 it searched, where it wants a full match
 now."""
+
+BIG_VISION = Dialect(
+    name="big_vision",
+    separator="/",
+    correction=Correction(absent="error", indivisible="drop", rank="error"),
+    match=("fullmatch",),
+    scalars="none",
+    rank="error",
+    unmatched="replicate",
+)
+"""`infer_sharding` of big_vision's sharding, as of 2026. Its tactics are `fsdp` and plain specs."""
 
 WINDOW = Dialect(
     name="windows", separator="/", correction=_NONE, match=("window",), scalars="none", rank="keep"

@@ -18,6 +18,7 @@ from shardrules._matching.dialects import Dialect, key_separator
 from shardrules._matching.environment import logs_moves
 from shardrules._matching.match_modes import MATCH_MODES, Pattern
 from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
+from shardrules._shape_specs import Fsdp
 from shardrules._specs import Entries, RankPolicy, spec_for_rank, spec_length
 
 __all__ = ["Counters", "Matcher", "WalkResult"]
@@ -73,6 +74,7 @@ class Matcher:
         "_remembered",
         "dialect",
         "fallbacks",
+        "from_shapes",
         "memory_budget",
         "pairs",
         "rule_set",
@@ -88,6 +90,10 @@ class Matcher:
         self.dialect: Final = dialect
         self.memory_budget: Final = memory_budget
         self.fallbacks: Final = code.fallbacks
+        self.from_shapes: Final = next(
+            (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
+        )
+        """The first rule whose spec is made from shapes, which needs a mesh; or None."""
         self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank, None)
         """For `decide`: each rule's spec, as long as the dialect lets it be."""
         self.rule_set: Final = RuleSet(

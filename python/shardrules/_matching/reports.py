@@ -15,7 +15,7 @@ from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher, WalkResult
 from shardrules._printable import printable, printable_lines
 
-__all__ = ["ambiguous_message", "decided_tree", "too_long_message"]
+__all__ = ["ambiguous_message", "decided_tree", "rule_shown", "too_long_message"]
 
 
 def decided_tree(
@@ -89,7 +89,7 @@ def too_long_message(
     listed = _listed(
         count,
         [
-            f"{path}  shape {shape}  rule {rule}: {_rule_shown(*matcher.pairs[rule])}"
+            f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
             for path, (rule, shape) in leaves
         ],
     )
@@ -109,7 +109,8 @@ def _event_message(path: str, spec: object) -> str:
     return printable(f"PartitionSpec Related to {path} {what}")
 
 
-def _rule_shown(pattern: Pattern, given: Any) -> str:
+def rule_shown(pattern: Pattern, given: Any) -> str:
+    """A rule, for a message."""
     return f"{pattern!r} -> {plain_spec(given)}"
 
 

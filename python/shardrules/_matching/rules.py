@@ -18,7 +18,7 @@ from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
-from shardrules._matching.reports import decided_tree, too_long_message
+from shardrules._matching.reports import decided_tree, rule_shown, too_long_message
 from shardrules._specs import is_partition_spec, normalize_spec, partition_spec
 
 __all__ = [
@@ -44,7 +44,8 @@ class Rules:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
             hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
             or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
-            them; or any other hashable object, which leaves get as it is. A `RuleSpec` adds a
+            them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
+            which leaves get as it is. A `RuleSpec` adds a
             correction to a spec.
         dialect: Whose semantics to follow.
         memory_budget: Bytes that the matcher may spend on remembered states, for each call that
@@ -190,7 +191,8 @@ def match_partition_rules(
 
     Raises:
         ValueError: No rule matches some leaf; the message has the count and the first ten paths.
-        TypeError: A rule is not a pair, a pattern not a string, or a spec not hashable.
+        TypeError: A rule is not a pair, a pattern not a string, or a spec not hashable or made from
+            shapes (`fsdp`), which needs a mesh.
         re.error: A pattern is invalid.
         RecursionError: The tree is nested too deeply.
 
@@ -211,6 +213,11 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
     Raises:
         ValueError, TypeError, RecursionError: As `match_partition_rules`.
     """
+    if (rule := matcher.from_shapes) is not None:
+        raise TypeError(
+            f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
+            "use named_shardings or plan, with a mesh"
+        )
     found = matcher.decide(
         tree,
         matcher.specs,

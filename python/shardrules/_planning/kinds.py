@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardrules._memory_kinds import in_memory
+from shardrules._shape_specs import Fsdp
 from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Kind:
     fix: str | None
     """A remedy, if one is known."""
     wanted: Spec | None
-    """The rule's spec, before it was made to fit; None without a rule."""
+    """The spec that the rule says or makes of the shape, before it was made to fit; None without a
+    rule."""
     spec: Spec | None
     """The corrected spec; None if they are not placed."""
     losses: tuple[Loss, ...]
@@ -152,8 +154,10 @@ def placement_shown(kind: Kind) -> str:
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
-def axes_named(spec: Spec | None) -> frozenset[str]:
+def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     """The axes in a spec."""
+    if isinstance(spec, Fsdp):
+        return spec.named
     entries = entries_of(spec if spec is not None else Entries())
     return frozenset(axis for entry in entries for axis in entry_axes(entry))
 

@@ -17,6 +17,7 @@ from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._printable import printable
+from shardrules._shape_specs import Fsdp
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
@@ -234,7 +235,7 @@ def _shardings_by_specs(
         if spec is None:
             shardings_of_leaves.append(None)
             continue
-        if is_partition_spec(spec):
+        if _is_spec_of_mesh(spec):
             resolved = resolved or local_view(resolve_mesh(mesh))
             wanted, on_mesh = spec, resolved
         elif _is_named_sharding(spec):
@@ -245,7 +246,8 @@ def _shardings_by_specs(
                 "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
             )
         try:
-            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy)
+            dtype = getattr(leaf, "dtype", None) if isinstance(wanted, Fsdp) else None
+            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy, dtype)
             if keep_memory and wanted is spec:
                 sharding = in_its_memory(leaf, sharding)
         except ValueError as error:
@@ -318,10 +320,10 @@ def _are_specs(given: Any) -> bool:
     """Whether it is a spec or a tree of specs, and cannot be rules."""
     from jax import tree_util
 
-    if is_partition_spec(given):
+    if _is_spec_of_mesh(given):
         return True
     specs = [one for one in tree_util.tree_leaves(given, is_leaf=_is_spec) if one is not None]
-    return bool(specs) and all(is_partition_spec(one) or _is_named_sharding(one) for one in specs)
+    return bool(specs) and all(_is_spec_of_mesh(one) or _is_named_sharding(one) for one in specs)
 
 
 def _are_rules(given: Any) -> bool:
@@ -335,6 +337,10 @@ def _are_rules(given: Any) -> bool:
         and all(isinstance(rule, (tuple, list)) and len(rule) == 2 for rule in given)
         and all(isinstance(rule[0], (str, re.Pattern)) for rule in given)
     )
+
+
+def _is_spec_of_mesh(spec: Any) -> bool:
+    return is_partition_spec(spec) or isinstance(spec, Fsdp)
 
 
 def _is_named_sharding(spec: Any) -> bool:

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, RuleSpec, check_correction, rule_spec
+from shardrules._correction import Correction, RuleSpec, check_correction, plain_spec, rule_spec
+from shardrules._dtypes import given_bits
 from shardrules._format import and_more, counted, mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
@@ -23,9 +24,11 @@ from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
 from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
 from shardrules._printable import printable_lines
+from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, context_mesh, on_axes, resolve_mesh
+from shardrules._sharding.spec_by_shape import SpecByShape
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import (
     Entries,
@@ -130,12 +133,24 @@ def mesh_for(
     factors: dict[str, set[int]] = defaultdict(set)
 
     def note(spec: int, _: int, kept: int) -> bool:
-        for axis, factor in specs[spec].factors(kept):
+        return note_of(cast(SpecOnMesh, specs[spec]), kept)
+
+    def note_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> bool:
+        on_mesh = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
+        return on_mesh is None or note_of(on_mesh, on_mesh.corrector.kept(shape))
+
+    def note_of(spec: SpecOnMesh, kept: int) -> bool:
+        for axis, factor in spec.factors(kept):
             factors[axis].add(factor)
         return True
 
     # A table of its own, because one that is remembered would not ask again.
-    table = ShardingTable(correctors=[spec.corrector for spec in specs], spec_of=spec_of, make=note)
+    table = ShardingTable(
+        correctors=[spec.corrector for spec in specs],
+        spec_of=spec_of,
+        make=note,
+        make_for_shape=note_for_shape,
+    )
     matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
     return on_axes(mesh, in_parts(mesh.shape, factors))
 
@@ -148,6 +163,7 @@ def spec_for(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    dtype: Any = None,
 ) -> PartitionSpec:
     """The PartitionSpec of one array.
 
@@ -161,6 +177,7 @@ def spec_for(
         mesh: As in `named_shardings`.
         min_size: As in `match_partition_rules`.
         correction: As in `named_shardings`.
+        dtype: The array's dtype, or its name; only specs that go by bytes need it, as `fsdp`.
 
     Raises:
         ValueError, TypeError: As `named_shardings`.
@@ -173,7 +190,9 @@ def spec_for(
     check_correction(correction)
     matcher = matcher_of(as_rules("rules", rules)).for_whole_paths()
     key = matcher.joined(path)
-    tree = {key: SimpleNamespace(shape=shape_of("shape", shape))}
+    if dtype is not None:
+        given_bits("dtype", dtype)
+    tree = {key: SimpleNamespace(shape=shape_of("shape", shape), dtype=dtype)}
     if mesh is None and context_mesh() is None:
         return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
     on_mesh = resolve_mesh(mesh)
@@ -183,7 +202,11 @@ def spec_for(
 
 @functools.lru_cache(maxsize=4096)
 def corrected_sharding(
-    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
+    spec: PartitionSpec | Fsdp,
+    shape: tuple[int, ...],
+    mesh: AnyMesh,
+    correction: Correction,
+    dtype: Any = None,
 ) -> NamedSharding:
     """The NamedSharding of one array whose spec is known.
 
@@ -193,7 +216,7 @@ def corrected_sharding(
     from jax.sharding import NamedSharding
 
     on_mesh = _spec_on_mesh(spec, mesh, correction)
-    corrected = on_mesh.corrected(len(shape), on_mesh.corrector.kept(shape))
+    corrected = on_mesh.decided(shape, dtype)
     if corrected is None:
         what = (
             f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
@@ -208,14 +231,15 @@ def correction_losses(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> list[LostAxes]:
     """The axes of its spec that an array of this shape loses."""
-    on_mesh = _spec_on_mesh(spec, mesh, correction)
+    on_mesh, _ = _spec_on_mesh(spec, mesh, correction).for_array(shape, None)
     return list(on_mesh.lost(len(shape), on_mesh.corrector.kept(shape)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec_on_mesh(spec: PartitionSpec, mesh: AnyMesh, correction: Correction) -> SpecOnMesh:
-    local, policy = _inside_shard_map(spec, correction, manual_axes(mesh))
-    return SpecOnMesh(local, dict(mesh.shape), policy)
+def _spec_on_mesh(
+    spec: PartitionSpec | Fsdp, mesh: AnyMesh, correction: Correction
+) -> SpecOnMesh | SpecByShape:
+    return _bound_spec(RuleSpec(spec), dict(mesh.shape), correction, manual_axes(mesh))
 
 
 class ManualAxes(NamedTuple):
@@ -269,7 +293,7 @@ class _OnMesh(NamedTuple):
 
     shardings: _Answers
     placements: _Answers
-    specs: list[SpecOnMesh]
+    specs: list[SpecOnMesh | SpecByShape]
     spec_of: list[int]
     mesh: AnyMesh
 
@@ -286,7 +310,7 @@ def specs_on_mesh(
     *,
     manual: ManualAxes = _NO_MANUAL_AXES,
     made: bool = True,
-) -> tuple[list[SpecOnMesh], list[int]]:
+) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
     """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
     Args:
@@ -298,12 +322,14 @@ def specs_on_mesh(
 
     Raises:
         TypeError: The spec of a rule cannot become a PartitionSpec.
+        ValueError: A spec that is made from shapes names manual axes.
     """
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
     for index, (_, spec) in enumerate(rules):
         wanted = rule_spec(spec)
-        if not is_partition_spec(wanted.spec) and not isinstance(wanted.spec, Entries):
+        is_spec = is_partition_spec(wanted.spec) or isinstance(wanted.spec, Entries | Fsdp)
+        if not is_spec:
             raise TypeError(
                 f"rule {index}: the spec {shown(wanted.spec)} cannot be put on a mesh: it is no "
                 "PartitionSpec, axis name, tuple of axis names or None"
@@ -311,12 +337,37 @@ def specs_on_mesh(
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
     policies = [wanted.correction or correction for wanted in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
-    specs = []
-    for wanted, policy in zip(index_of, policies, strict=True):
-        spec = as_partition_spec(wanted.spec) if made else wanted.spec
-        local, inside = _inside_shard_map(spec, policy, manual)
-        specs.append(SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts))
+    specs = [
+        _bound_spec(one, axis_sizes, policy, manual, made=made, has_parts=has_parts)
+        for one, policy in zip(index_of, policies, strict=True)
+    ]
     return specs, spec_of
+
+
+def _bound_spec(
+    wanted: RuleSpec,
+    axis_sizes: Mapping[str, int],
+    correction: Correction,
+    manual: ManualAxes,
+    *,
+    made: bool = True,
+    has_parts: bool = False,
+) -> SpecOnMesh | SpecByShape:
+    """One of the specs of `specs_on_mesh`."""
+    by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
+    given = wanted.spec if by_shape is None else by_shape.within
+    spec = as_partition_spec(given) if made else given
+    local, inside = _inside_shard_map(spec, correction, manual)
+    on_mesh = SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts)
+    if by_shape is None:
+        return on_mesh
+    if not by_shape.named.isdisjoint(manual.axes):
+        raise ValueError(
+            f"{by_shape} goes by whole shapes, and inside a shard_map over "
+            f"{', '.join(sorted(by_shape.named & manual.axes))} they are local: apply it outside, "
+            "or write the spec out"
+        )
+    return SpecByShape(by_shape, on_mesh)
 
 
 def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
@@ -355,25 +406,33 @@ def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Corre
     def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
         return sharding_in_memory(mesh, spec, memory)
 
-    # These must not refer to the tables, because the tables refer to them.
-    def make(spec: int, rank: int, kept: int) -> NamedSharding | None:
-        corrected = specs[spec].corrected(rank, kept)
+    def sharded(spec: int, corrected: PartitionSpec | None) -> NamedSharding | None:
         return None if corrected is None else sharding(corrected, memory_of[spec])
 
-    def place(spec: int, rank: int, kept: int) -> Placement | None:
-        made = make(spec, rank, kept)
+    def placed(spec: int, corrected: PartitionSpec | None) -> Placement | None:
+        made = sharded(spec, corrected)
         return None if made is None else Placement(made, memory_of[spec] is not None)
 
-    def answers(make: Callable[[int, int, int], object], replicated: object) -> _Answers:
-        correctors = [spec.corrector for spec in specs]
-        return _Answers(
-            ShardingTable(correctors=correctors, spec_of=spec_of, make=make), replicated
+    def answers(of: Callable[[int, PartitionSpec | None], object], replicated: object) -> _Answers:
+        # These must not refer to the tables, because the tables refer to them.
+        def make(spec: int, rank: int, kept: int) -> object:
+            return of(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
+
+        def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
+            return of(spec, specs[spec].decided(shape, dtype))
+
+        table = ShardingTable(
+            correctors=[spec.corrector for spec in specs],
+            spec_of=spec_of,
+            make=make,
+            make_for_shape=make_for_shape,
         )
+        return _Answers(table, replicated)
 
     replicated = sharding(partition_spec(), None)
     return _OnMesh(
-        answers(make, replicated),
-        answers(place, Placement(replicated, says_memory=False)),
+        answers(sharded, replicated),
+        answers(placed, Placement(replicated, says_memory=False)),
         specs,
         spec_of,
         mesh,
@@ -387,7 +446,9 @@ def _misfits_message(
     lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
     for path, (rule, shape) in leaves:
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
-        lines.append(f"    {path}  shape {shape}  rule {rule}: {pattern!r} -> {spec.spec}")
+        said = plain_spec(matcher.pairs[rule][1])
+        given = said if isinstance(said, Fsdp) else spec.spec
+        lines.append(f"    {path}  shape {shape}  rule {rule}: {pattern!r} -> {given}")
         lines += [f"        {text}" for text in spec.errors(tuple(shape))]
     lines += [f"    {line}" for line in and_more(count, len(leaves), "leaf")]
     return printable_lines(lines)

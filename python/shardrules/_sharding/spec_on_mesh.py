@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._correction import Correction
@@ -63,16 +63,16 @@ class SpecOnMesh:
 
     __slots__ = (
         "_axes",
-        "_axis_sizes",
         "_bits",
         "_correction",
         "_cuts",
         "_follows",
         "_has_parts",
-        "_units",
-        "_written",
+        "axis_sizes",
         "corrector",
         "spec",
+        "units",
+        "written",
     )
 
     def __init__(
@@ -86,8 +86,8 @@ class SpecOnMesh:
         has_parts: bool = False,
     ) -> None:
         self._follows = follows
-        self._written: Any = spec
-        self._axis_sizes = axis_sizes
+        self.written: Any = spec
+        self.axis_sizes: Final = axis_sizes
         self._correction = correction
         self._has_parts = has_parts or self.by_factors
         cuts = [[c for a in entry_axes(e) for c in self._cuts_of(a)] for e in entries_of(spec)]
@@ -97,27 +97,47 @@ class SpecOnMesh:
         self.spec: Any = spec
         if self._has_parts:
             self.spec = with_entries(spec, map(self._in_parts, entries_of(spec), self._axes))
-        self._units = tuple(
-            (units[dim] if dim < len(units) else None) or 1 for dim in range(len(spec))
-        )
+        rest = [None] * (len(spec) - len(units))
+        self.units: Final = tuple(unit or 1 for unit in (*units, *rest))
         self.corrector = Corrector(
             [
                 ([size for cut in of_dim for size in cut.sizes], unit)
-                for of_dim, unit in zip(cuts, self._units, strict=True)
+                for of_dim, unit in zip(cuts, self.units, strict=False)
             ],
             absent=_dropping(correction.absent),
             indivisible=_dropping(correction.indivisible),
         )
 
     def _cuts_of(self, axis: str) -> list[Cut]:
-        return cuts_of(
-            axis, self._axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors
-        )
+        return cuts_of(axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors)
+
+    def size_of(self, axis: str) -> int:
+        """Devices along an axis, whether the mesh has it whole or in parts; 0 if it has neither."""
+        return prod(size for cut in self._cuts_of(axis) for size in cut.sizes)
 
     @property
     def by_factors(self) -> bool:
         """Whether a factor of an axis may cut an array."""
         return self._correction.indivisible == "factor"
+
+    def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
+        """(the spec for arrays of this shape, its origin if it is not the rule's own): itself."""
+        return self, None
+
+    def with_spec(self, spec: Entries) -> SpecOnMesh:
+        """Another spec, bound to the same sizes, correction and units."""
+        return SpecOnMesh(
+            with_entries(self.written, spec),
+            self.axis_sizes,
+            self._correction,
+            self.units,
+            follows=self._follows,
+            has_parts=self._has_parts,
+        )
+
+    def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The corrected spec for arrays of this shape and any dtype; None if it is forbidden."""
+        return self.corrected(len(shape), self.corrector.kept(shape))
 
     def corrected(self, rank: int, kept: int) -> Any:
         """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
@@ -145,13 +165,13 @@ class SpecOnMesh:
         """
 
         def unit(position: int, dim: Dim) -> int:
-            known = self._units[dim] if isinstance(dim, int) and dim < len(self._units) else 1
+            known = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
             block = blocks[position] if position < len(blocks) else 1
             return lcm(known, block) // block
 
         return SpecOnMesh(
-            with_dims(self._written, dims),
-            self._axis_sizes,
+            with_dims(self.written, dims),
+            self.axis_sizes,
             self._correction,
             tuple(unit(position, dim) for position, dim in enumerate(dims)),
             follows=True,
@@ -168,7 +188,7 @@ class SpecOnMesh:
         seen: set[str] = set()
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
             wanted = self._axes[dim]
-            absent = tuple(axis for axis in wanted if axis not in self._axis_sizes)
+            absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
             if absent:
                 yield LostAxes("absent", dim, absent)
             if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
@@ -188,7 +208,7 @@ class SpecOnMesh:
         factored = {axis for axis, _ in self.factors(kept)}
         if unfactored := tuple(axis for axis in wanted if axis in factored):
             return LostAxes("unfactored", dim, unfactored)
-        is_cut = any(self._axis_sizes.get(axis, 1) > 1 for axis in had)
+        is_cut = any(self.axis_sizes.get(axis, 1) > 1 for axis in had)
         left = tuple(axis for axis in wanted if axis not in had)
         return LostAxes("factored" if is_cut else "indivisible", dim, left)
 
@@ -221,7 +241,7 @@ class SpecOnMesh:
     def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Whether the absent axes explain the whole loss."""
         policy = _dropping(self._correction.absent)
-        return list(kept) == axes_present(list(wanted), self._axis_sizes, policy)
+        return list(kept) == axes_present(list(wanted), self.axis_sizes, policy)
 
     @staticmethod
     def _in_parts(entry: Any, axes: tuple[str, ...]) -> Any:
@@ -237,14 +257,14 @@ class SpecOnMesh:
         if lost.kind != "absent":
             return ()
         named = {axis for axes in self._axes for axis in axes}
-        free = [axis for axis in self._axis_sizes if axis not in named]
+        free = [axis for axis in self.axis_sizes if axis not in named]
         return tuple(near for axis in lost.axes if (near := nearest(axis, free)))
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
         """Axes of the mesh that are dropped only because absent axes are in the same entry."""
         if lost.kind != "absent" or self._correction.absent != "drop":
             return ()
-        return tuple(axis for axis in self._axes[lost.dim] if axis in self._axis_sizes)
+        return tuple(axis for axis in self._axes[lost.dim] if axis in self.axis_sizes)
 
     def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         """(message, fix) of a loss of an array of this shape."""
@@ -316,9 +336,9 @@ class SpecOnMesh:
         )
 
     def _misfit_shown(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
-        present = [axis for axis in self._axes[lost.dim] if axis in self._axis_sizes]
-        parts = " * ".join(f"{axis}={self._axis_sizes[axis]}" for axis in present)
-        unit = self._units[lost.dim]
+        present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
+        parts = " * ".join(f"{axis}={self.axis_sizes[axis]}" for axis in present)
+        unit = self.units[lost.dim]
         multiples = f" in multiples of {unit}" if unit > 1 else ""
         return f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
 

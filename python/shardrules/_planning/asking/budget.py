@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._arguments import MOST
-from shardrules._dtypes import bits_of
-from shardrules._format import bytes_shown, shown
+from shardrules._dtypes import given_bits
+from shardrules._format import bytes_shown
 from shardrules._memory_kinds import is_on_host
 from shardrules._sharding.device_bytes import DeviceClasses, Held, held_of
 from shardrules._specs import Entries
@@ -161,12 +161,12 @@ def _counted(
     if gradients is not None and gradients is not False:
         held = columns.held
         if gradients is not True:
-            held = _like_params(columns, _bits("gradients", gradients))
+            held = _like_params(columns, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
         count("gradients", columns, of_params, held, "device")
     if isinstance(optimizer, tuple):
         for position, dtype in enumerate(optimizer):
-            held = _like_params(columns, _bits(f"optimizer[{position}]", dtype))
+            held = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
             count("optimizer", columns, of_params, held, optimizer_memory_kind)
     elif optimizer is not None:
         _check_same_mesh("the optimizer's", optimizer, columns)
@@ -186,15 +186,6 @@ def _check_same_mesh(whose: str, of: Columns, columns: Columns) -> None:
         raise ValueError(
             f"{whose} plan is for the mesh {of.axis_sizes}, this one for {columns.axis_sizes}"
         )
-
-
-def _bits(name: str, dtype: Any) -> int:
-    """Bits of one element; classes such as np.float32 and jnp.bfloat16 stand for dtypes as well."""
-    try:
-        is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
-        return bits_of(np.dtype(dtype) if is_class else dtype)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
 def _like_params(columns: Columns, bits: int) -> list[Held]:

@@ -54,6 +54,7 @@ from shardrules._planning.placing.on_mesh import (
     kind_on_mesh,
 )
 from shardrules._planning.placing.survey import checked_type
+from shardrules._shape_specs import Fsdp, fsdp
 from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown
 
 __all__ = ["content_of", "read_lock"]
@@ -218,8 +219,19 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
     if "correction" in entry:
         correction = _correction(entry["correction"])
     units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
-    memory, spec = entry.get("memory_kind"), _spec(entry["spec"])
+    memory, given = entry.get("memory_kind"), entry["spec"]
+    spec = _fsdp(given) if isinstance(given, dict) else _spec(given)
     return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
+
+
+def _fsdp(fields: dict[str, Any]) -> Fsdp:
+    _check_known(fields, frozenset({"fsdp", "min_bytes", "min_rank", "within"}))
+    return fsdp(
+        _typed(fields["fsdp"], list),
+        min_bytes=_typed(fields["min_bytes"], int),
+        min_rank=_typed(fields["min_rank"], int),
+        within=_spec(fields["within"]),
+    )
 
 
 def _dialect(fields: dict[str, Any]) -> Dialect:

@@ -27,6 +27,7 @@ from shardrules._planning.locks.format import (
     length,
     rules_digest,
 )
+from shardrules._shape_specs import Fsdp
 from shardrules._specs import is_unconstrained, plain_entries, spec_shown
 
 if TYPE_CHECKING:
@@ -155,13 +156,23 @@ def _logical_rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
     return {"rule": index, "name": _name_entry(name), "axes": _name_entry(axes)}
 
 
+def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
+    return {
+        "fsdp": list(spec.axes),
+        "min_bytes": spec.min_bytes,
+        "min_rank": spec.min_rank,
+        "within": _spec_entry(spec.within),
+    }
+
+
 def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
     pattern, given = rule
     wanted = rule_spec(given)
     entry: dict[str, Any] = {"rule": index, "pattern": pattern}
     if isinstance(pattern, re.Pattern):
         entry |= {"pattern": pattern.pattern, "flags": int(pattern.flags) & FLAGS}
-    entry["spec"] = _spec_entry(wanted.spec)
+    is_fsdp = isinstance(wanted.spec, Fsdp)
+    entry["spec"] = _fsdp_entry(wanted.spec) if is_fsdp else _spec_entry(wanted.spec)
     if wanted.correction is not None:
         entry["correction"] = dataclasses.asdict(wanted.correction)
     if wanted.units:

@@ -7,7 +7,7 @@ columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shardrules._correction import RuleSpec
 from shardrules._logical.resolver import UNASSIGNED, repeated
@@ -22,7 +22,7 @@ from shardrules._planning.placing.on_mesh import (
     loss_of,
 )
 from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
-from shardrules._sharding.spec_on_mesh import LostAxes
+from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import Entries, entry_axes
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from shardrules._planning.kinds import Kind, Loss
     from shardrules._planning.leaves import LeafType, Leaves
     from shardrules._sharding.mesh import MeshLike
-    from shardrules._sharding.spec_on_mesh import SpecOnMesh
 
 __all__ = ["by_names"]
 
@@ -100,7 +99,7 @@ class _NamesOnMesh:
         (spec,), _ = specs_on_mesh(
             pairs, self.axis_sizes, self._correction, manual=self._manual, made=False
         )
-        return spec
+        return cast(SpecOnMesh, spec)  # of entries, and not made from shapes
 
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]

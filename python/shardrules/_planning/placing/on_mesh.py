@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardrules._planning.kinds import Spec
     from shardrules._planning.leaves import LeafType
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.spec_by_shape import SpecByShape
     from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 
 __all__ = [
@@ -133,14 +134,15 @@ class RulesOnMesh:
         if any(spec.by_factors for spec in self._specs):
             for leaf, derivation in leaves:
                 if leaf.rule >= 0 and leaf.shape is not None:
-                    wanted = self._wanted(leaf, derivation)[0]
+                    by_rule = self._wanted(leaf, derivation)[0]
+                    wanted, _ = by_rule.for_array(leaf.shape, leaf.bits)
                     for axis, factor in wanted.factors(wanted.corrector.kept(leaf.shape)):
                         factors[axis].add(factor)
         return in_parts(self.axis_sizes, factors)
 
     def _wanted(
         self, leaf: LeafType, derivation: Derivation | None
-    ) -> tuple[SpecOnMesh, str | None]:
+    ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
         """(the spec of such leaves, where it comes from)."""
         wanted = self._specs[self._spec_of[leaf.rule]]
         if derivation is None:
@@ -160,12 +162,16 @@ class RulesOnMesh:
         spec = Entries() if problem is PLACED else None
         return kind_on_mesh(leaf, None, spec, self.axis_sizes, problem=problem)
 
-    def _with_spec(self, leaf: LeafType, wanted: SpecOnMesh, origin: str | None) -> Kind:
+    def _with_spec(
+        self, leaf: LeafType, by_rule: SpecOnMesh | SpecByShape, origin: str | None
+    ) -> Kind:
         memory = self._memory_of[leaf.rule]
         if leaf.shape is None:
             return kind_on_mesh(
-                leaf, wanted.spec, Entries(), self.axis_sizes, origin=origin, memory_kind=memory
+                leaf, by_rule.spec, Entries(), self.axis_sizes, origin=origin, memory_kind=memory
             )
+        wanted, made = by_rule.for_array(leaf.shape, leaf.bits)
+        origin = "; ".join(filter(None, (origin, made))) or None
         spec, losses, problem = fitted(wanted, leaf.shape)
         return kind_on_mesh(
             leaf,

@@ -22,6 +22,7 @@ from shardrules._planning.asking.findings import Finding, FindingKind, Level
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
+from shardrules._shape_specs import Fsdp
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
@@ -81,6 +82,12 @@ class Queries:
         matched = [set(rules.all_matches(probe)) for probe in _PROBES]
         everything = set.intersection(*matched)
         return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
+
+    @cached_property
+    def silent_catch_alls(self) -> frozenset[int]:
+        """Those of them that give all leaves one spec, whatever they are."""
+        spec_of = self.columns.spec_of_rule
+        return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
 
     def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
         """The folded leaves of those kinds, with most bytes on a device first."""

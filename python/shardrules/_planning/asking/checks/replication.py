@@ -21,7 +21,7 @@ __all__ = ["catch_alls", "replicated"]
 def catch_alls(queries: Queries) -> Iterator[Finding]:
     """Leaves that only the catch-all rule matches."""
     columns = queries.columns
-    for rule in sorted(queries.catch_alls):
+    for rule in sorted(queries.silent_catch_alls):
         folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
         if not folded:
             continue
@@ -55,7 +55,7 @@ def replicated(queries: Queries) -> Iterator[Finding]:
     for one in queries.undeclared(queries.folded(queries.is_whole)):
         kind = queries.columns.kinds[one.group]
         # Leaves of the catch-all, and those without names, are reported as that.
-        if kind.rule not in queries.catch_alls and not queries.is_unnamed(kind):
+        if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
             by_rule[kind.decided_by].append(one)
     large_of = {
         rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]

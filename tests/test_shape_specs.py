@@ -1,0 +1,323 @@
+"""Specs that are made from shapes: against what big_vision and openpi do, and wherever a spec goes."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+from tests.support.references import big_vision_fsdp, openpi_fsdp
+from tests.support.slow import MODELS
+
+MESHES = [
+    {"fsdp": 8},
+    {"fsdp": 256},
+    {"data": 2, "fsdp": 12},
+    {"fsdp": 1, "tp": 8},
+    {"replica": 2, "fsdp": 7, "tp": 4},
+]
+MIB = 2**20
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def cuts(spec):
+    """The entries without trailing None, which no device tells apart."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def specs(tree, spec, mesh, **options):
+    """The cuts of each leaf, which are the same from named_shardings and from a plan."""
+    rules = [(".*", spec)]
+    placed = sr.named_shardings(tree, rules, mesh, **options)
+    planned = sr.plan(tree, rules, mesh, **options).specs()
+    assert {path: one.spec for path, one in placed.items()} == planned
+    return {path: cuts(spec) for path, spec in planned.items()}
+
+
+def expected(tree, reference):
+    """The cuts that the reference gives, asked once for each shape and dtype."""
+    of_kind = {}
+    for leaf in tree.values():
+        if (leaf.shape, leaf.dtype) not in of_kind:
+            of_kind[leaf.shape, leaf.dtype] = cuts(reference(leaf))
+    return {path: of_kind[leaf.shape, leaf.dtype] for path, leaf in tree.items()}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_real_models_get_the_specs_of_big_vision_and_openpi(model, sizes):
+    tree = corpus.manifest(model).flat(corpus.with_dtype)
+    theirs = expected(tree, lambda leaf: big_vision_fsdp(leaf, sizes, "fsdp"))
+    assert specs(tree, sr.fsdp("fsdp", min_bytes=4 * MIB + 1), sizes) == theirs
+    theirs = expected(tree, lambda leaf: openpi_fsdp(leaf, sizes))
+    ours = specs(tree, sr.fsdp("fsdp", min_bytes=4 * MIB, min_rank=2), sizes)
+    # openpi does not name an axis of one device.
+    assert {p: () if sizes["fsdp"] == 1 else spec for p, spec in ours.items()} == theirs
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]), max_size=5),
+    st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])),
+    st.integers(0, 5000),
+    st.sampled_from([(), ("tp",), (None, "tp")]),
+)
+def test_any_shape_gets_the_spec_of_big_vision(shape, sizes, threshold, within):
+    mesh = {"replica": sizes[0], "fsdp": sizes[1], "tp": 1}
+    leaf, fixed = array(*shape), within[: len(shape)]
+    entries = [*fixed, *[None] * (len(shape) - len(fixed))]
+    axes = ("replica", "fsdp")
+    theirs = big_vision_fsdp(leaf, mesh, axes, threshold / MIB, entries)
+    spec = sr.fsdp(axes, min_bytes=threshold + 1, within=within)
+    if shape:  # a scalar needs no rule
+        assert specs({"w": leaf}, spec, mesh) == {"w": cuts(theirs)}
+
+
+def test_of_equal_dimensions_the_last_is_cut():
+    tree = {"w": array(3, 64, 64, 5)}
+    assert specs(tree, sr.fsdp("fsdp", min_bytes=0), {"fsdp": 8}) == {"w": (None, None, "fsdp")}
+
+
+def test_a_fixed_part_leaves_the_rest_free():
+    tree = {"wo": array(4096, 2048), "bias": array(4096)}
+    spec = sr.fsdp("fsdp", min_bytes=0, within=P("tp"))
+    found = specs(tree, spec, {"fsdp": 8, "tp": 4})
+    assert found == {"wo": ("tp", "fsdp"), "bias": ("tp",)}
+
+
+def test_a_device_gets_whole_units():
+    tree = {"wq": array(64, 1024)}
+    whole_heads = sr.RuleSpec(sr.fsdp("fsdp", min_bytes=0), units=(None, 256))
+    assert specs(tree, whole_heads, {"fsdp": 8}) == {"wq": ("fsdp",)}
+    assert specs(tree, whole_heads, {"fsdp": 4}) == {"wq": (None, "fsdp")}
+
+
+def test_bytes_are_those_of_the_dtype():
+    tree = {name: array(1024, 1024, dtype=name) for name in ("float32", "bfloat16", "int4")}
+    found = specs(tree, sr.fsdp("fsdp", min_bytes=2 * MIB), {"fsdp": 8})
+    assert found == {"float32": (None, "fsdp"), "bfloat16": (None, "fsdp"), "int4": ()}
+
+
+@pytest.mark.parametrize(
+    ("indivisible", "expected"),
+    [("drop", ()), ("prefix", (None, "replica")), ("keep", (None, ("replica", "fsdp")))],
+)
+def test_the_correction_says_what_becomes_of_an_axis_that_divides_nothing(indivisible, expected):
+    spec = sr.fsdp(("replica", "fsdp"), min_bytes=0)
+    mesh, policy = {"replica": 2, "fsdp": 8}, sr.Correction(indivisible=indivisible)
+    assert specs({"w": array(9, 10)}, spec, mesh, correction=policy) == {"w": expected}
+
+
+def test_a_factor_of_the_axis_may_cut_what_the_axis_does_not_divide():
+    tree = {"kv": array(4, 6), "w": array(64, 64)}
+    policy = sr.Correction(indivisible="factor")
+    found = specs(tree, sr.fsdp("fsdp", min_bytes=0), {"fsdp": 8}, correction=policy)
+    assert found == {"kv": (None, "fsdp_0"), "w": (None, ("fsdp_0", "fsdp_1"))}
+
+
+def test_a_leaf_that_must_be_cut_is_an_error():
+    rules = [("w", sr.RuleSpec(sr.fsdp("fsdp", min_bytes=0), sr.Correction(indivisible="error")))]
+    with pytest.raises(ValueError, match="dim 1 of size 10 is not divisible by fsdp=8") as info:
+        sr.named_shardings({"w": array(9, 10)}, rules, {"fsdp": 8})
+    for part in ("w  shape (9, 10)", "rule 0: 'w' -> fsdp('fsdp', min_bytes=0)"):
+        assert part in str(info.value)
+
+
+def test_a_leaf_without_a_dtype():
+    tree = {"w": SimpleNamespace(shape=(64, 64)), "v": SimpleNamespace(shape=(8,), dtype="f23")}
+    with pytest.raises(ValueError, match="2 leaves cannot be sharded") as info:
+        sr.named_shardings(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    for part in ("w  shape (64, 64)", "it has no dtype", "min_bytes=0", "unknown dtype 'f23'"):
+        assert part in str(info.value)
+    without = {"w": tree["w"]}
+    found = sr.named_shardings(without, [(".*", sr.fsdp("fsdp", min_bytes=0))], {"fsdp": 8})
+    assert cuts(found["w"].spec) == (None, "fsdp")
+
+
+def test_a_shape_that_is_not_of_integers():
+    (size,) = jax.export.symbolic_shape("n")
+    tree = {"w": SimpleNamespace(shape=(size, 64), dtype="float32")}
+    with pytest.raises(ValueError, match="a dimension is not an integer.*write the spec out"):
+        sr.named_shardings(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+
+
+def test_without_a_mesh_there_is_no_spec():
+    rules = sr.Rules([("v", P()), ("w", sr.fsdp("fsdp"))])
+    for call in (
+        lambda: sr.match_partition_rules(rules, {"w": array(8)}),
+        lambda: rules.match({"w": array(8)}),
+        lambda: sr.spec_for("w", (8,), rules),
+    ):
+        with pytest.raises(TypeError, match="rule 1: 'w' -> fsdp.*only a mesh makes.*plan"):
+            call()
+
+
+def test_the_spec_of_one_array():
+    rules = [("w", sr.fsdp("fsdp"))]
+    for dtype in ("float32", np.float32, jax.numpy.float32, np.dtype("float32")):
+        spec = sr.spec_for("w", (1024, 1024), rules, {"fsdp": 8}, dtype=dtype)
+        assert cuts(spec) == (None, "fsdp")
+    assert cuts(sr.spec_for("w", (1024, 1024), rules, {"fsdp": 8}, dtype="bfloat16")) == ()
+    with pytest.raises(ValueError, match="it has no dtype"):
+        sr.spec_for("w", (1024, 1024), rules, {"fsdp": 8})
+
+
+def test_arrays_are_placed_and_constrained_by_it(mesh):
+    tree, spec = {"w": np.ones((16, 8), np.float32)}, sr.fsdp("fsdp", min_bytes=0)
+    for given_as in ([("w", spec)], spec, {"w": spec}):
+        assert cuts(sr.shard(tree, given_as, mesh)["w"].sharding.spec) == ("fsdp",)
+        constrained = jax.jit(lambda t, s=given_as: sr.with_sharding_constraint(t, s, mesh))(tree)
+        assert cuts(constrained["w"].sharding.spec) == ("fsdp",)
+    assert cuts(sr.named_shardings(tree, spec, mesh)["w"].spec) == ("fsdp",)
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="this JAX has no types of axes")
+def test_inside_a_shard_map_shapes_are_local(mesh):
+    def body(x):
+        return sr.with_sharding_constraint(x, [("", sr.fsdp("fsdp"))], mesh)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    with pytest.raises(ValueError, match="fsdp.*goes by whole shapes.*shard_map over fsdp"):
+        jax.eval_shape(mapped, array(16, 8))
+
+
+def test_a_plan_says_how_a_spec_came_about():
+    tree = {"w": array(2048, 2048), "odd": array(2049, 2049), "norm": array(2048)}
+    plan = sr.plan(tree, [("", sr.fsdp("fsdp"))], {"fsdp": 8})
+    assert [tuple(plan.kind(p).wanted) for p in tree] == [(None, "fsdp"), (None, "fsdp"), ()]
+    for path, text in {
+        "w": "dim 1 is the largest that fsdp=8 divides",
+        "odd": "dim 1 is the largest; fsdp=8 divides none",
+        "norm": "leaves it alone: its 8.19 kB are less than min_bytes",
+    }.items():
+        assert text in str(plan.explain(path))
+
+
+def test_a_large_leaf_that_no_dimension_divides_is_found():
+    plan = sr.plan({"odd": array(4099, 4099)}, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    found = {finding.kind: finding for finding in plan.check(large=MIB)}
+    assert {kind for kind, one in found.items() if one.level == "warning"} == {
+        "correction",
+        "replicated",
+    }
+    assert "is not divisible by fsdp=8" in found["correction"].message
+    assert found["correction"].bytes > 50 * MIB
+
+
+def test_a_strategy_for_all_leaves_is_no_catch_all():
+    """Its `.*` says something of each leaf; those that it replicates are found all the same."""
+    tree = {"w": array(4096, 4096), **{f"norm{i}": array(1024, 512) for i in range(100)}}
+    found = list(sr.plan(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8}).check())
+    assert [(one.kind, one.leaves) for one in found] == [("replicated", 100)]
+
+
+def test_an_axis_that_the_mesh_lacks_is_found():
+    plan = sr.plan({"w": array(4096, 4096)}, [(".*", sr.fsdp("fsd"))], {"fsdp": 8})
+    assert any(
+        f.kind == "unknown-axis" and "did you mean 'fsdp'" in f.message for f in plan.check()
+    )
+
+
+def test_each_mesh_of_a_sweep_has_its_own_dimensions():
+    tree = {"w": array(9 * 64, 4096)}
+    plan = sr.plan(tree, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    assert cuts(plan.on_mesh({"fsdp": 9}).specs()["w"]) == ("fsdp",)
+    rows = plan.sweep([{"fsdp": 8}, {"fsdp": 9}, {"fsdp": 11}])
+    assert [(row.mesh["fsdp"], row.corrections) for row in rows] == [(9, 0), (8, 0), (11, 1)]
+
+
+def test_an_optimizer_follows_its_parameters():
+    params = {"w": array(2048, 4096)}
+    plan = sr.plan(params, [(".*", sr.fsdp("fsdp"))], {"fsdp": 8})
+    state = {"mu": {"w": array(2048, 4096)}, "nu": {"w": array(2048, 4096, dtype="bfloat16")}}
+    assert {
+        cuts(s) for s in jax.tree.leaves(plan.for_optimizer(state).specs(), is_leaf=is_spec)
+    } == {(None, "fsdp")}
+
+
+def is_spec(node):
+    return isinstance(node, P)
+
+
+def test_what_follows_a_base_is_cut_by_its_own_shape():
+    tree = {
+        "layers": {"w": array(8192, 64, 256)},
+        "k": {"kernel": array(64, 256), "kernel_scale": array(256)},
+    }
+    rules = [(r"layers/\d+/w|kernel", sr.fsdp("fsdp", min_bytes=4096, within=("tp",)))]
+    companions = [sr.stacked("layers"), *sr.QUANTIZED]
+    plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
+    found = jax.tree.map(cuts, plan.specs(), is_leaf=is_spec)
+    placed = sr.named_shardings(tree, rules, {"fsdp": 8, "tp": 4}, companions=companions)
+    assert jax.tree.map(lambda one: cuts(one.spec), placed) == found
+    # The stack is no dimension of the layer; the scale is too small, and has no dim 0 of the kernel.
+    assert found["layers"]["w"] == (None, "tp", "fsdp")
+    assert found["k"] == {"kernel": ("tp", "fsdp"), "kernel_scale": ()}
+    assert "the rule of what it follows, dims (-, 0, 1)" in str(plan.explain("layers/w"))
+
+
+def test_a_stack_may_be_cut_by_the_axis_itself():
+    tree = {"layers": {"w": array(32, 64, 256)}}
+    rules = [(r"layers/\d+/w", sr.fsdp("fsdp", min_bytes=0))]
+    plan = sr.plan(tree, rules, {"fsdp": 8}, companions=[sr.stacked("layers", mesh_axis="fsdp")])
+    assert cuts(plan.specs()["layers"]["w"]) == ("fsdp",)
+
+
+def test_rule_lists_with_it_are_compared():
+    tree = {"w": array(8, 8)}
+    one, other = [(".*", sr.fsdp("fsdp"))], [(".*", sr.fsdp("fsdp", min_rank=2))]
+    assert sr.compare(tree, one, one) == []
+    assert [difference.path for difference in sr.compare(tree, one, other)] == ["w"]
+
+
+def test_it_is_a_value():
+    spec = sr.fsdp("fsdp", within=P(None, "tp"))
+    assert spec == sr.fsdp(("fsdp",), min_bytes=4 * MIB, within=[None, "tp"])
+    assert len({spec, sr.fsdp("fsdp", within=(None, "tp")), sr.fsdp("fsdp")}) == 2
+    assert pickle.loads(pickle.dumps(sr.Rules([("w", spec)])))[0][1] == spec
+    assert repr(spec) == "fsdp('fsdp', min_bytes=4194304, within=P(None, 'tp'))"
+    with pytest.raises(AttributeError):
+        spec.min_bytes = 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [((), {}), (("a", "a"), {}), ("tp", {"within": (None, "tp")}), ("a", {"within": ("b", "b")})],
+    ids=str,
+)
+def test_an_axis_is_named_once(arguments):
+    axis, options = arguments
+    with pytest.raises(ValueError, match="at least one mesh axis, and each only once"):
+        sr.fsdp(axis, **options)
+
+
+def test_shapes_are_asked_about_once_and_forgotten_at_last():
+    """A process that meets ever new shapes must not keep them all."""
+    rules = sr.Rules([(".*", sr.fsdp("fsdp", min_bytes=0))])
+    first = [sr.named_shardings([array(8 * n)], rules, {"fsdp": 8})[0] for n in (1, 2, 1)]
+    assert first[0] is first[1] is first[2]
+    many = [array(n) for n in range(1, 70_000)]
+    assert cuts(sr.named_shardings(many, rules, {"fsdp": 8})[7].spec) == ("fsdp",)
+    of_many_dtypes = [
+        SimpleNamespace(shape=(1 + n % 3, 64), dtype=np.dtype(f"S{n}")) for n in range(1, 200)
+    ]
+    spec = sr.Rules([(".*", sr.fsdp("fsdp", min_bytes=64 * 100))])
+    found = sr.named_shardings(of_many_dtypes, spec, {"fsdp": 8})
+    is_cut = [cuts(one.spec) != () for one in found]
+    assert is_cut == [
+        int(np.prod(leaf.shape)) * leaf.dtype.itemsize >= 6400 for leaf in of_many_dtypes
+    ]
