@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.linen import LogicallyPartitioned
 
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
@@ -53,8 +54,6 @@ def _plans() -> Iterator[Row]:
 
 def _logical_plans() -> Iterator[Row]:
     """Plans of 45,000 leaves with logical axis names, beside them and in boxes."""
-    from flax.linen import LogicallyPartitioned
-
     rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.MAXTEXT)
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     names = jax.tree_util.tree_map(_names_of, tree)

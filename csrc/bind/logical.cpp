@@ -7,6 +7,7 @@
 #include "errors.hpp"
 #include "given.hpp"
 #include "misfit.hpp"
+#include "pytree/beside.hpp"
 #include "register.hpp"
 #include "resolution/dimension.hpp"
 #include "sharding/logical.hpp"
@@ -19,7 +20,7 @@ namespace {
 
 using pytree::Ref;
 using sharding::AxisId;
-using sharding::LogicalRules;
+using sharding::LogicalRuleSet;
 using sharding::Loss;
 using sharding::NameId;
 
@@ -35,7 +36,7 @@ const char* name_of(Loss loss) {
     return "";
 }
 
-std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
+std::unique_ptr<LogicalRuleSet> logical_rules(const std::vector<Rule>& rules,
                                             const Given<std::vector<std::int64_t>>& axis_sizes,
                                             bool last_wins, const std::string& indivisible) {
     std::vector<sharding::LogicalRule> taken;
@@ -43,7 +44,7 @@ std::unique_ptr<LogicalRules> logical_rules(const std::vector<Rule>& rules,
     for (const auto& [name, axes] : rules) taken.push_back({name, axes});
     const auto precedence =
         last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
-    return std::make_unique<LogicalRules>(std::move(taken), axis_sizes.as("axis_sizes"), precedence,
+    return std::make_unique<LogicalRuleSet>(std::move(taken), axis_sizes.as("axis_sizes"), precedence,
                                           misfit(indivisible));
 }
 
@@ -55,7 +56,7 @@ sharding::Divides divisors_of(const py::object& size) {
     };
 }
 
-py::tuple resolve(const LogicalRules& rules, const Given<std::vector<Dim>>& dims) {
+py::tuple resolve(const LogicalRuleSet& rules, const Given<std::vector<Dim>>& dims) {
     const sharding::Resolution result = translated([&] {
         std::vector<sharding::NamedDim> taken;
         for (const auto& [name, axes, size] : dims.as("dims"))
@@ -98,15 +99,27 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
     return answers;
 }
 
+// The value beside each leaf, by row; or None, where JAX has to look. See csrc/pytree/beside.hpp.
+py::object values_beside(const py::object& rows, const py::object& values, std::size_t leaves) {
+    py::list found(leaves);
+    for (std::size_t i = 0; i < leaves; ++i) found[i] = py::none();
+    const bool fits = translated([&] {
+        return pytree::values_beside(rows.ptr(), values.ptr(), found.ptr());
+    });
+    return fits ? py::object(found) : py::object(py::none());
+}
+
 }  // namespace
 
 void register_logical(py::module_& module) {
-    py::class_<LogicalRules>(module, "LogicalRules", whole())
+    py::class_<LogicalRuleSet>(module, "LogicalRuleSet", whole())
         .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"), py::kw_only(),
              py::arg("last_wins"), py::arg("indivisible"))
         .def("resolve", &resolve, py::arg("dims"));
     module.def("resolve_all", &resolve_all, py::arg("names"), py::arg("shapes"), py::arg("memo"),
                py::arg("make"));
+    module.def("values_beside", &values_beside, py::arg("rows"), py::arg("values"),
+               py::arg("leaves"));
 }
 
 }  // namespace shardrules::bind

@@ -5,7 +5,7 @@
 
 namespace shardrules::sharding {
 
-LogicalRules::LogicalRules(std::vector<LogicalRule> rules,
+LogicalRuleSet::LogicalRuleSet(std::vector<LogicalRule> rules,
                            const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
                            Misfit indivisible)
     : rules_(std::move(rules)), axis_count_(axis_sizes.size()), precedence_(precedence) {
@@ -22,7 +22,7 @@ LogicalRules::LogicalRules(std::vector<LogicalRule> rules,
     }
 }
 
-std::vector<std::uint32_t> LogicalRules::rules_on(std::span<const NamedDim> dims) const {
+std::vector<std::uint32_t> LogicalRuleSet::rules_on(std::span<const NamedDim> dims) const {
     std::vector<std::uint32_t> found;
     for (const NamedDim& dim : dims)
         if (dim.name < by_name_.size())
@@ -31,7 +31,7 @@ std::vector<std::uint32_t> LogicalRules::rules_on(std::span<const NamedDim> dims
     return found;
 }
 
-std::vector<AxisId> LogicalRules::fitting(std::uint32_t rule, const NamedDim& dim) const {
+std::vector<AxisId> LogicalRuleSet::fitting(std::uint32_t rule, const NamedDim& dim) const {
     const std::vector<AxisId>& axes = rules_[rule].axes;
     if (!dim.divides) return axes;
     const Kept kept = correctors_[rule].kept(1, [&](std::size_t) { return dim.divides; });
@@ -41,11 +41,11 @@ std::vector<AxisId> LogicalRules::fitting(std::uint32_t rule, const NamedDim& di
     return left;
 }
 
-Resolution LogicalRules::resolve(std::span<const NamedDim> dims) const {
+Resolution LogicalRuleSet::resolve(std::span<const NamedDim> dims) const {
     return precedence_ == Precedence::kLast ? last(dims) : by_priority(dims);
 }
 
-Resolution LogicalRules::last(std::span<const NamedDim> dims) const {
+Resolution LogicalRuleSet::last(std::span<const NamedDim> dims) const {
     Resolution result{std::vector<std::uint32_t>(dims.size(), kNone), {}};
     for (std::uint32_t dim = 0; dim < dims.size(); ++dim) {
         const NameId name = dims[dim].name;
@@ -59,7 +59,7 @@ Resolution LogicalRules::last(std::span<const NamedDim> dims) const {
     return result;
 }
 
-Resolution LogicalRules::by_priority(std::span<const NamedDim> dims) const {
+Resolution LogicalRuleSet::by_priority(std::span<const NamedDim> dims) const {
     Resolution result{std::vector<std::uint32_t>(dims.size(), kNone), {}};
     std::vector<std::uint32_t> user(axis_count_, kNone);  // per axis the dimension that has it
     const auto use = [&](const std::vector<AxisId>& axes, std::uint32_t dim) {

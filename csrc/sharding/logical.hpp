@@ -51,11 +51,11 @@ struct Resolution {
     std::vector<LostRule> lost;        // in the order of the rules
 };
 
-class LogicalRules {
+class LogicalRuleSet {
   public:
     // axis_sizes[id]: devices along the axis; neither they nor the policy for axes that do not divide
     // are looked at for dimensions without a size.
-    LogicalRules(std::vector<LogicalRule> rules, const std::vector<std::int64_t>& axis_sizes,
+    LogicalRuleSet(std::vector<LogicalRule> rules, const std::vector<std::int64_t>& axis_sizes,
                  Precedence precedence, Misfit indivisible);
 
     // By priority, the names of an array must differ from each other, and a rule may lose; as a dict,

@@ -158,7 +158,7 @@ void logical_rules_by_priority() {
         constexpr Misfit kPolicies[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix,
                                         Misfit::kKeep};
         const Misfit indivisible = kPolicies[run % 4];
-        const LogicalRules compiled(rules, sizes, Precedence::kPriority, indivisible);
+        const LogicalRuleSet compiled(rules, sizes, Precedence::kPriority, indivisible);
         const Resolution result = compiled.resolve(dims);
         expect(result.rules == restated(rules, sizes, dims, dim_sizes, indivisible),
                "rules by priority");
@@ -169,10 +169,10 @@ void logical_rules_by_priority() {
         for (const std::uint32_t rule : result.rules) won += rule != kNone;
         expect(won + result.lost.size() == on_dims, "each rule on a name wins or loses");
     }
-    const LogicalRules one({{0, {0}}}, {2}, Precedence::kPriority, Misfit::kDrop);
+    const LogicalRuleSet one({{0, {0}}}, {2}, Precedence::kPriority, Misfit::kDrop);
     expect(one.resolve(std::vector<NamedDim>{{0, {}, {}}, {kNone, {0}, {}}}).rules[0] == kNone,
            "an axis that another dimension has already");
-    const LogicalRules last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
+    const LogicalRuleSet last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
     const Resolution result = last.resolve(
         std::vector<NamedDim>{{0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
     expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");

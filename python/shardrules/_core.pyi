@@ -49,7 +49,7 @@ class Corrector:
         """
 
 @final
-class LogicalRules:
+class LogicalRuleSet:
     """Logical axis rules with names and mesh axes as numbers; see csrc/sharding/logical.hpp.
 
     Args:
@@ -85,6 +85,12 @@ def resolve_all(
     make: Callable[[Any, Any], Any],
 ) -> list[Any]:
     """Of each leaf make(names, shape), from the memo where it was asked before."""
+
+def values_beside(rows: Any, values: Any, leaves: int) -> list[Any] | None:
+    """What `values`, a tree like `rows`, has for each leaf, by the leaf's number in `rows`.
+
+    None if the trees differ, or have other nodes than dicts, lists and tuples.
+    """
 
 def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
     """Paths with holes for their numbers; see csrc/folding/templates.hpp.

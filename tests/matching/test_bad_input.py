@@ -293,7 +293,7 @@ def test_the_collector_is_as_it_was():
 
 
 UNINITIALISED = [
-    _core.Answers, _core.SpecTable, _core.ShardingTable, _core.Corrector, _core.LogicalRules,
+    _core.Answers, _core.SpecTable, _core.ShardingTable, _core.Corrector, _core.LogicalRuleSet,
     _core.Choices, _core.RuleSet,
 ]  # fmt: skip
 
@@ -334,8 +334,10 @@ def test_what_the_core_refuses_is_not_printed():
         lambda: _core.Corrector([(list(tree), 1)], absent="drop", indivisible="drop"),
         lambda: _core.Corrector([([2**63], 1)] * 1000, absent="drop", indivisible="drop"),
         lambda: _core.Corrector([], absent="drop", indivisible="drop").kept(list(tree)),
-        lambda: _core.LogicalRules([], list(tree), last_wins=False, indivisible="drop"),
-        lambda: _core.LogicalRules([], [], last_wins=False, indivisible="drop").resolve(list(tree)),
+        lambda: _core.LogicalRuleSet([], list(tree), last_wins=False, indivisible="drop"),
+        lambda: _core.LogicalRuleSet([], [], last_wins=False, indivisible="drop").resolve(
+            list(tree)
+        ),
     ]
     for call in calls:
         with pytest.raises(TypeError, match="the core does not take") as info:

@@ -78,15 +78,21 @@ class TestWhereNamesComeFrom:
     def test_variables_of_nnx_hold_what_they_get(self):
         from flax import nnx
 
-        state = {}
-        for name, (_, names) in ARRAYS.items():
-            spelling = "sharding" if name == "wi" else "out_sharding"
-            state[name] = nnx.Param(np.zeros(ARRAYS[name][0], "int8"))
-            set_metadata(state[name], spelling, names)
+        spellings = dict(
+            zip(ARRAYS, ("out_sharding", "sharding", "sharding_names", "out_sharding"), strict=True)
+        )
+        state = {name: variable(nnx, name, **{spellings[name]: ARRAYS[name][1]}) for name in ARRAYS}
         plan = sr.plan(state, RULES, MESH)
         assert sorted(plan.paths) == sorted(ARRAYS)
         specs = plan.specs()
         assert {name: value_of(variable) for name, variable in specs.items()} == SPECS
+
+    def test_rules_of_a_variable_s_own_are_refused(self):
+        from flax import nnx
+
+        own = {"out_sharding": ("embed", "mlp"), "sharding_rules": (("embed", "tp"),)}
+        with pytest.raises(ValueError, match="sharding_rules of its own"):
+            sr.plan({"wi": variable(nnx, "wi", **own)}, RULES, MESH)
 
     def test_a_tree_beside(self):
         assert planned().specs() == SPECS
@@ -120,13 +126,17 @@ class TestWhereNamesComeFrom:
         }
 
 
-def set_metadata(variable, key, names):
-    metadata = variable.get_metadata()
-    metadata.pop("out_sharding", None)
-    if hasattr(variable, "set_metadata"):
-        variable.set_metadata(key, names)
-    else:
-        setattr(variable, key, names)
+def variable(nnx, name, **metadata):
+    """A Variable, or what stands for it in the states of older versions, with this metadata."""
+    made = nnx.Param(np.zeros(ARRAYS[name][0], "int8"))
+    if hasattr(nnx, "VariableState") and not hasattr(made, "set_metadata"):
+        made = made.to_state()
+    for key, value in metadata.items():
+        if hasattr(made, "set_metadata"):
+            made.set_metadata(key, value)
+        else:
+            setattr(made, key, value)
+    return made
 
 
 def value_of(variable):

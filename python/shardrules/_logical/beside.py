@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from shardrules._core import values_beside
 from shardrules._format import and_more, counted, nearest, shown
 from shardrules._printable import printable_lines
 from shardrules._specs import is_partition_spec
@@ -31,7 +32,7 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
     is_by_path = isinstance(names, Mapping) and all(
         isinstance(one, tuple | list) or is_partition_spec(one) for one in names.values()
     )
-    return _of_paths(paths, names) if is_by_path else _of_tree(of_rows, names)
+    return _of_paths(paths, names) if is_by_path else _of_tree(of_rows, len(paths), names)
 
 
 def _of_paths(paths: list[str], names: Mapping[Any, Any]) -> list[Any]:
@@ -47,10 +48,18 @@ def _of_paths(paths: list[str], names: Mapping[Any, Any]) -> list[Any]:
     return list(map(names.get, paths))
 
 
-def _of_tree(of_rows: Any, names: Any) -> list[Any]:
+def _of_tree(of_rows: Any, leaves: int, names: Any) -> list[Any]:
+    """The names of each leaf, from a tree of names."""
+    found = values_beside(of_rows, names, leaves)
+    return _by_jax(of_rows, names) if found is None else found
+
+
+def _by_jax(of_rows: Any, names: Any) -> list[Any]:
     from jax import tree_util
 
-    treedef: Any = tree_util.tree_structure(of_rows)
+    rows: list[int]
+    treedef: Any
+    rows, treedef = tree_util.tree_flatten(of_rows)
     try:
         given: list[Any] = treedef.flatten_up_to(names)
     except (TypeError, ValueError) as error:
@@ -58,15 +67,19 @@ def _of_tree(of_rows: Any, names: Any) -> list[Any]:
             f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
             "the same structure with a tuple of names for each array, or {path: names}"
         ) from None
-    return by_row(of_rows, given)
+    return by_row(rows, given)
 
 
-def by_row(of_rows: Any, values: list[Any]) -> list[Any]:
-    """Values in the order of JAX's leaves, by row: dicts are walked in the order of their keys."""
-    from jax import tree_util
+def by_row(rows: list[int], values: list[Any]) -> list[Any]:
+    """Values in the order of JAX's leaves, by row: dicts are walked in the order of their keys.
 
-    rows: list[int] = tree_util.tree_leaves(of_rows)
+    Args:
+        rows: The row of each leaf, in JAX's order.
+        values: The values, in the same order.
+    """
     if rows == list(range(len(rows))):
         return values
-    of_row = dict(zip(rows, values, strict=True))
-    return [of_row[row] for row in range(len(rows))]
+    ordered = values.copy()
+    for row, value in zip(rows, values, strict=True):
+        ordered[row] = value
+    return ordered

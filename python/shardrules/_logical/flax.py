@@ -8,7 +8,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["box_types", "loaded", "says_its_sharding", "variable_sharding", "variable_types"]
+__all__ = [
+    "box_types",
+    "loaded",
+    "own_rules",
+    "says_its_sharding",
+    "variable_sharding",
+    "variable_types",
+]
 
 
 def loaded(module: str, name: str) -> Any:
@@ -33,8 +40,14 @@ def box_types() -> tuple[type, ...]:
 def variable_sharding(variable: Any) -> Any:
     """The sharding of a Variable, usually a tuple of logical names; None if it has none."""
     metadata = variable.get_metadata()
-    # flax before 0.12 says "sharding".
-    return metadata.get("out_sharding") or metadata.get("sharding")
+    # flax before 0.12 says "sharding", and before that "sharding_names".
+    spellings = ("out_sharding", "sharding_names", "sharding")
+    return next(filter(None, map(metadata.get, spellings)), None)
+
+
+def own_rules(variable: Any) -> Any:
+    """The logical rules of a Variable's own; None without."""
+    return variable.get_metadata().get("sharding_rules") or None
 
 
 def says_its_sharding(variable: Any) -> bool:

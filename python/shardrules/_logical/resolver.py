@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
-from shardrules import _core
+from shardrules._core import LogicalRuleSet
 from shardrules._correction import Correction
 from shardrules._format import shown
 from shardrules._logical.dialects import FLAX_CORE, LogicalDialect
@@ -109,7 +109,7 @@ class Resolver:
             self._numbers.append(index)
             ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in left]
             numbered.append((number, ids))
-        self._core = _core.LogicalRules(
+        self._core = LogicalRuleSet(
             numbered,
             [axis_sizes.get(axis, 1) for axis in self._axis_ids],
             last_wins=dialect.last_wins,

@@ -44,11 +44,13 @@ def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
     if names is not None:
         leaves = replace(survey(tree, _NO_RULES), rules=rules)
         return _named(leaves, names_beside(leaves.tree, leaves.paths, names))
+    from jax.tree_util import tree_leaves
+
     boxes = unboxed(tree)
     if boxes.leaves and all(one is None for one in boxes.names):
         raise TypeError(no_names(boxes.leaves[0], "names="))
     leaves = survey(boxes.tree, _NO_RULES)
-    names = by_row(leaves.tree, boxes.names_of_arrays())
+    names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
     return _named(replace(leaves, rules=rules, tree=boxes.boxed(leaves.tree)), names)
 
 
