@@ -162,7 +162,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
                                                        "rank", "unmatched")},
     "Dialect.correction": (*NOT_CORRECTION, None),
     **{f"{name}.names": (3, "embed", THING, {"w": 3}, [3])
-       for name in ("plan", "named_shardings", "shard", "with_sharding_constraint")},
+       for name in ("compare", "plan", "named_shardings", "shard", "with_sharding_constraint")},
     "compat.maxtext.DumpedArrays.diff.plan": WRONG["other"],
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
@@ -282,7 +282,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
-    "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0}),
+    "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._file_error import FileError
+from shardrules._logical.compare import Decision, Difference, compare
 from shardrules._logical.context import logical_axis_rules
 from shardrules._logical.dialects import FLAX_CORE, HALIAX, LINEN, MAXTEXT, LogicalDialect
 from shardrules._logical.rules import LogicalRules
-from shardrules._matching.compare import Decision, Difference, compare
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import (
     BIG_VISION,

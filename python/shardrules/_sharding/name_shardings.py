@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._core import resolve_all
-from shardrules._logical.beside import names_beside
-from shardrules._logical.leaves import no_names, unboxed
+from shardrules._logical.arrays import named_arrays
 from shardrules._logical.rules import resolver_of
-from shardrules._matching.rules import Rules, matcher_of
 from shardrules._sharding.name_errors import ErrorCollector
 from shardrules._sharding.shardings import corrected_sharding, local_sizes
 
@@ -49,27 +47,17 @@ def shardings_by_names(
     """
     from jax import tree_util
 
-    boxes = unboxed(tree) if names is None else None
-    plain = tree if boxes is None else boxes.tree
+    named = named_arrays(tree, names)
     arrays: list[Any]
     treedef: Any
-    arrays, treedef = tree_util.tree_flatten(plain)
-    if boxes is None:
-        of_rows, paths = _rows_and_paths(tree)
-        named = names_beside(of_rows, paths, names)
-        found = [named[row] for row in tree_util.tree_leaves(of_rows)]
-    else:
-        found = boxes.names_of_arrays()
-        if arrays and all(one is None for one in found):
-            raise TypeError(no_names(boxes.leaves[0], "names="))
+    arrays, treedef = tree_util.tree_flatten(named.tree)
     policy = correction or rules.dialect.correction
     make = corrected(resolver_of(rules, local_sizes(mesh), policy), mesh, policy)
-    listed = [() if one is None else tuple(one) if isinstance(one, list) else one for one in found]
+    given = [() if one is None else one for one in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
-    shardings = resolve_all(listed, shapes, {}, make)
-    make.check(lambda: zip(_paths(plain), listed, shapes, strict=True))
-    answers = treedef.unflatten(shardings)
-    return answers if boxes is None else boxes.boxed(answers), shardings
+    shardings = resolve_all(given, shapes, {}, make)
+    make.check(lambda: zip(named.paths(), given, shapes, strict=True))
+    return named.boxed(treedef.unflatten(shardings)), shardings
 
 
 def corrected(resolver: Resolver, mesh: AnyMesh, correction: Correction) -> ErrorCollector:
@@ -80,18 +68,3 @@ def corrected(resolver: Resolver, mesh: AnyMesh, correction: Correction) -> Erro
         return corrected_sharding(spec, shape, mesh, correction)
 
     return ErrorCollector(make, resolver, mesh)
-
-
-def _paths(tree: Any) -> list[str]:
-    """The paths of the arrays, in the order of JAX's leaves."""
-    from jax import tree_util
-
-    of_rows, paths = _rows_and_paths(tree)
-    return [paths[row] for row in tree_util.tree_leaves(of_rows)]
-
-
-def _rows_and_paths(tree: Any) -> tuple[Any, list[str]]:
-    of_rows, paths, *_ = matcher_of(Rules(())).survey(
-        tree, min_size=0, replicated=0, unmatched=0, ambiguous=0
-    )
-    return of_rows, paths

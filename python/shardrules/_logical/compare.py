@@ -1,4 +1,4 @@
-"""`compare`: the leaves of a tree that two rule lists, of any dialects, decide differently.
+"""`compare`: the leaves of a tree that two rule lists, for paths or for names, decide differently.
 
 One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
 a dialect's choices mean.
@@ -10,6 +10,11 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree
+from shardrules._core import resolve_all
+from shardrules._logical.arrays import named_arrays, rows_and_paths
+from shardrules._logical.names import logical_names
+from shardrules._logical.resolver import repeated
+from shardrules._logical.rules import LogicalRules, resolver_of
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
@@ -26,7 +31,7 @@ from shardrules._specs import (
 __all__ = ["Decision", "Difference", "compare"]
 
 
-Problem = Literal["unmatched", "ambiguous", "spec longer than rank"]
+Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice"]
 
 
 class Decision(NamedTuple):
@@ -35,7 +40,7 @@ class Decision(NamedTuple):
     spec: Any
     """None if there is a problem."""
     rule: int | None
-    """None if no rule matches, or none is needed."""
+    """None if no rule matches or is needed, or logical rules decide each dimension."""
     pattern: Pattern | None
     problem: Problem | None
     """Why there is no spec."""
@@ -53,31 +58,37 @@ class Difference(NamedTuple):
 
 _UNMATCHED: Final = Decision(None, None, None, "unmatched")
 _AMBIGUOUS: Final = Decision(None, None, None, "ambiguous")
+_NAME_TWICE: Final = Decision(None, None, None, "name twice")
 
 
 def compare(
     tree: Any,
-    rules_a: Rules | Iterable[tuple[Pattern, Any]],
-    rules_b: Rules | Iterable[tuple[Pattern, Any]],
+    rules_a: Rules | LogicalRules | Iterable[tuple[Pattern, Any]],
+    rules_b: Rules | LogicalRules | Iterable[tuple[Pattern, Any]],
     *,
     min_size: int | None = 0,
+    names: Any = None,
 ) -> list[Difference]:
     """The leaves whose specs differ between two rule lists: for migrating from one to the other.
 
-    Specs are equal if they shard alike: `P("tp")`, `P("tp", None)` and `P(("tp",))` are.
+    Specs are equal if they shard alike: `P("tp")`, `P("tp", None)` and `P(("tp",))` are. Those of
+    logical rules are `logical_to_mesh`'s, without a mesh.
 
     Args:
         tree: Any pytree; of its leaves only `.shape` is read.
-        rules_a: `Rules` of any dialect, or (pattern, spec) pairs, which are eformer's.
+        rules_a: `Rules` of any dialect, or (pattern, spec) pairs, which are eformer's; or
+            `LogicalRules`.
         rules_b: The same.
-        min_size: As in `match_partition_rules`, for both.
+        min_size: As in `match_partition_rules`, for both. For rules of paths alone.
+        names: For `LogicalRules`, as in `plan`.
 
     Returns:
         The differences, in JAX's order of the leaves. A leaf that is an error for one of the two
         is one of them; if it is the same error for both, there is no difference.
 
     Raises:
-        TypeError, re.error: As `Rules`.
+        TypeError, re.error: As `Rules`; or there are no names for `LogicalRules`.
+        ValueError: The names do not fit the tree, or min_size is given for `LogicalRules`.
 
     Example:
         >>> import jax
@@ -91,12 +102,25 @@ def compare(
     from jax import tree_util
 
     check_tree("tree", tree)
-    both = [matcher_of(as_rules("rules_a", rules_a)), matcher_of(as_rules("rules_b", rules_b))]
     least = checked_min_size(min_size)
+    given = {"rules_a": rules_a, "rules_b": rules_b}
+    plain: Any = tree
+    named: list[Any] = []
+    if any(isinstance(rules, LogicalRules) for rules in given.values()):
+        if least:
+            raise ValueError(f"min_size is {least}; it is not for LogicalRules: leave it")
+        plain, named, _ = named_arrays(tree, names)
+    elif names is not None:
+        raise TypeError("names: they are for LogicalRules, not for rules of paths: leave them out")
     leaves: list[Any]
     treedef: Any
-    leaves, treedef = tree_util.tree_flatten(tree)
-    decisions = (treedef.flatten_up_to(_decisions(matcher, tree, least)) for matcher in both)
+    leaves, treedef = tree_util.tree_flatten(plain)
+    decisions = [
+        _by_names(rules, named)
+        if isinstance(rules, LogicalRules)
+        else treedef.flatten_up_to(_by_paths(matcher_of(as_rules(name, rules)), plain, least))
+        for name, rules in given.items()
+    ]
     differing = [
         (index, a, b)
         for index, (a, b) in enumerate(zip(*decisions, strict=True))
@@ -105,8 +129,9 @@ def compare(
     if not differing:
         return []
     # Only the paths are wanted here, whatever the rules say and the leaves are.
+    spelling = Rules(()) if isinstance(rules_a, LogicalRules) else as_rules("rules_a", rules_a)
     numbered = treedef.unflatten(range(len(leaves)))
-    rows, paths, *_ = both[0].survey(numbered, min_size=0, replicated=0, unmatched=0, ambiguous=0)
+    rows, paths = rows_and_paths(numbered, spelling)
     row_of = treedef.flatten_up_to(rows)
     return [
         Difference(paths[row_of[index]], getattr(leaves[index], "shape", None), a, b)
@@ -114,7 +139,19 @@ def compare(
     ]
 
 
-def _decisions(matcher: Matcher, tree: Any, min_size: int) -> Any:
+def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
+    resolver = resolver_of(rules, {})
+
+    def decision(given: Any, _: None) -> Decision:
+        if given is not None and repeated(logical_names(given), rules.dialect):
+            return _NAME_TWICE
+        spec = partition_spec() if given is None else resolver.spec(given)
+        return Decision(spec, None, None, None)
+
+    return resolve_all(names, None, {}, decision)
+
+
+def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
     """The tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
 
