@@ -41,20 +41,14 @@ class TestGoldenFiles:
     def test_all_six_are_there(self):
         assert len(DUMPS) == 6
 
-    def test_each_leaf_gets_maxtexts_spec(self, dump):
-        specs = plan_of(dump, dump.leaves).specs()
-        assert len(specs) == len(dump.leaves.specs) >= 42
+    @pytest.mark.parametrize(("what", "least"), [("leaves", 42), ("activations", 7)])
+    def test_each_gets_maxtexts_spec(self, dump, what, least):
+        part = getattr(dump, what)
+        specs = plan_of(dump, part).specs()
+        assert len(specs) == len(part.specs) >= least
         for path, spec in specs.items():
-            rank = len(dump.leaves.arrays[path].shape)
-            wanted = without_ones(dump.leaves.specs[path], dump.mesh, rank)
-            assert without_ones(tuple(spec), dump.mesh, rank) == wanted, path
-
-    def test_each_named_activation_gets_maxtexts_spec(self, dump):
-        specs = plan_of(dump, dump.activations).specs()
-        assert len(specs) == len(dump.activations.specs) >= 7
-        for path, spec in specs.items():
-            rank = len(dump.activations.arrays[path].shape)
-            wanted = without_ones(dump.activations.specs[path], dump.mesh, rank)
+            rank = len(part.arrays[path].shape)
+            wanted = without_ones(part.specs[path], dump.mesh, rank)
             assert without_ones(tuple(spec), dump.mesh, rank) == wanted, path
 
     def test_a_diff_says_the_same(self, dump):

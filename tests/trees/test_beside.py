@@ -1,0 +1,124 @@
+"""Values beside the leaves of a tree, by the walk of the core and by JAX."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import tree_util
+
+from shardrules._core import values_beside
+
+KEYS = st.text("abc", max_size=2)
+TREES = st.recursive(
+    st.just("leaf"),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=20,
+)
+
+
+def numbered(tree):
+    """(the tree with a number for each leaf, how many there are)."""
+    leaves, treedef = tree_util.tree_flatten(tree)
+    return treedef.unflatten(range(len(leaves))), len(leaves)
+
+
+@given(TREES)
+def test_it_finds_what_jax_finds(tree):
+    rows, leaves = numbered(tree)
+    values = tree_util.tree_map(lambda row: ("name", row), rows)
+    found = values_beside(rows, values, leaves)
+    assert found == tree_util.tree_structure(rows).flatten_up_to(values)
+    assert found == [("name", row) for row in range(leaves)]
+
+
+@given(TREES, TREES)
+def test_trees_that_differ_are_told(tree, other):
+    rows, leaves = numbered(tree)
+    try:
+        theirs = tree_util.tree_structure(rows).flatten_up_to(other)
+    except (TypeError, ValueError):
+        theirs = None
+    assert values_beside(rows, other, leaves) == theirs
+
+
+class Mapping(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("rows", "values"),
+    [
+        ({"a": 0}, {"b": 0}),
+        ({"a": 0}, {"a": 0, "b": 0}),
+        ([0, 1], [0]),
+        ([0], (0,)),
+        ({"a": None}, {"a": None}),
+        (Mapping(a=0), Mapping(a=0)),
+        ({"a": True}, {"a": 3}),
+        ([5], [3]),
+        ([-1], [3]),
+        ({"a": [0]}, {"a": 3}),
+    ],
+    ids=str,
+)
+def test_whatever_it_does_not_know_is_for_jax(rows, values):
+    assert values_beside(rows, values, 1) is None
+
+
+def test_an_integer_that_is_no_row_is_an_error():
+    with pytest.raises(OverflowError):
+        values_beside([2**100], [3], 1)
+
+
+def test_the_error_of_a_key_comes_through():
+    class Key:
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            raise RuntimeError("compared")
+
+    with pytest.raises(RuntimeError, match="compared"):
+        values_beside({Key(): 0}, {Key(): 0}, 1)
+
+
+def test_keys_that_change_the_trees_while_they_are_compared_do_no_harm():
+    rows, values = {}, {}
+
+    class Key:
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            rows.clear()
+            values.clear()
+            return True
+
+    rows[Key()] = 0
+    values[Key()] = ["name"]
+    assert values_beside(rows, values, 1) in ([["name"]], None)
+
+
+def test_deep_trees_are_for_jax():
+    rows, values = 0, "name"
+    for _ in range(10**5):
+        rows, values = [rows], [values]
+    assert values_beside(rows, values, 1) is None
+    while isinstance(rows, list):  # so that the interpreter need not free them in depth
+        rows, values = rows[0], values[0]
+
+
+def test_it_keeps_no_reference():
+    name = object()
+    before = sys.getrefcount(name)
+    for _ in range(100):
+        assert values_beside({"a": [0]}, {"a": [name]}, 1) == [name]
+        assert values_beside({"a": [0], "b": None}, {"a": [name], "b": None}, 1) is None
+    assert sys.getrefcount(name) == before
