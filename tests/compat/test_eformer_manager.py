@@ -64,6 +64,12 @@ def outcome(call, *args, **kwargs):
         return type(error)
 
 
+def can_be_placed(resolved):
+    """Whether the mesh axes that eformer gives dimensions make a spec that JAX can place."""
+    parts = (part for one in resolved if isinstance(one, list | tuple) for part in one)
+    return all(isinstance(part, str) for part in parts)
+
+
 class TestNames:
     def test_all_names_are_there(self):
         theirs_too = {
@@ -135,11 +141,7 @@ class TestResolving:
     def test_dimensions(self, fields, axes, mode):
         got, expected = ours.PartitionAxis(**fields), theirs.PartitionAxis(**fields)
         wanted = expected.resolve_axis(axes, mode)
-        nested = any(
-            isinstance(one, list) and any(part is None or isinstance(part, tuple) for part in one)
-            for one in wanted
-        )
-        if nested:  # no PartitionSpec that can be placed: see TestWhereEformerIsBroken
+        if not can_be_placed(wanted):  # see TestWhereEformerIsBroken
             return
         assert got.resolve_axis(axes, mode) == wanted
         assert got.resolve_spec(axes, mode) == expected.resolve_spec(axes, mode)
@@ -248,9 +250,10 @@ class TestRegistry:
                 rules["generation_axis_rule"] = names.NOT_GIVEN
         assert got == expected
         for mode in MODES:
-            wanted = outcome(theirs.PartitionAxis().resolve_spec, axes, mode)
-            if wanted is not ValueError:
-                assert outcome(ours.PartitionAxis().resolve_spec, axes, mode) == wanted
+            wanted = outcome(theirs.PartitionAxis().resolve_axis, axes, mode)
+            found = outcome(ours.PartitionAxis().resolve_axis, axes, mode)
+            if wanted is ValueError or can_be_placed(wanted):
+                assert found == wanted
         for module in (ours, theirs):
             module.PartitionAxis.clear_registered_axes()
 

@@ -40,8 +40,9 @@ def api() -> str:
 
 def _described(name: str, thing: object) -> Iterator[str]:
     if inspect.isclass(thing):
-        # The signature of an enum is Python's own affair, which differs between versions.
-        yield f"class {name}{'' if issubclass(thing, enum.Enum) else _signature(thing)}"
+        # The signatures of enums, and of other libraries' classes, differ between versions.
+        is_ours = thing.__module__.startswith("shardrules") and not issubclass(thing, enum.Enum)
+        yield f"class {name}{_signature(thing) if is_ours else ''}"
         # What a class inherits from outside of this package is not ours to promise.
         ours = [base for base in thing.__mro__ if base.__module__.startswith("shardrules")]
         members = {key: value for base in reversed(ours) for key, value in vars(base).items()}
