@@ -21,7 +21,7 @@ MODULES = [
 ]
 # Values that are read, not made; and what needs arrays on several devices to be worth showing.
 WITHOUT_EXAMPLES = {
-    "AxisMetadata", "Change", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference",
+    "AxisMetadata", "EMPTY_VAL", "Change", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference",
     "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "RuleFile", "RulesFallback", "Sweep",
     "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip

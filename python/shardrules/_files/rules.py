@@ -74,8 +74,8 @@ DIALECTS: Final = {
 """Dialects by their names in files, in lower case."""
 
 _KEYS: Final = (
-    "kind", "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes",
-    *COMPANION_KEYS,
+    "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
+    "kind",
 )  # fmt: skip
 _KINDS: Final = ("regex", "logical")
 _RULE_KEYS: Final = (

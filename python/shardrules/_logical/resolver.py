@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UNASSIGNED",
     "LostRule",
+    "Reason",
     "Resolution",
     "Resolver",
     "axes_in",

@@ -355,7 +355,7 @@ def _bound_spec(
 ) -> SpecOnMesh | SpecByShape:
     """One of the specs of `specs_on_mesh`."""
     by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
-    given = wanted.spec if by_shape is None else by_shape.within
+    given: Any = wanted.spec if by_shape is None else by_shape.within
     spec = as_partition_spec(given) if made else given
     local, inside = _inside_shard_map(spec, correction, manual)
     on_mesh = SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts)

@@ -13,6 +13,7 @@ from shardrules._printable import printable_lines
 from shardrules._specs import spec_shown
 
 if TYPE_CHECKING:
+    from shardrules._logical.resolver import Reason
     from shardrules._matching.match_modes import Pattern
     from shardrules._matching.rules import Rules
     from shardrules._planning.columns import Columns
@@ -176,15 +177,20 @@ def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
     )
 
 
-_OUTCOMES: Final[dict[str, NameOutcome]] = {"dim taken": "too late"}
+_OUTCOMES: Final[dict[Reason, NameOutcome]] = {
+    "dim taken": "too late",
+    "axis taken": "axis taken",
+    "indivisible": "indivisible",
+    "absent": "absent",
+}
 
 
 def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     names = kind.names or ()
-    won: list[tuple[int, int, Any, int | None]] = [
+    won: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
-    lost = [(one.dim, one.rule, _OUTCOMES.get(one.why, one.why), one.to) for one in kind.lost_rules]
+    lost = [(one.dim, one.rule, _OUTCOMES[one.why], one.to) for one in kind.lost_rules]
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
         for dim, rule, outcome, to in sorted([*won, *lost], key=lambda one: one[:2])
