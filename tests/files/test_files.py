@@ -81,6 +81,7 @@ def test_names_separators_and_marks(write):
         "m",
         {"a.b": ArraySpec((0, 3), "float4_e2m1fn")},
         ".",
+        None,
     )
     assert read_arrays(write("m.json", b'\xef\xbb\xbf{"params": []}')).leaves == {}
 

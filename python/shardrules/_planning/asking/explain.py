@@ -187,13 +187,14 @@ _OUTCOMES: Final[dict[Reason, NameOutcome]] = {
 
 def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     names = kind.names or ()
-    won: list[tuple[int, int, NameOutcome, int | None]] = [
+    met: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
-    lost = [(one.dim, one.rule, _OUTCOMES[one.why], one.to) for one in kind.lost_rules]
+    for one in kind.lost_rules:
+        met.append((one.dim, one.rule, _OUTCOMES[one.why], one.to))
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
-        for dim, rule, outcome, to in sorted([*won, *lost], key=lambda one: one[:2])
+        for dim, rule, outcome, to in sorted(met, key=lambda one: one[:2])
     )
 
 
