@@ -424,12 +424,24 @@ _last: list[PartitionManager] = []
 
 
 def get_current_partition_manager() -> PartitionManager | None:
-    """The manager of the innermost `with`, or None."""
+    """The manager of the innermost `with`, or None.
+
+    Example:
+        >>> with PartitionManager(PartitionAxis()) as manager:
+        ...     get_current_partition_manager() is manager
+        True
+    """
     return next(reversed(_managers.get()), None)
 
 
 def get_partition_manager() -> PartitionManager | None:
-    """The manager that was made or entered last in this process, or None."""
+    """The manager that was made or entered last in this process, or None.
+
+    Example:
+        >>> manager = PartitionManager(PartitionAxis())
+        >>> get_partition_manager() is manager
+        True
+    """
     return next(iter(_last), None)
 
 
