@@ -6,6 +6,7 @@ meshes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,7 +126,13 @@ def check_correction(correction: object) -> None:
 
 def rule_spec(given: Any) -> RuleSpec:
     """The spec of a rule, as a RuleSpec."""
-    return given if isinstance(given, RuleSpec) else RuleSpec(given)
+    return given if isinstance(given, RuleSpec) else _with_nothing_else(given)
+
+
+# A sweep asks for each rule on each mesh. By type, as specs of two types may be equal.
+@functools.lru_cache(maxsize=1024, typed=True)
+def _with_nothing_else(spec: Any) -> RuleSpec:
+    return RuleSpec(spec)
 
 
 def plain_spec(given: Any) -> Any:
