@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from typing import get_origin
 
 from shardrules import compat
 
@@ -39,7 +40,9 @@ def api() -> str:
 
 
 def _described(name: str, thing: object) -> Iterator[str]:
-    if inspect.isclass(thing):
+    if get_origin(thing) is not None:  # as X | Y, whose own type depends on the version of Python
+        yield f"{name}: type"
+    elif inspect.isclass(thing):
         # The signatures of enums, and of other libraries' classes, differ between versions.
         is_ours = thing.__module__.startswith("shardrules") and not issubclass(thing, enum.Enum)
         yield f"class {name}{_signature(thing) if is_ours else ''}"
