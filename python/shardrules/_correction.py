@@ -6,7 +6,6 @@ meshes.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ __all__ = [
     "MisfitPolicy",
     "RuleSpec",
     "check_correction",
+    "memory_kind_of",
     "plain_spec",
     "rule_spec",
     "rule_spec_shown",
@@ -126,13 +126,12 @@ def check_correction(correction: object) -> None:
 
 def rule_spec(given: Any) -> RuleSpec:
     """The spec of a rule, as a RuleSpec."""
-    return given if isinstance(given, RuleSpec) else _with_nothing_else(given)
+    return given if isinstance(given, RuleSpec) else RuleSpec(given)
 
 
-# A sweep asks for each rule on each mesh. By type, as specs of two types may be equal.
-@functools.lru_cache(maxsize=1024, typed=True)
-def _with_nothing_else(spec: Any) -> RuleSpec:
-    return RuleSpec(spec)
+def memory_kind_of(given: Any) -> MemoryKind | None:
+    """The memory kind that a rule names."""
+    return given.memory_kind if isinstance(given, RuleSpec) else None
 
 
 def plain_spec(given: Any) -> Any:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
-from shardrules._correction import Correction, RuleSpec, check_correction, plain_spec, rule_spec
+from shardrules._correction import (
+    Correction,
+    RuleSpec,
+    check_correction,
+    memory_kind_of,
+    plain_spec,
+    rule_spec,
+)
 from shardrules._dtypes import given_bits
 from shardrules._format import and_more, counted, mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
@@ -378,7 +385,7 @@ def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -
     """
     first: dict[MemoryKind | None, str] = {}
     for index, (pattern, given) in enumerate(rules):
-        first.setdefault(rule_spec(given).memory_kind, f"rule {index} {pattern!r}")
+        first.setdefault(memory_kind_of(given), f"rule {index} {pattern!r}")
     for kind, rule in first.items():
         check_memory_on_mesh(rule, kind, mesh)
 
@@ -399,7 +406,7 @@ def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Corre
     specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
     check_memory_of_rules(rules, mesh)
     memory_of = {
-        spec: rule_spec(given).memory_kind for spec, (_, given) in zip(spec_of, rules, strict=True)
+        spec: memory_kind_of(given) for spec, (_, given) in zip(spec_of, rules, strict=True)
     }
 
     @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._correction import rule_spec
+from shardrules._correction import memory_kind_of
 from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named
@@ -117,9 +117,7 @@ class RulesOnMesh:
         self._specs, self._spec_of = specs_on_mesh(
             rules, self.axis_sizes, correction, manual=manual, made=False
         )
-        self._memory_of: list[MemoryKind | None] = [
-            rule_spec(given).memory_kind for _, given in rules
-        ]
+        self._memory_of: list[MemoryKind | None] = [memory_kind_of(given) for _, given in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
 
     def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
