@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from shardrules._logical.beside import names_beside
-from shardrules._logical.leaves import Unboxed, no_names, unboxed
+from shardrules._logical.leaves import Unboxed, unboxed_with_names
 from shardrules._matching.rules import Rules, matcher_of
 
 __all__ = ["NamedArrays", "named_arrays", "rows_and_paths"]
@@ -53,9 +53,7 @@ def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
     from jax import tree_util
 
     if names is None:
-        boxes = unboxed(tree)
-        if boxes.leaves and all(one is None for one in boxes.names):
-            raise TypeError(no_names(boxes.leaves[0], "names="))
+        boxes = unboxed_with_names(tree)
         return NamedArrays(boxes.tree, _hashable(boxes.names_of_arrays()), boxes)
     of_rows, paths = rows_and_paths(tree)
     named = names_beside(of_rows, paths, names)

@@ -27,8 +27,8 @@ __all__ = [
     "NodeForms",
     "Unboxed",
     "check_rules_are_for_paths",
-    "no_names",
     "unboxed",
+    "unboxed_with_names",
 ]
 
 _PLAIN: Final = re.compile(r"[\w-]+")
@@ -98,7 +98,7 @@ class NodeForms:
             TypeError: They are.
         """
         if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
-            raise TypeError(no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
+            raise TypeError(_no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
 
     def array_in(self, leaf: Any) -> Any:
         """The array that the names of a leaf belong to."""
@@ -110,7 +110,7 @@ class NodeForms:
         return leaf.value if form == "box" else leaf
 
 
-def no_names(leaf: Any, instead: str) -> str:
+def _no_names(leaf: Any, instead: str) -> str:
     """The message for a tree in which nothing has names; `instead` is where they may stand."""
     return (
         "nothing in the tree has logical axis names; its first leaf is "
@@ -171,8 +171,20 @@ def unboxed(tree: Any) -> Unboxed:
                 "and leave sharding_rules out"
             )
     names = [forms.names_of(leaf) if forms.holds_array(leaf) else None for leaf in leaves]
-    arrays = [forms.array_in(leaf) if forms.holds_array(leaf) else leaf for leaf in leaves]
-    return Unboxed(treedef.unflatten(arrays), leaves, names, treedef, forms)
+    return Unboxed(treedef.unflatten(map(forms.array_in, leaves)), leaves, names, treedef, forms)
+
+
+def unboxed_with_names(tree: Any) -> Unboxed:
+    """The same, of a tree in which something has names.
+
+    Raises:
+        TypeError: Nothing has.
+        ValueError: As `unboxed`.
+    """
+    boxes = unboxed(tree)
+    if boxes.leaves and all(one is None for one in boxes.names):
+        raise TypeError(_no_names(boxes.leaves[0], "names="))
+    return boxes
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:

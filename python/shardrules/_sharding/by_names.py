@@ -26,7 +26,7 @@ from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.mesh import context_mesh, resolve_mesh
 from shardrules._sharding.name_errors import ErrorCollector, unknown_axes
 from shardrules._sharding.name_shardings import corrected
-from shardrules._sharding.shardings import local_sizes
+from shardrules._sharding.shardings import local_sizes, manual_axes
 from shardrules._specs import is_partition_spec, partition_spec
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def logical_to_mesh_sharding(
         )
         return _resolved(tree, None, make)
     pairs, chosen = _in_force(rules, dialect)
-    resolver = resolver_for(pairs, chosen, local_sizes(on_mesh), correction)
+    resolver = resolver_for(
+        pairs, chosen, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
+    )
     return _resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
 
 

@@ -11,7 +11,7 @@ from shardrules._core import resolve_all
 from shardrules._logical.arrays import named_arrays
 from shardrules._logical.rules import resolver_of
 from shardrules._sharding.name_errors import ErrorCollector
-from shardrules._sharding.shardings import corrected_sharding, local_sizes
+from shardrules._sharding.shardings import corrected_sharding, local_sizes, manual_axes
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -52,7 +52,8 @@ def shardings_by_names(
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
     policy = correction or rules.dialect.correction
-    make = corrected(resolver_of(rules, local_sizes(mesh), policy), mesh, policy)
+    sizes = local_sizes(mesh.shape, manual_axes(mesh))
+    make = corrected(resolver_of(rules, sizes, policy), mesh, policy)
     given = [() if one is None else one for one in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(given, shapes, {}, make)

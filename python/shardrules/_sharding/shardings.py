@@ -58,6 +58,7 @@ __all__ = [
     "ManualAxes",
     "Placement",
     "RulesLike",
+    "bound_spec",
     "check_memory_of_rules",
     "check_memory_on_mesh",
     "corrected_sharding",
@@ -246,7 +247,7 @@ def correction_losses(
 def _spec_on_mesh(
     spec: PartitionSpec | Fsdp, mesh: AnyMesh, correction: Correction
 ) -> SpecOnMesh | SpecByShape:
-    return _bound_spec(RuleSpec(spec), dict(mesh.shape), correction, manual_axes(mesh))
+    return bound_spec(RuleSpec(spec), dict(mesh.shape), correction, manual_axes(mesh))
 
 
 class ManualAxes(NamedTuple):
@@ -262,10 +263,9 @@ class ManualAxes(NamedTuple):
 _NO_MANUAL_AXES: Final = ManualAxes()
 
 
-def local_sizes(mesh: AnyMesh) -> dict[str, int]:
+def local_sizes(axis_sizes: Mapping[str, int], manual: ManualAxes) -> dict[str, int]:
     """Devices along each mesh axis that shapes are not local to: 1 for manual axes."""
-    manual = manual_axes(mesh).axes
-    return {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+    return {axis: 1 if axis in manual.axes else size for axis, size in axis_sizes.items()}
 
 
 def manual_axes(mesh: AnyMesh) -> ManualAxes:
@@ -345,13 +345,13 @@ def specs_on_mesh(
     policies = [wanted.correction or correction for wanted in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
     specs = [
-        _bound_spec(one, axis_sizes, policy, manual, made=made, has_parts=has_parts)
+        bound_spec(one, axis_sizes, policy, manual, made=made, has_parts=has_parts)
         for one, policy in zip(index_of, policies, strict=True)
     ]
     return specs, spec_of
 
 
-def _bound_spec(
+def bound_spec(
     wanted: RuleSpec,
     axis_sizes: Mapping[str, int],
     correction: Correction,

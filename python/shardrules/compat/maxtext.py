@@ -73,11 +73,10 @@ class DumpedArrays(NamedTuple):
             ValueError: The plan has another mesh.
         """
         check_type("plan", plan, Plan, "a Plan")
-        if {axis: n for axis, n in plan.axis_sizes.items() if n > 1} != {
-            axis: n for axis, n in self.mesh.items() if n > 1
-        }:
+        dumped, planned = _plainest(self._columns()), _plainest(plan._columns)
+        if dumped.axis_sizes != planned.axis_sizes:
             raise ValueError(f"plan: it is on the mesh {plan.axis_sizes}, the dump on {self.mesh}")
-        return diff(_plainest(self._columns()), _plainest(plan._columns))._replace(rules=())
+        return diff(dumped, planned)._replace(rules=())
 
     def _columns(self) -> Columns:
         paths = list(self.arrays)

@@ -21,7 +21,7 @@ from shardrules._planning.placing.on_mesh import (
     kind_on_mesh,
     loss_of,
 )
-from shardrules._sharding.shardings import ManualAxes, manual_axes, specs_on_mesh
+from shardrules._sharding.shardings import ManualAxes, bound_spec, local_sizes, manual_axes
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import Entries, entry_axes
 
@@ -61,9 +61,7 @@ class _NamesOnMesh:
         self._correction = correction
         self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
         self._anywhere = resolver_of(rules, {})
-        # Shapes are local along manual axes.
-        whole = {axis: n for axis, n in self.axis_sizes.items() if axis not in self._manual.axes}
-        self._here = resolver_of(rules, dict.fromkeys(self.axis_sizes, 1) | whole, correction)
+        self._here = resolver_of(rules, local_sizes(self.axis_sizes, self._manual), correction)
 
     def kind(self, leaf: LeafType) -> Kind:
         """The kind of such leaves."""
@@ -95,10 +93,8 @@ class _NamesOnMesh:
     def _bound(self, resolution: Resolution) -> SpecOnMesh:
         """The spec of the rules that were chosen, on the mesh."""
         entries = (None if one is UNASSIGNED else one for one in resolution.entries())
-        pairs = [("", RuleSpec(Entries(entries)))]
-        (spec,), _ = specs_on_mesh(
-            pairs, self.axis_sizes, self._correction, manual=self._manual, made=False
-        )
+        wanted = RuleSpec(Entries(entries))
+        spec = bound_spec(wanted, self.axis_sizes, self._correction, self._manual, made=False)
         return cast(SpecOnMesh, spec)  # of entries, and not made from shapes
 
     def _lost_to_other_rules(

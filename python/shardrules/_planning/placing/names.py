@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules._core import resolve_all
 from shardrules._logical.beside import by_row, names_beside
-from shardrules._logical.leaves import no_names, unboxed
+from shardrules._logical.leaves import unboxed_with_names
 from shardrules._logical.names import checked_names
 from shardrules._matching.rules import Rules
 from shardrules._planning.path_rules import NO_RULE_NEEDED
@@ -46,9 +46,7 @@ def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
         return _named(leaves, names_beside(leaves.tree, leaves.paths, names))
     from jax.tree_util import tree_leaves
 
-    boxes = unboxed(tree)
-    if boxes.leaves and all(one is None for one in boxes.names):
-        raise TypeError(no_names(boxes.leaves[0], "names="))
+    boxes = unboxed_with_names(tree)
     leaves = survey(boxes.tree, _NO_RULES)
     names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
     return _named(replace(leaves, rules=rules, tree=boxes.boxed(leaves.tree)), names)
