@@ -241,6 +241,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "match": ("search",), "precedence": "first", "scalars": "none", "min_size": "after",
         "rank": "keep", "unmatched": "error", "hidden_key": None}),
     "Findings.at_least": (PLAN.check().at_least, {"level": "error"}),
+    "Findings.raise_for": (PLAN.check().raise_for, {"level": "error"}),
     "Findings.to_github": (PLAN.check().to_github, {"file": None}),
     "Findings.to_json": (PLAN.check().to_json, {}),
     "LogicalDialect": (sr.LogicalDialect, {
@@ -387,7 +388,7 @@ CALLS |= {
 
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
-              "Difference", "Explanation", "FileError", "Finding", "Findings", "Kind", "Loss", "Plan",
+              "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
               "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
               "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.

@@ -93,6 +93,7 @@ __all__ = [
     "FileError",
     "Finding",
     "Findings",
+    "FindingsError",
     "Kind",
     "LogicalDialect",
     "LogicalRules",

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._format import nearest
-from shardrules._planning.asking.findings import FINDING_KINDS
+from shardrules._planning.asking.findings import CHECK_KINDS
 from shardrules._planning.fold import fold
 from tests.support import corpus
 from tests.support.folders import DATA, ROOT
@@ -781,7 +781,7 @@ ELSEWHERE = {"catch-all", "companion", "unknown-name", "unnamed", "taken"}
 
 def test_levels():
     found = everything()
-    assert {one.kind for one in found} == set(FINDING_KINDS) - ELSEWHERE
+    assert {one.kind for one in found} == set(CHECK_KINDS) - ELSEWHERE
     for kind in {one.kind for one in found}:
         for level in ("error", "warning", "info"):
             assert {one.level for one in of_kind(everything(levels={kind: level}), kind)} == {level}
@@ -1002,7 +1002,17 @@ def finding_kinds_of_table(text):
 def test_a_table_of_findings_has_each_kind_once(where):
     page = ROOT / "docs" / "planning.md"
     text = sr.Plan.check.__doc__ if where == "Plan.check" else page.read_text(encoding="utf-8")
-    assert tuple(finding_kinds_of_table(text)) == FINDING_KINDS
+    assert tuple(finding_kinds_of_table(text)) == CHECK_KINDS
+
+
+def test_a_user_s_test_fails_on_findings_in_one_line():
+    found = findings({"w": array(8, 8)}, [("k", "tp")])
+    with pytest.raises(sr.FindingsError, match=r"error\[unmatched\]") as error:
+        found.raise_for()
+    assert error.value.findings == found.at_least("error")
+    with pytest.raises(sr.FindingsError, match=r"warning\[dead\]"):
+        found.raise_for("warning")
+    assert findings({"w": array(8, 8)}, [("w", ("fsdp", "tp"))]).raise_for("info") is None
 
 
 def test_what_is_lost_is_data_beside_its_words():

@@ -11,6 +11,7 @@ from shardrules._planning.asking.explain import Tried as Tried
 from shardrules._planning.asking.explain import TriedName as TriedName
 from shardrules._planning.asking.findings import Finding as Finding
 from shardrules._planning.asking.findings import Findings as Findings
+from shardrules._planning.asking.findings import FindingsError as FindingsError
 from shardrules._planning.asking.sweep import Sweep as Sweep
 from shardrules._planning.asking.sweep import SweepRow as SweepRow
 from shardrules._planning.companion import Companion as Companion

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._matching.coverage import Coverage
-    from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._planning.asking.findings import CheckKind, Level
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
@@ -289,7 +289,7 @@ class Plan:
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
-        levels: Mapping[FindingKind, Level | Literal["off"]] | None = None,
+        levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
         """The coverage contract: no leaf is replicated and no rule ignored without a finding.
 

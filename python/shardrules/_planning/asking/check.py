@@ -27,11 +27,11 @@ from shardrules._planning.asking.checks.nnx import nnx_values
 from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.checks.replication import catch_alls, replicated
 from shardrules._planning.asking.checks.rules import dead_rules, shadowed_rules, siblings
-from shardrules._planning.asking.findings import FINDING_KINDS, LEVELS, Findings
+from shardrules._planning.asking.findings import CHECK_KINDS, LEVELS, Findings
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
-    from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._planning.asking.findings import CheckKind, FindingKind, Level
     from shardrules._planning.columns import Columns
 
 __all__ = ["DEFAULT_LARGE", "check"]
@@ -51,12 +51,12 @@ def check(
     large: int = DEFAULT_LARGE,
     declared: Declared,
     head_dim: int | None = None,
-    levels: Mapping[FindingKind, Level | Literal["off"]] | None = None,
+    levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
 ) -> Findings:
     """See `Plan.check`."""
-    chosen = dict(levels or {})
+    chosen: dict[FindingKind, Level | Literal["off"]] = dict((levels or {}).items())
     for kind, level in chosen.items():
-        check_choice("levels: a kind of finding", kind, FINDING_KINDS)
+        check_choice("levels: a kind of finding", kind, CHECK_KINDS)
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
     queries = Queries(columns, large, declared, head_dim)
     found = (one for each in _CHECKS for one in each(queries))

@@ -1,4 +1,4 @@
-"""Findings of a check, as text, JSON and GitHub annotations.
+"""Findings of checks and proofs, as text, JSON and GitHub annotations.
 
 Costs nothing but text. Must not know how a finding is found.
 """
@@ -13,12 +13,16 @@ from shardrules._format import and_more, bytes_shown, counted
 from shardrules._printable import printable, printable_json, printable_lines
 
 __all__ = [
-    "FINDING_KINDS",
+    "CHECK_KINDS",
     "LEVELS",
+    "VERIFY_KINDS",
+    "CheckKind",
     "Finding",
     "FindingKind",
     "Findings",
+    "FindingsError",
     "Level",
+    "VerifyKind",
     "at_stake",
     "finding_lines",
 ]
@@ -26,7 +30,7 @@ __all__ = [
 Level = Literal["error", "warning", "info"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
-FindingKind = Literal[
+CheckKind = Literal[
     "unmatched",
     "misfit",
     "unknown-axis",
@@ -46,18 +50,24 @@ FindingKind = Literal[
     "companion",
     "unused-axis",
 ]
-FINDING_KINDS: Final[tuple[FindingKind, ...]] = get_args(FindingKind)
+CHECK_KINDS: Final[tuple[CheckKind, ...]] = get_args(CheckKind)
 """In the order of the table in `Plan.check`, which says what they are."""
+VerifyKind = Literal[
+    "input", "output", "fixed-point", "memory-kind", "donation", "gathered", "peak", "devices"
+]
+VERIFY_KINDS: Final[tuple[VerifyKind, ...]] = get_args(VerifyKind)
+"""In the order of the tables in `verify` and `audit`, which say what they are."""
+FindingKind = CheckKind | VerifyKind
 _MOST_PATHS: Final = 5
 _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 class Finding(NamedTuple):
-    """One finding of a check."""
+    """One finding of `Plan.check`, `verify` or `audit`."""
 
     level: Level
     kind: FindingKind
-    """Which check found it; see `Plan.check`."""
+    """What was found: the row of the table in `Plan.check`, `verify` or `audit`."""
     message: str
     paths: tuple[str, ...]
     """Folded path patterns of the leaves, those with most bytes first."""
@@ -80,8 +90,16 @@ def finding_lines(finding: Finding) -> list[str]:
     return [printable(line) for line in (label, finding.message, *paths, f"  {finding.fix}")]
 
 
+class FindingsError(Exception):
+    """Findings that are not accepted, by `Findings.raise_for`; its text lists them."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self.findings: Final = findings
+
+
 class Findings(tuple[Finding, ...]):
-    """All findings of a check, the worst first; `str` lists them, and how many there are.
+    """All findings together, the worst first; `str` lists them, and how many there are.
 
     Example:
         >>> import jax, shardrules as sr
@@ -104,6 +122,24 @@ class Findings(tuple[Finding, ...]):
         """The findings of this level and worse."""
         check_choice("level", level, LEVELS)
         return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))
+
+    def raise_for(self, level: Level = "error") -> None:
+        """Raises an error if there are findings of this level or worse: a line for a test.
+
+        Args:
+            level: The level from which on findings are not accepted. Default: "error".
+
+        Raises:
+            FindingsError: With these findings.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> plan.check().raise_for("warning")
+        """
+        if refused := self.at_least(level):
+            raise FindingsError(refused)
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self), self.summary])

@@ -18,7 +18,7 @@ from shardrules._correction import rule_spec, rule_spec_shown
 from shardrules._declared import compiled_replicated
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
-from shardrules._planning.asking.findings import Finding, FindingKind, Level
+from shardrules._planning.asking.findings import CheckKind, Finding, Level
 from shardrules._planning.fold import Folded, fold, parts_of
 from shardrules._planning.kinds import Kind, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
@@ -38,7 +38,7 @@ _MUCH: Final = 0.02
 _PART: Final = 0.1
 
 
-def finding(level: Level, kind: FindingKind, message: str, fix: str, **more: Any) -> Finding:
+def finding(level: Level, kind: CheckKind, message: str, fix: str, **more: Any) -> Finding:
     """A finding; `folded` are the leaves that it is about."""
     folded = more.pop("folded", [])
     given = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **more}
