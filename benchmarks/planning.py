@@ -36,6 +36,9 @@ def _plans() -> Iterator[Row]:
     if planned.shardings() != sr.named_shardings(tree, rules, MESH):
         raise AssertionError("the plan and named_shardings disagree")
     locked = planned.lock()
+    trainer, sampler = (
+        planned.on_mesh({"fsdp": n, "sp": 1, "tp": m}) for n, m in [(64, 1), (1, 32)]
+    )
     calls: dict[str, Callable[[], Any]] = {
         "plan": lambda: sr.plan(tree, rules, MESH),
         "plan, then its table": lambda: repr(sr.plan(tree, rules, MESH)),
@@ -43,6 +46,7 @@ def _plans() -> Iterator[Row]:
         "plan, then lock": lambda: sr.plan(tree, rules, MESH).lock(),
         "Plan.from_lock": lambda: sr.Plan.from_lock(locked),
         "Plan.shardings": planned.shardings,
+        "Plan.transfer from fsdp=64 to tp=32": lambda: trainer.transfer(sampler),
         "Plan.sweep over 10 meshes": lambda: planned.sweep(fixed={"sp": 1}),
     }
     identity = partial(jax.tree_util.tree_map, lambda leaf: leaf, tree)

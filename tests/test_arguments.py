@@ -271,6 +271,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
         "optimizer_memory_kind": None}),
+    "Plan.transfer": (PLAN.transfer, {"other": PLAN}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
@@ -389,8 +390,8 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Tried", "TriedName",
-              "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
+              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Transfer",
+              "TransferRow", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
     "compat.axlearn", "compat.big_vision", "compat.eformer", "compat.flax", "compat.jax_llm_examples",

@@ -106,6 +106,8 @@ __all__ = [
     "RulesFallback",
     "Sweep",
     "SweepRow",
+    "Transfer",
+    "TransferRow",
     "Tried",
     "TriedName",
     "compare",

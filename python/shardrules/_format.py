@@ -6,12 +6,13 @@ Each kind of value has one form, here. Must not know what a message is about.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from shardrules._printable import printable
 
 __all__ = [
+    "aligned",
     "and_more",
     "brief",
     "byte_count",
@@ -26,6 +27,8 @@ __all__ = [
 _NEAR: Final = 0.7
 # Comparing takes the product of two lengths.
 _COMPARED: Final = 100
+# Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
+_WIDEST: Final = 200
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _BYTES_OF: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -46,6 +49,21 @@ class _Start(reprlib.Repr):
 
 
 _start: Final = _Start()
+
+
+def aligned(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str]
+) -> list[str]:
+    """The lines of a table, with the columns under these heads aligned to the right."""
+    lines = [heads, *rows]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if head in right else text.ljust(width)
+            for head, text, width in zip(heads, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def brief(value: object) -> str:

@@ -41,6 +41,7 @@ from shardrules._planning.asking.explain import Explanation, explanation
 from shardrules._planning.asking.findings import Findings
 from shardrules._planning.asking.rows import row_of
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
+from shardrules._planning.asking.transfer import Transfer, transfer
 from shardrules._planning.asking.trees import (
     abstract_tree,
     placement_tree,
@@ -57,7 +58,7 @@ from shardrules._planning.placing.on_mesh import axis_sizes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
-from shardrules._sharding.mesh import as_mesh, has_devices, resolve_mesh
+from shardrules._sharding.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._sharding.planned import find_placements_by
 from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
 
@@ -602,6 +603,35 @@ class Plan:
         """
         check_type("other", other, Plan, "a Plan")
         return diff(self._columns, other._columns)
+
+    def transfer(self, other: Plan) -> Transfer:
+        """What moves from the shardings of this plan to those of another plan of the same leaves.
+
+        What a device holds already it need not receive. Between two meshes of devices these are
+        the same devices, in whatever order. If one of the meshes has none, such as a dict, device
+        i of one mesh is device i of the other, both in row-major order.
+
+        Args:
+            other: A plan of leaves with the same paths, shapes and dtypes, on any mesh.
+
+        Raises:
+            ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
+                unconstrained axes; or there are more than 2**28 pairs of a kind and a device.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> trainer = sr.plan(tree, [("w", ("fsdp", "tp"))], {"fsdp": 4, "tp": 1})
+            >>> print(moved := trainer.transfer(trainer.on_mesh({"fsdp": 1, "tp": 2})))
+            fsdp=4,tp=1 -> fsdp=1,tp=2: 2 devices in both
+            96 B received in all; at most 48 B by a device, at most 32 B sent by one
+            path  leaves  shape   dtype     spec             received  most by a device
+            w          1  [8, 8]  bfloat16  P('fsdp', 'tp')      96 B              48 B
+            >>> moved.received, moved.sent.ravel(), moved.least
+            (array([[48, 48]]), array([16, 16, 32, 32]), 48)
+        """
+        check_type("other", other, Plan, "a Plan")
+        return transfer(self._columns, other._columns, places_in(self.mesh, other.mesh))
 
     def for_optimizer(
         self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None

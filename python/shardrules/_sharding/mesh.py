@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardrules._format import mesh_shown, shown
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from jax.sharding import AbstractMesh, Mesh
 
     AnyMesh = Mesh | AbstractMesh
@@ -29,6 +32,7 @@ __all__ = [
     "legacy_mesh",
     "local_view",
     "on_axes",
+    "places_in",
     "resolve_mesh",
 ]
 
@@ -164,6 +168,24 @@ def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
     made = _abstract_mesh(axis_sizes)
     device = getattr(mesh, "abstract_device", None)
     return made.update(abstract_device=device) if device else made
+
+
+def places_in(mesh: MeshLike, other: MeshLike) -> npt.NDArray[np.int64]:
+    """Per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
+
+    Without devices in both, those of one place are taken for the same.
+    """
+    import numpy as np
+
+    if has_devices(mesh) and has_devices(other):
+        place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
+        return np.array([place_of.get(device, -1) for device in other.devices.flat], np.int64)
+    count, places = _device_count(mesh), np.arange(_device_count(other))
+    return np.where(places < count, places, -1)
+
+
+def _device_count(mesh: MeshLike) -> int:
+    return prod(mesh.values() if isinstance(mesh, Mapping) else mesh.shape.values())
 
 
 def has_own_devices(mesh: AnyMesh) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,6 +19,7 @@ from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import is_on_host
 from shardrules._planning.asking.budget import by_class
+from shardrules._planning.asking.pairs import Pair, paired
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import Kind, dtype_shown, placement_shown, problem_shown
 from shardrules._printable import printable
@@ -98,28 +98,18 @@ class PlanDiff(NamedTuple):
 
 def diff(before: Columns, after: Columns) -> PlanDiff:
     """See `Plan.diff`."""
-    keys, other_keys = _keys(before.paths, after.paths)
-    rows = {key: row for row, key in enumerate(other_keys)}
-    matched = np.fromiter((rows.pop(key, -1) for key in keys), np.int64, len(keys))
-    then = before.kind_of.astype(np.int64)
-    # A kind of -1 stands for a leaf that is not there.
-    now = np.where(matched < 0, -1, after.kind_of[matched] if len(after.paths) else -1)
-    paths = before.paths + [after.paths[row] for row in rows.values()]
-    then = np.concatenate([then, np.full(len(rows), -1)])
-    now = np.concatenate([now, after.kind_of[np.fromiter(rows.values(), np.int64, len(rows))]])
-    width = len(after.kinds) + 1
-    pairs, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
-    changed: dict[int, tuple[Kind | None, Kind | None]] = {}
-    decided_otherwise = 0
+    paths, group_of, groups = paired(before, after)
     counts = np.bincount(group_of).tolist()
-    for number, (pair, count) in enumerate(zip(pairs.tolist(), counts, strict=True)):
-        a, b = _kind(before, pair // width - 1), _kind(after, pair % width - 1)
+    changed: dict[int, Pair] = {}
+    decided_otherwise = 0
+    for number, (pair, count) in enumerate(zip(groups, counts, strict=True)):
+        a, b = pair
         if a is None or b is None or _aspects(a) != _aspects(b):
-            changed[number] = (a, b)
+            changed[number] = pair
         elif a.deciders != b.deciders:
             decided_otherwise += count
     chosen = np.flatnonzero(np.isin(group_of, list(changed)))
-    folded = fold([paths[row] for row in chosen], group_of[chosen].astype(np.int32))
+    folded = fold([paths[row] for row in chosen], group_of[chosen])
     held = by_class(before), by_class(after)
     return PlanDiff(
         (before.axis_sizes, after.axis_sizes),
@@ -166,26 +156,9 @@ def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
     return pattern, *astuple(replace(wanted, spec=spec_shown(wanted.spec)))
 
 
-def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Distinct keys of the leaves: the path; with a count beside it if two leaves share a path."""
-    if all(len(set(paths)) == len(paths) for paths in (before, after)):
-        return before, after
-    seen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    keys: tuple[list[Any], list[Any]] = ([], [])
-    for paths, counts, mine in zip((before, after), seen, keys, strict=True):
-        for path in paths:
-            mine.append((path, counts[path]))
-            counts[path] += 1
-    return keys
-
-
 def _on_device(kind: Kind) -> int:
     """Bytes of one leaf in the memory of the device that holds most of it."""
     return 0 if is_on_host(kind.memory_kind) else kind.device_bytes
-
-
-def _kind(columns: Columns, number: int) -> Kind | None:
-    return None if number < 0 else columns.kinds[number]
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:

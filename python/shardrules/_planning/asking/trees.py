@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["abstract_tree", "placement_tree", "sharding_tree", "spec_tree"]
+__all__ = ["abstract_tree", "placement_errors", "placement_tree", "sharding_tree", "spec_tree"]
 
 
 def spec_tree(columns: Columns) -> Any:
@@ -65,7 +65,7 @@ def _specs(columns: Columns) -> list[Any]:
         ValueError: Some kinds are not placed; the message is that of `check`.
     """
     if any(kind.status != "placed" for kind in columns.kinds):
-        raise ValueError(_errors(columns))
+        raise ValueError(placement_errors(columns))
     return [kind.spec for kind in columns.kinds]
 
 
@@ -80,11 +80,12 @@ def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
             for spec, memory in set(wanted)
         }
     except ValueError as error:
-        raise ValueError(_errors(columns) or str(error)) from error
+        raise ValueError(placement_errors(columns) or str(error)) from error
     return [made[one] for one in wanted]
 
 
-def _errors(columns: Columns) -> str:
+def placement_errors(columns: Columns) -> str:
+    """The findings of `check` about leaves that get no sharding, a line each or more."""
     found = check(columns, declared=NOTHING)
     return "\n".join(str(one) for one in found if one.kind in ("unmatched", "misfit"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._format import and_more, bytes_shown, counted, mesh_shown
+from shardrules._format import aligned, and_more, bytes_shown, counted, mesh_shown
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.kinds import decided_shown, dtype_shown, placement_shown, problem_shown
 from shardrules._printable import printable
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["HEADS", "RIGHT", "Row", "heading", "rows", "table"]
 
 _MOST_ROWS: Final = 60
-# Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
-_WIDEST: Final = 200
 HEADS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
 """Heads of the columns of `rows`."""
 RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
@@ -55,15 +53,7 @@ def rows(columns: Columns, most: int | None = None) -> list[Row]:
 
 def table(columns: Columns) -> str:
     """The heading, and the first rows in aligned columns."""
-    lines = [HEADS, *rows(columns, _MOST_ROWS)]
-    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
-    shown = [
-        "  ".join(
-            text.rjust(width) if head in RIGHT else text.ljust(width)
-            for head, text, width in zip(HEADS, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+    shown = aligned(HEADS, rows(columns, _MOST_ROWS), RIGHT)
     more = and_more(len(columns.folded), _MOST_ROWS, "row")
     return "\n".join([heading(columns), *shown, *more])
 

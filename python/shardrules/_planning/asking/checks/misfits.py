@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._planning.kinds import Kind
 
-__all__ = ["misfits", "unmatched", "unplaceable"]
+__all__ = ["misfits", "refusals", "unmatched", "unplaceable"]
 
 
 def unmatched(queries: Queries) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
     """Leaves whose spec the corrections let through, and JAX refuses."""
     columns = queries.columns
     refused = {
-        number: list(_refusals(kind, columns))
+        number: list(refusals(kind, columns))
         for number, kind in enumerate(columns.kinds)
         if kind.spec is not None and kind.shape is not None
     }
@@ -82,7 +82,7 @@ def _who(queries: Queries, kind: Kind) -> str:
     return "a spec" if kind.decided_by is None else queries.who(kind)
 
 
-def _refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
+def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
     """(message, fix) for each reason why JAX makes no sharding of a kind's spec."""
     spec = kind.spec if kind.spec is not None else Entries()
     for axis in sorted(axes_named(spec) - columns.axis_sizes.keys()):

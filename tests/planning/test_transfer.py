@@ -1,0 +1,456 @@
+"""Transfers: what moves is what is left when each device's old box is taken from its new one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from scipy.optimize import linprog
+
+import shardrules as sr
+from shardrules._arguments import MOST
+from shardrules._dtypes import bits_of
+from shardrules._specs import entries_of
+from tests.support import corpus
+
+DEEPSEEK_RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
+# The published rules leave the experts of an unstacked model to the catch-all.
+EXPERTS = [
+    (r"mlp/experts/\d+/(gate_proj|up_proj)/kernel", ("fsdp", "tp")),
+    (r"mlp/experts/\d+/down_proj/kernel", ("tp", "fsdp")),
+]
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def size(box):
+    return prod(max(stop - start, 0) for start, stop in box)
+
+
+def overlap(box, other):
+    return [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)]
+
+
+def rounded_up(bits):
+    return -(-bits // 8)
+
+
+class Expected:
+    """By brute force: {device: bytes}, from the boxes of each device of both meshes."""
+
+    def __init__(self, before, after):
+        self.received = dict.fromkeys(after, 0)
+        self.sent = dict.fromkeys(before, 0)
+        self.asked = []  # (bytes, devices any of which may send them)
+
+    def add(self, before, after, bits, count=1):
+        for device, box in after.items():
+            kept = size(overlap(before[device], box)) if device in before else 0
+            self.received[device] += rounded_up((size(box) - kept) * bits) * count
+        holders = defaultdict(list)
+        for device, box in before.items():
+            holders[tuple(box)].append(device)
+        for box, devices in holders.items():
+            asked = sum(size(overlap(box, new)) for d, new in after.items() if d not in devices)
+            in_bytes = rounded_up(asked * bits) * count
+            self.asked.append((in_bytes, devices))
+            each, rest = divmod(in_bytes, len(devices))
+            for number, device in enumerate(devices):
+                self.sent[device] += each + (number < rest)
+
+    def least(self):
+        """The smallest number of bytes that the busiest device can do with, by linear programming."""
+        flows = [(row, d) for row, (asked, ds) in enumerate(self.asked) if asked for d in ds]
+        if not flows:
+            return 0
+        wanted = [asked for asked, _ in self.asked if asked]
+        rows = [row for row, (asked, _) in enumerate(self.asked) if asked]
+        equal = np.array([[float(row == of) for of, _ in flows] + [0.0] for row in rows])
+        most = np.array([[float(d == by) for _, by in flows] + [-1.0] for d in self.sent])
+        found = linprog([0.0] * len(flows) + [1.0], most, np.zeros(len(most)), equal, wanted)
+        assert found.success
+        return max(found.fun, max(self.received.values()))
+
+
+def check(moved, expected):
+    assert moved.received.ravel().tolist() == list(expected.received.values())
+    assert moved.sent.ravel().tolist() == list(expected.sent.values())
+    assert moved.total == sum(expected.received.values())
+    assert bool(moved) == bool(moved.total)
+
+
+def boxes(mesh, shape, spec):
+    """{number of the device: box}, with shards rounded up, from the devices' coordinates."""
+    found = {}
+    for number, coordinates in enumerate(itertools.product(*map(range, mesh.values()))):
+        at = dict(zip(mesh, coordinates, strict=True))
+        box = []
+        for dim, of_dim in enumerate(shape):
+            entry = spec[dim] if dim < len(spec) else None
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            parts, position = 1, 0
+            for axis in axes:
+                parts, position = parts * mesh[axis], position * mesh[axis] + at[axis]
+            part = -(-of_dim // parts)
+            box.append((min(position * part, of_dim), min((position + 1) * part, of_dim)))
+        found[number] = box
+    return found
+
+
+def counted(plan, other):
+    """The pairs of kinds that leaves are of, and how many leaves."""
+    pairs = zip(plan.kind_of.tolist(), map(other.kind, plan.paths), strict=True)
+    counts = Counter((kind, id(changed)) for kind, changed in pairs)
+    by_id = {id(kind): kind for kind in other.kinds}
+    return [((plan.kinds[k], by_id[changed]), count) for (k, changed), count in counts.items()]
+
+
+AXES = ("a", "b", "c")
+
+
+@st.composite
+def specs(draw, rank):
+    """The axes in any order, each in a dimension or in none."""
+    entries = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(AXES)):
+        place = draw(st.integers(-1, rank - 1))
+        if place >= 0:
+            entries[place].append(axis)
+    return tuple(tuple(entry) or None for entry in entries)
+
+
+@st.composite
+def leaves(draw):
+    """(shape, dtype, spec before, spec after, number of leaves)."""
+    rank = draw(st.integers(0, 3))
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=rank, max_size=rank)))
+    dtype = draw(st.sampled_from(["int4", "uint8", "bfloat16", "float32"]))
+    return shape, dtype, draw(specs(rank)), draw(specs(rank)), draw(st.integers(1, 3))
+
+
+MESHES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+# As XLA cuts, where JAX refuses to.
+UNEVEN = sr.Correction(absent="keep", indivisible="keep")
+
+
+@given(MESHES, MESHES, st.lists(leaves(), min_size=1, max_size=4))
+def test_uneven_shards_and_packed_elements(mesh, other, found):
+    trees, rules, other_rules = {}, [], []
+    for number, (shape, dtype, before, after, count) in enumerate(found):
+        trees[f"leaf{number}"] = [array(*shape, dtype=dtype)] * count
+        rules.append((f"leaf{number}", before))
+        other_rules.append((f"leaf{number}", after))
+    plan = sr.plan(trees, rules, mesh, correction=UNEVEN)
+    changed = sr.plan(trees, other_rules, other, correction=UNEVEN)
+    expected = Expected(boxes(mesh, (), ()), boxes(other, (), ()))
+    for (before, after), count in counted(plan, changed):
+        specs = entries_of(before.spec), entries_of(after.spec)
+        pair = map(boxes, (mesh, other), (before.shape, after.shape), specs)
+        expected.add(*pair, bits_of(before.dtype), count)
+    moved = plan.transfer(changed)
+    check(moved, expected)
+    assert moved.mesh == (mesh, other)
+    assert moved.shared == min(plan.devices, prod(other.values()))
+    # A whole number of bytes cannot always be the mean.
+    assert moved.least <= np.ceil(expected.least() - 1e-6)
+    assert int(moved.received.max()) <= moved.least <= max(moved.received.max(), moved.sent.max())
+
+
+def boxes_of_jax(sharding, shape):
+    """{device: box}, from JAX."""
+    return {
+        device: [(s.start or 0, n if s.stop is None else s.stop) for s, n in zip(slices, shape)]  # noqa: B905
+        for device, slices in sharding.devices_indices_map(shape).items()
+    }
+
+
+def by_jax(plan, other):
+    """What is expected of plans on meshes of devices, leaf by leaf."""
+    expected = Expected(plan.mesh.devices.ravel(), other.mesh.devices.ravel())
+    for (kind, changed), count in counted(plan, other):
+        maps = [
+            boxes_of_jax(NamedSharding(on, P(*entries_of(one.spec))), kind.shape)
+            for on, one in ((plan.mesh, kind), (other.mesh, changed))
+        ]
+        ordered = [
+            {device: found[device] for device in on.devices.ravel()}
+            for found, on in zip(maps, (plan.mesh, other.mesh), strict=True)
+        ]
+        expected.add(*ordered, bits_of(kind.dtype), count)
+    return expected
+
+
+@st.composite
+def device_meshes(draw):
+    """A mesh of some of the devices, in any order."""
+    count = draw(st.sampled_from([1, 2, 4, 6, 8]))
+    chosen = draw(st.permutations(jax.devices()))[:count]
+    first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+    return Mesh(np.array(chosen).reshape(first, 1, count // first), AXES)
+
+
+@given(device_meshes(), device_meshes(), st.lists(leaves(), min_size=1, max_size=3))
+def test_devices_of_jax_in_any_order(mesh, other, found):
+    # Sizes that every mesh divides, as JAX wants them.
+    tree = {f"leaf{i}": [array(*(24 * n for n in s), dtype=d)] * c
+            for i, (s, d, _, _, c) in enumerate(found)}  # fmt: skip
+    plan = sr.plan(tree, [(f"leaf{i}", one[2]) for i, one in enumerate(found)], mesh)
+    changed = sr.plan(tree, [(f"leaf{i}", one[3]) for i, one in enumerate(found)], other)
+    moved = plan.transfer(changed)
+    check(moved, by_jax(plan, changed))
+    assert moved.shared == len(set(mesh.devices.flat) & set(other.devices.flat))
+
+
+def test_disjoint_devices_receive_all():
+    trainer, sampler = (
+        Mesh(np.array(half), ("d",)) for half in np.split(np.array(jax.devices()), 2)
+    )
+    plan = sr.plan({"w": array(8, 4)}, [("w", "d")], trainer)
+    moved = plan.transfer(plan.on_mesh(sampler))
+    assert moved.shared == 0
+    assert moved.received.tolist() == moved.sent.tolist() == [32] * 4
+    assert moved.total == plan.total_bytes
+    assert moved.least == 32
+
+
+def test_a_mesh_without_devices_has_those_of_the_other_in_order():
+    devices = np.array(jax.devices())[::-1]
+    plan = sr.plan({"w": array(8, 4)}, [("w", "d")], Mesh(devices, ("d",)))
+    assert not plan.transfer(plan.on_mesh({"d": 8}))
+    assert not plan.on_mesh({"d": 8}).transfer(plan)
+    assert plan.transfer(plan.on_mesh(Mesh(devices[::-1], ("d",)))).total == 128
+
+
+def test_the_mesh_of_factored_axes():
+    factor = sr.Correction(indivisible="factor")
+    rules = [("kv", (None, "tp")), ("w", ("tp", None))]
+    tree = {"kv": array(8, 4), "w": array(8, 8)}
+    plan = sr.plan(tree, rules, Mesh(np.array(jax.devices()), ("tp",)), correction=factor)
+    assert dict(plan.mesh.shape) == {"tp_0": 4, "tp_1": 2}
+    whole = sr.plan(tree, [(".*", ())], plan.mesh)
+    check(plan.transfer(whole), by_jax(plan, whole))
+    check(whole.transfer(plan), by_jax(whole, plan))
+
+
+def deepseek(mesh):
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    return sr.plan(tree, [*EXPERTS, *corpus.rules(DEEPSEEK_RULES)], mesh)
+
+
+def of_deepseek(count, other_count):
+    """From fsdp to tp over the devices; the first of them."""
+    devices = np.array(jax.devices())
+    trainer = deepseek(Mesh(devices[:count].reshape(-1, 1, 1), ("fsdp", "sp", "tp")))
+    sampler = trainer.on_mesh(Mesh(devices[:other_count].reshape(1, 1, -1), ("fsdp", "sp", "tp")))
+    moved = trainer.transfer(sampler)
+    check(moved, by_jax(trainer, sampler))
+    assert moved.total > 0.5 * trainer.total_bytes
+    return moved
+
+
+def test_deepseek_on_8_devices():
+    moved = of_deepseek(8, 4)
+    assert sum(row.leaves for row in moved.rows) == 45_395
+    assert sum(row.received for row in moved.rows) == moved.total
+
+
+@pytest.mark.slow
+def test_deepseek_from_fsdp_64_to_tp_32():
+    code = """
+from tests.planning.test_transfer import of_deepseek
+moved = of_deepseek(64, 32)
+assert moved.total == 1_321_081_251_840, moved.total
+assert moved.least == 41_283_789_120, moved.least
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_leaves_that_follow_their_mesh_stay():
+    tree = {"w": array(8, 4), "step": 3, "empty": array(0, 4)}
+    plan = sr.plan(tree, [("w", ("a", "b")), (".", ())], {"a": 4, "b": 2})
+    renamed = sr.plan(tree, [("w", ("c", "d")), (".", ())], {"c": 4, "d": 2})
+    moved = plan.transfer(renamed)
+    assert not moved
+    assert moved.total == moved.least == 0
+    assert str(moved) == "a=4,b=2 -> c=4,d=2: 8 devices in both\nnothing moves"
+    assert [row.received for row in moved.rows] == [0, 0, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        moved.received[0] = 1
+
+
+def test_the_table_has_what_moves():
+    tree = {
+        "layers": [{"w": array(8, 8), "norm": array(8), "v\x1b": array(8, 8)} for _ in range(3)],
+    }
+    rules = [("w", ("a", None)), ("norm", ()), (".", (None, "a"))]
+    plan = sr.plan(tree, rules, {"a": 4})
+    moved = plan.transfer(plan.on_mesh({"a": 2}))
+    assert str(moved).splitlines() == [
+        "a=4 -> a=2: 2 devices in both",
+        "1.15 kB received in all; at most 768 B by a device, at most 384 B sent by one",
+        "path                   leaves  shape   dtype    spec          received  most by a device",
+        "layers/{0..2}/w             3  [8, 8]  float32  P('a', None)     576 B             384 B",
+        "layers/{0..2}/v\\u001b       3  [8, 8]  float32  P(None, 'a')     576 B             384 B",
+    ]
+    norm = next(row for row in moved.rows if row.path == "layers/{0..2}/norm")
+    assert (norm.leaves, norm.received, norm.most, norm.copied) == (3, 0, 0, 0)
+    assert norm.before.spec == norm.after.spec
+
+
+def test_memory_kinds():
+    tree = {"w": array(8, 4), "v": array(8, 4)}
+    pinned = sr.RuleSpec("a", memory_kind="pinned_host")
+    plan = sr.plan(tree, [("w", pinned), ("v", "a")], {"a": 4})
+    moved = plan.transfer(sr.plan(tree, [("w", "a"), ("v", "a")], {"a": 2, "b": 2}))
+    # Device 0 has rows 0:2, and gets 0:4; device 1 had 2:4, and gets 0:4.
+    assert moved.copied.ravel().tolist() == [32, 32, 32, 32]
+    assert moved.received.ravel().tolist() == [64, 64, 64, 64]
+    assert "; at most 32 B copied to or from its host" in str(moved)
+    assert [(row.path, row.copied) for row in moved.rows] == [("w", 128), ("v", 0)]
+    stays = plan.transfer(sr.plan(tree, [("w", "a"), ("v", "a")], {"a": 4}))
+    assert stays
+    assert (stays.total, stays.copied.sum()) == (0, 128)
+    assert "P('a', None) in pinned_host -> P('a', None)" in str(stays)
+
+
+def test_numbers_beyond_64_bits():
+    huge = {"w": array(2**29, 2**30, dtype="uint8")}
+    plan = sr.plan(huge, [("w", ("a", None))], {"a": 8})
+    moved = plan.transfer(sr.plan(huge, [("w", (None, None))], {"b": 128}))
+    assert moved.total == 8 * 7 * 2**56 + 120 * 2**59 > MOST
+    assert sum(moved.sent.tolist()) == moved.total
+    assert moved.received.tolist() == [7 * 2**56] * 8 + [2**59] * 120
+    assert moved.least == moved.sent[0]
+
+
+def test_equal_shares_may_be_more_than_the_least():
+    tree = {"w": array(8, 4), "v": array(8, 4)}
+    plan = sr.plan(tree, [("w", "a"), ("v", "b")], {"a": 2, "b": 2})
+    moved = plan.transfer(sr.plan(tree, [(".", "c")], {"c": 8}))
+    # In rows of 16 bytes. Device 3 could leave a row of w to device 2, and that one of v to 0.
+    assert moved.sent.ravel().tolist() == [16 * rows for rows in (2, 3, 3, 4)]
+    assert moved.least == 16 * 3
+
+
+def plans(tree=None, rules=((".", "a"),), **options):
+    tree = {"w": array(8, 4), "v": array(8)} if tree is None else tree
+    return sr.plan(tree, rules, options.pop("mesh", {"a": 4}), **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "fragments"),
+    [
+        pytest.param(
+            plans({"params": {"w": array(8, 4), "v": array(8)}}),
+            ["4 leaves of the two plans are not the same", "plan.transfer(plan.on_mesh(mesh))",
+             "  w: not in other", "  params/w: only in other"],
+            id="paths",
+        ),
+        pytest.param(
+            plans({"w": array(8, 4, dtype="bfloat16"), "v": array(8)}),
+            ["other: 1 leaf of", "  w: [8, 4] float32 in this plan, [8, 4] bfloat16 in other"],
+            id="dtype",
+        ),
+        pytest.param(
+            plans({"w": array(4, 8), "v": 1}),
+            ["  w: [8, 4] float32 in this plan, [4, 8] float32 in other",
+             "  v: [8] float32 in this plan, not an array in other"],
+            id="shape",
+        ),
+        pytest.param(
+            plans(rules=[("w", "a")]),
+            ["other: leaves get no sharding", "no rule matches 1 leaf"],
+            id="unmatched",
+        ),
+        pytest.param(
+            plans(rules=[(".", "b")], correction=sr.Correction(absent="keep")),
+            ["other: leaves get no sharding", "the mesh has no axis 'b'"],
+            id="absent",
+        ),
+        pytest.param(
+            plans(rules=[("v", "a"), ("w", P(P.UNCONSTRAINED))]),
+            ["other: w has P(UNCONSTRAINED", "XLA chooses", "give them axes, or None"],
+            id="unconstrained",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_moved(other, fragments):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the fragments say which
+        plans().transfer(other)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    if "leaves" not in fragments[0].split(" of ")[0]:
+        with pytest.raises(
+            ValueError, match=r"this plan: (leaves get no sharding|w has)|not the same"
+        ):
+            other.transfer(plans())
+
+
+def test_only_the_first_leaves_that_differ_are_listed():
+    other = plans({f"x{chr(97 + i)}": array(i + 1) for i in range(20)})
+    with pytest.raises(ValueError, match=r"22 leaves of") as error:
+        plans().transfer(other)
+    assert "... and 14 more paths" in str(error.value)
+
+
+def test_unreduced_leaves_are_not_moved():
+    if not hasattr(P(), "unreduced"):
+        pytest.skip("this JAX has no unreduced axes")
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(4, 2),
+        ("a", "b"),
+        axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+    )
+    sums, whole, reduced = (
+        plans(rules=[(".", P("a", **tags))], mesh=mesh)
+        for tags in ({"unreduced": {"b"}}, {}, {"reduced": {"b"}})
+    )
+    with pytest.raises(ValueError, match="terms of a sum along its unreduced axes"):
+        sums.transfer(whole)
+    with pytest.raises(ValueError, match="terms of a sum along its unreduced axes"):
+        whole.transfer(sums)
+    assert not whole.transfer(reduced)
+
+
+def test_too_many_devices():
+    tree = {f"w{number}": array(number + 1, 2) for number in range(9)}
+    plan = plans(tree, rules=[(".", ())], mesh={"a": 2**24})
+    with pytest.raises(ValueError, match="9 kinds of leaves on 33,554,432 devices are too many"):
+        plan.transfer(plan)
+
+
+def test_a_lock_and_dtypes_by_other_names():
+    plan = plans({"w": array(8, 4, dtype="bfloat16")})
+    named = {"w": type("Header", (), {"shape": (8, 4), "dtype": "BF16"})()}
+    locked = sr.Plan.from_lock(plan.lock())
+    assert not locked.transfer(plan)
+    assert not locked.transfer(plans(named))
+    assert locked.transfer(plan.on_mesh({"a": 2})).total == 16 + 32
+
+
+def test_logical_rules():
+    names = {"w": ("embed", "mlp")}
+    rules = sr.LogicalRules([("embed", "a"), ("mlp", "b")])
+    plan = sr.plan({"w": array(8, 4)}, rules, {"a": 4, "b": 1}, names=names)
+    assert plan.transfer(plan.on_mesh({"a": 1, "b": 4})).total == 4 * 24
