@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shardrules._format import shown
@@ -35,8 +35,11 @@ __all__ = [
     "spec_for_rank",
     "spec_length",
     "spec_shown",
+    "tags_of",
+    "tags_shown",
     "with_dims",
     "with_entries",
+    "with_tags",
     "without_axes",
 ]
 
@@ -108,9 +111,7 @@ def as_entries(name: str, spec: Any) -> Entries:
     Raises:
         TypeError: It is not a spec, or one with unreduced axes.
     """
-    if is_partition_spec(spec) and not (
-        getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
-    ):
+    if is_partition_spec(spec) and not tags_of(spec):
         return Entries(entries_of(spec))
     try:
         entries = normalize_spec(0, spec)
@@ -178,9 +179,51 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
     """A spec of these entries, of the kind of `spec` and with its unreduced and reduced axes."""
     if isinstance(spec, Entries):
         return Entries(entries)  # pyright: ignore[reportReturnType]
-    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+    if tags_of(spec):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
     return _made(tuple(entries))  # pyright: ignore[reportReturnType]
+
+
+def tags_of(spec: object) -> dict[str, Any]:
+    """What a PartitionSpec says beside its entries, as plain data; nothing for most.
+
+    `unreduced` and `reduced` are lists of mesh axes, and `unreduced_kind` is a name: that of the
+    reduction, if it is not a sum.
+    """
+    tags: dict[str, Any] = {
+        name: sorted(axes)
+        for name in ("unreduced", "reduced")
+        if (axes := getattr(spec, name, None))
+    }
+    kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+    return tags if kind == "sum" else {**tags, "unreduced_kind": kind}
+
+
+def tags_shown(spec: object) -> list[str]:
+    """These tags as people write them."""
+    return [f"{name}={value}" for name, value in tags_of(spec).items()]
+
+
+def with_tags(spec: PartitionSpec | Entries, tags: Mapping[str, Any]) -> PartitionSpec | Entries:
+    """The spec with these tags alone.
+
+    Raises:
+        ValueError: JAX is too old for them, or they do not go together with the entries.
+    """
+    if not tags and not tags_of(spec):
+        return spec
+    from jax import sharding
+
+    kinds: Any = getattr(sharding, "UnreducedKind", {})
+    try:
+        named = {
+            name: kinds[value] if name == "unreduced_kind" else frozenset(value)
+            for name, value in tags.items()
+        }
+        return sharding.PartitionSpec(*entries_of(spec), **named)
+    except (KeyError, TypeError) as error:
+        names = " and ".join(f"{name}={value}" for name, value in tags.items())
+        raise ValueError(f"this version of JAX has no {names} in a PartitionSpec") from error
 
 
 def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
@@ -246,9 +289,4 @@ def spec_shown(spec: Any) -> str:
     if not is_partition_spec(spec) and not isinstance(spec, Entries):
         return repr(spec)
     shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
-    extra = [
-        f"{name}={sorted(getattr(spec, name))}"
-        for name in ("unreduced", "reduced")
-        if getattr(spec, name, None)
-    ]
-    return f"P({', '.join([*shown, *extra])})"
+    return f"P({', '.join([*shown, *tags_shown(spec)])})"

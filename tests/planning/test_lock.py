@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._specs import entries_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 
@@ -32,7 +33,7 @@ def array(*shape, dtype="float32"):
 
 def plain(spec):
     """Entries in the form that newer versions of JAX give them."""
-    axes = [(entry,) if isinstance(entry, str) else entry for entry in spec]
+    axes = [(entry,) if isinstance(entry, str) else entry for entry in entries_of(spec)]
     return [(one or None) if isinstance(one, tuple) else one for one in axes]
 
 
@@ -182,15 +183,73 @@ def test_problems_are_locked_too():
     } == told
 
 
-def test_axes_that_cannot_be_locked():
-    try:
-        spec = P("dp", unreduced={"tp"})
-    except TypeError:
+TAGS = [{"unreduced": {"tp"}}, {"reduced": {"tp"}}, {"unreduced": {"tp"}, "reduced": {"sp"}}]
+
+
+@pytest.mark.parametrize("tags", TAGS, ids=str)
+def test_unreduced_and_reduced_axes(tags):
+    if not hasattr(P(), "reduced"):
+        pytest.skip("this JAX has no reduced axes")
+    tree = {"w": array(4, 4), "v": array(4)}
+    rules = [("w", P("dp", None, **tags)), ("v", P(P.UNCONSTRAINED, **tags))]
+    plan = sr.plan(tree, rules, MESH)
+    back = check_round_trip(plan)
+    assert back.specs() == plan.specs()
+    assert back.specs()["w"].unreduced == tags.get("unreduced", frozenset())
+    assert back.specs()["v"].reduced == tags.get("reduced", frozenset())
+    without = sr.plan(tree, [("w", P("dp", None)), ("v", P(P.UNCONSTRAINED))], MESH)
+    assert without.fingerprint() != plan.fingerprint()
+    change = next(one for one in without.diff(back).changes if one.path == "w")
+    assert f"{next(iter(tags))}=['tp']" in str(change)
+
+
+def test_the_kind_of_reduction_that_is_left():
+    kinds = getattr(jax.sharding, "UnreducedKind", None)
+    if kinds is None:
+        pytest.skip("this JAX has no kinds of reductions")
+    summed, largest = (P("dp", unreduced={"tp"}, unreduced_kind=kinds[n]) for n in ("sum", "max"))
+    plan = sr.plan({"w": array(4, 4)}, [("w", largest)], MESH)
+    assert check_round_trip(plan).specs()["w"] == P(
+        "dp", None, unreduced={"tp"}, unreduced_kind=kinds.max
+    )
+    other = sr.plan({"w": array(4, 4)}, [("w", summed)], MESH)
+    assert "unreduced_kind" not in other.lock()
+    assert other.fingerprint() != plan.fingerprint()
+
+
+def test_a_lock_of_unreduced_axes_knows_an_explicit_mesh():
+    if not hasattr(P(), "unreduced"):
         pytest.skip("this JAX has no unreduced axes")
-    with pytest.raises(
-        ValueError, match=r"unreduced or reduced axes of P\('dp', unreduced=\['tp'\]\)"
-    ):
-        sr.plan({"w": array(4)}, [("w", spec)], MESH).lock()
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=explicit)
+    plan = sr.plan({"w": array(4, 4)}, [("w", P("dp", unreduced={"tp"}))], mesh)
+    back = sr.Plan.from_lock(plan.lock())
+    assert "is not Explicit" in str(back.check())  # those of a lock are sizes alone
+    assert "is not Explicit" not in str(back.on_mesh(mesh).check())
+    assert back.on_mesh(mesh).shardings() == plan.shardings()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ('{"entries": ["dp"], "unreduced": ["tp"]}', "by hand|this version of JAX has no unreduced"),
+        ('{"entries": ["dp"], "reduced": ["tp"]}', "by hand|this version of JAX has no reduced"),
+        ('{"entries": ["dp"], "unreduced": ["dp"]}', "overlap|this version of JAX has no unreduced"),
+        ('{"entries": ["dp"], "unreduced": []}', "the unreduced axes of a spec are"),
+        ('{"entries": ["dp"], "unreduced": [3]}', "the unreduced axes of a spec are"),
+        ('{"entries": ["dp"], "unreduced": "tp"}', "where a list belongs"),
+        ('{"entries": ["dp"], "unreduced_kind": "no"}', "this version of JAX has no unreduced_kind=no"),
+        ('{"entries": ["dp"], "unreduced_kind": 3}', "where a str belongs"),
+        ('{"entries": ["dp"], "other": ["tp"]}', "fields that are not known"),
+        ('{"unreduced": ["tp"]}', "the field 'entries' is missing"),
+    ],
+)  # fmt: skip
+def test_tags_by_hand(spec, message):
+    text = sr.plan({"w": array(4)}, [("w", "dp")], MESH).lock()
+    leaf = text.replace('"rule": 0, "spec": ["dp"]}\n ]\n', f'"rule": 0, "spec": {spec}}}\n ]\n')
+    assert leaf != text
+    with pytest.raises(sr.FileError, match=message):
+        sr.Plan.from_lock(leaf)
 
 
 HOSTILE = ["{", "}", "{{0}}", "{0..9}", "a{1}b", '"', "'", "\\", "\\0", "\0", "\n", "\r\n", "\t(4,)\tfloat32\tP()\n",

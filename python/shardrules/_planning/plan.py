@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -54,7 +55,7 @@ from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
 from shardrules._planning.placing.names import survey_named
-from shardrules._planning.placing.on_mesh import axis_sizes_of, mesh_on
+from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
@@ -556,7 +557,8 @@ class Plan:
             path: A file to write it to as well.
 
         Raises:
-            ValueError: A spec has unreduced or reduced axes.
+            ValueError: There are more than a million leaves, two have the same path, or a name has
+                characters that JSON cannot hold.
 
         Example:
             >>> import jax, shardrules as sr
@@ -789,7 +791,7 @@ def _room(hbm: int | None, host_memory: int | None) -> Room:
 def _locked(columns: Columns, mesh: MeshLike) -> Columns:
     if not columns.is_on(axis_sizes_of(mesh)):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
-    return columns
+    return replace(columns, explicit_axes=explicit_axes_of(mesh))
 
 
 def _followed(

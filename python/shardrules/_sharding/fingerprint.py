@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_tree, check_type
 from shardrules._format import mesh_shown
 from shardrules._sharding.memory import memory_apart
-from shardrules._specs import entries_of
+from shardrules._specs import entries_of, tags_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -79,11 +79,7 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
 
 def spec_text(sharding: NamedSharding) -> str:
     """The spec as text, with the memory kind if that is not the default."""
-    extra = [
-        f"{name}={sorted(getattr(sharding.spec, name))}"
-        for name in ("unreduced", "reduced")
-        if getattr(sharding.spec, name, None)
-    ]
+    extra = tags_shown(sharding.spec)
     if memory := memory_apart(sharding):
         extra.append(f"memory={memory}")
     return " ".join([repr(entries_of(sharding.spec)), *extra])

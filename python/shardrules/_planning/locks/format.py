@@ -24,6 +24,7 @@ __all__ = [
     "MOST_LEAVES",
     "MOST_TEXT",
     "RULE_FIELDS",
+    "TAG_FIELDS",
     "UNCONSTRAINED",
     "decided_by",
     "leaves_digest",
@@ -52,6 +53,8 @@ RULE_FIELDS: Final = frozenset(
     {"rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes"}
 )
 LOGICAL_RULE_FIELDS: Final = frozenset({"rule", "name", "axes"})
+TAG_FIELDS: Final = frozenset({"entries", "unreduced", "reduced", "unreduced_kind"})
+"""Fields of a spec with unreduced or reduced axes; others are lists of entries."""
 FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
 UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000

@@ -39,6 +39,7 @@ from shardrules._planning.locks.format import (
     MOST_LEAVES,
     MOST_TEXT,
     RULE_FIELDS,
+    TAG_FIELDS,
     UNCONSTRAINED,
     decided_by,
     leaves_digest,
@@ -55,7 +56,7 @@ from shardrules._planning.placing.on_mesh import (
 )
 from shardrules._planning.placing.survey import checked_type
 from shardrules._shape_specs import Fsdp, fsdp
-from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown
+from shardrules._specs import Entries, entries_of, entry_axes, partition_spec, spec_shown, with_tags
 
 __all__ = ["content_of", "read_lock"]
 
@@ -220,7 +221,7 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
         correction = _correction(entry["correction"])
     units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
     memory, given = entry.get("memory_kind"), entry["spec"]
-    spec = _fsdp(given) if isinstance(given, dict) else _spec(given)
+    spec = _fsdp(given) if isinstance(given, dict) and "fsdp" in given else _spec(given)
     return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
 
 
@@ -247,7 +248,20 @@ def _correction(fields: Any) -> Correction:
     return Correction(**{name: v for name, v in _typed(fields, dict).items() if (name, v) != gone})
 
 
-def _spec(entries: Any) -> Any:
+def _spec(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return _of_entries(given)
+    _check_known(given, TAG_FIELDS)
+    tags = {name: value for name, value in given.items() if name != "entries"}
+    for name, value in tags.items():
+        if name == "unreduced_kind":
+            _typed(value, str)
+        elif not _typed(value, list) or not all(isinstance(axis, str) for axis in value):
+            raise TypeError(f"the {name} axes of a spec are {shown(value)}")
+    return with_tags(_of_entries(given["entries"]), tags)
+
+
+def _of_entries(entries: Any) -> Any:
     plain = [_spec_part(entry) for entry in _typed(entries, list)]
     if UNCONSTRAINED not in plain:
         return Entries(plain)

@@ -28,7 +28,7 @@ from shardrules._planning.locks.format import (
     rules_digest,
 )
 from shardrules._shape_specs import Fsdp
-from shardrules._specs import is_unconstrained, plain_entries, spec_shown
+from shardrules._specs import is_unconstrained, plain_entries, tags_of
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
@@ -131,10 +131,10 @@ def _leaf_entry(kind: Kind) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in optional or value is not None}
 
 
-def _spec_entry(spec: Any) -> list[Any]:
-    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        raise ValueError(f"a lock cannot hold the unreduced or reduced axes of {spec_shown(spec)}")
-    return [UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
+def _spec_entry(spec: Any) -> list[Any] | dict[str, Any]:
+    entries = [UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
+    tags = tags_of(spec)
+    return {"entries": entries, **tags} if tags else entries
 
 
 def _of_names(names: tuple[Any, ...], rules: tuple[int | None, ...]) -> dict[str, Any]:
