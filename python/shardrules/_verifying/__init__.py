@@ -1,0 +1,1 @@
+"""Compiled programs and live arrays against a plan."""

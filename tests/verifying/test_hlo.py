@@ -1,0 +1,244 @@
+"""What is read of optimized HLO: from programs that JAX compiles here, and forms that they do not have as text."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardrules._verifying.hlo import Hlo, Shape, axes_of_groups, parsed
+
+AXES = {"data": 2, "model": 4}
+
+if hasattr(jax, "shard_map"):
+    from jax import shard_map
+else:
+    from jax.experimental.shard_map import shard_map
+
+
+@pytest.fixture(scope="module")
+def data_model():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), tuple(AXES))
+
+
+def hlo_of(mesh, function, *shapes_and_specs, out=None, donate=()):
+    """The optimized module of a function of float32 arrays."""
+    args = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
+        for shape, spec in shapes_and_specs
+    ]
+    out = None if out is None else NamedSharding(mesh, P(*out))
+    jitted = jax.jit(function, out_shardings=out, donate_argnums=donate)
+    return Hlo(jitted.lower(*args).compile().as_text())
+
+
+def brief(one):
+    """(kind, axes, operand's dims, result's dims, times) of a collective."""
+    axes = axes_of_groups(one.groups, AXES)
+    return one.kind, axes, one.operands[0].dims, one.results[0].dims, one.times
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "local"),
+    [
+        (("data", None), ("data",), (8, 64)),
+        ((None, "model"), ("model",), (16, 16)),
+        ((("data", "model"), None), ("data", "model"), (2, 64)),
+        (("model", None), ("model",), (4, 64)),
+    ],
+)
+def test_a_gather_has_its_axes_and_shapes(data_model, spec, axes, local):
+    hlo = hlo_of(data_model, lambda x: x * 2, ((16, 64), spec), out=())
+    (found,) = hlo.collectives
+    assert brief(found) == ("all-gather", axes, local, (16, 64), 1)
+    assert found.results[0].bytes == 16 * 64 * 4
+    assert hlo.partitions == 8
+    assert hlo.signature == ((Shape("f32", local),), (Shape("f32", (16, 64)),))
+
+
+def test_an_array_may_be_gathered_over_a_part_of_the_mesh(data_model):
+    hlo = hlo_of(data_model, lambda x: x * 2, ((16, 64), ("data", "model")), out=("data",))
+    assert [brief(one) for one in hlo.collectives] == [
+        ("all-gather", ("model",), (8, 16), (8, 64), 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def of_each_kind(data_model):
+    def body(x):
+        gathered = jax.lax.all_gather(x, "model", axis=0, tiled=True)
+        scattered = jax.lax.psum_scatter(gathered, "model", scatter_dimension=1, tiled=True)
+        swapped = jax.lax.all_to_all(scattered, "data", 0, 1, tiled=True)
+        moved = jax.lax.ppermute(swapped, "model", [(i, (i + 1) % 4) for i in range(4)])
+        return jax.lax.psum(moved, "data")
+
+    spec = P(("data", "model"), None)
+    mapped = shard_map(body, mesh=data_model, in_specs=spec, out_specs=P(None, "model"))
+    return hlo_of(data_model, mapped, ((64, 32), tuple(spec)))
+
+
+def test_each_kind_of_collective(of_each_kind):
+    assert [brief(one) for one in of_each_kind.collectives] == [
+        ("all-gather", ("model",), (8, 32), (32, 32), 1),
+        ("reduce-scatter", ("model",), (32, 32), (32, 8), 1),
+        ("all-to-all", ("data",), (16, 8), (16, 8), 1),
+        ("collective-permute", ("model",), (16, 16), (16, 16), 1),
+        ("all-reduce", ("data",), (16, 16), (16, 16), 1),
+    ]
+    names = [one.instruction.op_name.split("/")[-1] for one in of_each_kind.collectives]
+    assert names[:4] == ["all_gather", "reduce_scatter", "all_to_all", "ppermute"]
+    permutes = of_each_kind.collectives[3].groups
+    assert permutes == ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4))
+
+
+def test_operands_are_what_the_text_says_of_them(of_each_kind):
+    for one in of_each_kind.collectives:
+        names = one.instruction.operands
+        found = [of_each_kind.instruction(one.computation, name).results[0] for name in names]
+        assert list(one.operands) == found
+
+
+def loops(x, w):
+    def inner(_, y):
+        return jnp.tanh(y @ w)
+
+    def outer(y, _):
+        return jax.lax.fori_loop(0, 5, inner, y), None
+
+    y, _ = jax.lax.scan(outer, x, None, length=3)
+    y = jax.lax.while_loop(lambda y: jnp.sum(y) > 0, lambda y: y @ w - 1, y)
+    return jax.lax.cond(y[0, 0] > 1, lambda y: jnp.sin(y @ w), lambda y: y, y)
+
+
+def test_collectives_in_loops_run_as_often_as_the_loops(data_model):
+    hlo = hlo_of(data_model, loops, ((16, 64), ("data",)), ((64, 64), ("model", None)))
+    times = [one.times for one in hlo.collectives if one.results[0].dims == (8, 64)]
+    assert sorted(times, key=str) == [1, 15, None]
+
+
+def test_aliases_are_those_of_donated_arguments(data_model):
+    shape = ((16, 64), ("data", "model"))
+    hlo = hlo_of(data_model, lambda x, y, z: (x + z, y + 1), shape, shape, shape, donate=(1, 2))
+    assert set(hlo.aliases) == {0, 1}
+    assert set(hlo.aliases.values()) == {1, 2}
+    assert hlo_of(data_model, lambda x: x * 2, shape).aliases == {}
+
+
+def test_a_module_of_one_device_has_no_collectives():
+    text = jax.jit(lambda x: x @ x).lower(np.ones((8, 8), "float32")).compile().as_text()
+    assert Hlo(text).collectives == ()
+    assert Hlo(text).partitions == 1
+
+
+def test_computations_and_instructions_are_found_by_name(data_model):
+    hlo = hlo_of(data_model, loops, ((16, 64), ("data",)), ((64, 64), ("model", None)))
+    root = hlo.root(hlo.entry)
+    assert root.name in hlo.instructions(hlo.entry)
+    assert hlo.instruction(hlo.entry, root.name) == root
+    whiles = [parsed(line) for line in hlo.instructions(hlo.entry).values() if " while(" in line]
+    assert len(whiles) == 2
+    for loop in whiles:
+        (body,) = loop.called["body"]
+        assert [caller for caller, _ in hlo.callers(body)] == [hlo.entry]
+        assert hlo.root(body).results == loop.results
+
+
+PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", PAIRS),
+        ("{{0,1},{2}}", ((0, 1), (2,))),
+        ("{}", (tuple(range(8)),)),
+        ("[4,2]<=[8]", PAIRS),
+        ("[4,2]<=[2,4]T(1,0)", COLUMNS),
+        ("mesh['a'=4,'b'=2] {'b'}", PAIRS),
+        ("mesh[a=2,b=4] {a}", COLUMNS),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=8] {'a':(4)2}", PAIRS),
+        ("mesh['a'=8] {'a':(1)2}", COLUMNS),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", COLUMNS),
+        ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", COLUMNS),
+    ],
+)
+def test_forms_of_replica_groups(written, groups):
+    attributes = f", channel_id=1, replica_groups={written}, dimensions={{0}}, to_apply=%add"
+    assert Hlo("HloModule m, num_partitions=8\n").groups(attributes) == groups
+
+
+def test_another_form_of_replica_groups_is_an_error():
+    with pytest.raises(ValueError, match="replica groups of an unknown form.*ring"):
+        Hlo("HloModule m\n").groups(", replica_groups=ring(8), dimensions={0}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "axes"),
+    [
+        ({"a": 2, "b": 4}, COLUMNS, ("a",)),
+        ({"a": 4, "b": 2}, PAIRS, ("b",)),
+        ({"a": 2, "b": 2, "c": 2}, ((0, 1, 4, 5), (2, 3, 6, 7)), ("a", "c")),
+        ({"a": 1, "b": 8}, (tuple(range(8)),), ("b",)),
+        ({"a": 8}, PAIRS, ("a",)),
+        ({"a": 8}, tuple((i,) for i in range(8)), ()),
+    ],
+)
+def test_the_axes_of_groups(sizes, groups, axes):
+    assert axes_of_groups(groups, sizes) == axes
+
+
+STARTS = """\
+HloModule starts, num_partitions=8
+
+%wrapped (p: u32[8]) -> u32[4] {
+  %p = u32[8]{0} parameter(0)
+  ROOT %rs = u32[4]{0} reduce-scatter(%p), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (a: bf16[4,8], b: s4[2]) -> (bf16[4,8], s4[2]) {
+  %a = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = s4[2]{0:E(4)} parameter(1)
+  %ags = ((bf16[4,8]{1,0}, s4[2]{0}), (bf16[8,8]{1,0:T(8,128)}, /*index=1*/s4[4]{0})) all-gather-start(%a, %b), replica_groups=[4,2]<=[8], dimensions={0}
+  %agd = (bf16[8,8]{1,0}, s4[4]{0}) all-gather-done(%ags), metadata={op_name="a all-gather( b"}
+  %ars = bf16[4,8]{1,0} all-reduce-start(%a), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %ard = bf16[4,8]{1,0} all-reduce-done(%ars)
+  %cps = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}
+  %rss = ((u32[8]{0}), u32[4]{0}) async-start(%c), calls=%wrapped
+  %rsd = u32[4]{0} async-done(%rss), calls=%wrapped
+  ROOT %t = (bf16[4,8]{1,0}, s4[2]{0}) tuple(%a, %b)
+}
+"""
+
+
+def test_asynchronous_collectives_are_counted_once():
+    found = {one.kind: one for one in Hlo(STARTS).collectives}
+    assert {kind: one.times for kind, one in found.items()} == dict.fromkeys(found, 1)
+    assert len(Hlo(STARTS).collectives) == 4
+    gather = found["all-gather"]
+    assert gather.operands == (Shape("bf16", (4, 8)), Shape("s4", (2,)))
+    assert gather.results == (Shape("bf16", (8, 8)), Shape("s4", (4,)))
+    assert [one.bytes for one in gather.results] == [128, 2]
+    assert found["all-reduce"].results == (Shape("bf16", (4, 8)),)
+    assert found["collective-permute"].results == (Shape("bf16", (4, 8)),)
+    assert found["reduce-scatter"].operands == (Shape("u32", (8,)),)
+
+
+def test_what_is_no_instruction_is_an_error():
+    with pytest.raises(ValueError, match=re.escape("not an instruction of HLO: }")):
+        parsed("}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("pred", 8), ("s4", 4), ("bf16", 16), ("f8e4m3fn", 8), ("f4e2m1fn", 4), ("c64", 64)],
+)
+def test_bits_of_an_element(dtype, bits):
+    assert Shape(dtype, (3,)).bits == bits
+    assert Shape(dtype, (3,)).bytes == -(-3 * bits // 8)
