@@ -151,6 +151,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "dtype": (3, 0, "f23", [], THING, HUGE),
     "min_bytes": NOT_SIZE,
     "min_rank": NOT_SIZE,
+    "compiled": (3, None, "step", THING, HUGE, jax.jit(print)),
+    "inputs": (3, 0, None, "w", THING, HUGE, {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
+    "outputs": (3, 0, "w", THING, HUGE, {"w": 3}, [P()], (P(), P())),
     "within": (3, 0, [3], THING, {}, {"tp"}, ["tp", "tp"]),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
@@ -318,6 +321,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
+    "verify": (sr.verify, {
+        "compiled": jax.jit(lambda x: x).lower(np.ones(3)).compile(), "inputs": (None,),
+        "outputs": None, "hbm": None, "large": 1}),
     "with_logical_constraint": (sr.with_logical_constraint, {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.RulesFallback.NO_CONSTRAINT}),

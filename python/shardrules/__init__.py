@@ -42,24 +42,28 @@ from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
 
-# Planning takes as long to import as everything else, and matching needs neither it nor files. So a
-# name of theirs is imported when it is first used. Type checkers and IDEs see the import, and not
-# __getattr__, which would make them accept any name.
+# Planning takes as long to import as everything else, and matching needs neither it nor files nor
+# proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs see the
+# import, and not __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
     from shardrules._files.public import RuleFile, read_model, read_rules
     from shardrules._planning.api import *
+    from shardrules._verifying.api import verify
 else:
-    _OF_FILES = ("RuleFile", "read_model", "read_rules")
+    _MODULES = {
+        "RuleFile": "_files.public",
+        "read_model": "_files.public",
+        "read_rules": "_files.public",
+        "verify": "_verifying.api",
+    }
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name in _OF_FILES:
-            from shardrules._files import public as api
-        else:
-            from shardrules._planning import api
+        from importlib import import_module
 
-        return globals().setdefault(name, getattr(api, name))
+        module = import_module(f"{__name__}.{_MODULES.get(name, '_planning.api')}")
+        return globals().setdefault(name, getattr(module, name))
 
     def __dir__() -> list[str]:
         return sorted(globals().keys() | set(__all__))
@@ -130,6 +134,7 @@ __all__ = [
     "stacked",
     "unpatch",
     "unstacked",
+    "verify",
     "with_logical_constraint",
     "with_sharding_constraint",
 ]

@@ -27,16 +27,18 @@ from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep
 from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
+from shardrules._file_error import FileError
 from shardrules._files.companions import TABLES
 from shardrules._files.logical import LOGICAL_DIALECTS
+from shardrules._files.modules import load_object
 from shardrules._files.rules import DIALECTS
-from shardrules._format import and_more, byte_count
+from shardrules._format import and_more, byte_count, shown
 from shardrules._logical.dialects import LINEN, MAXTEXT
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.asking.budget import Room
-from shardrules._planning.asking.findings import LEVELS, Level
+from shardrules._planning.asking.findings import LEVELS, Findings, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
 
@@ -129,6 +131,13 @@ OptimizerMemory = Annotated[
 Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
 HostMemory = Annotated[
     str | None, typer.Option(help="The host's memory for each of its devices, such as 256GB.")
+]
+FindingsFormat = Annotated[
+    str, typer.Option("--format", help="Output format: text, json or github.")
+]
+FailOn = Annotated[
+    str,
+    typer.Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
 ]
 
 
@@ -223,13 +232,8 @@ def check(
     no_fallbacks: NoFallbacks = False,
     stacked: Stacked = None,
     companions: Companions = None,
-    format_: Annotated[
-        str, typer.Option("--format", help="Output format: text, json or github.")
-    ] = "text",
-    fail_on: Annotated[
-        str,
-        typer.Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
-    ] = "error",
+    format_: FindingsFormat = "text",
+    fail_on: FailOn = "error",
     large: Annotated[
         str, typer.Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
     ] = "16MiB",
@@ -256,8 +260,7 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
-    _one_of("--format", format_, ("text", "json", "github"))
-    _one_of("--fail-on", fail_on, (*LEVELS, "never"))
+    _check_findings_options(format_, fail_on)
     size, levels = byte_count(large), _levels(level or ())
     declared = Declared(
         replicated=tuple(replicated or ()),
@@ -275,14 +278,39 @@ def check(
         head_dim=head_dim,
         levels=levels,
     )
-    if format_ == "json":
-        print(findings.to_json())
-    elif format_ == "github":
-        print(findings.to_github(rules))
-    else:
-        show_findings(findings)
-    if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
-        raise typer.Exit(1)
+    _report_findings(findings, format_, fail_on, rules)
+
+
+@app.command("verify")
+@_ended
+def verify_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:function, which returns (compiled, inputs, outputs) or (compiled, "
+            "inputs), as shardrules.verify takes them."
+        ),
+    ],
+    format_: FindingsFormat = "text",
+    fail_on: FailOn = "error",
+    large: Annotated[
+        str, typer.Option(help="Minimum bytes on a device of a gathered array to be reported.")
+    ] = "16MiB",
+    hbm: Hbm = None,
+) -> None:
+    """Compare a compiled function with its plan. Exits as check does."""
+    from shardrules._verifying.verify import verify
+
+    _check_findings_options(format_, fail_on)
+    sizes = byte_count(large), None if hbm is None else byte_count(hbm)
+    arguments = load_object(source)
+    if not isinstance(arguments, tuple) or len(arguments) not in (2, 3):
+        raise FileError(
+            f"{source}: this gives {shown(arguments)}; it must be (compiled, inputs, outputs) or "
+            "(compiled, inputs)"
+        )
+    findings = verify(*arguments, large=sizes[0], hbm=sizes[1])
+    _report_findings(findings, format_, fail_on)
 
 
 @app.command()
@@ -534,6 +562,25 @@ def _refuse(why: str, options: Mapping[str, object]) -> None:
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ValueError(f"{why}, so leave out {', '.join(given)}")
+
+
+def _check_findings_options(format_: str, fail_on: str) -> None:
+    _one_of("--format", format_, ("text", "json", "github"))
+    _one_of("--fail-on", fail_on, (*LEVELS, "never"))
+
+
+def _report_findings(
+    findings: Findings, format_: str, fail_on: str, file: str | None = None
+) -> None:
+    """Shows findings, and exits with 1 if there are any of at least the level."""
+    if format_ == "json":
+        print(findings.to_json())
+    elif format_ == "github":
+        print(findings.to_github(file))
+    else:
+        show_findings(findings)
+    if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
+        raise typer.Exit(1)
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:

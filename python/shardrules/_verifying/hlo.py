@@ -147,12 +147,21 @@ class Hlo:
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
     @cached_property
+    def alias_count(self) -> int:
+        """How many outputs take the memory of a parameter."""
+        return self._head.count("-alias)")
+
+    @cached_property
     def signature(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
         """The shapes of the parameters and of the outputs, on a device."""
-        begin = self._span(self.entry)[0]
-        line = self.text[begin : self.text.find(" {\n", begin)]
-        parameters, _, outputs = line.partition(") -> ")
+        parameters, outputs = self._signature
         return _shapes(parameters), _shapes(outputs)
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """How many parameters and outputs there are."""
+        parameters, outputs = self._signature
+        return parameters.count("["), outputs.count("[")
 
     @cached_property
     def entry(self) -> str:
@@ -218,6 +227,13 @@ class Hlo:
     @cached_property
     def _head(self) -> str:
         return self.text[: self.text.find("\n")]
+
+    @cached_property
+    def _signature(self) -> tuple[str, str]:
+        begin = self._span(self.entry)[0]
+        line = self.text[begin : self.text.find(" {\n", begin)]
+        parameters, _, outputs = line.partition(") -> ")
+        return parameters, outputs
 
     @cached_property
     def _ends(self) -> list[int]:

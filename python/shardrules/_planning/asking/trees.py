@@ -21,12 +21,19 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["abstract_tree", "placement_errors", "placement_tree", "sharding_tree", "spec_tree"]
+__all__ = [
+    "abstract_tree",
+    "kind_specs",
+    "placement_errors",
+    "placement_tree",
+    "sharding_tree",
+    "spec_tree",
+]
 
 
 def spec_tree(columns: Columns) -> Any:
     """See `Plan.specs`."""
-    return _mapped(columns, [as_partition_spec(spec) for spec in _specs(columns)])
+    return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
 
 
 def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
@@ -58,7 +65,7 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     )
 
 
-def _specs(columns: Columns) -> list[Any]:
+def kind_specs(columns: Columns) -> list[Any]:
     """Per kind its spec.
 
     Raises:
@@ -72,7 +79,8 @@ def _specs(columns: Columns) -> list[Any]:
 def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
     on_mesh = as_mesh(mesh)
     wanted: list[tuple[Any, MemoryKind | None]] = [
-        (spec, kind.memory_kind) for spec, kind in zip(_specs(columns), columns.kinds, strict=True)
+        (spec, kind.memory_kind)
+        for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
     ]
     try:
         made = {

@@ -1,0 +1,6 @@
+"""The public names of proofs: `shardrules.__getattr__` imports this on first use.
+
+Must not define anything.
+"""
+
+from shardrules._verifying.verify import verify as verify

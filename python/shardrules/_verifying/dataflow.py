@@ -1,0 +1,193 @@
+"""Where values of an HLO module come from: traced back through what only moves or converts them.
+
+Costs some microseconds per instruction on the way. Must not know about plans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from shardrules._verifying.hlo import Hlo, Instruction
+
+__all__ = ["Origin", "Value", "held_by_loops", "origin_of", "returned", "source_of"]
+
+_MOVES: Final = frozenset({
+    "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
+    "reshape", "transpose",
+})  # fmt: skip
+_SLICES: Final = frozenset({"dynamic-slice", "slice"})
+# What a device gets so is of the same array, wherever it was.
+_GATHERS: Final = frozenset({
+    "all-gather", "all-gather-done", "all-gather-start",
+    "collective-permute", "collective-permute-done", "collective-permute-start",
+})  # fmt: skip
+_CALLS: Final = frozenset({"call", "fusion"})
+_NUMBER: Final = re.compile(r"parameter\((\d+)\)")
+_INDEX: Final = re.compile(r"\bindex=(\d+)")
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or an element of it."""
+
+    computation: str
+    name: str
+    element: int | None = None
+    """Of a tuple, which one."""
+    layers: int = 1
+    """How many slices it has such as what was traced back: the sizes of dimensions cut to 1."""
+
+
+class Origin(NamedTuple):
+    """The parameter of the module that a value is a copy of."""
+
+    parameter: int
+    layers: int
+    """How many slices there are such as the one that it is a copy of; 1 for all of it."""
+
+
+def origin_of(hlo: Hlo, value: Value) -> Origin | None:
+    """The parameter of the module that the value is a gathered, moved or converted copy of.
+
+    None if it is computed, or is of different origin in different calls or trips of a loop.
+    """
+    while True:
+        value = _local_source(hlo, value, through=_GATHERS)
+        number = _parameter_number(hlo, value)
+        if number is None:
+            return None
+        if value.computation == hlo.entry:
+            return Origin(number, value.layers)
+        callers = list(hlo.callers(value.computation))
+        lifted = _lifted(hlo, value, number, *callers[0]) if len(callers) == 1 else None
+        if lifted is None:
+            return None
+        value = lifted
+
+
+def source_of(hlo: Hlo, value: Value) -> Value:
+    """The value within the same computation that this is a moved or converted copy of.
+
+    What an asynchronous gather ends with is the result of its start.
+    """
+    source = _local_source(hlo, value, through=frozenset())
+    found = hlo.instruction(source.computation, source.name)
+    is_done = found.opcode == "all-gather-done"
+    return source._replace(name=found.operands[0]) if is_done else source
+
+
+def returned(hlo: Hlo) -> Iterator[Value]:
+    """For each output of the module, the value that it is a copy of."""
+    root = hlo.root(hlo.entry)
+    if root.opcode == "tuple":
+        yield from (source_of(hlo, Value(hlo.entry, name)) for name in root.operands)
+    else:
+        yield source_of(hlo, Value(hlo.entry, root.name))
+
+
+def held_by_loops(hlo: Hlo, computation: str) -> set[tuple[str, int | None]]:
+    """What loops of a computation hold while they run: instructions, with elements of tuples."""
+    held = set()
+    for name, line in hlo.instructions(computation).items():
+        if " while(" not in line:
+            continue
+        loop = hlo.instruction(computation, name)
+        if loop.opcode == "while":
+            for element in range(len(loop.results)):
+                source = source_of(hlo, Value(computation, loop.operands[0], element))
+                held.add((source.name, source.element))
+    return held
+
+
+def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
+    """Traced back within a computation, as far as it goes."""
+    while (before := _step(hlo, value, through)) is not None:
+        value = before
+    return value
+
+
+def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
+    """One instruction back; None if the value is computed there, or is a parameter."""
+    found = hlo.instruction(value.computation, value.name)
+    if found.opcode in _CALLS:
+        return _into_call(hlo, value, found, through)
+    moved = _moved(hlo, found, value.element, through)
+    if moved is None:
+        return None
+    operand, element = moved
+    before = Value(value.computation, found.operands[operand], element, value.layers)
+    return _of_layers(hlo, before, found) if found.opcode in _SLICES else before
+
+
+def _moved(
+    hlo: Hlo, found: Instruction, element: int | None, through: frozenset[str]
+) -> tuple[int, int | None] | None:
+    """The operand that an instruction only moves, or slices, and which element of it."""
+    opcode = found.opcode
+    if opcode in _MOVES or opcode in _SLICES or opcode in through:
+        # An asynchronous copy or gather begins with a tuple of what goes in and what comes out.
+        return 0, None if opcode.endswith("-start") else element
+    if opcode == "get-tuple-element" and (index := _INDEX.search(found.attributes)):
+        return 0, int(index[1])
+    if opcode == "tuple" and element is not None:
+        return element, None
+    if opcode == "while" and element is not None and _is_invariant(hlo, found, element):
+        return 0, element
+    return None
+
+
+def _of_layers(hlo: Hlo, whole: Value, found: Instruction) -> Value:
+    """The array that a slice is of. What does not cut to 1 is a part for a device to go on with."""
+    dims = hlo.instruction(whole.computation, whole.name).results[0].dims
+    cut = zip(dims, found.results[0].dims, strict=True)
+    return whole._replace(layers=whole.layers * prod(size for size, part in cut if part == 1))
+
+
+def _into_call(hlo: Hlo, value: Value, call: Instruction, through: frozenset[str]) -> Value | None:
+    """The operand that a called computation only moves."""
+    bodies = [name for names in call.called.values() for name in names]
+    if len(bodies) != 1:
+        return None
+    root = Value(bodies[0], hlo.root(bodies[0]).name, value.element)
+    inner = _local_source(hlo, root, through)
+    number = _parameter_number(hlo, inner)
+    if number is None:
+        return None
+    layers = value.layers * inner.layers
+    return Value(value.computation, call.operands[number], inner.element, layers)
+
+
+def _lifted(
+    hlo: Hlo, value: Value, number: int, computation: str, caller: Instruction
+) -> Value | None:
+    """What the caller gives for a parameter of the computation that it calls."""
+    if caller.opcode == "while":
+        if value.element is None or not _is_invariant(hlo, caller, value.element):
+            return None
+        operand = caller.operands[0]
+    elif caller.opcode == "conditional":
+        branches = [name for names in caller.called.values() for name in names]
+        operand = caller.operands[1 + branches.index(value.computation)]
+    elif caller.opcode in _CALLS or caller.opcode == "async-start":
+        operand = caller.operands[number]
+    else:
+        return None
+    return value._replace(computation=computation, name=operand)
+
+
+def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
+    """Whether each trip of a loop hands on this element as it is."""
+    (body,) = loop.called["body"]
+    root = hlo.root(body)
+    source = source_of(hlo, Value(body, root.name, element))
+    is_parameter = _parameter_number(hlo, source) is not None
+    return is_parameter and source.element == element and source.layers == 1
+
+
+def _parameter_number(hlo: Hlo, value: Value) -> int | None:
+    number = _NUMBER.search(hlo.instructions(value.computation)[value.name])
+    is_parameter = hlo.instruction(value.computation, value.name).opcode == "parameter"
+    return int(number[1]) if number and is_parameter else None

@@ -1,0 +1,260 @@
+"""Findings about planned arrays of which the program makes copies that are cut less.
+
+Read from the all-gathers of the optimized HLO whose result is large, and from where their operands
+come and their results go. Costs a search of the text, and a trace per large gather. Must not know
+how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._format import bytes_shown, counted
+from shardrules._planning.kinds import axes_used
+from shardrules._verifying.dataflow import Value, held_by_loops, origin_of, returned, source_of
+from shardrules._verifying.executable import sharding_shown
+from shardrules._verifying.hlo import axes_of_groups
+from shardrules._verifying.words import finding_of, is_same
+
+if TYPE_CHECKING:
+    from shardrules._planning.asking.findings import Finding, Level
+    from shardrules._verifying.executable import Executable
+    from shardrules._verifying.hlo import Collective, Hlo
+    from shardrules._verifying.states import State
+    from shardrules._verifying.wanted import Wanted
+
+__all__ = ["gathered"]
+
+
+class _Use(NamedTuple):
+    """What a gathered copy is for."""
+
+    level: Level
+    message: str
+    fix: str
+
+
+_USES: Final = {
+    "loop": _Use(
+        "warning",
+        "before a loop, which holds them whole while it runs",
+        "gather within the loop, a layer at a time: constrain the layer's slice inside its body, "
+        "and keep XLA from moving the gather out",
+    ),
+    "model axis": _Use(
+        "warning",
+        "though no other argument is cut by these axes: each device along them has all of it, and "
+        "may do the same work",
+        "constrain the activations so that they are cut by these axes, and the product is computed "
+        "in parts; or cut the batch by them",
+    ),
+    "slice": _Use("info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),
+    "step": _Use(
+        "info",
+        "inside the function, and freed when they have been used",
+        "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
+    ),
+}
+"""By what a gathered copy is for, the words of the finding, the first that applies."""
+
+
+class _Gather(NamedTuple):
+    """An all-gather with a large result."""
+
+    collective: Collective
+    number: int
+    """Which of its results."""
+
+    @property
+    def bytes(self) -> int:
+        return self.collective.results[self.number].bytes
+
+    @property
+    def name(self) -> tuple[str, int | None]:
+        """Its instruction, with the element if its result is a tuple."""
+        is_tuple = len(self.collective.results) > 1
+        return self.collective.instruction.name, self.number if is_tuple else None
+
+    @property
+    def operand(self) -> Value:
+        """What it gathers."""
+        name = self.collective.instruction.operands[self.number]
+        return Value(self.collective.computation, name)
+
+    def source(self, hlo: Hlo) -> tuple[str, int | None]:
+        """The instruction that it gathers a copy of, which may be another gather."""
+        source = source_of(hlo, self.operand)
+        return source.name, source.element
+
+
+def gathered(
+    executable: Executable,
+    inputs: Sequence[Wanted | None],
+    outputs: Sequence[Wanted | None],
+    found: Sequence[State],
+    large: int,
+) -> Iterator[Finding]:
+    """Planned arrays that are gathered, and are then large."""
+    if executable.hlo is None:
+        yield finding_of(
+            "warning",
+            "gathered",
+            "this backend does not show the text of executables: what they gather is not known",
+            "verify the same function on another backend, such as CPU devices",
+        )
+        return
+    gathers = [
+        _Gather(one, index)
+        for one in executable.hlo.collectives
+        if one.kind == "all-gather"
+        for index, result in enumerate(one.results)
+        if result.bytes >= large
+    ]
+    if gathers:
+        yield from _returned(executable, inputs, outputs, found, gathers)
+        yield from _of_parameters(executable, inputs, found, gathers)
+
+
+def _of_parameters(
+    executable: Executable,
+    inputs: Sequence[Wanted | None],
+    found: Sequence[State],
+    gathers: list[_Gather],
+) -> Iterator[Finding]:
+    """Planned arguments that are gathered, by their spec, the axes and what the copy is for."""
+    hlo = executable.hlo
+    assert hlo is not None
+    leaf_of = {number: leaf for leaf, number in executable.parameter_of.items()}
+    loops = {
+        name: held_by_loops(hlo, name) for name in {one.collective.computation for one in gathers}
+    }
+    passed_on = {gather.source(hlo) for gather in gathers}
+    others = _Others(executable, found)
+    copies: dict[tuple[str, tuple[str, ...], str], dict[int, int]] = defaultdict(dict)
+    for gather in gathers:
+        collective = gather.collective
+        origin = origin_of(hlo, gather.operand)
+        leaf = None if origin is None else leaf_of.get(origin.parameter)
+        planned = None if leaf is None else inputs[leaf]
+        if origin is None or leaf is None or planned is None or gather.name in passed_on:
+            continue
+        shape = executable.inputs.leaves[leaf].shape
+        if not is_same(planned.sharding, executable.inputs.shardings[leaf], len(shape)):
+            continue  # which is a finding of its own
+        axes = _axes(gather, planned, shape, origin.layers)
+        if not axes:
+            continue
+        if gather.name in loops[collective.computation]:
+            use = "loop"
+        elif others.are_not_cut_by(axes, leaf):
+            use = "model axis"
+        else:
+            use = "step" if origin.layers == 1 else "slice"
+        of_leaf = copies[sharding_shown(planned.sharding), axes, use]
+        of_leaf[leaf] = max(gather.bytes, of_leaf.get(leaf, 0))
+    for (spec, axes, use), of_leaf in copies.items():
+        held = sum(of_leaf.values())
+        yield finding_of(
+            _USES[use].level,
+            "gathered",
+            f"{counted(len(of_leaf), 'leaf')} planned {spec} gathered over {', '.join(axes)} to "
+            f"{bytes_shown(held)} on each device, {_USES[use].message}",
+            _USES[use].fix,
+            side=executable.inputs,
+            leaves=sorted(of_leaf),
+            bytes=held,
+        )
+
+
+def _returned(
+    executable: Executable,
+    inputs: Sequence[Wanted | None],
+    outputs: Sequence[Wanted | None],
+    found: Sequence[State],
+    gathers: list[_Gather],
+) -> Iterator[Finding]:
+    """Outputs that are planned cut, or are states whose arguments are, and are gathered."""
+    assert executable.hlo is not None
+    meant = list(outputs)
+    for state in found:
+        for before, after in zip(state.inputs, state.outputs, strict=True):
+            meant[after] = meant[after] or inputs[before]
+    in_entry = {
+        one.name: one for one in gathers if one.collective.computation == executable.hlo.entry
+    }
+    sources = list(returned(executable.hlo))[-len(meant) :]
+    copies: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(dict)
+    for leaf, (planned, source) in enumerate(zip(meant, sources, strict=True)):
+        gather = in_entry.get((source.name, source.element))
+        if planned is None or gather is None:
+            continue
+        if axes := _axes(gather, planned, executable.outputs.leaves[leaf].shape):
+            copies[sharding_shown(planned.sharding), axes][leaf] = gather.bytes
+    for (spec, axes), of_leaf in copies.items():
+        held = sum(of_leaf.values())
+        yield finding_of(
+            "error",
+            "gathered",
+            f"{counted(len(of_leaf), 'leaf')} planned {spec} gathered over {', '.join(axes)} and "
+            f"returned so: {bytes_shown(held)} on each device, in each call",
+            "give jit the planned out_shardings, or constrain the results inside the function",
+            side=executable.outputs,
+            leaves=sorted(of_leaf),
+            bytes=held,
+        )
+
+
+def _axes(
+    gather: _Gather, planned: Wanted, shape: tuple[int, ...], layers: int = 1
+) -> tuple[str, ...]:
+    """The axes that are planned to cut an array, and do not cut the gathered copy of it.
+
+    Args:
+        gather: The gather, of some results of which a device has more than planned.
+        planned: What is planned for the array.
+        shape: Its shape.
+        layers: How many slices it has such as the one that is gathered.
+    """
+    mesh = getattr(planned.sharding, "mesh", None)
+    if mesh is None:
+        return ()
+    size = prod(gather.collective.results[gather.number].dims)
+    cut = axes_used(planned.sharding.spec, mesh.shape)
+    if size * layers <= prod(planned.sharding.shard_shape(shape)):
+        return ()
+    axes = axes_of_groups(gather.collective.groups, mesh.shape)
+    is_whole = size * layers >= prod(shape)
+    return tuple(axis for axis in mesh.axis_names if axis in cut and (is_whole or axis in axes))
+
+
+class _Others:
+    """The arguments that are not states, such as the batch, and the axes that cut them."""
+
+    def __init__(self, executable: Executable, found: Sequence[State]) -> None:
+        of_states = {leaf for state in found for leaf in state.inputs}
+        self._arguments = executable.inputs.parts
+        self._axes: dict[range, frozenset[str] | None] = {}
+        for part in self._arguments:
+            kept = [executable.inputs.shardings[leaf] for leaf in part if leaf not in of_states]
+            cut = [_axes_cutting(sharding) for sharding in kept if sharding is not None]
+            if cut:
+                known = [one for one in cut if one is not None]
+                self._axes[part] = frozenset(chain(*known)) if len(known) == len(cut) else None
+
+    def are_not_cut_by(self, axes: tuple[str, ...], leaf: int) -> bool:
+        """Whether some of the axes cut none of the arguments but that of the leaf."""
+        others = [cut for part, cut in self._axes.items() if leaf not in part]
+        known = [cut for cut in others if cut is not None]
+        if not others or len(known) < len(others):
+            return False
+        return not frozenset(chain(*known)).issuperset(axes)
+
+
+def _axes_cutting(sharding: Any) -> frozenset[str] | None:
+    """The axes that a sharding names; None if it has no mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None else axes_used(sharding.spec, mesh.shape)

@@ -1,0 +1,229 @@
+"""Findings about states: what goes in and comes out, and what is donated.
+
+An output stands for an argument if both have the same structure and shapes, and further: the
+argument is donated; or the same plan or tree is given for both; or, less surely, the dtypes are
+the same too. Donation is read from `Compiled.args_info`, its effect from input_output_alias in the
+HLO. Costs a comparison of structures per argument and output. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from shardrules._format import bytes_shown, counted
+from shardrules._verifying.placements import placement_text
+from shardrules._verifying.words import finding_of, is_same, together, unlike
+
+if TYPE_CHECKING:
+    from shardrules._planning.asking.findings import Finding, Level
+    from shardrules._verifying.executable import Executable, Side
+
+__all__ = ["State", "changed", "states", "undonated"]
+
+
+Evidence = Literal["donated", "planned", "alike"]
+_SAID: Final = {
+    "donated": ("a donated state", "the next step"),
+    "planned": ("a state, for which the same is planned on both sides", "the next step"),
+    "alike": (
+        "an argument that a result has the structure, shapes and dtypes of",
+        "if that is passed back, the next call",
+    ),
+}
+"""By what tells that something is a state: what it is called, and when it matters."""
+
+
+class State(NamedTuple):
+    """Leaves of the inputs, and as many of the outputs that stand for them."""
+
+    inputs: range
+    outputs: range
+    evidence: Evidence
+    """What tells so: of likeness alone nobody has said it."""
+
+
+class _Part(NamedTuple):
+    """An argument, or a child of the output."""
+
+    treedef: Any
+    leaves: range
+    given: Any
+    """What is planned for it."""
+
+
+def states(executable: Executable, given_inputs: Any, given_outputs: Any) -> list[State]:
+    """The states of a step: of the output as a whole, or else of its children."""
+    arguments = _arguments(executable.inputs, given_inputs)
+    outputs = executable.outputs
+    whole = _Part(outputs.treedef, range(len(outputs.leaves)), given_outputs)
+    if found := _matched(executable, arguments, [whole]):
+        return found
+    is_list = type(given_outputs) in (tuple, list)
+    entries = given_outputs if is_list else [None] * len(outputs.subtrees)
+    pairs = zip(outputs.subtrees, entries, strict=True)
+    return _matched(executable, arguments, [_Part(*subtree, given) for subtree, given in pairs])
+
+
+def changed(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
+    """States that come out otherwise than they go in."""
+    for state in found:
+        yield from _resharded(executable, state)
+        yield from _of_other_dtype(executable, state)
+
+
+def undonated(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
+    """Leaves that are donated, and whose memory no output takes."""
+    side = executable.inputs
+    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
+    if not donated:
+        return
+    if executable.hlo is None:
+        yield finding_of(
+            "warning",
+            "donation",
+            f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
+            "executables: whether outputs take their memory is not known",
+            "compare memory_analysis().alias_size_in_bytes with their bytes",
+            side=side,
+            leaves=donated,
+        )
+        return
+    if executable.hlo.alias_count == len(donated):
+        return
+    lost = [leaf for leaf in donated if leaf not in executable.aliased]
+    of_states = {leaf for state in found for leaf in state.inputs}
+    for is_state in (True, False):
+        leaves = [leaf for leaf in lost if (leaf in of_states) == is_state]
+        if leaves:
+            held = sum(map(side.bytes_of, leaves))
+            yield _not_aliased(side, leaves, held, is_state=is_state)
+
+
+def _not_aliased(side: Side, leaves: list[int], held: int, *, is_state: bool) -> Finding:
+    what = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory"
+    if is_state:
+        return finding_of(
+            "error",
+            "donation",
+            f"{what}: the old and the new ones take {bytes_shown(held)} each on each device",
+            "let each come out with the shape, dtype and sharding with which it goes in; one that "
+            "does not may leave another without a place",
+            side=side,
+            leaves=leaves,
+            bytes=held,
+        )
+    return finding_of(
+        "warning",
+        "donation",
+        f"{what}: {bytes_shown(held)} on each device; none is like them",
+        "do not donate them",
+        side=side,
+        leaves=leaves,
+        bytes=held,
+    )
+
+
+def _arguments(side: Side, given: Sequence[Any]) -> list[_Part]:
+    positional, keywords = side.treedef.children()
+    count = len(positional.children())
+    named = given[count] if len(given) > count else {}
+    entries = [*given[:count], *map(named.get, keywords.node_data()[1])]
+    return [_Part(*subtree, one) for subtree, one in zip(side.subtrees, entries, strict=True)]
+
+
+def _matched(executable: Executable, arguments: list[_Part], outputs: list[_Part]) -> list[State]:
+    """For each output the argument that it stands for: that at the same place, or the first."""
+    found: list[State] = []
+    left = dict(enumerate(arguments))
+    for place, output in enumerate(outputs):
+        for i in sorted(left, key=lambda i: (i != place, i)):
+            if state := _state(executable, left[i], output):
+                found.append(state)
+                del left[i]
+                break
+    return found
+
+
+def _state(executable: Executable, argument: _Part, output: _Part) -> State | None:
+    """The state if an output stands for an argument."""
+    if not argument.leaves or argument.treedef != output.treedef:
+        return None
+    going_in = executable.inputs.leaves[slice_of(argument.leaves)]
+    coming_out = executable.outputs.leaves[slice_of(output.leaves)]
+    if [one.shape for one in going_in] != [one.shape for one in coming_out]:
+        return None
+    # The structure of an array alone says nothing.
+    is_tree = argument.treedef.num_nodes > 1
+    has_dtypes = [one.dtype for one in going_in] == [one.dtype for one in coming_out]
+    is_donated = any(executable.donated[slice_of(argument.leaves)])
+    evidence: Evidence
+    if is_donated and (is_tree or has_dtypes):
+        evidence = "donated"
+    elif is_tree and argument.given is not None and argument.given is output.given:
+        evidence = "planned"
+    elif is_tree and has_dtypes:
+        evidence = "alike"
+    else:
+        return None
+    return State(argument.leaves, output.leaves, evidence)
+
+
+def slice_of(leaves: range) -> slice:
+    """The slice of a list with these elements."""
+    return slice(leaves.start, leaves.stop)
+
+
+def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before = inputs.shardings[slice_of(state.inputs)]
+    after = outputs.shardings[slice_of(state.outputs)]
+
+    def alike(one: Any, other: Any, i: int) -> bool:
+        if one is None or one is other:
+            return True
+        rank = len(inputs.leaves[state.inputs[i]].shape)
+        return is_same(one, other, rank) and one.memory_kind == other.memory_kind
+
+    def texts(i: int) -> tuple[str, str]:
+        return placement_text(before[i]), placement_text(after[i])
+
+    level: Level = "warning" if state.evidence == "alike" else "error"
+    what, when = _SAID[state.evidence]
+    for rows in together(unlike(before, after, alike), texts):
+        was, becomes = texts(rows[0])
+        leaves = [state.inputs[i] for i in rows]
+        moved = sum(map(inputs.bytes_of, leaves))
+        yield finding_of(
+            level,
+            "fixed-point",
+            f"{counted(len(rows), 'leaf')} of {what}: in as {was}, out as {becomes}: {when} "
+            f"compiles again, or moves them back, {bytes_shown(moved)} to each device",
+            "give jit out_shardings that are the shardings of the arguments, or constrain the new "
+            "state to them inside the function",
+            side=inputs,
+            leaves=leaves,
+            bytes=moved,
+        )
+
+
+def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before = [one.dtype for one in inputs.leaves[slice_of(state.inputs)]]
+    after = [one.dtype for one in outputs.leaves[slice_of(state.outputs)]]
+    if before == after:
+        return
+    what, when = _SAID[state.evidence]
+    rows = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    for some in together([[row] for row in rows], lambda i: (str(before[i]), str(after[i]))):
+        leaves = [state.inputs[i] for i in some]
+        yield finding_of(
+            "error",
+            "fixed-point",
+            f"{counted(len(leaves), 'leaf')} of {what}: in as {before[some[0]]}, out as "
+            f"{after[some[0]]}: {when} compiles again",
+            "cast the new state to the dtypes of the old one",
+            side=inputs,
+            leaves=leaves,
+            bytes=sum(map(inputs.bytes_of, leaves)),
+        )

@@ -1,0 +1,110 @@
+"""`verify`: whether an executable does what was planned.
+
+Checks what it is given, and asks one function for each family of findings. Costs a few look-ups per
+leaf beside XLA's time to print the executable. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._arguments import check_real
+from shardrules._format import shown
+from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.findings import Findings
+from shardrules._verifying.executable import Executable
+from shardrules._verifying.gathered import gathered
+from shardrules._verifying.peak import peak
+from shardrules._verifying.placements import dropped, misplaced, other_memory
+from shardrules._verifying.states import changed, states, undonated
+from shardrules._verifying.wanted import wanted_inputs, wanted_outputs
+
+if TYPE_CHECKING:
+    from jax.stages import Compiled
+
+__all__ = ["verify"]
+
+
+def verify(
+    compiled: Compiled,
+    inputs: Any,
+    outputs: Any = None,
+    *,
+    hbm: int | None = None,
+    large: int = DEFAULT_LARGE,
+) -> Findings:
+    """Finds where a compiled function differs from the plan, and what that costs.
+
+    Nothing is run. [Verify](verify.md) says of each finding from where it is read.
+
+    | kind | level | what |
+    |---|---|---|
+    | input | error, info | arguments that the executable takes in another sharding than planned;
+      info for those that jit has dropped, as the function does not use them |
+    | output | error | results that come out in another sharding than planned |
+    | fixed-point | error, warning | a state that comes out otherwise than it goes in; a warning if
+      only its likeness tells that it is one |
+    | memory-kind | error | arguments or results in another memory than planned |
+    | donation | error, warning | donated arguments whose memory no result takes; a warning if they
+      are not states |
+    | gathered | error, warning, info | planned arrays of which a device gets more than its part:
+      an error if they are returned so; a warning if a loop holds them, or the axes cut no other
+      argument; info for what FSDP does |
+    | peak | error | more memory than `hbm` |
+
+    A warning of donation, gathered or peak may also say that the backend does not tell.
+
+    Args:
+        compiled: `jax.jit(f).lower(...).compile()`.
+        inputs: A tuple with an entry for each positional argument: a Plan, a tree of PartitionSpecs
+            or shardings, one of these for all of the argument, or None for what is not looked at.
+            Behind these there may be a dict for keyword arguments.
+        outputs: The same for what the function returns. Default: nothing is planned for it.
+        hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
+        large: Minimum bytes on a device of what is `gathered`. Default: 16 MiB.
+
+    Returns:
+        All findings, the worst first.
+
+    Raises:
+        TypeError: It is not a compiled function, or something else is planned.
+        ValueError: A plan does not fit its argument or the mesh.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "fsdp")], mesh)
+        >>> step = jax.jit(lambda params, x: x @ params["w"])
+        >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+        >>> compiled = step.lower(plan.abstract(), x).compile()
+        >>> print(sr.verify(compiled, (plan, None)))
+        0 errors, 0 warnings, 0 info
+        >>> sr.verify(compiled, (plan, None)).raise_for("error")
+    """
+    from jax.stages import Compiled
+
+    if not isinstance(compiled, Compiled):
+        raise TypeError(
+            f"compiled is {shown(compiled)}; give a compiled function, "
+            "jax.jit(f).lower(...).compile()"
+        )
+    if hbm is not None:
+        check_real("hbm", hbm)
+    check_real("large", large)
+    executable = Executable(compiled)
+    planned_in = wanted_inputs(executable, inputs)
+    planned_out = wanted_outputs(executable, outputs)
+    found = states(executable, inputs, outputs)
+    return Findings(
+        [
+            *misplaced(executable.inputs, planned_in),
+            *dropped(executable.inputs, planned_in),
+            *misplaced(executable.outputs, planned_out),
+            *other_memory(executable.inputs, planned_in),
+            *other_memory(executable.outputs, planned_out),
+            *changed(executable, found),
+            *undonated(executable, found),
+            *gathered(executable, planned_in, planned_out, found, large),
+            *peak(executable, hbm),
+        ]
+    )

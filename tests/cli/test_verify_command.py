@@ -1,0 +1,87 @@
+"""`shardrules verify`, as a person and as CI would call it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+pytest.importorskip("typer", reason="typer is not installed")
+
+from typer.testing import CliRunner
+
+from shardrules._cli.app import app
+
+MODULE = textwrap.dedent(
+    """
+    import functools
+    import jax
+    import shardrules as sr
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+    mesh = Mesh(jax.devices(), ("data",))
+    params = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    plan = sr.plan(params, [("w", "data")], mesh)
+
+    def compiled(spec):
+        out = {"w": NamedSharding(mesh, spec)}
+        step = jax.jit(lambda p: {"w": p["w"] * 2}, out_shardings=out, donate_argnums=0)
+        return step.lower(plan.abstract()).compile()
+
+    def as_planned():
+        return compiled(P("data")), (plan,), plan
+
+    def gathering():
+        return compiled(P()), (plan,)
+
+    def plan_alone():
+        return plan
+    """
+)
+
+
+@pytest.fixture
+def verify(tmp_path, monkeypatch):
+    """verify(function, *options): the command's result for a function of the module above."""
+    (tmp_path / "verified.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda name, *options: CliRunner().invoke(app, ["verify", f"verified:{name}", *options])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code"),
+    [
+        ("as_planned", [], 0),
+        ("as_planned", ["--fail-on", "info", "--hbm", "1GB"], 0),
+        ("as_planned", ["--hbm", "1kB"], 1),
+        ("gathering", [], 1),
+        ("gathering", ["--fail-on", "never"], 0),
+        ("plan_alone", [], 2),
+        ("nothing", [], 2),
+        ("gathering", ["--fail-on", "now"], 2),
+        ("gathering", ["--large", "much"], 2),
+    ],
+)
+def test_exit_codes(verify, name, options, code):
+    assert verify(name, *options).exit_code == code
+
+
+def test_what_it_prints(verify):
+    result = verify("gathering", "--large", "1kB")
+    assert "error[fixed-point]" in result.stdout
+    assert "error[gathered]" in result.stdout
+    assert "outputs/w" in result.stdout
+    findings = json.loads(verify("gathering", "--format", "json").stdout)["findings"]
+    assert {one["kind"] for one in findings} == {"fixed-point", "donation"}
+    assert (
+        "::error title=shardrules fixed-point::" in verify("gathering", "--format", "github").stdout
+    )
+    assert verify("as_planned").stdout == "0 errors, 0 warnings, 0 info\n"
+
+
+def test_what_a_function_must_return(verify):
+    message = verify("plan_alone").stderr
+    assert "verified:plan_alone" in message
+    assert "(compiled, inputs, outputs)" in message
+    assert "is not the name of an object" in CliRunner().invoke(app, ["verify", "step.py"]).stderr
