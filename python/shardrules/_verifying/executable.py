@@ -84,22 +84,30 @@ class Executable:
     """A `jax.stages.Compiled`, read."""
 
     def __init__(self, compiled: Any) -> None:
+        from jax import tree_util
+
         self._compiled = compiled
-        self._infos = self._compiled.in_tree.flatten_up_to(self._compiled.args_info)
+        infos, treedef = tree_util.tree_flatten(compiled.args_info)
+        self._infos: list[Any] = infos
+        self._in_tree: Any = treedef
 
     @cached_property
     def inputs(self) -> Side:
         """The arguments, with those that jit has dropped, since the function does not use them."""
-        treedef = self._compiled.in_tree
-        shardings = treedef.flatten_up_to(self._compiled.input_shardings)
-        return Side("inputs", treedef, shardings, self._infos)
+        shardings = self._compiled._executable._in_shardings
+        has_constants = bool(getattr(self._compiled._params, "const_args", ()))
+        if has_constants or len(shardings) < len(self._infos):
+            # The public property, which takes longer, knows which are dropped.
+            shardings = self._in_tree.flatten_up_to(self._compiled.input_shardings)
+        # The same shapes and dtypes, without a call of Python for each.
+        leaves = [getattr(info, "_aval", info) for info in self._infos]
+        return Side("inputs", self._in_tree, list(shardings), leaves)
 
     @cached_property
     def outputs(self) -> Side:
         """The results."""
-        treedef = self._compiled.out_tree
-        shardings = treedef.flatten_up_to(self._compiled.output_shardings)
-        return Side("outputs", treedef, shardings, list(self._compiled._executable.out_avals))
+        executable, treedef = self._compiled._executable, self._compiled.out_tree
+        return Side("outputs", treedef, list(executable._out_shardings), list(executable.out_avals))
 
     @cached_property
     def donated(self) -> list[bool]:

@@ -109,8 +109,7 @@ def gathered(
         return
     gathers = [
         _Gather(one, index)
-        for one in executable.hlo.collectives
-        if one.kind == "all-gather"
+        for one in executable.hlo.of_kind("all-gather", large)
         for index, result in enumerate(one.results)
         if result.bytes >= large
     ]

@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,8 +28,6 @@ CollectiveKind = Literal[
 Groups = tuple[tuple[int, ...], ...]
 
 _KINDS: Final[tuple[CollectiveKind, ...]] = get_args(CollectiveKind)
-# The opcodes begin like this: a search for a fixed string is much faster than one for a pattern.
-_BEGINNINGS: Final = (" all-", " reduce-scatter", " collective-permute")
 _COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
@@ -173,7 +171,14 @@ class Hlo:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives, in the order of the text."""
-        return tuple(self._collective(*found) for found in sorted(self._found()))
+        found = sorted(chain.from_iterable(map(self._found, _KINDS)))
+        return tuple(self._collective(*one) for one in found)
+
+    def of_kind(self, kind: CollectiveKind, least: int) -> Iterator[Collective]:
+        """The collectives of a kind with a result of at least so many bytes, for less time."""
+        for position, _, start in self._found(kind):
+            if any(one.bytes >= least for one in parsed(self._line(position)).results):
+                yield self._collective(position, kind, start)
 
     def instructions(self, computation: str) -> Mapping[str, str]:
         """The lines of a computation by the names of their instructions, as they are scheduled."""
@@ -283,20 +288,20 @@ class Hlo:
         end = self.text.find("\n", position)
         return self.text[self.text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
-    def _found(self) -> Iterator[tuple[int, str, str]]:
-        """(where, kind, "-start" or "") of what looks like a collective."""
-        for beginning in _BEGINNINGS:
-            position = self.text.find(beginning)
-            while position >= 0:
-                if found := _COLLECTIVE.match(self.text, position):
-                    # In a quoted name the same words are no opcode.
-                    line = self.text.rfind("\n", 0, position)
-                    first = _OPCODE.search(self.text, line, found.end())
-                    if first and first.start() == position:
-                        yield position, found[1], found[2] or ""
-                position = self.text.find(beginning, position + 1)
+    def _found(self, kind: CollectiveKind) -> Iterator[tuple[int, CollectiveKind, str]]:
+        """(where, kind, "-start" or "") of the collectives of a kind."""
+        # A search for a fixed string is much faster than one for a pattern.
+        position = self.text.find(f" {kind}")
+        while position >= 0:
+            if found := _COLLECTIVE.match(self.text, position):
+                # In a quoted name the same words are no opcode.
+                line = self.text.rfind("\n", 0, position)
+                first = _OPCODE.search(self.text, line, found.end())
+                if first and first.start() == position:
+                    yield position, kind, found[2] or ""
+            position = self.text.find(f" {kind}", position + 1)
 
-    def _collective(self, position: int, kind: str, start: str) -> Collective:
+    def _collective(self, position: int, kind: CollectiveKind, start: str) -> Collective:
         instruction = parsed(self._line(position))
         results = instruction.results
         if start and kind != "all-reduce":
@@ -309,7 +314,7 @@ class Hlo:
         )
         computation = self._name_at(position)
         return Collective(
-            kind=cast("CollectiveKind", kind),
+            kind=kind,
             instruction=instruction,
             computation=computation,
             operands=operands,

@@ -6,7 +6,7 @@ pair of shardings. Must not know how findings are shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,14 +16,14 @@ from shardrules._planning.asking.findings import VerifyKind
 from shardrules._printable import printable
 from shardrules._sharding.memory import memory_apart
 from shardrules._verifying.executable import sharding_shown
-from shardrules._verifying.words import finding_of, is_same, together, unlike
+from shardrules._verifying.words import Pairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding
     from shardrules._verifying.executable import Side
     from shardrules._verifying.wanted import Wanted
 
-__all__ = ["dropped", "misplaced", "other_memory", "placement_text"]
+__all__ = ["dropped", "placement_text", "placements"]
 
 
 class _Said(NamedTuple):
@@ -52,21 +52,29 @@ _SAID: Final = {
 }
 
 
-def misplaced(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
+def placements(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
+    """Where the inputs or outputs are not as planned."""
+    pairs = Pairs(wanted, side.shardings)
+    yield from _misplaced(side, wanted, pairs)
+    yield from _in_other_memory(side, wanted, pairs)
+
+
+def _misplaced(side: Side, wanted: Sequence[Wanted | None], pairs: Pairs) -> Iterator[Finding]:
     """Leaves whose sharding in the executable is not equivalent to the planned one."""
     said = _SAID[side.name]
 
-    def alike(planned: Wanted | None, has: Any, leaf: int) -> bool:
-        if planned is None or has is None:
+    def alike(planned: Wanted, has: Any, position: Callable[[], int]) -> bool:
+        if planned.sharding == has:
             return True
-        shape = side.leaves[leaf].shape
-        _check_fits(planned, shape, side, leaf)
-        return is_same(planned.sharding, has, len(shape))
+        leaf = position()
+        _check_fits(planned, side, leaf)
+        return is_same(planned.sharding, has, len(side.leaves[leaf].shape))
 
     def texts(leaf: int) -> tuple[str, str]:
+        _check_fits(wanted[leaf], side, leaf)
         return sharding_shown(_sharding(wanted[leaf])), sharding_shown(side.shardings[leaf])
 
-    for leaves in together(unlike(wanted, side.shardings, alike), texts):
+    for leaves in together(pairs.unlike(alike), texts):
         meant, has = texts(leaves[0])
         planned = sum(side.bytes_of(leaf, _sharding(wanted[leaf])) for leaf in leaves)
         held = sum(map(side.bytes_of, leaves))
@@ -84,11 +92,13 @@ def misplaced(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
         )
 
 
-def other_memory(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
+def _in_other_memory(
+    side: Side, wanted: Sequence[Wanted | None], pairs: Pairs
+) -> Iterator[Finding]:
     """Leaves that are planned in a memory kind other than the executable's."""
 
-    def alike(planned: Wanted | None, has: Any, _: int) -> bool:
-        if planned is None or has is None or planned.memory_kind is None:
+    def alike(planned: Wanted, has: Any, _: Callable[[], int]) -> bool:
+        if planned.memory_kind is None:
             return True
         kind = memory_apart(has)
         return kind is None if planned.memory_kind == "device" else kind == planned.memory_kind
@@ -98,7 +108,7 @@ def other_memory(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Findin
         return planned and planned.memory_kind, side.shardings[leaf].memory_kind
 
     said = _SAID[side.name]
-    for leaves in together(unlike(wanted, side.shardings, alike), texts):
+    for leaves in together(pairs.unlike(alike), texts):
         meant, has = texts(leaves[0])
         held = sum(map(side.bytes_of, leaves))
         yield finding_of(
@@ -113,14 +123,12 @@ def other_memory(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Findin
         )
 
 
-def dropped(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
+def dropped(side: Side, wanted: Sequence[Wanted | None], kept: Sequence[int]) -> Iterator[Finding]:
     """Planned leaves that the executable does not have."""
-    leaves = [
-        i
-        for i, (planned, has) in enumerate(zip(wanted, side.shardings, strict=True))
-        if has is None and planned is not None
-    ]
-    if leaves:
+    if len(kept) == len(wanted):
+        return
+    lacking = set(range(len(wanted))).difference(kept)
+    if leaves := [leaf for leaf in sorted(lacking) if wanted[leaf] is not None]:
         yield finding_of(
             "info",
             "input",
@@ -142,7 +150,9 @@ def _sharding(planned: Wanted | None) -> Any:
     return planned and planned.sharding
 
 
-def _check_fits(planned: Wanted, shape: tuple[int, ...], side: Side, leaf: int) -> None:
+def _check_fits(planned: Wanted | None, side: Side, leaf: int) -> None:
+    assert planned is not None
+    shape = side.leaves[leaf].shape
     if len(getattr(planned.sharding, "spec", ())) <= len(shape):
         with suppress(ValueError):
             planned.sharding.shard_shape(shape)

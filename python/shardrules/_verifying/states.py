@@ -8,12 +8,12 @@ HLO. Costs a comparison of structures per argument and output. Must not know how
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted
 from shardrules._verifying.placements import placement_text
-from shardrules._verifying.words import finding_of, is_same, together, unlike
+from shardrules._verifying.words import Pairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
@@ -75,9 +75,9 @@ def changed(executable: Executable, found: Sequence[State]) -> Iterator[Finding]
 def undonated(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
     """Leaves that are donated, and whose memory no output takes."""
     side = executable.inputs
-    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
-    if not donated:
+    if not any(executable.donated):
         return
+    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
     if executable.hlo is None:
         yield finding_of(
             "warning",
@@ -179,10 +179,10 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     before = inputs.shardings[slice_of(state.inputs)]
     after = outputs.shardings[slice_of(state.outputs)]
 
-    def alike(one: Any, other: Any, i: int) -> bool:
-        if one is None or one is other:
+    def alike(one: Any, other: Any, position: Callable[[], int]) -> bool:
+        if one == other:
             return True
-        rank = len(inputs.leaves[state.inputs[i]].shape)
+        rank = len(inputs.leaves[state.inputs[position()]].shape)
         return is_same(one, other, rank) and one.memory_kind == other.memory_kind
 
     def texts(i: int) -> tuple[str, str]:
@@ -190,7 +190,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     what, when = _SAID[state.evidence]
-    for rows in together(unlike(before, after, alike), texts):
+    for rows in together(Pairs(before, after).unlike(alike), texts):
         was, becomes = texts(rows[0])
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))

@@ -15,7 +15,7 @@ from shardrules._planning.asking.findings import Findings
 from shardrules._verifying.executable import Executable
 from shardrules._verifying.gathered import gathered
 from shardrules._verifying.peak import peak
-from shardrules._verifying.placements import dropped, misplaced, other_memory
+from shardrules._verifying.placements import dropped, placements
 from shardrules._verifying.states import changed, states, undonated
 from shardrules._verifying.wanted import wanted_inputs, wanted_outputs
 
@@ -97,11 +97,9 @@ def verify(
     found = states(executable, inputs, outputs)
     return Findings(
         [
-            *misplaced(executable.inputs, planned_in),
-            *dropped(executable.inputs, planned_in),
-            *misplaced(executable.outputs, planned_out),
-            *other_memory(executable.inputs, planned_in),
-            *other_memory(executable.outputs, planned_out),
+            *placements(executable.inputs, planned_in),
+            *placements(executable.outputs, planned_out),
+            *dropped(executable.inputs, planned_in, executable.kept),
             *changed(executable, found),
             *undonated(executable, found),
             *gathered(executable, planned_in, planned_out, found, large),

@@ -171,8 +171,10 @@ class _Filled:
             for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
         ]
         rows = self._rows(at, plan, treedef)
-        self._check_shapes(at, plan, rows)
-        return [of_kind[kind] for kind in columns.kind_of[rows].tolist()]
+        kind_of = columns.kind_of[rows].tolist()
+        shapes = [kind.shape for kind in columns.kinds]
+        self._check_shapes(at, plan, rows, [shapes[kind] for kind in kind_of])
+        return [of_kind[kind] for kind in kind_of]
 
     def _rows(self, at: str, plan: Plan, treedef: Any) -> list[int]:
         """The plan's row for each leaf: by the structure, or else by the leaves' paths."""
@@ -201,10 +203,8 @@ class _Filled:
         in_order = tree_util.tree_leaves(other.tree)
         return [row_of[other.paths[row]] for row in in_order]
 
-    def _check_shapes(self, at: str, plan: Plan, rows: list[int]) -> None:
+    def _check_shapes(self, at: str, plan: Plan, rows: list[int], planned: list[Any]) -> None:
         columns, begin = plan._columns, len(self.wanted)
-        of_kind = [kind.shape for kind in columns.kinds]
-        planned = [of_kind[kind] for kind in columns.kind_of[rows].tolist()]
         there = [leaf.shape for leaf in self._side.leaves[begin : begin + len(rows)]]
         if planned == there:
             return

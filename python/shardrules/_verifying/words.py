@@ -6,7 +6,9 @@ Costs two look-ups per leaf; folding costs only what is reported. Must not know 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.findings import FindingKind, Level
     from shardrules._verifying.executable import Side
 
-__all__ = ["finding_of", "is_same", "together", "unlike"]
+__all__ = ["Pairs", "finding_of", "is_same", "together"]
 
 
 def finding_of(
@@ -38,29 +40,52 @@ def finding_of(
     return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
 
 
-def unlike(
-    firsts: Sequence[Any], seconds: Sequence[Any], alike: Callable[[Any, Any, int], bool]
-) -> list[list[int]]:
-    """The positions at which two lists have what is not alike, those of equal pairs together.
+class Pairs:
+    """Two lists of as many objects, many of which are the same; None is like anything."""
 
-    Args:
-        firsts: Objects, many of which are the same.
-        seconds: As many objects.
-        alike: Called with two objects and their position, once for each pair of objects.
-    """
-    keys = list(zip(map(id, firsts), map(id, seconds), strict=True))
-    position_of = dict(zip(keys, range(len(keys)), strict=True))
-    differ = {key for key, i in position_of.items() if not alike(firsts[i], seconds[i], i)}
-    positions = defaultdict(list)
-    for i, key in enumerate(keys) if differ else ():
-        if key in differ:
-            positions[key].append(i)
-    return list(positions.values())
+    def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
+        self._firsts = firsts
+        self._seconds = seconds
+        # A list of None says that nothing is planned.
+        self._keys = set() if firsts.count(None) == len(firsts) else set(self._ids())
+
+    def unlike(self, alike: Callable[[Any, Any, Callable[[], int]], bool]) -> list[list[int]]:
+        """The positions of what is not alike, those of the same two objects together.
+
+        Args:
+            alike: Called once for each pair of the same objects, with them and a function that
+                gives one of its positions.
+        """
+        differ = {key for key in self._keys if not self._is_like(key, alike)}
+        positions = defaultdict(list)
+        for i, key in enumerate(self._ids()) if differ else ():
+            if key in differ:
+                positions[key].append(i)
+        return list(positions.values())
+
+    def _is_like(self, key: tuple[int, int], alike: Callable[..., bool]) -> bool:
+        first, second = self._objects[key[0]], self._objects[key[1]]
+        if first is None or second is None:
+            return True
+        return alike(first, second, lambda: self._positions[key])
+
+    def _ids(self) -> Iterator[tuple[int, int]]:
+        return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
+
+    @cached_property
+    def _objects(self) -> dict[int, Any]:
+        both = (self._firsts, self._seconds)
+        return dict(chain.from_iterable(zip(map(id, one), one, strict=True) for one in both))
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, int], int]:
+        """A position of each pair; takes longer than all the rest, and is seldom needed."""
+        return dict(zip(self._ids(), range(len(self._firsts)), strict=True))
 
 
 def is_same(one: Any, other: Any, rank: int) -> bool:
     """Whether two shardings cut arrays of this rank alike, in whatever memory."""
-    if one is other or one == other:
+    if one == other:
         return True
     one, other = one.with_memory_kind(None), other.with_memory_kind(None)
     return bool(one == other or one.is_equivalent_to(other, rank))
