@@ -103,6 +103,13 @@ def test_operands_are_what_the_text_says_of_them(of_each_kind):
         assert list(one.operands) == found
 
 
+def test_collectives_of_one_kind_and_size(of_each_kind):
+    (gather,) = of_each_kind.of_kind("all-gather", 32 * 32 * 4)
+    assert gather == of_each_kind.collectives[0]
+    assert not list(of_each_kind.of_kind("all-gather", 32 * 32 * 4 + 1))
+    assert of_each_kind.counts == (1, 1)
+
+
 def loops(x, w):
     def inner(_, y):
         return jnp.tanh(y @ w)
@@ -126,6 +133,8 @@ def test_aliases_are_those_of_donated_arguments(data_model):
     hlo = hlo_of(data_model, lambda x, y, z: (x + z, y + 1), shape, shape, shape, donate=(1, 2))
     assert set(hlo.aliases) == {0, 1}
     assert set(hlo.aliases.values()) == {1, 2}
+    assert hlo.alias_count == 2
+    assert hlo.counts == (3, 2)
     assert hlo_of(data_model, lambda x: x * 2, shape).aliases == {}
 
 

@@ -88,8 +88,8 @@ def returned(hlo: Hlo) -> Iterator[Value]:
         yield source_of(hlo, Value(hlo.entry, root.name))
 
 
-def held_by_loops(hlo: Hlo, computation: str) -> set[tuple[str, int | None]]:
-    """What loops of a computation hold while they run: instructions, with elements of tuples."""
+def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
+    """What the loops of a computation hold while they run."""
     held = set()
     for name, line in hlo.instructions(computation).items():
         if " while(" not in line:
@@ -97,8 +97,7 @@ def held_by_loops(hlo: Hlo, computation: str) -> set[tuple[str, int | None]]:
         loop = hlo.instruction(computation, name)
         if loop.opcode == "while":
             for element in range(len(loop.results)):
-                source = source_of(hlo, Value(computation, loop.operands[0], element))
-                held.add((source.name, source.element))
+                held.add(source_of(hlo, Value(computation, loop.operands[0], element)))
     return held
 
 
@@ -127,9 +126,11 @@ def _moved(
 ) -> tuple[int, int | None] | None:
     """The operand that an instruction only moves, or slices, and which element of it."""
     opcode = found.opcode
+    if opcode in through and not opcode.endswith("-done"):
+        return element or 0, None  # it may gather several arrays at once
     if opcode in _MOVES or opcode in _SLICES or opcode in through:
-        # An asynchronous copy or gather begins with a tuple of what goes in and what comes out.
-        return 0, None if opcode.endswith("-start") else element
+        # An asynchronous copy begins with a tuple of what goes in and what comes out.
+        return 0, None if opcode == "copy-start" else element
     if opcode == "get-tuple-element" and (index := _INDEX.search(found.attributes)):
         return 0, int(index[1])
     if opcode == "tuple" and element is not None:

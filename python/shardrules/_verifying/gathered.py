@@ -8,7 +8,7 @@ how findings are shown.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,7 +23,7 @@ from shardrules._verifying.words import finding_of, is_same
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
     from shardrules._verifying.executable import Executable
-    from shardrules._verifying.hlo import Collective, Hlo
+    from shardrules._verifying.hlo import Collective
     from shardrules._verifying.states import State
     from shardrules._verifying.wanted import Wanted
 
@@ -55,7 +55,7 @@ _USES: Final = {
     "slice": _Use("info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),
     "step": _Use(
         "info",
-        "inside the function, and freed when they have been used",
+        "inside the function",
         "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
     ),
 }
@@ -74,10 +74,11 @@ class _Gather(NamedTuple):
         return self.collective.results[self.number].bytes
 
     @property
-    def name(self) -> tuple[str, int | None]:
-        """Its instruction, with the element if its result is a tuple."""
+    def value(self) -> Value:
+        """Its result."""
         is_tuple = len(self.collective.results) > 1
-        return self.collective.instruction.name, self.number if is_tuple else None
+        name = self.collective.instruction.name
+        return Value(self.collective.computation, name, self.number if is_tuple else None)
 
     @property
     def operand(self) -> Value:
@@ -85,10 +86,14 @@ class _Gather(NamedTuple):
         name = self.collective.instruction.operands[self.number]
         return Value(self.collective.computation, name)
 
-    def source(self, hlo: Hlo) -> tuple[str, int | None]:
-        """The instruction that it gathers a copy of, which may be another gather."""
-        source = source_of(hlo, self.operand)
-        return source.name, source.element
+
+class _Copy(NamedTuple):
+    """A gathered copy of a planned argument."""
+
+    leaf: int
+    axes: tuple[str, ...]
+    """The axes that are planned to cut the array, and do not cut the copy."""
+    is_slice: bool
 
 
 def gathered(
@@ -114,81 +119,96 @@ def gathered(
         if result.bytes >= large
     ]
     if gathers:
-        yield from _returned(executable, inputs, outputs, found, gathers)
-        yield from _of_parameters(executable, inputs, found, gathers)
+        sources = list(returned(executable.hlo))[-len(outputs) :] if outputs else []
+        yield from _returned(executable, _meant(inputs, outputs, found), sources, gathers)
+        # What is gathered again, or returned, is told of where it ends.
+        passed_on = {*sources, *(source_of(executable.hlo, one.operand) for one in gathers)}
+        ending = [gather for gather in gathers if gather.value not in passed_on]
+        yield from _of_arguments(executable, inputs, found, ending)
 
 
-def _of_parameters(
+def _of_arguments(
     executable: Executable,
     inputs: Sequence[Wanted | None],
     found: Sequence[State],
     gathers: list[_Gather],
 ) -> Iterator[Finding]:
     """Planned arguments that are gathered, by their spec, the axes and what the copy is for."""
-    hlo = executable.hlo
-    assert hlo is not None
+    assert executable.hlo is not None
     leaf_of = {number: leaf for leaf, number in executable.parameter_of.items()}
-    loops = {
-        name: held_by_loops(hlo, name) for name in {one.collective.computation for one in gathers}
-    }
-    passed_on = {gather.source(hlo) for gather in gathers}
+    computations = {gather.value.computation for gather in gathers}
+    held = set().union(*(held_by_loops(executable.hlo, name) for name in computations))
     others = _Others(executable, found)
     copies: dict[tuple[str, tuple[str, ...], str], dict[int, int]] = defaultdict(dict)
     for gather in gathers:
-        collective = gather.collective
-        origin = origin_of(hlo, gather.operand)
-        leaf = None if origin is None else leaf_of.get(origin.parameter)
-        planned = None if leaf is None else inputs[leaf]
-        if origin is None or leaf is None or planned is None or gather.name in passed_on:
+        copy = _copy(executable, inputs, leaf_of, gather)
+        if copy is None:
             continue
-        shape = executable.inputs.leaves[leaf].shape
-        if not is_same(planned.sharding, executable.inputs.shardings[leaf], len(shape)):
-            continue  # which is a finding of its own
-        axes = _axes(gather, planned, shape, origin.layers)
-        if not axes:
-            continue
-        if gather.name in loops[collective.computation]:
+        if gather.value in held:
             use = "loop"
-        elif others.are_not_cut_by(axes, leaf):
+        elif others.are_not_cut_by(copy.axes, copy.leaf):
             use = "model axis"
         else:
-            use = "step" if origin.layers == 1 else "slice"
-        of_leaf = copies[sharding_shown(planned.sharding), axes, use]
-        of_leaf[leaf] = max(gather.bytes, of_leaf.get(leaf, 0))
+            use = "slice" if copy.is_slice else "step"
+        spec = sharding_shown(executable.inputs.shardings[copy.leaf])
+        of_leaf = copies[spec, copy.axes, use]
+        of_leaf[copy.leaf] = max(gather.bytes, of_leaf.get(copy.leaf, 0))
     for (spec, axes, use), of_leaf in copies.items():
-        held = sum(of_leaf.values())
+        size = sum(of_leaf.values())
         yield finding_of(
             _USES[use].level,
             "gathered",
             f"{counted(len(of_leaf), 'leaf')} planned {spec} gathered over {', '.join(axes)} to "
-            f"{bytes_shown(held)} on each device, {_USES[use].message}",
+            f"{bytes_shown(size)} on each device, {_USES[use].message}",
             _USES[use].fix,
             side=executable.inputs,
             leaves=sorted(of_leaf),
-            bytes=held,
+            bytes=size,
         )
 
 
-def _returned(
+def _copy(
     executable: Executable,
     inputs: Sequence[Wanted | None],
-    outputs: Sequence[Wanted | None],
-    found: Sequence[State],
-    gathers: list[_Gather],
-) -> Iterator[Finding]:
-    """Outputs that are planned cut, or are states whose arguments are, and are gathered."""
+    leaf_of: Mapping[int, int],
+    gather: _Gather,
+) -> _Copy | None:
+    """What a gather's result is a copy of, if that is a planned argument, cut as planned."""
     assert executable.hlo is not None
+    origin = origin_of(executable.hlo, gather.operand)
+    leaf = None if origin is None else leaf_of.get(origin.parameter)
+    planned = None if leaf is None else inputs[leaf]
+    if origin is None or leaf is None or planned is None:
+        return None
+    shape = executable.inputs.leaves[leaf].shape
+    if not is_same(planned.sharding, executable.inputs.shardings[leaf], len(shape)):
+        return None  # which is a finding of its own
+    axes = _axes(gather, planned, shape, origin.layers)
+    return _Copy(leaf, axes, origin.layers > 1) if axes else None
+
+
+def _meant(
+    inputs: Sequence[Wanted | None], outputs: Sequence[Wanted | None], found: Sequence[State]
+) -> list[Wanted | None]:
+    """What is planned for each output; for those of states, else what is for their arguments."""
     meant = list(outputs)
     for state in found:
         for before, after in zip(state.inputs, state.outputs, strict=True):
             meant[after] = meant[after] or inputs[before]
-    in_entry = {
-        one.name: one for one in gathers if one.collective.computation == executable.hlo.entry
-    }
-    sources = list(returned(executable.hlo))[-len(meant) :]
+    return meant
+
+
+def _returned(
+    executable: Executable,
+    meant: Sequence[Wanted | None],
+    sources: Sequence[Value],
+    gathers: list[_Gather],
+) -> Iterator[Finding]:
+    """Outputs that are meant to be cut, and are copies of a gather's result."""
+    of_value = {gather.value: gather for gather in gathers}
     copies: dict[tuple[str, tuple[str, ...]], dict[int, int]] = defaultdict(dict)
     for leaf, (planned, source) in enumerate(zip(meant, sources, strict=True)):
-        gather = in_entry.get((source.name, source.element))
+        gather = of_value.get(source)
         if planned is None or gather is None:
             continue
         if axes := _axes(gather, planned, executable.outputs.leaves[leaf].shape):

@@ -1,0 +1,94 @@
+"""Where values come from: forms that programs of the CPU backend do not have. `test_verify.py` has the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardrules._verifying.dataflow import Origin, Value, held_by_loops, origin_of, returned
+from shardrules._verifying.hlo import Hlo
+
+ASYNCHRONOUS = """\
+HloModule asynchronous, num_partitions=4
+
+%body (p: (s32[], f32[8,8], f32[8,8])) -> (s32[], f32[8,8], f32[8,8]) {
+  %p = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %whole = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %sum = f32[8,8]{1,0} get-tuple-element(%p), index=2
+  %next = f32[8,8]{1,0} add(%sum, %whole)
+  ROOT %t = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%i, %whole, %next)
+}
+
+%condition (p: (s32[], f32[8,8], f32[8,8])) -> pred[] {
+  %p = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+%wrapped (w: f32[2,8]) -> bf16[2,8] {
+  %w = f32[2,8]{1,0} parameter(0)
+  ROOT %to = bf16[2,8]{1,0} convert(%w)
+}
+
+%branch (b: f32[2,8]) -> f32[8,8] {
+  %b = f32[2,8]{1,0} parameter(0)
+  ROOT %in_branch = f32[8,8]{1,0} all-gather(%b), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (a: s32[], w: f32[2,8], v: f32[4,2,8]) -> (f32[8,8], f32[8,8], f32[8,8]) {
+  %a = s32[] parameter(0)
+  %w = f32[2,8]{1,0} parameter(1)
+  %v = f32[4,2,8]{2,1,0:S(5)} parameter(2)
+  %cs = (f32[4,2,8]{2,1,0}, f32[4,2,8]{2,1,0:S(5)}, u32[]) copy-start(%v)
+  %cd = f32[4,2,8]{2,1,0} copy-done(%cs)
+  %layer = f32[1,2,8]{2,1,0} dynamic-slice(%cd, %a, %a, %a), dynamic_slice_sizes={1,2,8}
+  %flat = f32[2,8]{1,0} bitcast(%layer)
+  %ags = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
+  %agd = f32[8,8]{1,0} all-gather-done(%ags)
+  %narrow = bf16[2,8]{1,0} call(%w), to_apply=%wrapped
+  %computed = f32[2,8]{1,0} add(%w, %w)
+  %two = (f32[8,8]{1,0}, bf16[8,8]{1,0}) all-gather(%flat, %narrow), replica_groups={{0,1,2,3}}, dimensions={0}
+  %first = f32[8,8]{1,0} get-tuple-element(%two), index=0
+  %chosen = f32[8,8]{1,0} conditional(%a, %w, %computed), branch_computations={%branch, %branch}
+  %in = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%a, %agd, %first)
+  %loop = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) while(%in), condition=%condition, body=%body
+  %held = f32[8,8]{1,0} get-tuple-element(%loop), index=1
+  %total = f32[8,8]{1,0} get-tuple-element(%loop), index=2
+  ROOT %out = (f32[8,8]{1,0}, f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%held, %total, %first)
+}
+"""
+
+
+@pytest.fixture
+def hlo():
+    return Hlo(ASYNCHRONOUS)
+
+
+@pytest.mark.parametrize(
+    ("value", "origin"),
+    [
+        (Value("main", "agd"), Origin(1, 1)),
+        (Value("main", "held"), Origin(1, 1)),
+        (Value("main", "narrow"), Origin(1, 1)),
+        (Value("main", "two", 1), Origin(1, 1)),
+        (Value("main", "flat"), Origin(2, 4)),
+        (Value("body", "whole"), Origin(1, 1)),
+        (Value("wrapped", "to"), Origin(1, 1)),
+        (Value("main", "computed"), None),
+        (Value("main", "total"), None),
+        (Value("body", "sum"), None),
+        (Value("branch", "in_branch"), None),
+    ],
+)
+def test_origins(hlo, value, origin):
+    assert origin_of(hlo, value) == origin
+
+
+def test_what_is_returned_and_held(hlo):
+    assert [(one.name, one.element) for one in returned(hlo)] == [
+        ("ags", None),
+        ("loop", 2),
+        ("two", 0),
+    ]
+    held = {Value("main", "a"), Value("main", "ags"), Value("main", "two", 0)}
+    assert held_by_loops(hlo, "main") == held
+    assert held_by_loops(hlo, "body") == set()
