@@ -57,6 +57,16 @@ class Side:
         ]
 
     @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Per leaf its shape."""
+        return [leaf.shape for leaf in self.leaves]
+
+    @cached_property
+    def dtypes(self) -> list[Any]:
+        """Per leaf its dtype."""
+        return [leaf.dtype for leaf in self.leaves]
+
+    @cached_property
     def parts(self) -> list[range]:
         """The leaves of each argument, those of keywords last; of outputs those of each child."""
         return [leaves for _, leaves in self.subtrees]
@@ -72,9 +82,8 @@ class Side:
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
         """Bytes of a leaf on a device, with its own sharding or another one."""
-        array = self.leaves[leaf]
-        shape = (sharding or self.shardings[leaf]).shard_shape(array.shape)
-        count = bits_of(array.dtype)
+        shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
+        count = bits_of(self.dtypes[leaf])
         for size in shape:
             count *= size
         return -(-count // 8)

@@ -180,7 +180,7 @@ def _copy(
     planned = None if leaf is None else inputs[leaf]
     if origin is None or leaf is None or planned is None:
         return None
-    shape = executable.inputs.leaves[leaf].shape
+    shape = executable.inputs.shapes[leaf]
     if not is_same(planned.sharding, executable.inputs.shardings[leaf], len(shape)):
         return None  # which is a finding of its own
     axes = _axes(gather, planned, shape, origin.layers)
@@ -211,7 +211,7 @@ def _returned(
         gather = of_value.get(source)
         if planned is None or gather is None:
             continue
-        if axes := _axes(gather, planned, executable.outputs.leaves[leaf].shape):
+        if axes := _axes(gather, planned, executable.outputs.shapes[leaf]):
             copies[sharding_shown(planned.sharding), axes][leaf] = gather.bytes
     for (spec, axes), of_leaf in copies.items():
         held = sum(of_leaf.values())

@@ -68,7 +68,7 @@ def _misplaced(side: Side, wanted: Sequence[Wanted | None], pairs: Pairs) -> Ite
             return True
         leaf = position()
         _check_fits(planned, side, leaf)
-        return is_same(planned.sharding, has, len(side.leaves[leaf].shape))
+        return is_same(planned.sharding, has, len(side.shapes[leaf]))
 
     def texts(leaf: int) -> tuple[str, str]:
         _check_fits(wanted[leaf], side, leaf)
@@ -152,7 +152,7 @@ def _sharding(planned: Wanted | None) -> Any:
 
 def _check_fits(planned: Wanted | None, side: Side, leaf: int) -> None:
     assert planned is not None
-    shape = side.leaves[leaf].shape
+    shape = side.shapes[leaf]
     if len(getattr(planned.sharding, "spec", ())) <= len(shape):
         with suppress(ValueError):
             planned.sharding.shard_shape(shape)

@@ -149,14 +149,14 @@ def _state(executable: Executable, argument: _Part, output: _Part) -> State | No
     """The state if an output stands for an argument."""
     if not argument.leaves or argument.treedef != output.treedef:
         return None
-    going_in = executable.inputs.leaves[slice_of(argument.leaves)]
-    coming_out = executable.outputs.leaves[slice_of(output.leaves)]
-    if [one.shape for one in going_in] != [one.shape for one in coming_out]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before, after = slice_of(argument.leaves), slice_of(output.leaves)
+    if inputs.shapes[before] != outputs.shapes[after]:
         return None
     # The structure of an array alone says nothing.
     is_tree = argument.treedef.num_nodes > 1
-    has_dtypes = [one.dtype for one in going_in] == [one.dtype for one in coming_out]
-    is_donated = any(executable.donated[slice_of(argument.leaves)])
+    has_dtypes = inputs.dtypes[before] == outputs.dtypes[after]
+    is_donated = any(executable.donated[before])
     evidence: Evidence
     if is_donated and (is_tree or has_dtypes):
         evidence = "donated"
@@ -182,7 +182,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     def alike(one: Any, other: Any, position: Callable[[], int]) -> bool:
         if one == other:
             return True
-        rank = len(inputs.leaves[state.inputs[position()]].shape)
+        rank = len(inputs.shapes[state.inputs[position()]])
         return is_same(one, other, rank) and one.memory_kind == other.memory_kind
 
     def texts(i: int) -> tuple[str, str]:
@@ -209,8 +209,8 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
 def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
     inputs, outputs = executable.inputs, executable.outputs
-    before = [one.dtype for one in inputs.leaves[slice_of(state.inputs)]]
-    after = [one.dtype for one in outputs.leaves[slice_of(state.outputs)]]
+    before = inputs.dtypes[slice_of(state.inputs)]
+    after = outputs.dtypes[slice_of(state.outputs)]
     if before == after:
         return
     what, when = _SAID[state.evidence]

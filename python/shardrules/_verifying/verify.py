@@ -17,7 +17,7 @@ from shardrules._verifying.gathered import gathered
 from shardrules._verifying.peak import peak
 from shardrules._verifying.placements import dropped, placements
 from shardrules._verifying.states import changed, states, undonated
-from shardrules._verifying.wanted import wanted_inputs, wanted_outputs
+from shardrules._verifying.wanted import wanted
 
 if TYPE_CHECKING:
     from jax.stages import Compiled
@@ -92,8 +92,7 @@ def verify(
         check_real("hbm", hbm)
     check_real("large", large)
     executable = Executable(compiled)
-    planned_in = wanted_inputs(executable, inputs)
-    planned_out = wanted_outputs(executable, outputs)
+    planned_in, planned_out = wanted(executable, inputs, outputs)
     found = states(executable, inputs, outputs)
     return Findings(
         [

@@ -23,9 +23,10 @@ from shardrules._specs import as_partition_spec, is_partition_spec
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from shardrules._planning.leaves import Leaves
     from shardrules._verifying.executable import Executable, Side
 
-__all__ = ["Wanted", "wanted_inputs", "wanted_outputs"]
+__all__ = ["Wanted", "wanted"]
 
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 
@@ -38,20 +39,41 @@ class Wanted(NamedTuple):
     """None if nothing is said about memory, or it is the default."""
 
 
-def wanted_inputs(executable: Executable, given: Any) -> list[Wanted | None]:
-    """Per leaf of the inputs what is planned for it.
+class _Placed(NamedTuple):
+    """A plan's leaves in the order of a structure."""
+
+    of_kind: list[Wanted]
+    structure: Any
+    rows: list[int]
+    wanted: list[Wanted | None]
+    shapes: list[Any]
+
+
+def wanted(
+    executable: Executable, inputs: Any, outputs: Any
+) -> tuple[list[Wanted | None], list[Wanted | None]]:
+    """What is planned for each leaf of the inputs and of the outputs.
 
     Args:
         executable: The executable.
-        given: A tuple with an entry for each positional argument. Behind these, a dict for keyword
+        inputs: A tuple with an entry for each positional argument. Behind these, a dict for keyword
             arguments, if the function was lowered with any.
+        outputs: What is planned for the result.
 
     Raises:
         TypeError: It is no tuple, or has something else in it.
         ValueError: It does not fit the arguments, or a plan the mesh.
     """
-    side = executable.inputs
-    positional, keywords = side.treedef.children()
+    plans: dict[int, _Placed] = {}
+    of_inputs = _Filled(executable.inputs, executable, plans)
+    _fill_arguments(of_inputs, executable.inputs.treedef, inputs)
+    of_outputs = _Filled(executable.outputs, executable, plans)
+    of_outputs.fill("outputs", outputs, executable.outputs.treedef)
+    return of_inputs.wanted, of_outputs.wanted
+
+
+def _fill_arguments(filled: _Filled, treedef: Any, given: Any) -> None:
+    positional, keywords = treedef.children()
     if not isinstance(given, tuple | list):
         raise TypeError(
             f"inputs is {shown(given)}; give a tuple with an entry for each positional argument: "
@@ -63,19 +85,23 @@ def wanted_inputs(executable: Executable, given: Any) -> list[Wanted | None]:
             f"inputs has {len(given)} entries; the function was lowered with {counts[0]} "
             f"positional arguments{_and_keywords(keywords)}"
         )
-    filled = _Filled(side, executable)
-    for i, (entry, treedef) in enumerate(zip(given, positional.children(), strict=False)):
-        filled.fill(f"inputs[{i}]", entry, treedef)
+    for i, (entry, child) in enumerate(zip(given, positional.children(), strict=False)):
+        filled.fill(f"inputs[{i}]", entry, child)
     by_name = given[counts[0]] if len(given) == counts[1] else {}
     filled.fill_some(f"inputs[{counts[0]}]", by_name, keywords)
-    return filled.wanted
 
 
-def wanted_outputs(executable: Executable, given: Any) -> list[Wanted | None]:
-    """Per leaf of the outputs what is planned for it; see `wanted_inputs`."""
-    filled = _Filled(executable.outputs, executable)
-    filled.fill("outputs", given, executable.outputs.treedef)
-    return filled.wanted
+def _arranged(plan: Plan, of_kind: list[Wanted], structure: Any, rows: list[int]) -> _Placed:
+    columns = plan._columns
+    kind_of = columns.kind_of[rows].tolist()
+    shapes = [kind.shape for kind in columns.kinds]
+    return _Placed(
+        of_kind,
+        structure,
+        rows,
+        wanted=[of_kind[kind] for kind in kind_of],
+        shapes=[shapes[kind] for kind in kind_of],
+    )
 
 
 def _and_keywords(keywords: Any) -> str:
@@ -86,12 +112,13 @@ def _and_keywords(keywords: Any) -> str:
 class _Filled:
     """Fills `wanted` from its beginning, one subtree of the side's structure after the other."""
 
-    def __init__(self, side: Side, executable: Executable) -> None:
+    def __init__(self, side: Side, executable: Executable, plans: dict[int, _Placed]) -> None:
         from jax.sharding import PartitionSpec, Sharding
 
         self.wanted: list[Wanted | None] = []
         self._side = side
         self._executable = executable
+        self._plans = plans
         self._records: dict[int, Wanted] = {}
         self._types = (PartitionSpec, Sharding)
 
@@ -161,58 +188,59 @@ class _Filled:
         return self._records[id(given)]
 
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[Wanted | None]:
+        from jax import tree_util
+
+        leaves = plan._columns.leaves
+        if id(plan) not in self._plans:
+            rows, structure = tree_util.tree_flatten(leaves.tree)
+            self._plans[id(plan)] = _arranged(plan, self._of_kind(at, plan), structure, rows)
+        placed = self._plans[id(plan)]
+        if placed.structure != treedef:
+            rows = self._rows_by_paths(at, leaves, treedef)
+            placed = _arranged(plan, placed.of_kind, treedef, rows)
+        begin = len(self.wanted)
+        there = self._side.shapes[begin : begin + treedef.num_leaves]
+        if placed.shapes != there:
+            pairs = zip(placed.rows, placed.shapes, there, strict=True)
+            row, planned, has = next(one for one in pairs if one[1] != one[2])
+            raise _misfit(
+                f"{at}: the plan is for other shapes: {leaves.paths[row]} is planned as {planned}, "
+                f"and there is {has}; plan the tree that the function takes"
+            )
+        return placed.wanted
+
+    def _of_kind(self, at: str, plan: Plan) -> list[Wanted]:
         from jax.sharding import NamedSharding
 
         columns, given = plan._columns, plan._mesh
         base = given if has_devices(given) else self._mesh(at, axis_sizes_of(given))
         mesh = on_axes(base, columns.axis_sizes)
-        of_kind = [
+        return [
             Wanted(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
             for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
         ]
-        rows = self._rows(at, plan, treedef)
-        kind_of = columns.kind_of[rows].tolist()
-        shapes = [kind.shape for kind in columns.kinds]
-        self._check_shapes(at, plan, rows, [shapes[kind] for kind in kind_of])
-        return [of_kind[kind] for kind in kind_of]
 
-    def _rows(self, at: str, plan: Plan, treedef: Any) -> list[int]:
-        """The plan's row for each leaf: by the structure, or else by the leaves' paths."""
+    def _rows_by_paths(self, at: str, leaves: Leaves, treedef: Any) -> list[int]:
+        """The plan's row for each leaf of another structure, by the leaves' paths."""
         from jax import tree_util
 
-        leaves = plan._columns.leaves
-        rows, structure = tree_util.tree_flatten(leaves.tree)
-        if structure == treedef:
-            return rows
         begin = len(self.wanted)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
-        other = survey(treedef.unflatten(arrays), Rules((), leaves.paths_dialect), 0)
-        row_of = leaves.rows
-        for path in other.paths:
-            if path not in row_of:
+        there = survey(treedef.unflatten(arrays), Rules((), leaves.paths_dialect), 0)
+        for path in there.paths:
+            if path not in leaves.rows:
                 near = nearest(path, leaves.paths)
                 raise _misfit(
                     f"{at}: the plan is for another tree: it has no leaf {path}"
                     f"{f', but {near}' if near else ''}; plan the tree that the function takes"
                 )
-        for path in set(row_of) - set(other.paths):
-            raise _misfit(
-                f"{at}: the plan is for another tree: there is no leaf {path} in the "
-                f"{self._side.name}; plan the tree that the function takes"
-            )
-        in_order = tree_util.tree_leaves(other.tree)
-        return [row_of[other.paths[row]] for row in in_order]
-
-    def _check_shapes(self, at: str, plan: Plan, rows: list[int], planned: list[Any]) -> None:
-        columns, begin = plan._columns, len(self.wanted)
-        there = [leaf.shape for leaf in self._side.leaves[begin : begin + len(rows)]]
-        if planned == there:
-            return
-        i = next(i for i, (a, b) in enumerate(zip(planned, there, strict=True)) if a != b)
-        raise _misfit(
-            f"{at}: the plan is for other shapes: {columns.paths[rows[i]]} is planned as "
-            f"{planned[i]}, and there is {there[i]}; plan the tree that the function takes"
-        )
+        for path in leaves.paths:
+            if path not in there.rows:
+                raise _misfit(
+                    f"{at}: the plan is for another tree: there is no leaf {path} in the "
+                    f"{self._side.name}; plan the tree that the function takes"
+                )
+        return [leaves.rows[there.paths[row]] for row in tree_util.tree_leaves(there.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
         """The executable's mesh, which must have these axes."""
