@@ -360,6 +360,19 @@ def test_a_state_may_be_the_whole_result_and_a_keyword(plan, batch, mesh):
     ]
 
 
+def test_the_result_may_be_a_dict(plan, batch, mesh):
+    def function(params, x):
+        return {"loss": jnp.mean(x), "new": jax.tree.map(lambda p: p * 2, params)}
+
+    jitted = jax.jit(function, out_shardings=NamedSharding(mesh, P()))
+    compiled = jitted.lower(plan.abstract(), batch).compile()
+    for outputs, level in ((None, "warning"), ({"loss": None, "new": plan}, "error")):
+        levels = {
+            one for one, _ in found(sr.verify(compiled, (plan, None), outputs), "fixed-point")
+        }
+        assert levels == {level}
+
+
 def test_a_state_that_comes_out_in_another_dtype(mesh):
     def function(t):
         return {"w": t["w"].astype("bfloat16"), "v": t["v"] * 2}

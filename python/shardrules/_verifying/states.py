@@ -8,10 +8,11 @@ HLO. Costs a comparison of structures per argument and output. Must not know how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted
+from shardrules._specs import is_partition_spec
 from shardrules._verifying.placements import placement_text
 from shardrules._verifying.words import Pairs, finding_of, is_same, together
 
@@ -59,10 +60,18 @@ def states(executable: Executable, given_inputs: Any, given_outputs: Any) -> lis
     whole = _Part(outputs.treedef, range(len(outputs.leaves)), given_outputs)
     if found := _matched(executable, arguments, [whole]):
         return found
-    is_list = type(given_outputs) in (tuple, list)
-    entries = given_outputs if is_list else [None] * len(outputs.subtrees)
+    entries = _children(given_outputs, outputs.treedef)
     pairs = zip(outputs.subtrees, entries, strict=True)
     return _matched(executable, arguments, [_Part(*subtree, given) for subtree, given in pairs])
+
+
+def _children(given: Any, treedef: Any) -> Sequence[Any]:
+    """What is planned for the children of the output, as far as each has an entry of its own."""
+    if isinstance(given, Mapping):
+        return [given.get(key) for key in treedef.node_data()[1]]
+    if isinstance(given, tuple | list) and not is_partition_spec(given):
+        return given
+    return [None] * len(treedef.children())
 
 
 def changed(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
