@@ -92,6 +92,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "head_dim": ("8", 0, 1.5, -1, True, THING, HUGE),
     "levels": (3, 0, [], "error", THING, {"dead": "fatal"}, {"silly": "error"}, {"dead": THING}),
     "gradients": ("adam", 0, 3, THING, HUGE, []),
+    "unreduced": ("data", 3, 0, [3], [None], ["no such axis"], THING, HUGE),
     "optimizer": ("adam", 0, 3, THING, HUGE, ["adam"], [None], [[]]),
     "meshes": (3, 0, THING, [3], [{}], [{"tp": 0}], [None], SIZES),
     "devices": NOT_SIZE,
@@ -261,6 +262,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),
     "Plan.fingerprint": (PLAN.fingerprint, {}),
+    "Plan.for_gradients": (PLAN.for_gradients, {"dtype": "float32", "unreduced": ()}),
     "Plan.for_optimizer": (PLAN.for_optimizer, {
         "state": TREE, "zero1": "tp", "memory_kind": "pinned_host"}),
     "Plan.from_lock": (sr.Plan.from_lock, {"lock": PLAN.lock()}),

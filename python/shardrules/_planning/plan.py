@@ -28,6 +28,7 @@ from shardrules._arguments import (
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
+from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown, shown
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
@@ -54,6 +55,7 @@ from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
+from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
 from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
@@ -685,6 +687,39 @@ class Plan:
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
 
+    def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
+        """The plan of the parameters' gradients: the same tree and specs, on the device.
+
+        Gradients are those of real and complex numbers, and of parameters: what `DeviceBytes`
+        counts as the optimizer's or as activations has none. In the tree, None stands for a leaf
+        without gradient. If a parameter's spec has `reduced` axes, the gradient's has them as
+        `unreduced`, and the other way about, as in JAX.
+
+        Args:
+            dtype: Their dtype, such as "float32" for accumulators. Default: the parameters' own.
+            unreduced: Mesh axes of type Explicit over which the gradients are not summed up yet,
+                such as those of micro-batches. An axis that cuts a parameter cuts its gradient
+                instead.
+
+        Raises:
+            ValueError: No leaf has a gradient, the dtype is unknown, or an axis is not in the mesh
+                or not Explicit, or this version of JAX has no unreduced axes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> params = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(params, [("w", "fsdp")], {"fsdp": 4})
+            >>> print(plan.for_gradients("float32"))
+            1 leaf, 256 B on fsdp=4 (4 devices): 64 B on the fullest device: params 64 B
+            path  leaves  shape   dtype    rule  spec             bytes  per device
+            w          1  [8, 8]  float32     0  P('fsdp', None)  256 B        64 B
+        """
+        own = None if dtype is None else given_dtype("dtype", dtype)
+        leaves = leaves_with_gradients(self._columns.leaves, own)
+        follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
+        on_mesh = partial(_followed, self._columns, self._on_mesh, follow, None)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets its spec: how each rule met it, and each correction.
 
@@ -803,4 +838,5 @@ def _followed(
 ) -> Columns:
     if has_devices(mesh):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh)
-    return follow(params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh))
+    is_same = params.is_on(axis_sizes_of(mesh)) and params.explicit_axes == explicit_axes_of(mesh)
+    return follow(params if is_same else on_mesh(mesh))
