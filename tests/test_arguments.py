@@ -106,6 +106,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "other": ("plan", None, 3, 0, {}, THING, HUGE),
     "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
     "zero1": (3, 0, [], THING, HUGE, "no such axis"),
+    "dim": ("last", None, 0, THING, HUGE, []),
+    "place": ("front", None, 0, THING, HUGE, []),
+    "not_with": ("tp", 3, 0, [3], [None], THING, HUGE),
     "findings": (3, 0, [], "none", THING, HUGE),
     "sweep": (3, 0, [], THING, HUGE),
     "title": (3, None, THING, HUGE),
@@ -196,6 +199,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "logical_to_mesh.dialect": NOT_LOGICAL_DIALECT,
     "logical_to_mesh_sharding.dialect": NOT_LOGICAL_DIALECT,
     "explain_logical.dialect": NOT_LOGICAL_DIALECT,
+    "Zero1.axis": (3, None, [], THING, HUGE),
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
@@ -341,6 +345,7 @@ CALLS |= {
     for module in (easylm, jaxseq)
 }
 CALLS |= {
+    "Zero1": (sr.Zero1, {"axis": "dp", "dim": "first", "place": "outer", "not_with": ()}),
     "compat.easylm.TreePathShardingRule": (
         lambda rules, strict: easylm.TreePathShardingRule(*rules, strict=strict),
         {"rules": RULES, "strict": True},

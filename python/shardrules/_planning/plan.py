@@ -61,6 +61,7 @@ from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
+from shardrules._planning.zero1 import Zero1
 from shardrules._sharding.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._sharding.planned import find_placements_by
 from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
@@ -638,7 +639,7 @@ class Plan:
         return transfer(self._columns, other._columns, places_in(self.mesh, other.mesh))
 
     def for_optimizer(
-        self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None
+        self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
     ) -> Plan:
         """The plan of an optimizer's state: each leaf is cut as its parameter is, and beside it.
 
@@ -656,7 +657,8 @@ class Plan:
             zero1: A mesh axis to cut what follows a parameter by as well, as in ZeRO-1, unless it
                 does so already: along the dimension that divides and of which each device holds
                 most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
-                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut.
+                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut. A
+                `Zero1` says otherwise which dimension it is, as `shardrules.compat.maxtext.ZERO1`.
             memory_kind: The memory of all of the state, such as "pinned_host"; in a tree with
                 leaves of an optimizer's state, of those alone. Default: the parameters'.
 
@@ -675,14 +677,15 @@ class Plan:
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
         check_tree("state", state)
-        check_type("zero1", zero1, str | None, "a mesh axis or None")
+        check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
+        cut = Zero1(zero1) if isinstance(zero1, str) else zero1
         check_memory_kind("memory_kind", memory_kind)
         dialect = self._columns.leaves.paths_dialect
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(unboxed(state).tree if is_boxed else state, Rules((), dialect))
         found = find_parameters(self._columns.leaves, leaves.paths)
         follow = partial(
-            by_parameters, state=leaves, found=found, zero1=zero1, memory_kind=memory_kind
+            by_parameters, state=leaves, found=found, zero1=cut, memory_kind=memory_kind
         )
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
