@@ -408,10 +408,19 @@ def test_what_cannot_be_moved(other, fragments):
 
 
 def test_only_the_first_leaves_that_differ_are_listed():
-    other = plans({f"x{chr(97 + i)}": array(i + 1) for i in range(20)})
-    with pytest.raises(ValueError, match=r"22 leaves of") as error:
-        plans().transfer(other)
-    assert "... and 14 more paths" in str(error.value)
+    mine = {f"x{chr(97 + i)}": array(i + 1) for i in range(20)}
+    other = {"params": {**mine, "xa": array(9)}, "xa": array(8), "xb": array(8)}
+    with pytest.raises(ValueError, match="40 leaves of") as error:
+        plans(mine).transfer(plans(other))
+    _, *lines = str(error.value).splitlines()
+    assert lines == [
+        "  xa: [1] float32 in this plan, [8] float32 in other",
+        "  xb: [2] float32 in this plan, [8] float32 in other",
+        *(f"  x{letter}: not in other" for letter in "cdef"),
+        "... and 14 more paths",
+        *(f"  params/x{letter}: only in other" for letter in "abcd"),
+        "... and 16 more paths",
+    ]
 
 
 def test_unreduced_leaves_are_not_moved():
