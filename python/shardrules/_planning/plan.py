@@ -560,8 +560,8 @@ class Plan:
             path: A file to write it to as well.
 
         Raises:
-            ValueError: There are more than a million leaves, two have the same path, or a name has
-                characters that JSON cannot hold.
+            ValueError: There are more than a million leaves, two have the same path, or a name
+                cannot be written.
 
         Example:
             >>> import jax, shardrules as sr
@@ -621,7 +621,7 @@ class Plan:
 
         Raises:
             ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
-                unconstrained axes; or there are more than 2**28 pairs of a kind and a device.
+                unconstrained axes; or there are more than 2**27 pairs of a kind and a device.
 
         Example:
             >>> import jax, shardrules as sr
