@@ -73,9 +73,9 @@ class Transfer(NamedTuple):
     mesh: those of its new shards that it does not hold already. No way to move the leaves needs
     fewer."""
     sent: npt.NDArray[np.int64]
-    """Bytes that each device of the old mesh sends, with a dimension for each axis of that mesh,
-    if each part is sent in equal shares by all devices that hold it: they differ by a byte at
-    most, and those that come first in the mesh send it."""
+    """Bytes that each device of the old mesh sends, with a dimension for each axis of that mesh, if
+    all devices that hold the same part of the leaves of a kind send equal shares of it: they differ
+    by a byte at most, and those that come first in the mesh send it."""
     copied: npt.NDArray[np.int64]
     """Bytes that each device of the new mesh holds already in the other kind of memory, its own or
     its host's, and copies."""
