@@ -23,6 +23,7 @@ from shardrules._arguments import MOST
 from shardrules._dtypes import bits_of
 from shardrules._specs import entries_of
 from tests.support import corpus
+from tests.support.slow import MODELS
 
 DEEPSEEK_RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
 # The published rules leave the experts of an unstacked model to the catch-all.
@@ -265,6 +266,21 @@ def test_deepseek_on_8_devices():
     moved = of_deepseek(8, 4)
     assert sum(row.leaves for row in moved.rows) == 45_395
     assert sum(row.received for row in moved.rows) == moved.total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models(name):
+    """Each array is cut in its largest dimension, on one mesh over 8 devices, on another over 4 of them."""
+    tree = corpus.manifest(name).nested(corpus.abstract)
+    devices = np.array(jax.devices())
+    trainer = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))
+    sampler = Mesh(devices[::-2].reshape(2, 2), ("dp", "tp"))
+    plan = sr.plan(tree, [(".*", sr.fsdp(("fsdp", "tp"), min_bytes=0))], trainer)
+    other = sr.plan(tree, [(".*", sr.fsdp("tp", min_bytes=0))], sampler)
+    for before, after in ((plan, other), (other, plan)):
+        moved = before.transfer(after)
+        check(moved, by_jax(before, after))
+        assert moved.shared == 4
 
 
 @pytest.mark.slow
