@@ -92,6 +92,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "head_dim": ("8", 0, 1.5, -1, True, THING, HUGE),
     "levels": (3, 0, [], "error", THING, {"dead": "fatal"}, {"silly": "error"}, {"dead": THING}),
     "gradients": ("adam", 0, 3, THING, HUGE, []),
+    "unreduced": ("data", 3, 0, [3], [None], ["no such axis"], THING, HUGE),
     "optimizer": ("adam", 0, 3, THING, HUGE, ["adam"], [None], [[]]),
     "meshes": (3, 0, THING, [3], [{}], [{"tp": 0}], [None], SIZES),
     "devices": NOT_SIZE,
@@ -105,6 +106,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "other": ("plan", None, 3, 0, {}, THING, HUGE),
     "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
     "zero1": (3, 0, [], THING, HUGE, "no such axis"),
+    "dim": ("last", None, 0, THING, HUGE, []),
+    "place": ("front", None, 0, THING, HUGE, []),
+    "not_with": ("tp", 3, 0, [3], [None], THING, HUGE),
     "findings": (3, 0, [], "none", THING, HUGE),
     "sweep": (3, 0, [], THING, HUGE),
     "title": (3, None, THING, HUGE),
@@ -195,6 +199,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "logical_to_mesh.dialect": NOT_LOGICAL_DIALECT,
     "logical_to_mesh_sharding.dialect": NOT_LOGICAL_DIALECT,
     "explain_logical.dialect": NOT_LOGICAL_DIALECT,
+    "Zero1.axis": (3, None, [], THING, HUGE),
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
@@ -261,6 +266,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),
     "Plan.fingerprint": (PLAN.fingerprint, {}),
+    "Plan.for_gradients": (PLAN.for_gradients, {"dtype": "float32", "unreduced": ()}),
     "Plan.for_optimizer": (PLAN.for_optimizer, {
         "state": TREE, "zero1": "tp", "memory_kind": "pinned_host"}),
     "Plan.from_lock": (sr.Plan.from_lock, {"lock": PLAN.lock()}),
@@ -339,6 +345,7 @@ CALLS |= {
     for module in (easylm, jaxseq)
 }
 CALLS |= {
+    "Zero1": (sr.Zero1, {"axis": "dp", "dim": "first", "place": "outer", "not_with": ()}),
     "compat.easylm.TreePathShardingRule": (
         lambda rules, strict: easylm.TreePathShardingRule(*rules, strict=strict),
         {"rules": RULES, "strict": True},

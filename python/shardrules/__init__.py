@@ -114,6 +114,7 @@ __all__ = [
     "TransferRow",
     "Tried",
     "TriedName",
+    "Zero1",
     "compare",
     "explain_logical",
     "fingerprint",

@@ -11,7 +11,15 @@ from typing import Any, Final
 
 from shardrules._format import brief, shown
 
-__all__ = ["BITS", "SAFETENSORS", "bits_of", "given_bits", "numpy_name"]
+__all__ = [
+    "BITS",
+    "SAFETENSORS",
+    "bits_of",
+    "given_bits",
+    "given_dtype",
+    "is_inexact",
+    "numpy_name",
+]
 
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",
@@ -95,8 +103,14 @@ def bits_of(dtype: object) -> int:
     raise ValueError(f"unknown dtype {brief(dtype)}; it has neither a known name nor an itemsize")
 
 
-def given_bits(name: str, dtype: Any) -> int:
-    """The same of a dtype that a user gives as the parameter `name`.
+def is_inexact(dtype: object) -> bool:
+    """Whether it is a dtype of real or complex numbers, which alone have gradients."""
+    name = SAFETENSORS.get(dtype, dtype) if isinstance(dtype, str) else getattr(dtype, "name", "")
+    return name in BITS and name.startswith(("float", "bfloat", "complex"))
+
+
+def given_dtype(name: str, dtype: Any) -> Any:
+    """A dtype that a user gives as the parameter `name`, in a form that numpy and JAX know.
 
     Classes such as np.float32 and jnp.bfloat16 stand for dtypes as well.
 
@@ -107,6 +121,17 @@ def given_bits(name: str, dtype: Any) -> int:
 
     try:
         is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
-        return bits_of(np.dtype(dtype) if is_class else dtype)
+        found = np.dtype(dtype) if is_class else dtype
+        bits_of(found)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
+    return numpy_name(found) if isinstance(found, str) else found
+
+
+def given_bits(name: str, dtype: Any) -> int:
+    """The number of bits of one element of such a dtype.
+
+    Raises:
+        ValueError: As `given_dtype`.
+    """
+    return bits_of(given_dtype(name, dtype))

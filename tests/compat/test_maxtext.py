@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat import maxtext
+from tests.support import corpus
 
 DUMPS = sorted((Path(__file__).parents[1] / "data" / "maxtext-dumps").glob("*.json.gz"))
 NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
@@ -230,3 +232,56 @@ class TestAddDataToSharding:
             before, after = (one.shard_shape(shape) for one in (given, made))
             changed = [a // b for a, b in zip(before, after, strict=True) if a != b]
             assert changed in ([], [2])
+
+
+class TestZero1:
+    """`Plan.for_optimizer` with MaxText's ZeRO-1."""
+
+    @staticmethod
+    def plain(spec, rank):
+        """Per dimension a list of axes."""
+        axes = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in spec]
+        return [*axes, *[[]] * (rank - len(axes))]
+
+    def test_as_maxtext_itself_decided(self):
+        """On specs that MaxText's own function was given."""
+        file = json.loads((Path(__file__).parents[1] / "data" / "maxtext-zero1.json").read_text())
+        cases = file["shape, spec, spec with data"]
+        for shape, spec, expected in cases:
+            # An array of one element needs no rule in eformer's dialect; MaxText has no such.
+            rules = sr.Rules(
+                [("w", [axes or () for axes in spec])], replace(sr.EFORMER, scalars="none")
+            )
+            tree = {"w": jax.ShapeDtypeStruct(tuple(shape), "float32")}
+            plan = sr.plan(tree, rules, file["mesh"])
+            found = plan.for_optimizer({"mu": tree, "nu": tree}, zero1=maxtext.ZERO1).specs()
+            for moment in found.values():
+                assert self.plain(moment["w"], len(shape)) == self.plain(expected, len(shape)), (
+                    shape
+                )
+        assert sum(spec != expected for _, spec, expected in cases) > 50
+
+    def test_the_state_of_a_model(self):
+        optax = pytest.importorskip("optax")
+        rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.MAXTEXT)
+        model = next(name for name in corpus.manifest_names() if name.startswith("maxtext"))
+        tree = corpus.manifest(model).flat(corpus.abstract)
+        mesh = {"data": 2, "fsdp": 4, "tensor": 2}
+        plan = sr.plan(tree, rules, mesh, names=corpus.logical_axes(model))
+        state = jax.eval_shape(optax.adamw(1e-3).init, tree)
+        before = plan.for_optimizer(state).shardings()
+        found = plan.for_optimizer(state, zero1=maxtext.ZERO1).shardings()
+        on = sr.resolve_mesh(mesh)
+        expected = jax.tree_util.tree_map_with_path(
+            lambda path, leaf, given: maxtext.add_data_to_sharding(on, path, leaf, given),
+            state,
+            before,
+        )
+        changed = 0
+        for leaf, ours, theirs, given in zip(
+            *map(jax.tree.leaves, (state, found, expected, before)), strict=True
+        ):
+            rank = len(leaf.shape)
+            assert self.plain(ours.spec, rank) == self.plain(theirs.spec, rank)
+            changed += ours.spec != given.spec
+        assert changed > 10

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -223,6 +225,40 @@ def test_it_runs(mesh, name, zero1):
     assert jax.tree.leaves(abstract_state)[1].sharding == jax.tree.leaves(wanted)[1]
 
 
+@pytest.mark.parametrize("zero1", ["dp", sr.Zero1("dp", dim="first", place="outer")], ids=str)
+def test_a_step_under_zero1_comes_out_as_it_went_in(zero1):
+    """As users of optax write it: constraints in the step, and nothing said of its outputs."""
+    tx = optax.adam(1e-2)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
+    tree = {"kernel": abstract(32, 48), "bias": abstract(32), "temperature": abstract()}
+    plan = plan_of(tree, mesh)
+    moments = plan.for_optimizer(jax.eval_shape(tx.init, tree), zero1=zero1)
+    wanted = plan.shardings(), moments.shardings()
+
+    def step(values, state):
+        grads = jax.grad(lambda tree: sum(jnp.sum(x * x) for x in jax.tree.leaves(tree)))(values)
+        updates, state = tx.update(grads, state, values)
+        return optax.apply_updates(values, updates), state
+
+    def constrained(*given):
+        return jax.lax.with_sharding_constraint(step(*given), wanted)
+
+    rng = np.random.default_rng(0)
+    start = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("float32"), tree)
+    values = jax.device_put(start, wanted[0])
+    found = values, jax.jit(tx.init, out_shardings=wanted[1])(values)
+    expected = start, tx.init(start)
+    run, alone = jax.jit(constrained, donate_argnums=(0, 1)), jax.jit(step)
+    for _ in range(2):
+        found, expected = run(*found), alone(*expected)
+        for array, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    assert run._cache_size() == 1  # it is not compiled again
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    cut = [one for one in moments.kinds if one.origin.endswith("cut by dp too (ZeRO-1)")]
+    assert len(cut) == 2  # of the kernel and of the bias
+
+
 def test_zero1_divides_the_bytes():
     tree = {"a": {"kernel": abstract(32, 64)}, "b": {"kernel": abstract(64, 128)}}
     plan = plan_of(tree)
@@ -256,6 +292,27 @@ def test_zero1_chooses_the_largest_part(shape, spec, expected):
     assert derived.specs()["mu"]["w"] == expected
     told = derived.kind("mu/w").origin.endswith(", cut by dp too (ZeRO-1)")
     assert told == (expected != plan.specs()["w"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "options", "expected"),
+    [
+        ((32, 64), P(), {}, P("dp", None)),
+        ((32, 64), P("fsdp"), {}, P(("fsdp", "dp"), None)),
+        ((32, 64), P("fsdp"), {"place": "outer"}, P(("dp", "fsdp"), None)),
+        ((4, 64), P("fsdp"), {"place": "outer"}, P("fsdp", "dp")),
+        ((32, 64), P("fsdp"), {"not_with": ["fsdp"]}, P("fsdp", "dp")),
+        ((32, 7), P("fsdp"), {"not_with": ["fsdp"]}, P("fsdp", None)),
+        ((32, 64), P("fsdp"), {"dim": "largest", "not_with": ("tp",)}, P("fsdp", "dp")),
+    ],
+)
+def test_zero1_as_other_libraries_have_it(shape, spec, options, expected):
+    plan = sr.plan({"w": abstract(*shape)}, [("w", spec)], SIZES)
+    cut = sr.Zero1("dp", **{"dim": "first", **options})
+    assert (
+        plan.for_optimizer({"mu": {"w": abstract(*shape)}}, zero1=cut).specs()["mu"]["w"]
+        == expected
+    )
 
 
 def test_zero1_of_an_axis_of_one_or_none():

@@ -691,6 +691,7 @@ text = plan.lock()
 other = sr.Plan.from_lock(text)
 str(plan), str(plan.check()), plan.check().to_json(), plan.bytes_per_device(gradients="float32"), str(plan.sweep())
 str(plan.explain("b")), str(plan.diff(other)), plan.fingerprint(), plan.rule, plan.bytes, plan.device_bytes
+str(plan.transfer(plan.on_mesh({"fsdp": 4, "tp": 2}))), str(plan.for_gradients("float32"))
 sys.exit("jax" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -1006,7 +1007,7 @@ def test_numpy_integers_are_sizes():
 
 
 def test_totals_beyond_an_int64():
-    tree = {f"w{i}": leaf((2**59,), "int8") for i in range(40)}
+    tree = {f"w{i}": leaf((2**59,), "float8_e5m2") for i in range(40)}
     plan = sr.plan(tree, [(".*", "tp")], {"dp": 1, "tp": 2})
     whole = 40 * 2**59
     assert plan.total_bytes == whole
@@ -1026,7 +1027,9 @@ def test_totals_beyond_an_int64():
 def test_gradients_beyond_an_int64():
     """One leaf alone is too large in the gradients' dtype, and unevenly cut."""
     keep = sr.Correction(indivisible="keep")
-    plan = sr.plan({"w": leaf((2**60 + 1,), "int4")}, [("w", "tp")], {"tp": 3}, correction=keep)
+    plan = sr.plan(
+        {"w": leaf((2**60 + 1,), "float4_e2m1fn")}, [("w", "tp")], {"tp": 3}, correction=keep
+    )
     held = plan.bytes_per_device(gradients="float64").gradients
     assert sum(held.tolist()) == 8 * (2**60 + 1)
     small = sr.plan({"w": leaf((8, 8))}, [("w", "tp")], {"tp": 2}).bytes_per_device(gradients=True)

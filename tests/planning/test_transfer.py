@@ -23,6 +23,7 @@ from shardrules._arguments import MOST
 from shardrules._dtypes import bits_of
 from shardrules._specs import entries_of
 from tests.support import corpus
+from tests.support.slow import MODELS
 
 DEEPSEEK_RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
 # The published rules leave the experts of an unstacked model to the catch-all.
@@ -267,6 +268,21 @@ def test_deepseek_on_8_devices():
     assert sum(row.received for row in moved.rows) == moved.total
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models(name):
+    """Each array is cut in its largest dimension, on one mesh over 8 devices, on another over 4 of them."""
+    tree = corpus.manifest(name).nested(corpus.abstract)
+    devices = np.array(jax.devices())
+    trainer = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))
+    sampler = Mesh(devices[::-2].reshape(2, 2), ("dp", "tp"))
+    plan = sr.plan(tree, [(".*", sr.fsdp(("fsdp", "tp"), min_bytes=0))], trainer)
+    other = sr.plan(tree, [(".*", sr.fsdp("tp", min_bytes=0))], sampler)
+    for before, after in ((plan, other), (other, plan)):
+        moved = before.transfer(after)
+        check(moved, by_jax(before, after))
+        assert moved.shared == 4
+
+
 @pytest.mark.slow
 def test_deepseek_from_fsdp_64_to_tp_32():
     code = """
@@ -408,10 +424,19 @@ def test_what_cannot_be_moved(other, fragments):
 
 
 def test_only_the_first_leaves_that_differ_are_listed():
-    other = plans({f"x{chr(97 + i)}": array(i + 1) for i in range(20)})
-    with pytest.raises(ValueError, match=r"22 leaves of") as error:
-        plans().transfer(other)
-    assert "... and 14 more paths" in str(error.value)
+    mine = {f"x{chr(97 + i)}": array(i + 1) for i in range(20)}
+    other = {"params": {**mine, "xa": array(9)}, "xa": array(8), "xb": array(8)}
+    with pytest.raises(ValueError, match="40 leaves of") as error:
+        plans(mine).transfer(plans(other))
+    _, *lines = str(error.value).splitlines()
+    assert lines == [
+        "  xa: [1] float32 in this plan, [8] float32 in other",
+        "  xb: [2] float32 in this plan, [8] float32 in other",
+        *(f"  x{letter}: not in other" for letter in "cdef"),
+        "... and 14 more paths",
+        *(f"  params/x{letter}: only in other" for letter in "abcd"),
+        "... and 16 more paths",
+    ]
 
 
 def test_unreduced_leaves_are_not_moved():

@@ -84,6 +84,12 @@ def planning() -> None:
     assert_type(plan.lock(), str)
     assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.DeviceBytes)
     assert_type(sr.Plan.from_lock(plan.lock()), sr.Plan)
+    assert_type(plan.transfer(plan), sr.Transfer)
+    assert_type(plan.transfer(plan).rows[0], sr.TransferRow)
+    plan.transfer(MESH)  # type: ignore[arg-type]
+    assert_type(plan.for_gradients("float32", unreduced=["dp"]), sr.Plan)
+    plan.for_optimizer(PARAMS, zero1=sr.Zero1("dp", dim="first"))
+    sr.Zero1("dp", dim="last")  # type: ignore[arg-type]
     plan.bytes_per_device(gradient="bfloat16")  # type: ignore[call-arg]
     plan.check(levels={"dead": "off"})
     plan.check(levels={"daed": "off"})  # type: ignore[dict-item]

@@ -25,3 +25,4 @@ from shardrules._planning.kinds import Kind as Kind
 from shardrules._planning.kinds import Loss as Loss
 from shardrules._planning.plan import Plan as Plan
 from shardrules._planning.plan import plan as plan
+from shardrules._planning.zero1 import Zero1 as Zero1

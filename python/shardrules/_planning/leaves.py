@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardrules._dtypes import is_inexact
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
 from shardrules._planning.fold import Folded, fold
@@ -96,6 +97,20 @@ class Leaves:
     def activation_counts(self) -> npt.NDArray[np.int64]:
         """Per kind, how many leaves are activations."""
         kinds = self.kind_of[rows_of_activations(self.paths)]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def gradient_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of the leaves that have gradients: parameters of real or complex numbers."""
+        has_gradient = np.array([is_inexact(one.dtype) for one in self.types], bool)[self.kind_of]
+        has_gradient[rows_of_state(self.paths)] = False
+        has_gradient[rows_of_activations(self.paths)] = False
+        return np.flatnonzero(has_gradient)
+
+    @cached_property
+    def gradient_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves have gradients."""
+        kinds = self.kind_of[self.gradient_rows]
         return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
 
     @cached_property

@@ -28,6 +28,7 @@ from shardrules._arguments import (
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
+from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown, shown
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
@@ -54,11 +55,13 @@ from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import with_companions
+from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
 from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.showing.table import table
+from shardrules._planning.zero1 import Zero1
 from shardrules._sharding.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._sharding.planned import find_placements_by
 from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
@@ -557,8 +560,8 @@ class Plan:
             path: A file to write it to as well.
 
         Raises:
-            ValueError: There are more than a million leaves, two have the same path, or a name has
-                characters that JSON cannot hold.
+            ValueError: There are more than a million leaves, two have the same path, or a name
+                cannot be written.
 
         Example:
             >>> import jax, shardrules as sr
@@ -618,7 +621,7 @@ class Plan:
 
         Raises:
             ValueError: The leaves are not the same; a leaf gets no sharding, or has unreduced or
-                unconstrained axes; or there are more than 2**28 pairs of a kind and a device.
+                unconstrained axes; or there are more than 2**27 pairs of a kind and a device.
 
         Example:
             >>> import jax, shardrules as sr
@@ -636,7 +639,7 @@ class Plan:
         return transfer(self._columns, other._columns, places_in(self.mesh, other.mesh))
 
     def for_optimizer(
-        self, state: Any, *, zero1: str | None = None, memory_kind: MemoryKind | None = None
+        self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
     ) -> Plan:
         """The plan of an optimizer's state: each leaf is cut as its parameter is, and beside it.
 
@@ -654,7 +657,8 @@ class Plan:
             zero1: A mesh axis to cut what follows a parameter by as well, as in ZeRO-1, unless it
                 does so already: along the dimension that divides and of which each device holds
                 most, the first of equals. `RuleSpec.units` do not bind it. In a tree with leaves
-                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut.
+                of an optimizer's state, by the names of `DeviceBytes`, those alone are cut. A
+                `Zero1` says otherwise which dimension it is, as `shardrules.compat.maxtext.ZERO1`.
             memory_kind: The memory of all of the state, such as "pinned_host"; in a tree with
                 leaves of an optimizer's state, of those alone. Default: the parameters'.
 
@@ -673,16 +677,50 @@ class Plan:
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
         check_tree("state", state)
-        check_type("zero1", zero1, str | None, "a mesh axis or None")
+        check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
+        cut = Zero1(zero1) if isinstance(zero1, str) else zero1
         check_memory_kind("memory_kind", memory_kind)
         dialect = self._columns.leaves.paths_dialect
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(unboxed(state).tree if is_boxed else state, Rules((), dialect))
         found = find_parameters(self._columns.leaves, leaves.paths)
         follow = partial(
-            by_parameters, state=leaves, found=found, zero1=zero1, memory_kind=memory_kind
+            by_parameters, state=leaves, found=found, zero1=cut, memory_kind=memory_kind
         )
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+
+    def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
+        """The plan of the parameters' gradients: the same tree and specs, on the device.
+
+        Gradients are those of real and complex numbers, and of parameters: what `DeviceBytes`
+        counts as the optimizer's or as activations has none. In the tree, None stands for a leaf
+        without gradient. If a parameter's spec has `reduced` axes, the gradient's has them as
+        `unreduced`, and the other way about, as in JAX.
+
+        Args:
+            dtype: Their dtype, such as "float32" for accumulators. Default: the parameters' own.
+            unreduced: Mesh axes of type Explicit over which the gradients are not summed up yet,
+                such as those of micro-batches. An axis that cuts a parameter cuts its gradient
+                instead.
+
+        Raises:
+            ValueError: No leaf has a gradient, the dtype is unknown, or an axis is not in the mesh
+                or not Explicit, or this version of JAX has no unreduced axes.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> params = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(params, [("w", "fsdp")], {"fsdp": 4})
+            >>> print(plan.for_gradients("float32"))
+            1 leaf, 256 B on fsdp=4 (4 devices): 64 B on the fullest device: params 64 B
+            path  leaves  shape   dtype    rule  spec             bytes  per device
+            w          1  [8, 8]  float32     0  P('fsdp', None)  256 B        64 B
+        """
+        own = None if dtype is None else given_dtype("dtype", dtype)
+        leaves = leaves_with_gradients(self._columns.leaves, own)
+        follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
+        on_mesh = partial(_followed, self._columns, self._on_mesh, follow, None)
         return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
 
     def explain(self, path: str) -> Explanation:
@@ -803,4 +841,5 @@ def _followed(
 ) -> Columns:
     if has_devices(mesh):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh)
-    return follow(params if params.is_on(axis_sizes_of(mesh)) else on_mesh(mesh))
+    is_same = params.is_on(axis_sizes_of(mesh)) and params.explicit_axes == explicit_axes_of(mesh)
+    return follow(params if is_same else on_mesh(mesh))

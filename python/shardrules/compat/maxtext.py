@@ -34,12 +34,16 @@ from shardrules._planning.path_rules import NO_RULE_NEEDED
 from shardrules._planning.placing.on_mesh import kind_on_mesh
 from shardrules._planning.placing.survey import checked_type
 from shardrules._planning.plan import Plan
+from shardrules._planning.zero1 import Zero1
 from shardrules._specs import Entries, entries_of, entry_axes, with_entries, without_axes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding
 
-__all__ = ["Dump", "DumpedArrays", "add_data_to_sharding", "read_dump"]
+__all__ = ["ZERO1", "Dump", "DumpedArrays", "add_data_to_sharding", "read_dump"]
+
+ZERO1: Final = Zero1("data", dim="first", place="outer", not_with=("tensor",))
+"""MaxText's `shard_optimizer_over_data`, for `Plan.for_optimizer`: as `add_data_to_sharding`."""
 
 _FILES: Final = ("named_shardings.json", "logical_shardings.json", "input_shardings.json")
 _ACTIVATIONS: Final = "Activation Sharding Dump"
@@ -270,8 +274,8 @@ def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> Nam
     """The sharding with the mesh axis "data" as well: ZeRO-1 for a leaf of an optimizer's state.
 
     The first dimension gets it whose part on a device "data" divides, unless "tensor" cuts it.
-    Semantics of `maxtext.utils.sharding.add_data_to_sharding` of 2026. `Plan.for_optimizer` with
-    `zero1="data"` takes the dimension of which each device holds most instead.
+    Semantics of `maxtext.utils.sharding.add_data_to_sharding` of 2026. `Plan.for_optimizer` does so
+    with `zero1=ZERO1`; with `zero1="data"` it takes the dimension of which each device holds most.
 
     Args:
         mesh: The mesh, with an axis "data".

@@ -36,12 +36,12 @@ class DeviceBytes(NamedTuple):
     params: npt.NDArray[np.int64]
     """All leaves but those of `optimizer` and `activations`."""
     gradients: npt.NDArray[np.int64]
-    """Gradients of the parameters, if they are counted."""
+    """Gradients of the parameters, if they are counted; integers and booleans have none."""
     optimizer: npt.NDArray[np.int64]
     """Leaves beside the parameters that have no gradients: those under a component opt_state,
     opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
     ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
-    what `bytes_per_device` is given as the optimizer's."""
+    what `bytes_per_device` is given as the optimizer's: of moments, one for each gradient."""
     activations: npt.NDArray[np.int64]
     """Leaves under activations or intermediates at the top of the tree, all at once; and what
     `bytes_per_device` is given as activations."""
@@ -158,16 +158,17 @@ def _counted(
     count("params", columns, of_params, columns.held)
     count("optimizer", columns, of_state.tolist(), columns.held)
     count("activations", columns, made.tolist(), columns.held)
+    with_gradients = columns.leaves.gradient_counts.tolist()
     if gradients is not None and gradients is not False:
         held = columns.held
         if gradients is not True:
             held = _like_params(columns, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
-        count("gradients", columns, of_params, held, "device")
+        count("gradients", columns, with_gradients, held, "device")
     if isinstance(optimizer, tuple):
         for position, dtype in enumerate(optimizer):
             held = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
-            count("optimizer", columns, of_params, held, optimizer_memory_kind)
+            count("optimizer", columns, with_gradients, held, optimizer_memory_kind)
     elif optimizer is not None:
         _check_same_mesh("the optimizer's", optimizer, columns)
         counts = optimizer.counts.tolist()

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfer", "TransferRow", "transfer"]
 
-_MOST_LISTED: Final = 8
+_MOST_LISTED: Final = 4
 _MOST_ROWS: Final = 60
-# Pairs of kinds times devices. So many take some ten seconds.
-_MOST_WORK: Final = 2**28
+# Pairs of kinds times devices; so many take some ten seconds.
+_MOST_WORK: Final = 2**27
 _HEADS: Final = ("path", "leaves", "shape", "dtype", "spec", "received", "most by a device")
 _RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
 
@@ -73,9 +73,9 @@ class Transfer(NamedTuple):
     mesh: those of its new shards that it does not hold already. No way to move the leaves needs
     fewer."""
     sent: npt.NDArray[np.int64]
-    """Bytes that each device of the old mesh sends, with a dimension for each axis of that mesh,
-    if each part is sent in equal shares by all devices that hold it: they differ by a byte at
-    most, and those that come first in the mesh send it."""
+    """Bytes that each device of the old mesh sends, with a dimension for each axis of that mesh, if
+    all devices that hold the same part of the leaves of a kind send equal shares of it: they differ
+    by a byte at most, and those that come first in the mesh send it."""
     copied: npt.NDArray[np.int64]
     """Bytes that each device of the new mesh holds already in the other kind of memory, its own or
     its host's, and copies."""
@@ -93,7 +93,7 @@ class Transfer(NamedTuple):
         `sent` adds up to it, but for elements of less than 8 bits: what a device receives or sends
         of such a leaf is rounded up to whole bytes.
         """
-        return int(self.received.sum(dtype=object))
+        return int(self.received.sum())
 
     def __bool__(self) -> bool:
         return bool(self.received.any() or self.copied.any())
@@ -146,7 +146,7 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
     for whose, columns in (("this plan", before), ("other", after)):
         _check_placed(whose, columns)
     counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
-    old, new = grids = _grids(before, after, places)
+    old, new = grids = _grids(before, after, places, len(kinds))
     received, copied = new.full(0), new.full(0)
     sent: dict[frozenset[str], _Ints] = defaultdict(lambda: old.full(0))
     of_leaf = []
@@ -154,12 +154,18 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
         bits = 0 if kind.shape is None else bits_of(kind.dtype)
         specs = kind.spec or Entries(), other.spec or Entries()
         moved = moved_bytes(kind.shape or (), bits, specs, grids, count)
-        changes_memory = is_on_host(kind.memory_kind) != is_on_host(other.memory_kind)
-        copies = moved.kept if changes_memory else new.full(0)
         received += moved.received * count
-        copied += copies * count
         sent[moved.used] += moved.sent
-        of_leaf.append((_total(moved.received), int(moved.received.max()), _total(copies)))
+        changes_memory = is_on_host(kind.memory_kind) != is_on_host(other.memory_kind)
+        if changes_memory:
+            copied += moved.kept * count
+        of_leaf.append(
+            (
+                int(moved.received.sum()),
+                int(moved.received.max()),
+                int(moved.kept.sum()) if changes_memory else 0,
+            )
+        )
     return Transfer(
         mesh=(before.axis_sizes, after.axis_sizes),
         shared=len(new.shared),
@@ -185,31 +191,39 @@ def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     Raises:
         ValueError: They do not; the message lists the first paths.
     """
-    differing = {number: _difference(pair) for number, pair in enumerate(pairs.groups)}
-    rows = [row for row, group in enumerate(pairs.group_of.tolist()) if differing[group]]
-    if not rows:
-        return [pair for pair in pairs.groups if pair.before and pair.after]  # type: ignore[misc]
-    folded = fold([pairs.paths[row] for row in rows], pairs.group_of[rows])
-    lines = [f"  {one.pattern}: {differing[one.group]}" for one in folded[:_MOST_LISTED]]
-    lines += and_more(len(folded), _MOST_LISTED, "path")
+    same = {
+        number: (before, after)
+        for number, (before, after) in enumerate(pairs.groups)
+        if before and after and _type_of(before) == _type_of(after)
+    }
+    if len(same) == len(pairs.groups):
+        return list(same.values())
+    rows = np.flatnonzero(np.isin(pairs.group_of, list(same), invert=True))
+    alike: dict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for one in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
+        pair = pairs.groups[one.group]
+        alike[tuple(kind is None for kind in pair)].append(f"  {one.pattern}: {_difference(pair)}")
+    lines = []
+    for listed in alike.values():
+        lines += [*listed[:_MOST_LISTED], *and_more(len(listed), _MOST_LISTED, "path")]
     leaves = counted(len(rows), "leaf")
     why = f"other: {leaves} of the two plans are not the same, and leaves move as they are"
     fix = "plan the same tree on the other mesh, as plan.transfer(plan.on_mesh(mesh)) does"
     raise ValueError(printable_lines([f"{why}: {fix}", *lines]))
 
 
-def _difference(pair: Pair) -> str | None:
-    """What is not the same about two leaves, in words; None if they are alike."""
+def _type_of(kind: Kind) -> tuple[tuple[int, ...] | None, str]:
+    dtype = dtype_shown(kind)
+    return kind.shape, SAFETENSORS.get(dtype, dtype)
+
+
+def _difference(pair: Pair) -> str:
+    """What is not the same about two leaves, in words."""
     if pair.before is None or pair.after is None:
         return "only in other" if pair.before is None else "not in other"
-    before, after = map(_type_shown, (pair.before, pair.after))
-    return None if before == after else f"{before} in this plan, {after} in other"
-
-
-def _type_shown(kind: Kind) -> str:
-    dtype = dtype_shown(kind)
-    shape = "not an array" if kind.shape is None else str(list(kind.shape))
-    return shape if kind.shape is None else f"{shape} {SAFETENSORS.get(dtype, dtype)}"
+    types = map(_type_of, (pair.before, pair.after))
+    before, after = ("not an array" if s is None else f"{list(s)} {dtype}" for s, dtype in types)
+    return f"{before} in this plan, {after} in other"
 
 
 def _check_placed(whose: str, columns: Columns) -> None:
@@ -240,13 +254,15 @@ def _unknown(kind: Kind) -> str | None:
     return None
 
 
-def _grids(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> tuple[Grid, Grid]:
-    """The devices of both meshes, with counts of a dtype that is large enough.
+def _grids(
+    before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
+) -> tuple[Grid, Grid]:
+    """The devices of both meshes, with counts of a dtype that is large enough for all sums.
 
     Raises:
-        ValueError: There are too many kinds and devices.
+        ValueError: There are too many devices for so many pairs of kinds.
     """
-    kinds, devices = len(before.kinds), before.devices + after.devices
+    devices = before.devices + after.devices
     if kinds * devices > _MOST_WORK:
         raise ValueError(
             f"{counted(kinds, 'kind')} of leaves on {devices:,} devices are too many to count what "
@@ -256,10 +272,6 @@ def _grids(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> tu
     exact = np.dtype(np.int64 if devices * max(bits, before.total_bytes) <= MOST else object)
     shared = np.flatnonzero(places >= 0)
     return Grid(before.axis_sizes, places[shared], exact), Grid(after.axis_sizes, shared, exact)
-
-
-def _total(counts: _Ints) -> int:
-    return int(counts.sum(dtype=object))
 
 
 def _on_mesh(counts: _Ints, grid: Grid) -> _Ints:

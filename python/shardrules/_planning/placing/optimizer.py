@@ -35,6 +35,7 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.kinds import Spec
+    from shardrules._planning.zero1 import Zero1
 
 __all__ = ["FoundParameters", "by_parameters", "find_parameters"]
 
@@ -75,7 +76,7 @@ def by_parameters(
     params: Columns,
     state: Leaves,
     found: FoundParameters,
-    zero1: str | None,
+    zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Columns:
     """The sharding of an optimizer's state on the mesh of its parameters.
@@ -90,8 +91,8 @@ def by_parameters(
     Raises:
         ValueError: The mesh has no axis `zero1`.
     """
-    if zero1 is not None and zero1 not in params.axis_sizes:
-        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1!r}")
+    if zero1 is not None and zero1.axis not in params.axis_sizes:
+        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
     parameters, factors = found
     is_own = [False] * len(state.paths)
     if zero1 is not None or memory_kind is not None:
@@ -232,7 +233,7 @@ def _kind(
     relation: _Relation,
     axis_sizes: Mapping[str, int],
     *,
-    zero1: str | None,
+    zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Kind:
     """The kind of leaves that have this relation to a parameter of this kind."""
@@ -242,7 +243,7 @@ def _kind(
     spec, origin = like.spec, relation.origin
     if zero1 is not None and spec is not None and leaf.shape is not None:
         cut = _cut_too(zero1, leaf.shape, spec, axis_sizes)
-        spec, origin = cut or spec, f"{origin}, cut by {zero1} too (ZeRO-1)" if cut else origin
+        spec, origin = cut or spec, f"{origin}, cut by {zero1.axis} too (ZeRO-1)" if cut else origin
     return kind_on_mesh(
         leaf._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
         like.wanted,
@@ -277,8 +278,9 @@ def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
     return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
 
 
-def _cut_too(axis: str, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
-    """The spec with this mesh axis in it as well; None if it is already, or nothing divides."""
+def _cut_too(zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
+    """The spec with the axis of ZeRO-1 as well; None if it is there already, or nothing divides."""
+    axis = zero1.axis
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
     named = [entry_axes(entry) for entry in entries]
     if axis_sizes[axis] == 1 or any(axis in axes for axes in named):
@@ -288,9 +290,11 @@ def _cut_too(axis: str, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]
         for dim, size in enumerate(shape)
         for parts in [prod(axis_sizes.get(one, 1) for one in named[dim])]
         if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entries[dim])
+        if not set(named[dim]) & set(zero1.not_with)
     }
     if not held:
         return None
-    dim = max(held, key=held.__getitem__)
-    entries[dim] = entry_of((*named[dim], axis))
+    dim = max(held, key=held.__getitem__) if zero1.dim == "largest" else min(held)
+    beside = named[dim]
+    entries[dim] = entry_of((axis, *beside) if zero1.place == "outer" else (*beside, axis))
     return with_entries(spec, entries)
