@@ -11,22 +11,29 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrules._arguments import check_tree, check_type
 from shardrules._dtypes import bits_of
-from shardrules._format import bytes_shown, counted, mesh_shown
-from shardrules._planning.asking.check import DEFAULT_LARGE
-from shardrules._planning.asking.findings import Finding, Findings, Level, VerifyKind
+from shardrules._format import mesh_shown
+from shardrules._planning.asking.findings import Finding, Findings
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import axes_used, dtype_shown, placement_shown
 from shardrules._planning.plan import Plan
 from shardrules._sharding.agreement import JointCall
+from shardrules._sharding.device_bytes import held_of
 from shardrules._sharding.leaf_rows import DEVICES, Row
 from shardrules._sharding.mesh import has_devices, has_own_devices
-from shardrules._verifying.faults import Fault, FaultKind, Planned
+from shardrules._verifying.fault_words import (
+    extra_leaves,
+    finding_of,
+    fix_of_structure,
+    missing_leaves,
+    without_devices,
+)
+from shardrules._verifying.faults import Fault, Planned
 from shardrules._verifying.live import Live, fields_of, is_committed, pairs_of
 
 if TYPE_CHECKING:
@@ -87,82 +94,13 @@ def audit(tree: Any, plan: Plan) -> Findings:
     with JointCall("audit") as call:
         check_tree("tree", tree)
         check_type("plan", plan, Plan, "a Plan, as shardrules.plan makes one")
-        if has_devices(plan.mesh) and has_own_devices(plan.mesh):
+        if has_own_devices(plan.mesh):
             call.alone()
         audited = _Audited(tree, plan)
         if call.joint and audited.is_of_this_process:
             call.alone()
         call.agree(audited.rows)
     return Findings(audited.findings())
-
-
-class _Words(NamedTuple):
-    """How a fault is told; the fields in braces are those of `_Audited._of_fault`."""
-
-    kind: VerifyKind
-    message: str
-    fix: str
-    level: Level = "error"
-
-
-_PLACE: Final = (
-    "place them by shardrules.shard(tree, {shardings}), or have jit make them with "
-    "out_shardings={shardings}"
-)
-_WORDS: Final[dict[FaultKind, _Words]] = {
-    "unplanned": _Words(
-        "unplanned", "the plan has no place for {leaves}: {planned}", "mend the rules: plan.check()"
-    ),
-    "type": _Words(
-        "type",
-        "{leaves} {are} {found}, planned {planned}: {held} on each device, planned {budget}",
-        "plan the tree that is there, or make the one that was planned",
-    ),
-    "narrowed": _Words(
-        "type",
-        "{leaves} {are} {found}, planned {planned}, since jax_enable_x64 is not set",
-        "plan what jax.eval_shape gives, whose bytes are those on the devices",
-        "info",
-    ),
-    "deleted": _Words(
-        "deleted",
-        "{leaves} {are} deleted, by donation or by hand; planned {planned}",
-        "audit what the call that they were donated to returned",
-    ),
-    "abstract": _Words(
-        "unknown",
-        "{leaves} {are} abstract and without sharding, so nothing is known; planned {planned}",
-        "audit the arrays themselves, or abstract ones with their shardings",
-    ),
-    "host": _Words(
-        "unplaced",
-        "{leaves} {are} in this process's memory and on no device; planned {planned}",
-        _PLACE,
-    ),
-    "uncommitted": _Words(
-        "unplaced",
-        "{leaves} {are} whole on a device that JAX chose; planned on {planned}",
-        _PLACE,
-    ),
-    "devices": _Words("devices", "{leaves} {are} on {found}; planned on {planned}", _PLACE),
-    "order": _Words(
-        "devices",
-        "{leaves} {are} on the plan's devices in another order, as {found}; planned {planned}",
-        "make the mesh once and give it to all; or " + _PLACE,
-    ),
-    "memory-kind": _Words(
-        "memory-kind",
-        "{leaves} {are} in {found} memory, planned in {planned} memory",
-        "move them by shardrules.shard(tree, {shardings}); or, if they are meant to be there, name "
-        "it in their rule: RuleSpec(..., memory_kind={found!r})",
-    ),
-    "sharding": _Words(
-        "sharding",
-        "{leaves} {are} sharded as {found}, planned {planned}: {held} on each device, planned "
-        "{budget}",
-        _PLACE,
-    ),
-}
 
 
 class _Audited:
@@ -211,34 +149,20 @@ class _Audited:
         for (fault, is_cut), indices in leaves_of.items():
             yield self._of_fault(fault, indices, is_cut=is_cut)
         if not self._has_devices and self._planned.mesh is not None:
-            yield _without_devices(mesh_shown(self._columns.axis_sizes))
+            yield without_devices(mesh_shown(self._columns.axis_sizes))
 
     def _of_fault(self, fault: Fault, indices: list[int], *, is_cut: bool) -> Finding:
-        words, cases = _WORDS[fault.kind], Counter(self._cases[index] for index in indices)
-        held = sum(_held(Live(*live)) * count for (live, _), count in cases.items())
-        kinds = self._columns.kinds
-        planned = sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items())
-        at_stake = held - planned if held > planned else planned
-        told = {
-            "leaves": counted(len(indices), "leaf"),
-            "are": _are(len(indices)),
-            "found": fault.found,
-            "planned": fault.planned,
-            "held": bytes_shown(held),
-            "budget": bytes_shown(planned),
-            "shardings": f"plan{'' if self._has_devices else '.on_mesh(mesh)'}.shardings()",
-        }
-        is_small = words.kind == "unplaced" and not is_cut and at_stake < DEFAULT_LARGE
+        cases, kinds = Counter(self._cases[index] for index in indices), self._columns.kinds
         rules = {kinds[kind].rule for _, kind in cases}
-        return Finding(
-            "warning" if is_small else words.level,
-            words.kind,
-            words.message.format(**told),
-            self._folded([self._pairs.rows[index] for index in indices]),
-            len(indices),
-            rules.pop() if len(rules) == 1 else None,
-            at_stake,
-            words.fix.format(**told),
+        return finding_of(
+            fault,
+            paths=self._folded([self._pairs.rows[index] for index in indices]),
+            leaves=len(indices),
+            rule=rules.pop() if len(rules) == 1 else None,
+            held=sum(_held(Live(*live)) * count for (live, _), count in cases.items()),
+            planned=sum(kinds[kind].device_bytes * count for (_, kind), count in cases.items()),
+            is_cut=is_cut,
+            has_devices=self._has_devices,
         )
 
     def _of_structure(self) -> Iterator[Finding]:
@@ -253,18 +177,15 @@ class _Audited:
             for path, live in zip(pairs.extra, lives, strict=True)
             if live.shape is not None and live.dtype is not None
         }
-        absent = [columns.paths[row] for row in missing]
-        fix = _fix_of_structure(absent, list(extra), columns.leaves.paths_dialect.separator)
+        separator = columns.leaves.paths_dialect.separator
+        fix = fix_of_structure([columns.paths[row] for row in missing], list(extra), separator)
         if missing:
-            lacks = f"{counted(len(missing), 'array')} of the plan's {len(columns.paths):,} leaves"
             held = int(columns.device_bytes[missing].sum())
-            paths = self._folded(missing)
-            yield _structure(f"the tree lacks {lacks}", paths, len(missing), held, fix)
+            yield missing_leaves(self._folded(missing), len(missing), held, fix)
         if extra:
-            has = f"{counted(len(extra), 'array')} of the tree {_are(len(extra))} not in the plan"
             folded = fold(list(extra), np.zeros(len(extra), np.int32))
             paths = tuple(one.pattern for one in folded)
-            yield _structure(has, paths, len(extra), sum(extra.values()), fix)
+            yield extra_leaves(paths, len(extra), sum(extra.values()), fix)
 
     def _is_cut(self, kind: int) -> bool:
         return bool(axes_used(self._columns.kinds[kind].spec, self._columns.axis_sizes))
@@ -294,50 +215,12 @@ class _Audited:
         return f"{', '.join(faults) or 'as planned'}: planned {planned}"
 
 
-def _structure(message: str, paths: tuple[str, ...], leaves: int, held: int, fix: str) -> Finding:
-    return Finding("error", "structure", message, paths, leaves, None, held, fix)
-
-
-def _fix_of_structure(missing: list[str], extra: list[str], separator: str) -> str:
-    if under := _under(missing, extra, separator):
-        return f"the plan's leaves are under {under!r} in the tree: audit that part of it"
-    if under := _under(extra, missing, separator):
-        return f"the tree's leaves are under {under!r} in the plan: audit the whole tree"
-    return "audit the tree that was planned, or plan this one"
-
-
-def _under(paths: list[str], others: list[str], separator: str) -> str | None:
-    """Where in the other tree all of these paths are; None if they are not in one place."""
-    if not paths:
-        return None
-    end = f"{separator}{paths[0]}"
-    found = next((other for other in others if other.endswith(end)), None)
-    if found is None:
-        return None
-    under, known = found.removesuffix(end), set(others)
-    return under if all(f"{under}{separator}{path}" in known for path in paths) else None
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 def _held(live: Live) -> int:
-    """Bytes of a leaf on each device that it is on."""
+    """Bytes of a leaf on the device that holds most of it."""
     if isinstance(live.where, str):
         return 0
-    return -(-prod(live.where.shard_shape(live.shape or ())) * bits_of(live.dtype) // 8)
-
-
-def _without_devices(axes: str) -> Finding:
-    return Finding(
-        "info",
-        "devices",
-        f"the plan's mesh {axes} has no devices: arrays are compared on the mesh that most of them "
-        "are on",
-        (),
-        0,
-        None,
-        0,
-        "give the mesh of devices: audit(tree, plan.on_mesh(mesh))",
-    )
+    shape, bits = live.shape or (), bits_of(live.dtype)
+    mesh, spec = getattr(live.where, "mesh", None), getattr(live.where, "spec", None)
+    if mesh is not None and spec is not None:
+        return held_of(shape, bits, spec, mesh.shape).most
+    return -(-prod(live.where.shard_shape(shape)) * bits // 8)
