@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = (
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks import arrays, patching, planning, scaling
+from benchmarks import arrays, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
@@ -45,6 +45,7 @@ def main() -> int:
         parts += [*_results_table(measured), ""]
     sections = {
         "Plans and the command line": planning.rows,
+        "Proofs": proof.rows,
         "Arrays on 8 host devices": arrays.rows,
         "Code of others, patched": patching.rows,
         "Growth, compiling, importing, bounds": scaling.rows,

@@ -104,6 +104,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "optimizer_memory_kind": NOT_MEMORY,
     "activations": ("plan", 3, 0, {}, THING, HUGE),
     "other": ("plan", None, 3, 0, {}, THING, HUGE),
+    "plan": ("plan", None, 3, 0, {}, THING, HUGE),
     "lock": (3, None, 0, [], THING, HUGE, "no such file", "{}", "{" * 5000, "x" * 10**5),
     "zero1": (3, 0, [], THING, HUGE, "no such axis"),
     "dim": ("last", None, 0, THING, HUGE, []),
@@ -170,7 +171,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Dialect.correction": (*NOT_CORRECTION, None),
     **{f"{name}.names": (3, "embed", THING, {"w": 3}, [3])
        for name in ("compare", "plan", "named_shardings", "shard", "with_sharding_constraint")},
-    "compat.maxtext.DumpedArrays.diff.plan": WRONG["other"],
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
@@ -296,6 +296,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
+    "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
@@ -489,6 +490,7 @@ TAKING_TREES: dict[str, Callable[[Any], Any]] = {
     "compare": lambda tree: sr.compare(tree, RULES, RULES),
     "coverage": sr.Rules(RULES).coverage,
     "fingerprint": lambda tree: sr.fingerprint(tree, {}),
+    "audit": lambda tree: sr.audit(tree, PLAN),
 }
 
 

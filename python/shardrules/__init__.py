@@ -48,12 +48,13 @@ from shardrules._sharding.shardings import spec_for
 if TYPE_CHECKING:
     from shardrules._files.public import RuleFile, read_model, read_rules
     from shardrules._planning.api import *
-    from shardrules._verifying.api import verify
+    from shardrules._verifying.api import audit, verify
 else:
     _MODULES = {
         "RuleFile": "_files.public",
         "read_model": "_files.public",
         "read_rules": "_files.public",
+        "audit": "_verifying.api",
         "verify": "_verifying.api",
     }
 
@@ -115,6 +116,7 @@ __all__ = [
     "Tried",
     "TriedName",
     "Zero1",
+    "audit",
     "compare",
     "explain_logical",
     "fingerprint",

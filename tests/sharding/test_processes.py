@@ -152,6 +152,42 @@ def test_processes_that_waited_forever(processes, tmp_path):
     # Of 120 calls, the last two are still in the store, and perhaps the exit of a process that is ahead.
     for process in found:
         assert len({key.split("/")[2] for key in process["keys"]}) <= 3
+    for index, process in enumerate(found):
+        check_audits(process["audited"], index)
+
+
+AUDITS = {
+    "as planned": [],
+    "all wrong": ["sharding a"],
+    "all wrong, without devices": ["sharding a", "devices "],
+    "all on the host": ["unplaced a", "unplaced b"],
+    "alone": [],
+    "as planned again": [],
+}
+# Where process 1 has something else: where, what process 0 has there, and what process 1 has.
+DIFFERENT_AUDITS = {
+    "sharding": ("a", "as planned: planned float32[8, 8] P('fsdp', None)", "sharding P('tp', None): planned"),
+    "host": ("b", "as planned: planned float32[8] P()", "host: planned float32[8] P()"),
+    "chosen": ("b", "host: planned", "uncommitted: planned"),
+    "missing": ("a", "as planned", "not in the tree"),
+    "extra": ("leaf 2 of the tree", "no such leaf", "c not in the plan"),
+    "plan": ("a", "as planned", "sharding P('fsdp', None): planned float32[8, 8] P('sp', None)"),
+}  # fmt: skip
+
+
+def check_audits(audited, index):
+    """The same findings in each process, or an error that names the first path that differs."""
+    assert {*audited} == {*AUDITS, *DIFFERENT_AUDITS, "no plan"}
+    for case, findings in AUDITS.items():
+        assert audited[case] == findings, case
+    for case, (path, zero, one) in DIFFERENT_AUDITS.items():
+        error = audited[case]
+        assert error.startswith("RuntimeError: audit: not the same in process 0 and process 1\n")
+        assert f"{path}: process 0 has {zero}" in error, error
+        assert f", and process 1 has {one}" in error, error
+        assert error.endswith(f"; this is process {index}")
+    other = "RuntimeError: audit: process 1 failed before anything was done: TypeError: plan is"
+    assert audited["no plan"].startswith("TypeError: plan is None" if index == 1 else other)
 
 
 def check_error(error, odd, case, index, devices):

@@ -307,8 +307,47 @@ def disagree():
     for case, call in failures(mesh).items():
         found.append([None, case, raised(call), has_own_parts(place())])
     assert sr.shard({}, RULES_OF_TREE, mesh) == {}
+    audited = {case: outcome(call) for case, call in audits(mesh, placed).items()}
     keys = [key for key, _ in client().key_value_dir_get("shardrules")]
-    return {"found": found, "keys": keys, "devices": [device.id for device in jax.devices()]}
+    devices = [device.id for device in jax.devices()]
+    return {"found": found, "audited": audited, "keys": keys, "devices": devices}
+
+
+def audits(mesh, placed):
+    """{case: an audit by all processes, of which process 1 has something else}."""
+    plan, is_odd = sr.plan(TREE, RULES_OF_TREE, mesh), jax.process_index() == 1
+    right = {"a": placed, "b": sr.shard(TREE["b"], P(), mesh)}
+    wrong = {**right, "a": sr.shard(MATRIX, P("tp"), mesh)}
+    other = sr.plan(TREE, [("a", P("sp")), ("b", P())], mesh)
+    own = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    alone = sr.plan({"a": MATRIX}, RULES_OF_TREE, own)
+
+    def audit(tree=right, odd_tree=right, odd_plan=plan):
+        return lambda: sr.audit(*((odd_tree, odd_plan) if is_odd else (tree, plan)))
+
+    return {
+        "as planned": audit(),
+        "all wrong": audit(wrong, wrong),
+        "all wrong, without devices": lambda: sr.audit(wrong, plan.on_mesh(dict(mesh.shape))),
+        "all on the host": audit(TREE, TREE),
+        "sharding": audit(odd_tree=wrong),
+        "host": audit(odd_tree={**right, "b": TREE["b"]}),
+        "chosen": audit({**right, "b": TREE["b"]}, {**right, "b": jnp.asarray(TREE["b"])}),
+        "missing": audit(odd_tree={"b": right["b"]}),
+        "extra": audit(odd_tree={**right, "c": TREE["b"]}),
+        "plan": audit(odd_plan=other),
+        "no plan": audit(odd_plan=None),
+        "alone": lambda: is_odd and sr.audit({"a": sr.shard(MATRIX, P("fsdp"), own)}, alone),
+        "as planned again": audit(),
+    }
+
+
+def outcome(call):
+    """What it finds, or the error."""
+    try:
+        return [f"{one.kind} {' '.join(one.paths)}" for one in call() or ()]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def client():

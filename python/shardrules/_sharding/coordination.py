@@ -206,7 +206,7 @@ class _Round:
             self._set("difference", first)
         first = self._found("difference", _ANSWER_SECONDS) or "(no answer)"
         return (
-            f"the plan of {_processes(others)} differs from that of process 0\n  {first}\n"
+            f"not the same in process 0 and {_processes(others)}\n  {first}\n"
             "  All processes need the same code, rules, mesh, model configuration and settings of "
             "JAX, such as jax_enable_x64"
         )

@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh
 
-__all__ = ["Row", "canonical_dtype", "digest", "first_difference", "is_spread", "rows_of"]
+__all__ = [
+    "DEVICES",
+    "Row",
+    "canonical_dtype",
+    "digest",
+    "first_difference",
+    "is_spread",
+    "rows_of",
+]
 
 Row = tuple[str, str]
 """(path, dtype, shape and shardings as text)"""
 
-_DEVICES: Final = "the order of the mesh's devices"
+DEVICES: Final = "the order of the mesh's devices"
+"""In the place of a path, the last row of a call."""
 _SHOWN: Final = 200
 
 
@@ -44,7 +53,7 @@ def rows_of(tree: Any, wanted: Mapping[int, NamedSharding | None]) -> list[Row]:
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
         for index, to in wanted.items()
     ]
-    return [*rows, (_DEVICES, texts.devices())]
+    return [*rows, (DEVICES, texts.devices())]
 
 
 def digest(rows: list[Row]) -> str:

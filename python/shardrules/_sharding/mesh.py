@@ -188,7 +188,7 @@ def _device_count(mesh: MeshLike) -> int:
     return prod(mesh.values() if isinstance(mesh, Mapping) else mesh.shape.values())
 
 
-def has_own_devices(mesh: AnyMesh) -> bool:
+def has_own_devices(mesh: MeshLike) -> bool:
     """Whether the mesh has devices, and all of them belong to this process."""
     return has_devices(mesh) and not mesh.is_multi_process
 

@@ -3,4 +3,5 @@
 Must not define anything.
 """
 
+from shardrules._verifying.audit import audit as audit
 from shardrules._verifying.verify import verify as verify

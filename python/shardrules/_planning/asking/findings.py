@@ -53,7 +53,21 @@ CheckKind = Literal[
 CHECK_KINDS: Final[tuple[CheckKind, ...]] = get_args(CheckKind)
 """In the order of the table in `Plan.check`, which says what they are."""
 VerifyKind = Literal[
-    "input", "output", "fixed-point", "memory-kind", "donation", "gathered", "peak", "devices"
+    "input",
+    "output",
+    "fixed-point",
+    "memory-kind",
+    "donation",
+    "gathered",
+    "peak",
+    "devices",
+    "structure",
+    "unplanned",
+    "type",
+    "deleted",
+    "unknown",
+    "unplaced",
+    "sharding",
 ]
 VERIFY_KINDS: Final[tuple[VerifyKind, ...]] = get_args(VerifyKind)
 """In the order of the tables in `verify` and `audit`, which say what they are."""
