@@ -105,7 +105,17 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 class FindingsError(Exception):
-    """Findings that are not accepted, by `Findings.raise_for`; its text lists them."""
+    """Findings that are not accepted, by `Findings.raise_for`; its text lists them.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [], {"tp": 2})
+        >>> try:
+        ...     plan.check().raise_for("error")
+        ... except sr.FindingsError as error:
+        ...     [finding.kind for finding in error.findings]
+        ['unmatched']
+    """
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(findings)
