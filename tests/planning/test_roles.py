@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 
@@ -29,7 +31,7 @@ def abstract(tree):
     )
 
 
-# model, the end of a folded path, roles, experts, blocks
+# model, the end of a folded path, roles, experts, inputs
 EXPECTED = [
     ("llama-3.1-405b", "embed_tokens/weight", "lookup out", 1, 1),
     ("llama-3.1-405b", "q_proj/weight", "out in", 1, 126),
@@ -58,10 +60,10 @@ EXPECTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "end", "dims", "experts", "blocks"), EXPECTED)
-def test_the_roles_of_real_models(model, end, dims, experts, blocks):
+@pytest.mark.parametrize(("model", "end", "dims", "experts", "inputs"), EXPECTED)
+def test_the_roles_of_real_models(model, end, dims, experts, inputs):
     (part,) = [part for pattern, part in of_model(model).items() if pattern.endswith(end)]
-    assert (" ".join(part.dims), part.experts, part.blocks) == (dims, experts, blocks)
+    assert (" ".join(part.dims), part.experts, part.inputs) == (dims, experts, inputs)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,16 @@ def test_each_kernel_has_one_side_of_each_kind(model):
             assert "unknown" not in part.dims
 
 
-def test_siblings_are_in_one_block_whatever_their_arrays_are_called():
+def test_siblings_share_their_input_whatever_their_arrays_are_called():
     parts = of_model("maxtext-llama3.1-405b-unscanned")
-    blocks = {part.block for path, part in parts.items() if "self_attention/" in path}
-    assert blocks == {"decoder/layers_{0..125}/self_attention"}
+    keys = {part.input_key for path, part in parts.items() if re.search("key|query|value", path)}
+    assert len(keys) == 1
+
+
+def test_attention_and_mlp_of_one_module_have_inputs_of_their_own():
+    parts = roles(abstract({"layers": [{"wq": (64, 32), "gate": (64, 256), "up": (64, 256)}] * 2}))
+    keys = {path: part.input_key for path, part in parts.items()}
+    assert keys["layers/{0,1}/gate"] == keys["layers/{0,1}/up"] != keys["layers/{0,1}/wq"]
 
 
 def test_a_table_without_a_head_makes_the_logits():

@@ -13,11 +13,12 @@ from typing import Final
 __all__ = ["data_axes_among"]
 
 # Of t5x, big_vision, EasyLM, EasyDeL, MaxText, axlearn, levanter and openpi. Axes of the sequence
-# split tokens as well.
-_NAMES: Final = frozenset(
-    "data dp batch replica replica_dcn dcn dcn_data diloco fsdp fsdp_transpose zero "
-    "sp cp seq sequence context".split()
-)
+# split tokens as well; so do those of experts, as in MaxText, in all that is no expert.
+_NAMES: Final = frozenset((
+    "data", "dp", "batch", "replica", "replica_dcn", "dcn", "dcn_data", "diloco",
+    "fsdp", "fsdp_transpose", "zero", "sp", "cp", "seq", "sequence", "context",
+    "ep", "expert", "experts",
+))  # fmt: skip
 # What `Correction(indivisible="factor")` adds to an axis's name.
 _PART: Final = re.compile(r"(_[0-9]+)+$")
 

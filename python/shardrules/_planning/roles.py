@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
+from shardrules._format import brief, counted
 from shardrules._planning.fold import Folded, parts_of
 
-__all__ = ["DIM_ROLES", "DimRole", "Part", "parts_of_model"]
+__all__ = ["DIM_ROLES", "DimRole", "Part", "parts_of_model", "with_roles"]
 
 DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
 DIM_ROLES: Final[tuple[DimRole, ...]] = ("stack", "experts", "in", "out", "lookup", "unknown")
@@ -46,6 +47,10 @@ _WRITES: Final = re.compile(
     r"w?o(_proj)?|out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|c_proj|dense_4h_to_h|attn_out|mlp_out"
 )
 
+_ATTENTION: Final = re.compile(
+    r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*"
+)
+
 
 class Part(NamedTuple):
     """The leaves of one folded path, which do the same in each layer."""
@@ -61,16 +66,21 @@ class Part(NamedTuple):
     """What each dimension is. Norms, biases and scalars have none that is contracted."""
     experts: int
     """How many experts there are in a layer, where each token meets some; 1 otherwise."""
-    block: str
-    """The folded path of what its module is in. Kernels of one block and input width share their
-    input."""
-    blocks: int
-    """How many blocks this stands for."""
+    input_key: str
+    """Kernels with one key and input size share their input: of one module, and of attention or
+    not."""
+    inputs: int
+    """How many inputs these kernels have, without those of scanned layers."""
     width: int
     """Elements of the residual stream for each token; 0 if that is not known."""
     is_tied: bool
     """Whether it is the table of tokens in a model without a kernel that makes their logits, so
     that it does so itself."""
+
+    @property
+    def is_product(self) -> bool:
+        """Whether tokens are multiplied by it, or look up its rows."""
+        return not {"in", "lookup", "unknown"}.isdisjoint(self.dims)
 
     def size(self, role: DimRole) -> int:
         """The product of the dimensions with this role; 1 without."""
@@ -125,7 +135,7 @@ def parts_of_model(
         >>> paths = [f"layers/{i}/mlp/{w}/kernel" for i in range(2) for w in ("up", "down")]
         >>> folded = fold(paths, np.array([0, 1, 0, 1], np.int32))
         >>> parts = parts_of_model(folded, [(64, 256), (256, 64)], [None, None])
-        >>> [(part.pattern, part.dims, part.blocks) for part in parts][0]
+        >>> [(part.pattern, part.dims, part.inputs) for part in parts][0]
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
@@ -138,6 +148,32 @@ def parts_of_model(
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
     return _tied([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
+
+
+def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
+    """The same parts; the first pattern that a folded path has says what its dimensions are.
+
+    Raises:
+        ValueError: A pattern finds nothing, or has not as many roles as an array has dimensions.
+    """
+    found = {pattern: re.compile(pattern) for pattern in given}
+    first = [next((p for p in found if found[p].search(part.pattern)), None) for part in parts]
+    if unused := [pattern for pattern in given if pattern not in first]:
+        raise ValueError(f"roles: {brief(unused[0])} is found in no path, or an earlier pattern is")
+    return [
+        part if pattern is None else _with_dims(part, pattern, given[pattern])
+        for part, pattern in zip(parts, first, strict=True)
+    ]
+
+
+def _with_dims(part: Part, pattern: str, dims: tuple[DimRole, ...]) -> Part:
+    if len(dims) != len(part.shape):
+        raise ValueError(
+            f"roles: {brief(pattern)} has {counted(len(dims), 'role')}, and {brief(part.pattern)} "
+            f"the shape {part.shape}; give a role for each dimension"
+        )
+    told = part._replace(dims=dims, is_tied=False)
+    return told._replace(experts=told.size("experts")) if "experts" in dims else told
 
 
 def _tied(parts: list[Part]) -> tuple[Part, ...]:
@@ -255,8 +291,8 @@ def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | N
         shape=one.shape,
         dims=tuple(found[dim] for dim in range(len(one.shape))),
         experts=_experts(one, front),
-        block=block,
-        blocks=blocks,
+        input_key=f"{block} attention" if _ATTENTION.fullmatch(one.module[-1]) else block,
+        inputs=blocks,
         width=width,
         is_tied=False,
     )

@@ -6,15 +6,22 @@ hardware, nor how long anything takes.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrules._format import bytes_shown
+from shardrules._planning.asking.collectives.activations import (
+    of_activations,
+    of_experts,
+    uncounted,
+)
 from shardrules._planning.asking.collectives.cuts import cuts_of
 from shardrules._planning.asking.collectives.params import of_gradients, of_params
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.collectives.sent import Transmission, merged
+from shardrules._planning.asking.collectives.uses import uses_of
 from shardrules._printable import printable
 
 if TYPE_CHECKING:
@@ -24,7 +31,15 @@ __all__ = ["Traffic", "Transmission", "traffic"]
 
 
 class Traffic(tuple[Transmission, ...]):
-    """The rows of what is sent in a training step; `str` is a table of them."""
+    """The rows of what is sent in a training step; `str` is a table of them.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+        >>> traffic = sr.plan(tree, [("w", "fsdp")], {"dp": 2, "fsdp": 4}).traffic(tokens=4096)
+        >>> traffic.by_axes()
+        {('fsdp',): 2359296, ('dp',): 262144}
+    """
 
     assumptions: dict[str, Any]
     """The arguments of `Plan.traffic`, those by default included."""
@@ -76,17 +91,26 @@ class Traffic(tuple[Transmission, ...]):
             ).rstrip()
             for line in lines
         ]
-        assumed = ", ".join(f"{name}={value!r}" for name, value in self.assumptions.items())
-        missing = [f"not counted, roles unknown: {', '.join(self.uncounted)}"] * bool(
-            self.uncounted
-        )
+        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        assumed = textwrap.wrap(f"assumed: {', '.join(given)}", 88, break_long_words=False)
+        missing = [f"not counted, since roles are unknown: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
-        return "\n".join(map(printable, [sent, *table, f"assumed: {assumed}", *missing]))
+        return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def traffic(columns: Columns, schedule: Schedule) -> Traffic:
     """See `Plan.traffic`."""
-    cuts = cuts_of(columns, columns.leaves.parts, schedule.batch_axes)
+    cuts = cuts_of(columns, schedule)
+    uses = list(uses_of(cuts, schedule))
     tensor_axes = frozenset(axis for cut in cuts for axis in cut.along("in", "out"))
-    rows = [*of_params(cuts, schedule), *of_gradients(cuts, schedule, tensor_axes)]
-    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions)
+    rows = (
+        *of_params(cuts, schedule),
+        *of_gradients(cuts, schedule, tensor_axes),
+        *of_activations(uses, schedule),
+        *of_experts(uses, schedule),
+    )
+    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, uncounted(uses))

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardrules._format import brief, counted
+from shardrules._planning.roles import with_roles
 from shardrules._sharding.device_bytes import held_of
 from shardrules._specs import Entries, entries_of, entry_axes
 
 if TYPE_CHECKING:
+    from shardrules._planning.asking.collectives.schedule import Schedule
     from shardrules._planning.columns import Columns
     from shardrules._planning.kinds import Kind
     from shardrules._planning.roles import DimRole, Part
@@ -55,10 +58,25 @@ class Cut(NamedTuple):
         )
 
 
-def cuts_of(columns: Columns, parts: Iterable[Part], batch_axes: Iterable[str]) -> list[Cut]:
-    """What the axes of the mesh do for each part."""
-    batch = frozenset(batch_axes)
-    return [cut_of(part, columns.kinds[part.kind], columns.axis_sizes, batch) for part in parts]
+def cuts_of(columns: Columns, schedule: Schedule) -> list[Cut]:
+    """What the axes of the mesh do for each folded path of parameters.
+
+    Raises:
+        ValueError: The schedule lacks what the model needs, or its roles do not fit.
+    """
+    parts: Iterable[Part] = columns.leaves.parts
+    if schedule.roles:
+        parts = with_roles(columns.leaves.parts, schedule.roles)
+    batch = frozenset(schedule.batch_axes)
+    cuts = [cut_of(part, columns.kinds[part.kind], columns.axis_sizes, batch) for part in parts]
+    most = max(parts, key=lambda part: part.experts, default=None)
+    if most is not None and most.experts > 1 and schedule.experts_per_token is None:
+        raise ValueError(
+            f"experts_per_token is not given, and {brief(most.pattern)} has "
+            f"{counted(most.experts, 'expert')}; give the number that each token meets, such as "
+            "experts_per_token=8"
+        )
+    return cuts
 
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> Cut:

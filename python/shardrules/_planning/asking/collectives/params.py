@@ -58,14 +58,11 @@ def _reductions(
     cut: Cut, schedule: Schedule, others: set[str], whole: int
 ) -> Iterator[tuple[Collective, Iterable[str], int]]:
     """(collective, axes, payload) of gradients of so many bytes, `others` beside `cut.gathered`."""
-    if schedule.reduce == "all-reduce":
-        yield "all-reduce", {*cut.gathered, *others}, whole
-        return
-    yield "reduce-scatter", cut.gathered, whole
+    yield schedule.reduce, cut.gathered, whole
     whole //= cut.devices(cut.gathered)
     zero1 = schedule.zero1
     if zero1 in others and _zero1_cuts(cut, zero1):
-        yield "reduce-scatter", (zero1,), whole
+        yield schedule.reduce, (zero1,), whole
         others, whole = others - {zero1}, whole // cut.devices((zero1,))
     yield "all-reduce", others, whole
 

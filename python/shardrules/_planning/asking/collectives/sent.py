@@ -18,7 +18,15 @@ Row = tuple[Collective, Iterable[str], Of, int, int]
 
 
 class Transmission(NamedTuple):
-    """Collectives of a training step that are alike; a row of `Traffic`."""
+    """Collectives of a training step that are alike; a row of `Traffic`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+        >>> first, *_ = sr.plan(tree, [("w", "fsdp")], {"fsdp": 8}).traffic(tokens=4096, gathers=1)
+        >>> first.collective, first.axes, first.of, first.payload, first.sent
+        ('all-gather', ('fsdp',), 'params', 1048576, 917504)
+    """
 
     collective: Collective
     axes: tuple[str, ...]

@@ -1,0 +1,116 @@
+"""What is sent for activations: of kernels that tensor axes cut, and to experts and back.
+
+A product over a dimension that is cut is a sum over its devices: of the output in the forward pass,
+of the input's gradient in the backward pass. The residual stream is whole on each device, or cut by
+tokens under sequence parallelism. Costs a few numbers per folded path. Must not know how roles are
+found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardrules._dtypes import given_bits
+
+if TYPE_CHECKING:
+    from shardrules._planning.asking.collectives.schedule import Schedule
+    from shardrules._planning.asking.collectives.sent import Collective, Of, Row
+    from shardrules._planning.asking.collectives.uses import Use
+
+__all__ = ["of_activations", "of_experts", "uncounted"]
+
+
+class _Sum(NamedTuple):
+    """Collectives of so many elements for each token."""
+
+    collective: Collective
+    axes: tuple[str, ...]
+    times: int
+    width: Fraction
+
+
+def of_activations(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
+    """The collectives of products with kernels that tensor axes cut."""
+    shared: set[tuple[str, int, tuple[str, ...]]] = set()
+    for use in uses:
+        for one in (*_forward(use, schedule), *_of_inputs(use, schedule, shared)):
+            yield _row(one, use.tokens, "activations", schedule)
+
+
+def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
+    """Of outputs, and what becomes of their gradients."""
+    part, made = use.cut.part, use.cut.along("out")
+    contracted = use.cut.along("in", "lookup")
+    width = Fraction(part.size("out"), use.cut.devices(made))
+    is_written = part.size("out") == part.width
+    if contracted and schedule.sequence_parallel and is_written:
+        yield _Sum("reduce-scatter", contracted, use.arrays, width)
+        yield _Sum("all-gather", contracted, use.arrays, width)
+    elif contracted:
+        yield _Sum("all-reduce", contracted, use.arrays, width)
+    if made and is_written and part.size("in") != part.width:
+        # The residual stream is whole, and the kernel makes a part of it.
+        yield _Sum("all-gather", made, use.arrays, Fraction(part.width))
+
+
+def _of_inputs(
+    use: Use, schedule: Schedule, shared: set[tuple[str, int, tuple[str, ...]]]
+) -> Iterator[_Sum]:
+    """Of inputs' gradients, and what becomes of the inputs; `shared` has what was reduced."""
+    part, made, contracted = use.cut.part, use.cut.along("out"), use.cut.along("in")
+    if "in" not in part.dims:
+        return
+    width = Fraction(part.size("in"), use.cut.devices(contracted))
+    is_read = part.size("in") == part.width
+    key = part.input_key, part.size("in"), made
+    once = 0 if key in shared else use.inputs
+    times = use.arrays if schedule.input_gradients == "each" else once
+    shared.add(key)
+    if made and schedule.sequence_parallel and is_read:
+        yield _Sum("all-gather", made, once, width)
+        yield _Sum("reduce-scatter", made, times, width)
+    elif made:
+        yield _Sum("all-reduce", made, times, width)
+    if contracted and is_read and part.size("out") != part.width:
+        # The residual stream's gradient is whole, and the kernel's input was a part of it.
+        yield _Sum("all-gather", contracted, once, Fraction(part.width))
+
+
+def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
+    """Tokens on their way to the devices of their experts and back, forward and backward.
+
+    Where the experts' axis cuts the batch as well, tokens are sent to their experts. Where it does
+    not, each of its devices has them already, and the experts' outputs are summed.
+    """
+    seen = set()
+    for use in uses:
+        part, cut = use.cut.part, use.cut
+        if not cut.experts or part.size("in") != part.width or part.input_key in seen:
+            continue
+        seen.add(part.input_key)
+        batch = frozenset(schedule.batch_axes)
+        width = Fraction(part.width)
+        over_tokens = tuple(axis for axis in cut.experts if axis in batch)
+        sent = _Sum("all-to-all", over_tokens, 4 * use.inputs, width)
+        yield _row(sent, use.tokens, "experts", schedule)
+        beside = tuple(axis for axis in cut.experts if axis not in batch)
+        local = Fraction(schedule.tokens_per_device(cut.sizes))
+        yield _row(_Sum("all-reduce", beside, 2 * use.inputs, width), local, "experts", schedule)
+
+
+def uncounted(uses: Iterable[Use]) -> Iterator[str]:
+    """The folded paths of kernels whose activations are sent in a way that is not known."""
+    for use in uses:
+        part, cut = use.cut.part, use.cut
+        is_unknown = bool(cut.along("unknown", "stack"))
+        if is_unknown or (cut.experts and "unknown" in part.dims):
+            yield part.pattern
+
+
+def _row(one: _Sum, tokens: Fraction, of: Of, schedule: Schedule) -> Row:
+    bits = given_bits("activations", schedule.activations)
+    payload = ceil(tokens * one.width * one.times * bits / 8)
+    return one.collective, one.axes, of, one.times * schedule.accumulate, payload
