@@ -10,6 +10,8 @@ from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.traffic import traffic
 from shardrules._planning.data_axes import data_axes_among
 from shardrules._planning.kinds import axes_named
+from tests.support import step_traffic
+from tests.support.step_traffic import CASES, COUNTED, compared
 
 
 def sent(tree, rules, mesh, **more):
@@ -25,6 +27,7 @@ def sent(tree, rules, mesh, **more):
     return {(row.of, row.collective, row.axes): (row.count, row.payload) for row in rows}
 
 
+NEWEST = (0, 10)
 KERNEL = {"layers": [{"kernel": (512, 512)} for _ in range(4)]}
 MIB = 2**20
 
@@ -116,3 +119,27 @@ def test_a_ring_sends_all_but_its_own_part():
     assert rows.by_axes() == {("fsdp",): 384}
     whole = traffic(columns, Schedule(tokens=64, batch_axes=("fsdp",), reduce="all-reduce"))
     assert whole[-1].sent == 384
+
+
+# Two that compile quickly; `make test-all` has them all.
+QUICK = ("dense, scanned fsdp=4,tp=2", "MoE data=2,ep=4")
+STEPS = [
+    pytest.param(i, id=case.id, marks=() if case.id in QUICK else pytest.mark.slow)
+    for i, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("index", STEPS)
+def test_a_step_sends_what_is_predicted(index):
+    predicted, real = compared(index)
+    counted = {key: payload for key, payload in real.items() if key[0] in COUNTED}
+    assert (counted == predicted) == (not CASES[index].why)
+    # What is sent for activations and not counted is little.
+    of_activations = sum(n for key, n in real.items() if key[0] in ("activations", "experts"))
+    assert sum(real.values()) - sum(counted.values()) <= 0.1 * of_activations
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < NEWEST, reason="the page has what newer XLAs send")
+def test_the_page_has_the_table_of_all_steps():
+    assert step_traffic.shown() == step_traffic.table()

@@ -572,7 +572,8 @@ class Plan:
             batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
                 those with the names of such axes, such as data, dp, fsdp, sp or expert.
             gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
-                if it is kept in between. A table that tokens look up is gathered once.
+                if it is kept in between. A table that tokens look up, and the kernel of the
+                logits, are gathered once.
             accumulate: Micro-batches in a step; each gathers parameters and reduces gradients.
             reduce: "reduce-scatter" of gradients over the batch axes that cut the parameter; or
                 "all-reduce" there, after which each device takes its part, as XLA does on CPUs.

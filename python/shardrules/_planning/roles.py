@@ -73,9 +73,14 @@ class Part(NamedTuple):
     """How many inputs these kernels have, without those of scanned layers."""
     width: int
     """Elements of the residual stream for each token; 0 if that is not known."""
-    is_tied: bool
-    """Whether it is the table of tokens in a model without a kernel that makes their logits, so
-    that it does so itself."""
+    makes_logits: bool
+    """Whether its product is the logits: the kernel that makes as many as the table of the tokens
+    has rows, or that table in a model without such a kernel."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it is a table of tokens that makes the logits as well."""
+        return self.makes_logits and "lookup" in self.dims
 
     @property
     def is_product(self) -> bool:
@@ -147,7 +152,7 @@ def parts_of_model(
     fronts = [_front(one, stacks) for one in seen]
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
-    return _tied([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
+    return _with_logits([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
 
 
 def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
@@ -172,23 +177,19 @@ def _with_dims(part: Part, pattern: str, dims: tuple[DimRole, ...]) -> Part:
             f"roles: {brief(pattern)} has {counted(len(dims), 'role')}, and {brief(part.pattern)} "
             f"the shape {part.shape}; give a role for each dimension"
         )
-    told = part._replace(dims=dims, is_tied=False)
+    told = part._replace(dims=dims, makes_logits=False)
     return told._replace(experts=told.size("experts")) if "experts" in dims else told
 
 
-def _tied(parts: list[Part]) -> tuple[Part, ...]:
-    """The same parts; the table of the tokens is marked if it makes the logits, too."""
+def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
+    """The same parts; what makes the logits is marked."""
     tables = [
         part for part in parts if "lookup" in part.dims and not _POSITIONS.search(part.pattern)
     ]
-    largest = max((table.size("lookup") for table in tables), default=0)
-    has_head = any(
-        part.size("out") == largest and {"in", "unknown"} & {*part.dims} for part in parts
-    )
-    is_tied = {
-        table.pattern for table in tables if table.size("lookup") == largest and not has_head
-    }
-    return tuple(part._replace(is_tied=part.pattern in is_tied) for part in parts)
+    rows = max((table.size("lookup") for table in tables), default=0)
+    heads = {part.pattern for part in parts if part.size("out") == rows and "in" in part.dims}
+    heads = heads or {table.pattern for table in tables if table.size("lookup") == rows}
+    return tuple(part._replace(makes_logits=part.pattern in heads) for part in parts)
 
 
 def _words(pattern: str) -> tuple[str, ...]:
@@ -294,7 +295,7 @@ def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | N
         input_key=f"{block} attention" if _ATTENTION.fullmatch(one.module[-1]) else block,
         inputs=blocks,
         width=width,
-        is_tied=False,
+        makes_logits=False,
     )
 
 

@@ -47,7 +47,7 @@ def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
     width = Fraction(part.size("out"), use.cut.devices(made))
     is_written = part.size("out") == part.width
     if contracted and schedule.sequence_parallel and is_written:
-        yield _Sum("reduce-scatter", contracted, use.arrays, width)
+        yield _Sum(schedule.reduce, contracted, use.arrays, width)
         yield _Sum("all-gather", contracted, use.arrays, width)
     elif contracted:
         yield _Sum("all-reduce", contracted, use.arrays, width)
@@ -71,7 +71,7 @@ def _of_inputs(
     shared.add(key)
     if made and schedule.sequence_parallel and is_read:
         yield _Sum("all-gather", made, once, width)
-        yield _Sum("reduce-scatter", made, times, width)
+        yield _Sum(schedule.reduce, made, times, width)
     elif made:
         yield _Sum("all-reduce", made, times, width)
     if contracted and is_read and part.size("out") != part.width:

@@ -73,8 +73,9 @@ def _arrays(cut: Cut) -> int:
 
 
 def _gathers(cut: Cut, schedule: Schedule) -> int:
-    # The gradient of a look-up needs the rows' numbers, and not the rows.
-    return 1 if "lookup" in cut.part.dims and not cut.part.is_tied else schedule.gathers
+    # The gradient of a look-up needs no rows, and nothing is between the two passes of the logits.
+    is_once = "lookup" in cut.part.dims or cut.part.makes_logits
+    return 1 if is_once and not cut.part.is_tied else schedule.gathers
 
 
 def _has_gradient(cut: Cut) -> bool:
