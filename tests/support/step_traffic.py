@@ -36,6 +36,8 @@ ROWS = "XLA does not gather the table: it exchanges the tokens' numbers, and par
 AGAIN = "The recomputed layers reduce the outputs of attention again."
 TWICE = "XLA does not see that two gathers of the logits' kernel are the same."
 
+HOISTED = "XLA gathers the parameters once for all micro-batches, before their loop."
+
 
 class Case(NamedTuple):
     """A step on a mesh, with what the CPU backend makes of it."""
@@ -57,7 +59,7 @@ class Case(NamedTuple):
 
 
 DENSE, SCANNED, MOE = Model(), Model(is_scanned=True), Model(is_moe=True)
-RECOMPUTED = Model(is_recomputed=True)
+RECOMPUTED, STREAM = Model(is_recomputed=True), Model(is_sequence_parallel=True)
 CASES = [
     Case("dense", DENSE, {"fsdp": 8}, 1),
     Case("dense", DENSE, {"tp": 4}, 1),
@@ -73,6 +75,9 @@ CASES = [
     Case("dense, table gathered", Model(lookup="gathered"), {"data": 2, "fsdp": 4}, 1, WHOLE_TABLE),
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 8}, 1, ROWS),
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 4, "tp": 2}, 1, ROWS),
+    Case("dense, sequence cut by tp", STREAM, {"tp": 4}, 1),
+    Case("dense, sequence cut by tp", STREAM, {"fsdp": 4, "tp": 2}, 1),
+    Case("dense, 2 micro-batches", Model(accumulate=2), {"data": 2, "fsdp": 4}, 1, HOISTED),
     Case("MoE", MOE, {"ep": 8}, 1),
     Case("MoE", MOE, {"data": 2, "ep": 4}, 1),
     Case("MoE", MOE, {"ep": 4, "tp": 2}, 1),
@@ -90,8 +95,10 @@ def compared(index: int) -> tuple[Counter[Key], Counter[Key]]:
         tokens=TOKENS,
         batch_axes=BATCH_AXES,
         gathers=case.gathers,
+        accumulate=case.model.accumulate,
         reduce="all-reduce",
         activations=DTYPE,
+        sequence_parallel=case.model.is_sequence_parallel,
         input_gradients="each",
         experts_per_token=PER_TOKEN,
     )

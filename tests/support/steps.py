@@ -54,6 +54,10 @@ class Model(NamedTuple):
     """Whether layers are stacked, and a scan runs over them."""
     is_recomputed: bool = False
     """Whether the backward pass computes each layer's activations again."""
+    is_sequence_parallel: bool = False
+    """Whether the residual stream is cut by tp along the sequence."""
+    accumulate: int = 1
+    """Micro-batches, in a scan."""
     lookup: Lookup = "product"
     """How tokens read their table: as a product with one-hot vectors, by numbers from a table that
     is constrained to be "gathered", or from one "as held"."""
@@ -112,24 +116,44 @@ def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
     ids = jax.ShapeDtypeStruct((BATCH, SEQUENCE), "int32")
 
     def step(params: Any, read: Any, wanted: Any) -> Any:
-        gradients = jax.grad(_loss)(params, read, wanted, model, mesh)
+        gradients = _gradients(params, read, wanted, model, mesh)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
     made = jax.jit(step, in_shardings=(held, tokens, tokens), out_shardings=held, donate_argnums=0)
     return plan, Hlo(made.lower(tree, ids, ids).compile().as_text())
 
 
+def _gradients(params: Any, read: Any, wanted: Any, model: Model, mesh: Mesh) -> Any:
+    """The sum over the micro-batches, each gradient cut as its parameter is."""
+    if model.accumulate == 1:
+        return jax.grad(_loss)(params, read, wanted, model, mesh)
+    cut = NamedSharding(mesh, P(None, BATCH_AXES))
+    batches = [
+        jax.lax.with_sharding_constraint(ids.reshape(model.accumulate, -1, SEQUENCE), cut)
+        for ids in (read, wanted)
+    ]
+
+    def add(total: Any, batch: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, jax.grad(_loss)(params, *batch, model, mesh)), None
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+
 def _loss(params: Any, read: Any, wanted: Any, model: Model, mesh: Mesh) -> Any:
     def on(x: Any, *spec: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
+    stream = (BATCH_AXES, "tp") if model.is_sequence_parallel else (BATCH_AXES,)
+
     def layer(x: Any, p: Any) -> tuple[Any, None]:
-        x = on(x + _attention(on(_norm(x, p["attn_norm"]), BATCH_AXES), p["attn"], on), BATCH_AXES)
-        h = on(_norm(x, p["mlp_norm"]), BATCH_AXES)
+        h = on(on(_norm(x, p["attn_norm"]), *stream), BATCH_AXES)
+        x = on(x + on(_attention(h, p["attn"], on), *stream), *stream)
+        h = on(on(_norm(x, p["mlp_norm"]), *stream), BATCH_AXES)
         made = _moe(h, p["mlp"], on) if model.is_moe else _mlp(h, p["mlp"], on)
-        return on(x + made, BATCH_AXES), None
+        return on(x + on(made, *stream), *stream), None
 
     x = on(_looked_up(read, params["embed"]["embedding"], model, on), BATCH_AXES)
+    x = on(x, *stream)
     if model.is_recomputed:
         layer = jax.checkpoint(layer)
     if model.is_scanned:
@@ -137,7 +161,7 @@ def _loss(params: Any, read: Any, wanted: Any, model: Model, mesh: Mesh) -> Any:
     else:
         for p in params["layers"]:
             x, _ = layer(x, p)
-    x = on(_norm(x, params["norm"]), BATCH_AXES)
+    x = on(on(_norm(x, params["norm"]), *stream), BATCH_AXES)
     logits = on(x @ params["head"]["kernel"], BATCH_AXES, None, "tp")
     told = (logits * jax.nn.one_hot(wanted, VOCAB, dtype=DTYPE)).sum(-1)
     return (jax.nn.logsumexp(logits, -1) - told).mean()
@@ -174,7 +198,11 @@ def _moe(x: Any, p: Any, on: Any) -> Any:
     chances = jax.nn.softmax(x @ p["router"]["kernel"])
     weight, chosen = jax.lax.top_k(chances, PER_TOKEN)
     mask = jax.nn.one_hot(chosen, EXPERTS, dtype=DTYPE).reshape(BATCH, -1, EXPERTS)
-    place = (jnp.cumsum(mask, 1) * mask - 1).astype("int32").reshape(BATCH, SEQUENCE, PER_TOKEN, EXPERTS)
+    place = (
+        (jnp.cumsum(mask, 1) * mask - 1)
+        .astype("int32")
+        .reshape(BATCH, SEQUENCE, PER_TOKEN, EXPERTS)
+    )
     sent = jax.nn.one_hot(place, capacity, dtype=DTYPE)
     dispatch = on(jax.lax.stop_gradient(sent.sum(2)), BATCH_AXES)
     combine = on((sent * weight[..., None, None]).sum(2), BATCH_AXES)

@@ -92,7 +92,9 @@ class Traffic(tuple[Transmission, ...]):
             for line in lines
         ]
         given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
-        assumed = textwrap.wrap(f"assumed: {', '.join(given)}", 88, break_long_words=False)
+        assumed = textwrap.wrap(
+            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
+        )
         missing = [f"not counted, since roles are unknown: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return "\n".join(map(printable, [sent, *table, *assumed, *missing]))

@@ -40,17 +40,16 @@ def of_gradients(
         schedule: How the step is run.
         tensor_axes: The axes of tensor parallelism, which cut tokens under sequence parallelism.
     """
-    tokens = {*schedule.batch_axes, *(tensor_axes if schedule.sequence_parallel else ())}
     bits = None if schedule.gradients is None else given_bits("gradients", schedule.gradients)
-    for cut in cuts:
-        if not _has_gradient(cut):
-            continue
+    for cut in filter(_has_gradient, cuts):
         used = {*cut.gathered, *cut.experts, *cut.kept}
-        others = tokens - used
         held = cut.bytes(bits_of(cut.kind.dtype) if bits is None else bits) * cut.part.leaves
         whole = held * cut.devices(cut.gathered)
+        rows = [*_reductions(cut, schedule, {*schedule.batch_axes} - used, whole)]
+        if schedule.sequence_parallel:
+            rows.append(("all-reduce", tensor_axes - used, whole))
         times = schedule.accumulate
-        for collective, axes, payload in _reductions(cut, schedule, others, whole):
+        for collective, axes, payload in rows:
             yield collective, axes, "gradients", _arrays(cut) * times, payload * times
 
 
