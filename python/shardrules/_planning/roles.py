@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -52,7 +54,8 @@ _ATTENTION: Final = re.compile(
 )
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """The leaves of one folded path, which do the same in each layer."""
 
     pattern: str
@@ -82,14 +85,21 @@ class Part(NamedTuple):
         """Whether it is a table of tokens that makes the logits as well."""
         return self.makes_logits and "lookup" in self.dims
 
-    @property
+    @cached_property
     def is_product(self) -> bool:
         """Whether tokens are multiplied by it, or look up its rows."""
         return not {"in", "lookup", "unknown"}.isdisjoint(self.dims)
 
+    @cached_property
+    def _sizes(self) -> dict[DimRole, int]:
+        sizes: dict[DimRole, int] = {}
+        for size, role in zip(self.shape, self.dims, strict=True):
+            sizes[role] = sizes.get(role, 1) * size
+        return sizes
+
     def size(self, role: DimRole) -> int:
         """The product of the dimensions with this role; 1 without."""
-        return prod(size for size, one in zip(self.shape, self.dims, strict=True) if one == role)
+        return self._sizes.get(role, 1)
 
 
 class _Seen(NamedTuple):
@@ -177,8 +187,8 @@ def _with_dims(part: Part, pattern: str, dims: tuple[DimRole, ...]) -> Part:
             f"roles: {brief(pattern)} has {counted(len(dims), 'role')}, and {brief(part.pattern)} "
             f"the shape {part.shape}; give a role for each dimension"
         )
-    told = part._replace(dims=dims, makes_logits=False)
-    return told._replace(experts=told.size("experts")) if "experts" in dims else told
+    told = replace(part, dims=dims, makes_logits=False)
+    return replace(told, experts=told.size("experts")) if "experts" in dims else told
 
 
 def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
@@ -189,7 +199,7 @@ def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
     rows = max((table.size("lookup") for table in tables), default=0)
     heads = {part.pattern for part in parts if part.size("out") == rows and "in" in part.dims}
     heads = heads or {table.pattern for table in tables if table.size("lookup") == rows}
-    return tuple(part._replace(makes_logits=part.pattern in heads) for part in parts)
+    return tuple(replace(part, makes_logits=part.pattern in heads) for part in parts)
 
 
 def _words(pattern: str) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ found.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from fractions import Fraction
-from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._dtypes import given_bits
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from shardrules._planning.asking.collectives.schedule import Schedule
     from shardrules._planning.asking.collectives.sent import Collective, Of, Row
     from shardrules._planning.asking.collectives.uses import Use
@@ -29,13 +29,15 @@ class _Sum(NamedTuple):
     collective: Collective
     axes: tuple[str, ...]
     times: int
-    width: Fraction
+    width: int
 
 
 def of_activations(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
     """The collectives of products with kernels that tensor axes cut."""
     shared: set[tuple[str, int, tuple[str, ...]]] = set()
     for use in uses:
+        if not use.cut.kept:
+            continue
         for one in (*_forward(use, schedule), *_of_inputs(use, schedule, shared)):
             yield _row(one, use.tokens, "activations", schedule)
 
@@ -44,7 +46,7 @@ def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
     """Of outputs, and what becomes of their gradients."""
     part, made = use.cut.part, use.cut.along("out")
     contracted = use.cut.along("in", "lookup")
-    width = Fraction(part.size("out"), use.cut.devices(made))
+    width = -(-part.size("out") // use.cut.devices(made))
     is_written = part.size("out") == part.width
     if contracted and schedule.sequence_parallel and is_written:
         yield _Sum(schedule.reduce, contracted, use.arrays, width)
@@ -53,7 +55,7 @@ def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
         yield _Sum("all-reduce", contracted, use.arrays, width)
     if made and is_written and part.size("in") != part.width:
         # The residual stream is whole, and the kernel makes a part of it.
-        yield _Sum("all-gather", made, use.arrays, Fraction(part.width))
+        yield _Sum("all-gather", made, use.arrays, part.width)
 
 
 def _of_inputs(
@@ -63,7 +65,7 @@ def _of_inputs(
     part, made, contracted = use.cut.part, use.cut.along("out"), use.cut.along("in")
     if "in" not in part.dims:
         return
-    width = Fraction(part.size("in"), use.cut.devices(contracted))
+    width = -(-part.size("in") // use.cut.devices(contracted))
     is_read = part.size("in") == part.width
     key = part.input_key, part.size("in"), made
     once = 0 if key in shared else use.inputs
@@ -76,7 +78,7 @@ def _of_inputs(
         yield _Sum("all-reduce", made, times, width)
     if contracted and is_read and part.size("out") != part.width:
         # The residual stream's gradient is whole, and the kernel's input was a part of it.
-        yield _Sum("all-gather", contracted, once, Fraction(part.width))
+        yield _Sum("all-gather", contracted, once, part.width)
 
 
 def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
@@ -92,13 +94,12 @@ def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
             continue
         seen.add(part.input_key)
         batch = frozenset(schedule.batch_axes)
-        width = Fraction(part.width)
         over_tokens = tuple(axis for axis in cut.experts if axis in batch)
-        sent = _Sum("all-to-all", over_tokens, 4 * use.inputs, width)
+        sent = _Sum("all-to-all", over_tokens, 4 * use.inputs, part.width)
         yield _row(sent, use.tokens, "experts", schedule)
         beside = tuple(axis for axis in cut.experts if axis not in batch)
-        local = Fraction(schedule.tokens_per_device(cut.sizes))
-        yield _row(_Sum("all-reduce", beside, 2 * use.inputs, width), local, "experts", schedule)
+        summed = _Sum("all-reduce", beside, 2 * use.inputs, part.width)
+        yield _row(summed, schedule.tokens_per_device(cut.sizes), "experts", schedule)
 
 
 def uncounted(uses: Iterable[Use]) -> Iterator[str]:
@@ -110,7 +111,7 @@ def uncounted(uses: Iterable[Use]) -> Iterator[str]:
             yield part.pattern
 
 
-def _row(one: _Sum, tokens: Fraction, of: Of, schedule: Schedule) -> Row:
+def _row(one: _Sum, tokens: Fraction | int, of: Of, schedule: Schedule) -> Row:
     bits = given_bits("activations", schedule.activations)
-    payload = ceil(tokens * one.width * one.times * bits / 8)
+    payload = -(-tokens * one.width * one.times * bits // 8)
     return one.collective, one.axes, of, one.times * schedule.accumulate, payload

@@ -38,10 +38,13 @@ class Cut(NamedTuple):
     """All others: devices use what they hold, as in tensor parallelism."""
     sizes: dict[str, int]
 
-    def bytes(self, bits: int) -> int:
-        """Bytes of one leaf on a device, with that many bits for an element."""
-        shape, spec = self.kind.shape or (), self.kind.spec or Entries()
-        return held_of(shape, bits, spec, self.sizes).most
+    def bytes(self, bits: int | None = None) -> int:
+        """Bytes of its leaves on a device, with so many bits for an element if they are given."""
+        kind = self.kind
+        if bits is None:
+            return kind.device_bytes * self.part.leaves
+        held = held_of(kind.shape or (), bits, kind.spec or Entries(), self.sizes)
+        return held.most * self.part.leaves
 
     def devices(self, axes: Iterable[str]) -> int:
         """How many devices there are along these axes."""
@@ -49,10 +52,12 @@ class Cut(NamedTuple):
 
     def along(self, *roles: DimRole) -> tuple[str, ...]:
         """The kept axes that cut dimensions of these roles."""
+        if not self.kept:
+            return ()
         return tuple(
             axis
             for axes, role in zip(self.dims, self.part.dims, strict=True)
-            if role in roles
+            if axes and role in roles
             for axis in axes
             if axis in self.kept
         )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from shardrules._dtypes import bits_of, given_bits
+from shardrules._dtypes import given_bits
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.collectives.cuts import Cut
@@ -22,7 +22,7 @@ __all__ = ["of_gradients", "of_params"]
 def of_params(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Row]:
     """The gathers of parameters: of those that batch axes cut, and of those that ZeRO-1 renews."""
     for cut in cuts:
-        held = cut.bytes(bits_of(cut.kind.dtype)) * cut.part.leaves
+        held = cut.bytes()
         times = _gathers(cut, schedule) * schedule.accumulate
         whole = held * cut.devices(cut.gathered)
         yield "all-gather", cut.gathered, "params", _arrays(cut) * times, whole * times
@@ -43,8 +43,7 @@ def of_gradients(
     bits = None if schedule.gradients is None else given_bits("gradients", schedule.gradients)
     for cut in filter(_has_gradient, cuts):
         used = {*cut.gathered, *cut.experts, *cut.kept}
-        held = cut.bytes(bits_of(cut.kind.dtype) if bits is None else bits) * cut.part.leaves
-        whole = held * cut.devices(cut.gathered)
+        whole = cut.bytes(bits) * cut.devices(cut.gathered)
         rows = [*_reductions(cut, schedule, {*schedule.batch_axes} - used, whole)]
         if schedule.sequence_parallel:
             rows.append(("all-reduce", tensor_axes - used, whole))

@@ -6,6 +6,7 @@ Costs a record per folded path. Must not know what is sent, nor how long anythin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,9 +22,9 @@ class Use(NamedTuple):
     """Kernels, or tables, that tokens meet in a step."""
 
     cut: Cut
-    tokens: Fraction
+    tokens: Fraction | int
     """Tokens that each of the arrays meets on a device; those of scanned layers are arrays, too."""
-    share: Fraction
+    share: Fraction | int
     """The same of all devices' tokens, as a share of the step's."""
     arrays: int
     """How many arrays there are."""
@@ -40,23 +41,24 @@ def uses_of(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Use]:
             # The logits are the tokens' products with the table, the other way round.
             turned: dict[DimRole, DimRole] = {"lookup": "out", "out": "in"}
             dims = tuple(turned.get(role, role) for role in cut.part.dims)
-            part = cut.part._replace(dims=dims, input_key=f"{cut.part.input_key} logits")
+            part = replace(cut.part, dims=dims, input_key=f"{cut.part.input_key} logits")
             yield _use(cut._replace(part=part), schedule)
 
 
 def _use(cut: Cut, schedule: Schedule) -> Use:
     part = cut.part
-    share = Fraction(1)
+    share: Fraction | int = 1
+    local: Fraction | int = schedule.tokens_per_device(cut.sizes)
     if part.experts > 1:
         share = Fraction(schedule.capacity_factor) * (schedule.experts_per_token or 1)
         # Of leaves that are an expert each, a token meets some.
         share /= 1 if "experts" in part.dims else part.experts
-    local = schedule.tokens_per_device(cut.sizes) * share
-    beside = [axis for axis in cut.experts if axis not in schedule.batch_axes]
+        beside = [axis for axis in cut.experts if axis not in schedule.batch_axes]
+        local = local * share / cut.devices(beside)
     layers = part.size("stack")
     return Use(
         cut=cut,
-        tokens=local / cut.devices(beside),
+        tokens=local,
         share=share,
         arrays=part.leaves * layers,
         inputs=part.inputs * layers,
