@@ -18,6 +18,7 @@ from shardrules._planning.data_axes import data_axes_among
 from shardrules._planning.kinds import axes_named
 from tests.support import corpus, step_traffic
 from tests.support.step_traffic import CASES, COUNTED, compared
+from tests.support.steps import Model
 
 
 def sent(tree, rules, mesh, **more):
@@ -165,6 +166,13 @@ def test_the_gradient_of_a_shared_input_is_reduced_once_or_for_each():
     tree = {"layers": [ATTENTION] * 3}
     each = activations(tree, input_gradients="each")
     assert each == {("all-reduce", ("tp",)): (3 * 4, 3 * 4 * KB)}
+
+
+def test_keys_and_values_of_fewer_heads_reduce_their_gradients():
+    tree = {
+        "layers": [{**ATTENTION, "wk": {"kernel": (512, 2, 64)}, "wv": {"kernel": (512, 2, 64)}}]
+    }
+    assert activations(tree) == {("all-reduce", ("tp",)): (4, 2 * KB + 2 * KB // 4)}
 
 
 def test_devices_have_their_batch_axes_part_of_the_tokens():
@@ -348,10 +356,13 @@ STEPS = [
     pytest.param(i, id=case.id, marks=() if case.id in QUICK else pytest.mark.slow)
     for i, case in enumerate(CASES)
 ]
+OLDER = jax.__version_info__ < NEWEST
 
 
 @pytest.mark.parametrize("index", STEPS)
 def test_a_step_sends_what_is_predicted(index):
+    if OLDER and CASES[index].model == Model(is_moe=True, is_scanned=True):
+        pytest.skip("older XLAs send the tokens of scanned experts once more")
     predicted, real = compared(index)
     counted = {key: payload for key, payload in real.items() if key[0] in COUNTED}
     assert (counted == predicted) == (not CASES[index].why)
@@ -364,6 +375,6 @@ def test_a_step_sends_what_is_predicted(index):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < NEWEST, reason="the page has what newer XLAs send")
+@pytest.mark.skipif(OLDER, reason="the page has what newer XLAs send")
 def test_the_page_has_the_table_of_all_steps():
     assert step_traffic.shown() == step_traffic.table()

@@ -38,6 +38,10 @@ TWICE = "XLA does not see that two gathers of the logits' kernel are the same."
 
 HOISTED = "XLA gathers the parameters once for all micro-batches, before their loop."
 
+GROUPED = (
+    "The gradients of keys and values are reduced among devices with equal heads, then gathered."
+)
+
 
 class Case(NamedTuple):
     """A step on a mesh, with what the CPU backend makes of it."""
@@ -75,6 +79,7 @@ CASES = [
     Case("dense, table gathered", Model(lookup="gathered"), {"data": 2, "fsdp": 4}, 1, WHOLE_TABLE),
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 8}, 1, ROWS),
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 4, "tp": 2}, 1, ROWS),
+    Case("dense, 2 heads of keys", Model(is_grouped=True), {"tp": 4}, 1, GROUPED),
     Case("dense, sequence cut by tp", STREAM, {"tp": 4}, 1),
     Case("dense, sequence cut by tp", STREAM, {"fsdp": 4, "tp": 2}, 1),
     Case("dense, 2 micro-batches", Model(accumulate=2), {"data": 2, "fsdp": 4}, 1, HOISTED),

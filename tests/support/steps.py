@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules._verifying.hlo import Collective, Hlo, Shape, axes_of_groups
 
-WIDTH, HIDDEN, HEADS, HEAD, VOCAB = 96, 256, 4, 40, 352
+WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2
 EXPERTS, EXPERT_HIDDEN, PER_TOKEN = 8, 224, 2
 TOKENS = BATCH * SEQUENCE
@@ -54,6 +54,8 @@ class Model(NamedTuple):
     """Whether layers are stacked, and a scan runs over them."""
     is_recomputed: bool = False
     """Whether the backward pass computes each layer's activations again."""
+    is_grouped: bool = False
+    """Whether there are fewer heads of keys and values than of queries."""
     is_sequence_parallel: bool = False
     """Whether the residual stream is cut by tp along the sequence."""
     accumulate: int = 1
@@ -70,8 +72,10 @@ def sizes_of(**axes: int) -> dict[str, int]:
 
 def parameters(model: Model) -> Any:
     """The tree of the model's abstract parameters."""
+    kv_heads = KV_HEADS if model.is_grouped else HEADS
     attention = {
-        **{name: {"kernel": (WIDTH, HEADS, HEAD)} for name in "qkv"},
+        "q": {"kernel": (WIDTH, HEADS, HEAD)},
+        **{name: {"kernel": (WIDTH, kv_heads, HEAD)} for name in "kv"},
         "o": {"kernel": (HEADS, HEAD, WIDTH)},
     }
     mlp = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
@@ -178,13 +182,16 @@ def _norm(x: Any, p: Any) -> Any:
 
 
 def _attention(x: Any, p: Any, on: Any) -> Any:
-    q, k, v = (
-        on(jnp.einsum("bsw,whd->bshd", x, p[name]["kernel"]), BATCH_AXES, None, "tp")
-        for name in "qkv"
-    )
+    heads = {}
+    for name in "qkv":
+        made = jnp.einsum("bsw,whd->bshd", x, p[name]["kernel"])
+        if made.shape[2] < HEADS:
+            made = jnp.repeat(on(made, BATCH_AXES), HEADS // made.shape[2], 2)
+        heads[name] = on(made, BATCH_AXES, None, "tp")
+    q, k, v = heads.values()
     weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / HEAD**0.5, -1)
-    heads = on(jnp.einsum("bhst,bthd->bshd", weights, v), BATCH_AXES, None, "tp")
-    return on(jnp.einsum("bshd,hdw->bsw", heads, p["o"]["kernel"]), BATCH_AXES)
+    read = on(jnp.einsum("bhst,bthd->bshd", weights, v), BATCH_AXES, None, "tp")
+    return on(jnp.einsum("bshd,hdw->bsw", read, p["o"]["kernel"]), BATCH_AXES)
 
 
 def _mlp(x: Any, p: Any, on: Any) -> Any:

@@ -72,6 +72,8 @@ class Part:
     input_key: str
     """Kernels with one key and input size share their input: of one module, and of attention or
     not."""
+    is_attention: bool
+    """Whether it makes queries, keys or values, or reads what attention made of them."""
     inputs: int
     """How many inputs these kernels have, without those of scanned layers."""
     width: int
@@ -295,6 +297,7 @@ def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | N
     if len(rest) > 1 and not one.is_vector:
         found |= _matrix(one, rest, width, is_in_out)
     block, blocks = _block(one)
+    is_attention = _ATTENTION.fullmatch(one.module[-1]) is not None
     return Part(
         pattern=one.pattern,
         kind=one.folded.group,
@@ -302,7 +305,8 @@ def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | N
         shape=one.shape,
         dims=tuple(found[dim] for dim in range(len(one.shape))),
         experts=_experts(one, front),
-        input_key=f"{block} attention" if _ATTENTION.fullmatch(one.module[-1]) else block,
+        input_key=f"{block} attention" if is_attention else block,
+        is_attention=is_attention,
         inputs=blocks,
         width=width,
         makes_logits=False,

@@ -8,7 +8,7 @@ found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._dtypes import given_bits
@@ -32,14 +32,28 @@ class _Sum(NamedTuple):
     width: int
 
 
-def of_activations(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
+def of_activations(uses: Sequence[Use], schedule: Schedule) -> Iterator[Row]:
     """The collectives of products with kernels that tensor axes cut."""
     shared: set[tuple[str, int, tuple[str, ...]]] = set()
+    heads = {
+        _input(use): made
+        for use in uses
+        if use.cut.part.is_attention and (made := use.cut.along("out"))
+    }
     for use in uses:
-        if not use.cut.kept:
-            continue
-        for one in (*_forward(use, schedule), *_of_inputs(use, schedule, shared)):
+        if use.cut.kept:
+            found = (*_forward(use, schedule), *_of_inputs(use, schedule, shared))
+        else:
+            # Each device has keys and values of all heads, and gradients of those that it reads.
+            outputs = use.cut.part.size("out")
+            found = (_Sum("all-reduce", heads.get(_input(use), ()), use.arrays, outputs),)
+        for one in found:
             yield _row(one, use.tokens, "activations", schedule)
+
+
+def _input(use: Use) -> tuple[str, int]:
+    """What kernels with the same input have in common."""
+    return use.cut.part.input_key, use.cut.part.size("in")
 
 
 def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
@@ -67,7 +81,7 @@ def _of_inputs(
         return
     width = -(-part.size("in") // use.cut.devices(contracted))
     is_read = part.size("in") == part.width
-    key = part.input_key, part.size("in"), made
+    key = (*_input(use), made)
     once = 0 if key in shared else use.inputs
     times = use.arrays if schedule.input_gradients == "each" else once
     shared.add(key)
