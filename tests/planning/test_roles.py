@@ -106,3 +106,24 @@ def test_names_tell_layers_and_experts():
     parts = roles(tree, names)
     assert parts["mlp/a"].dims == ("experts", "stack", "in", "out")
     assert parts["mlp/a"].experts == 4
+
+
+def test_the_experts_of_vectors_are_a_dimension_too():
+    module = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
+    parts = roles(abstract({"mlp": {"experts": module}, "norm": {"scale": (64,)}}))
+    assert parts["mlp/experts/gate_up/bias"].dims == ("experts", "out")
+    assert parts["mlp/experts/router/bias"].dims == ("out",)
+
+
+def test_experts_that_are_leaves_have_no_dimension_of_experts():
+    expert = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
+    parts = roles(abstract({"experts": [expert] * 8, "norm": {"scale": (64,)}}))
+    assert {part.dims for part in parts.values()} == {("in", "out"), ("out", "out"), ("out",)}
+    assert parts["experts/{0..7}/up/kernel"].experts == 8
+
+
+def test_nnx_paths_have_roles():
+    layer = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}  # fmt: skip
+    parts = roles(abstract({"layers": [layer] * 3}))
+    kernel = parts["layers/{0..2}/up/kernel/value"]
+    assert (kernel.dims, kernel.input_key, kernel.inputs) == (("in", "out"), "layers/{0..2}", 3)

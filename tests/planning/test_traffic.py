@@ -275,6 +275,20 @@ def test_what_is_not_known_is_said():
     assert [(row.of, row.payload) for row in told] == [("activations", KB)]
 
 
+def test_experts_that_read_something_else_are_not_known():
+    # Experts of a narrower stream than the model's: nobody knows what is sent to them.
+    experts = {"experts": {"up": {"kernel": (8, 128, 256)}, "down": {"kernel": (8, 256, 128)}}}
+    shapes = {"layers": [{**ATTENTION, **experts}] * 2}
+    tree = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    plan = sr.plan(tree, [("experts", ("ep",)), ("", ())], {"ep": 4})
+    found = plan.traffic(tokens=64, experts_per_token=2).uncounted
+    assert found == ("layers/{0,1}/experts/down/kernel", "layers/{0,1}/experts/up/kernel")
+
+
 def test_layers_that_a_tensor_axis_cuts_are_not_known():
     tree = {"layers": {"norm": {"scale": (4, 512)}, "up": {"kernel": (4, 512, 1024)}}}
     plan = sr.plan(

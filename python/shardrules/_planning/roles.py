@@ -117,8 +117,6 @@ class _Seen(NamedTuple):
     def module(self) -> tuple[str, ...]:
         """The words up to that of the module, which an array's own name may stand behind."""
         words = self.words
-        if words[-1] == "value" and len(words) > 2 and _ARRAY.fullmatch(words[-2]):
-            words = words[:-1]
         if len(words) > 1 and _ARRAY.fullmatch(words[-1]):
             words = words[:-1]
         while len(words) > 1 and _NEUTRAL.fullmatch(words[-1]):
@@ -156,7 +154,7 @@ def parts_of_model(
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
-        _Seen(one, one.pattern, shape, names[one.group] or (), _words(one.pattern))
+        _Seen(one, one.pattern, shape, names[one.group] or (), _named(_words(one.pattern)))
         for one in folded
         if (shape := shapes[one.group]) is not None
     ]
@@ -208,6 +206,12 @@ def _words(pattern: str) -> tuple[str, ...]:
     return tuple(word for word in _SPLIT.split(re.sub(r"\{[^{}]*\}", "#", pattern).lower()) if word)
 
 
+def _named(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words up to the array's name: paths of flax nnx may have `value` behind it."""
+    is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
+    return words[:-1] if is_named and words[-1] == "value" else words
+
+
 def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     """(words of a block, the dimension along which its layers are stacked, how many they are).
 
@@ -240,7 +244,8 @@ def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[i
     is_expert = any(map(_EXPERTS.search, one.words)) and not any(
         map(_NOT_EXPERTS.search, one.words)
     )
-    if is_expert and len(rest) > 2 and "experts" not in front.values():
+    is_apart = len(rest) > (1 if one.is_vector else 2) and _numbered_experts(one.pattern) == 1
+    if is_expert and is_apart and "experts" not in front.values():
         front[rest[0]] = "experts"
     return front
 
@@ -251,12 +256,16 @@ def _rest(one: _Seen, front: dict[int, DimRole]) -> list[int]:
 
 
 def _width(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> int:
-    """The size that most leaves have, the smallest of equals; 0 without any."""
+    """The size that most arrays of layers have, the smallest of equals; 0 without any.
+
+    The experts of a layer count as one.
+    """
     votes: Counter[int] = Counter()
     for one, front in zip(seen, fronts, strict=True):
-        layers = prod(one.shape[dim] for dim in front)
+        layers = prod(one.shape[dim] for dim, role in front.items() if role == "stack")
+        arrays = layers * len(one.folded.rows) // _numbered_experts(one.pattern)
         for size in {one.shape[dim] for dim in _rest(one, front)}:
-            votes[size] += len(one.folded.rows) * layers
+            votes[size] += arrays
     return max(votes, key=lambda size: (votes[size], -size), default=0)
 
 
@@ -331,10 +340,13 @@ def _matrix(one: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> 
 def _experts(one: _Seen, front: dict[int, DimRole]) -> int:
     """How many experts a layer has: along a dimension, or as leaves of their own."""
     along = [one.shape[dim] for dim, role in front.items() if role == "experts"]
-    if along:
-        return along[0]
+    return along[0] if along else _numbered_experts(one.pattern)
+
+
+def _numbered_experts(pattern: str) -> int:
+    """How many numbers a pattern has for experts, as in experts/{0..7}/w1; 1 without."""
     text = ""
-    for literal, numbers in parts_of(one.pattern):
+    for literal, numbers in parts_of(pattern):
         words = _words(text)
         if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
             return _numbers(numbers)
@@ -344,7 +356,7 @@ def _experts(one: _Seen, front: dict[int, DimRole]) -> int:
 
 def _block(one: _Seen) -> tuple[str, int]:
     """The folded path of what the module is in, and how many paths that stands for."""
-    below = len(one.words) - len(one.module) + 1
+    below = len(_words(one.pattern)) - len(one.module) + 1
     pattern = one.pattern
     for _ in range(below):
         pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)

@@ -80,7 +80,7 @@ def _of_inputs(
     if "in" not in part.dims:
         return
     width = -(-part.size("in") // use.cut.devices(contracted))
-    is_read = part.size("in") == part.width
+    is_read = _reads(use)
     key = (*_input(use), made)
     once = 0 if key in shared else use.inputs
     times = use.arrays if schedule.input_gradients == "each" else once
@@ -104,7 +104,7 @@ def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
     seen = set()
     for use in uses:
         part, cut = use.cut.part, use.cut
-        if not cut.experts or part.size("in") != part.width or part.input_key in seen:
+        if not cut.experts or not _reads(use) or part.input_key in seen:
             continue
         seen.add(part.input_key)
         batch = frozenset(schedule.batch_axes)
@@ -116,13 +116,18 @@ def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
         yield _row(summed, schedule.tokens_per_device(cut.sizes), "experts", schedule)
 
 
-def uncounted(uses: Iterable[Use]) -> Iterator[str]:
+def uncounted(uses: Sequence[Use]) -> Iterator[str]:
     """The folded paths of kernels whose activations are sent in a way that is not known."""
+    told = {use.cut.part.input_key for use in uses if use.cut.experts and _reads(use)}
     for use in uses:
         part, cut = use.cut.part, use.cut
-        is_unknown = bool(cut.along("unknown", "stack"))
-        if is_unknown or (cut.experts and "unknown" in part.dims):
+        if cut.along("unknown", "stack") or (cut.experts and part.input_key not in told):
             yield part.pattern
+
+
+def _reads(use: Use) -> bool:
+    """Whether it is a kernel that reads the residual stream."""
+    return "in" in use.cut.part.dims and use.cut.part.size("in") == use.cut.part.width
 
 
 def _row(one: _Sum, tokens: Fraction | int, of: Of, schedule: Schedule) -> Row:
