@@ -160,6 +160,17 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "inputs": (3, 0, None, "w", THING, HUGE, {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
     "outputs": (3, 0, "w", THING, HUGE, {"w": 3}, [P()], (P(), P())),
     "within": (3, 0, [3], THING, {}, {"tp"}, ["tp", "tp"]),
+    "tokens": (*NOT_SIZE, 0, None),
+    "batch_axes": ("tp", 3, 0, [3], [None], ["tp", "tp"], ["no such axis"], THING, HUGE),
+    "gathers": (*NOT_SIZE, 0, None),
+    "accumulate": (*NOT_SIZE, 0, None),
+    "reduce": ("reduce", None, 0, THING, HUGE, []),
+    "sequence_parallel": NOT_TRUTH,
+    "input_gradients": ("twice", None, 0, THING, HUGE, []),
+    "experts_per_token": (*NOT_SIZE, 0),
+    "capacity_factor": (*NOT_NUMBER, 0, -1.0, math.inf, math.nan, None),
+    "roles": (3, 0, [], "in", THING, {3: ("in",)}, {"w": "in"}, {"w": ("in",)}, {"w": (3, 3)},
+              {"w": ("in", "unknown")}, {"no such path": ("in", "out")}, {"(": ("in", "out")}),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
            "scalars", "unmatched")  # fmt: skip
@@ -173,6 +184,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
        for name in ("compare", "plan", "named_shardings", "shard", "with_sharding_constraint")},
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
+    "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.lock.path": NOT_FILE,
     "Plan.to_html.path": NOT_FILE,
@@ -232,6 +244,7 @@ CALLED = {
     "zero1": "zero1",
     "tree": "tree|names",
     "pattern": "pattern|position",
+    "roles": "roles|position",
     "base": "base|group",
     "devices": "devices",
     "gradients": "gradients",
@@ -285,6 +298,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
         "optimizer_memory_kind": None}),
+    "Plan.traffic": (PLAN.traffic, {
+        "tokens": 8, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
+        "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,
+        "input_gradients": "each", "experts_per_token": None, "capacity_factor": 1.0,
+        "roles": {"w": ("in", "out")}}),
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
@@ -293,6 +311,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
     "Rules.match": (sr.Rules(RULES).match, {"tree": TREE, "min_size": 0, "strict": True}),
+    "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
     "explain_logical": (sr.explain_logical, {
         "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
@@ -404,8 +423,8 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Transfer",
-              "TransferRow", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
+              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Traffic", "Transfer",
+              "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
     "compat.axlearn", "compat.big_vision", "compat.eformer", "compat.flax", "compat.jax_llm_examples",

@@ -24,7 +24,7 @@ EVERY_MODULE = [
 ]
 # Folders whose own module has a docstring alone; and api, which has imports alone.
 FOLDERS = ("_files", "_logical", "_matching", "_patching", "_planning", "_sharding", "_verifying")
-ROOMS = ("api", "asking", "asking.checks", "locks", "placing", "showing")
+ROOMS = ("api", "asking", "asking.checks", "asking.collectives", "locks", "placing", "showing")
 EMPTY = [
     *(f"shardrules.{folder}" for folder in FOLDERS),
     *(f"shardrules._planning.{room}" for room in ROOMS),

@@ -14,6 +14,8 @@ from shardrules._planning.asking.findings import Findings as Findings
 from shardrules._planning.asking.findings import FindingsError as FindingsError
 from shardrules._planning.asking.sweep import Sweep as Sweep
 from shardrules._planning.asking.sweep import SweepRow as SweepRow
+from shardrules._planning.asking.traffic import Traffic as Traffic
+from shardrules._planning.asking.traffic import Transmission as Transmission
 from shardrules._planning.asking.transfer import Transfer as Transfer
 from shardrules._planning.asking.transfer import TransferRow as TransferRow
 from shardrules._planning.companion import Companion as Companion

@@ -17,6 +17,7 @@ from shardrules._dtypes import is_inexact
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
 from shardrules._planning.fold import Folded, fold
+from shardrules._planning.roles import Part, parts_of_model
 from shardrules._planning.state_paths import rows_of_activations, rows_of_optimizer, rows_of_state
 
 if TYPE_CHECKING:
@@ -117,3 +118,11 @@ class Leaves:
     def folded(self) -> list[Folded]:
         """The leaves with siblings folded, a kind each."""
         return fold(self.paths, self.kind_of)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parameters with siblings folded, and what their dimensions are."""
+        others = {*rows_of_state(self.paths), *rows_of_activations(self.paths)}
+        params = [one for one in self.folded if int(one.rows[0]) not in others]
+        shapes = [leaf.shape for leaf in self.types]
+        return parts_of_model(params, shapes, [leaf.names for leaf in self.types])

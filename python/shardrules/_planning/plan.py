@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,13 @@ from shardrules._memory_kinds import MemoryKind, check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._planning.asking.budget import DeviceBytes, Room, budget
 from shardrules._planning.asking.check import DEFAULT_LARGE, check
+from shardrules._planning.asking.collectives.schedule import schedule_of
 from shardrules._planning.asking.diff import PlanDiff, diff
 from shardrules._planning.asking.explain import Explanation, explanation
 from shardrules._planning.asking.findings import Findings
 from shardrules._planning.asking.rows import row_of
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
+from shardrules._planning.asking.traffic import Traffic, traffic
 from shardrules._planning.asking.transfer import Transfer, transfer
 from shardrules._planning.asking.trees import (
     abstract_tree,
@@ -71,10 +73,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardrules._matching.coverage import Coverage
+    from shardrules._planning.asking.collectives.schedule import InputGradients, Reduce
     from shardrules._planning.asking.findings import CheckKind, Level
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
+    from shardrules._planning.roles import DimRole
     from shardrules._sharding.mesh import MeshLike
 
     # The columns of the same leaves on another mesh.
@@ -538,6 +542,91 @@ class Plan:
         elif optimizer is not None:
             moments = listed("optimizer", optimizer, _MOMENTS)
         return budget(self._columns, gradients, moments, optimizer_memory_kind, made)
+
+    def traffic(
+        self,
+        *,
+        tokens: int,
+        batch_axes: Iterable[str] | None = None,
+        gathers: int = 2,
+        accumulate: int = 1,
+        reduce: Reduce = "reduce-scatter",
+        zero1: str | None = None,
+        gradients: Any = None,
+        activations: Any = "bfloat16",
+        sequence_parallel: bool = False,
+        input_gradients: InputGradients = "once",
+        experts_per_token: int | None = None,
+        capacity_factor: float = 1.0,
+        roles: Mapping[str, Sequence[DimRole]] | None = None,
+    ) -> Traffic:
+        """Bytes that each device sends in a training step, by mesh axes and kind of collective.
+
+        Parameters and gradients are exact under this schedule: what batch axes cut is gathered over
+        them for each use, and its gradient reduced over them; what other axes cut is used as it
+        is. Activations follow from the kernels' contracted dimensions. Each argument is an
+        assumption; `Traffic.assumptions` has them all.
+
+        Args:
+            tokens: Tokens of the whole batch of a step.
+            batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
+                those with the names of such axes, such as data, dp, fsdp, sp or expert.
+            gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
+                if it is kept in between. A table that tokens look up, and the kernel of the
+                logits, are gathered once.
+            accumulate: Micro-batches in a step; each gathers parameters and reduces gradients.
+            reduce: "reduce-scatter" of gradients over the batch axes that cut the parameter; or
+                "all-reduce" there, after which each device takes its part, as XLA does on CPUs.
+            zero1: A mesh axis that cuts the optimizer's state and not the parameters, as in
+                `for_optimizer`: gradients are scattered over it, new parameters gathered.
+            gradients: The dtype in which gradients are reduced. Default: the parameter's.
+            activations: The dtype of activations.
+            sequence_parallel: Whether tokens outside of the kernels are cut by the tensor axes, so
+                that an all-reduce becomes a reduce-scatter and an all-gather.
+            input_gradients: Whether the gradient of an input that several kernels share, such as
+                those of queries, keys and values, is reduced "once", or for "each" of them.
+            experts_per_token: How many of a layer's experts each token meets; needed if there are
+                experts.
+            capacity_factor: Tokens that are sent to experts, as a multiple of those that are
+                routed to them.
+            roles: By pattern, searched in the folded paths, what each dimension is: "stack" (of
+                scanned layers), "experts", "in" (contracted with the input), "out", or "lookup" (of
+                rows that tokens look up). Default: found by shapes and words.
+
+        Raises:
+            ValueError: The mesh has no such axis, the plan has experts and `experts_per_token` is
+                not given, or roles do not fit.
+            re.error: A pattern is invalid.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+            >>> print(sr.plan(tree, [("w", "fsdp")], {"fsdp": 8}).traffic(tokens=4096))
+            each device sends 2.75 MB in a step
+            of         collective      over  count  payload     sent
+            params     all-gather      fsdp      2  2.10 MB  1.84 MB
+            gradients  reduce-scatter  fsdp      1  1.05 MB   918 kB
+            assumed: tokens=4096, batch_axes=fsdp, gathers=2, accumulate=1, reduce=reduce-scatter,
+            zero1=None, gradients=None, activations=bfloat16, sequence_parallel=False,
+            input_gradients=once, experts_per_token=None, capacity_factor=1.0, roles=None
+        """
+        schedule = schedule_of(
+            self.axis_sizes,
+            tokens=tokens,
+            batch_axes=batch_axes,
+            gathers=gathers,
+            accumulate=accumulate,
+            reduce=reduce,
+            zero1=zero1,
+            gradients=gradients,
+            activations=activations,
+            sequence_parallel=sequence_parallel,
+            input_gradients=input_gradients,
+            experts_per_token=experts_per_token,
+            capacity_factor=capacity_factor,
+            roles=roles,
+        )
+        return traffic(self._columns, schedule)
 
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec, memory kind or mesh axis.

@@ -1,0 +1,1 @@
+"""What a training step sends: the schedule, and the collectives that follow from it."""

@@ -1,0 +1,118 @@
+"""What each device sends in a training step, by mesh axis and kind of collective.
+
+Costs a few numbers per folded path; roles are found once for all meshes. Must not know about
+hardware, nor how long anything takes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardrules._format import bytes_shown
+from shardrules._planning.asking.collectives.activations import (
+    of_activations,
+    of_experts,
+    uncounted,
+)
+from shardrules._planning.asking.collectives.cuts import cuts_of
+from shardrules._planning.asking.collectives.params import of_gradients, of_params
+from shardrules._planning.asking.collectives.schedule import Schedule
+from shardrules._planning.asking.collectives.sent import Transmission, merged
+from shardrules._planning.asking.collectives.uses import uses_of
+from shardrules._printable import printable
+
+if TYPE_CHECKING:
+    from shardrules._planning.columns import Columns
+
+__all__ = ["Traffic", "Transmission", "traffic"]
+
+
+class Traffic(tuple[Transmission, ...]):
+    """The rows of what is sent in a training step; `str` is a table of them.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+        >>> traffic = sr.plan(tree, [("w", "fsdp")], {"dp": 2, "fsdp": 4}).traffic(tokens=4096)
+        >>> traffic.by_axes()
+        {('fsdp',): 2359296, ('dp',): 262144}
+    """
+
+    assumptions: dict[str, Any]
+    """The arguments of `Plan.traffic`, those by default included."""
+    uncounted: tuple[str, ...]
+    """Folded paths of kernels that mesh axes cut, and of whose dimensions it is not known which is
+    contracted: what is sent for their activations is missing."""
+
+    def __new__(
+        cls,
+        rows: Iterable[Transmission] = (),
+        assumptions: Mapping[str, Any] | None = None,
+        uncounted: Iterable[str] = (),
+    ) -> Traffic:
+        made = super().__new__(cls, rows)
+        made.assumptions = dict(assumptions or {})
+        made.uncounted = tuple(uncounted)
+        return made
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends in a step."""
+        return sum(row.sent for row in self)
+
+    def by_axes(self) -> dict[tuple[str, ...], int]:
+        """Bytes that each device sends in a step, by the mesh axes over which they are sent."""
+        total: Counter[tuple[str, ...]] = Counter()
+        for row in self:
+            total[row.axes] += row.sent
+        return dict(total)
+
+    def __str__(self) -> str:
+        heads = ("of", "collective", "over", "count", "payload", "sent")
+        lines = [heads] + [
+            (
+                row.of,
+                row.collective,
+                ",".join(row.axes),
+                f"{row.count:,}",
+                bytes_shown(row.payload),
+                bytes_shown(row.sent),
+            )
+            for row in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(
+                text.ljust(width) if at < 3 else text.rjust(width)
+                for at, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        assumed = textwrap.wrap(
+            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
+        )
+        missing = [f"not counted, since roles are unknown: {path}" for path in self.uncounted]
+        sent = f"each device sends {bytes_shown(self.sent)} in a step"
+        return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def traffic(columns: Columns, schedule: Schedule) -> Traffic:
+    """See `Plan.traffic`."""
+    cuts = cuts_of(columns, schedule)
+    uses = list(uses_of(cuts, schedule))
+    tensor_axes = frozenset(axis for cut in cuts for axis in cut.along("in", "out"))
+    rows = (
+        *of_params(cuts, schedule),
+        *of_gradients(cuts, schedule, tensor_axes),
+        *of_activations(uses, schedule),
+        *of_experts(uses, schedule),
+    )
+    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, uncounted(uses))

@@ -1,0 +1,129 @@
+"""Which dimension of a kernel is what, on real models and on made ones."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+import shardrules as sr
+from tests.support import corpus
+
+
+def roles(tree, names=None):
+    """{folded path: the roles of its dimensions}."""
+    rules = sr.LogicalRules([]) if names else [(".*", ())]
+    plan = sr.plan(tree, rules, {"tp": 2}, names=names)
+    return {part.pattern: part for part in plan._columns.leaves.parts}
+
+
+def of_model(name):
+    manifest = corpus.manifest(name)
+    return roles(manifest.nested(corpus.with_dtype))
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+# model, the end of a folded path, roles, experts, inputs
+EXPECTED = [
+    ("llama-3.1-405b", "embed_tokens/weight", "lookup out", 1, 1),
+    ("llama-3.1-405b", "q_proj/weight", "out in", 1, 126),
+    ("llama-3.1-405b", "down_proj/weight", "out in", 1, 126),
+    ("llama-3.1-405b", "lm_head/weight", "out in", 1, 1),
+    ("easylm-llama-3.1-405b", "feed_forward/w{1,3}/kernel", "in out", 1, 126),
+    ("easylm-llama-3.1-405b", "attention/wo/kernel", "in out", 1, 126),
+    ("lwm-7b-scanned", "attention/wq/kernel", "stack in out", 1, 1),
+    ("lwm-7b-scanned", "attention_norm/kernel", "stack out", 1, 1),
+    # HF's GPT-2 and flax's have each the other's layout under the library's own names.
+    ("gpt2", "mlp/c_fc/weight", "in out", 1, 12),
+    ("flax-gpt2", "mlp/c_fc/kernel", "out in", 1, 12),
+    ("flax-gpt2", "wpe/embedding", "lookup out", 1, 1),
+    ("vit-base-patch16-224", "patch_embeddings/projection/weight", "out in in in", 1, 1),
+    ("flax-t5-v1_1-xxl", "decoder/block/{0..23}/layer/2/DenseReluDense/wo/kernel", "in out", 1, 24),
+    ("deepseek-v3", "q_a_proj/weight_scale_inv", "out out", 1, 62),
+    ("deepseek-v3-fused", "experts/gate_up_proj", "experts out in", 256, 58),
+    ("easydel-deepseek-v3", "mlp/experts/down_proj/kernel", "experts in out", 256, 58),
+    ("easydel-deepseek-v3", "mlp/shared_experts/up_proj/kernel", "in out", 1, 58),
+    ("mixtral-8x22b", "experts/{0..7}/w2/weight", "out in", 8, 448),
+    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/wo", "experts stack in out", 256, 1),
+    ("maxtext-deepseek3-671b-scanned", "MoeBlock_0/gate/kernel", "in stack out", 1, 1),
+    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/out/kernel", "in stack in out", 1, 1),
+    ("maxtext-deepseek3-671b-scanned", "moe_layers/self_attention/wkv_b/kernel", "in stack out out", 1, 1),
+    ("maxtext-llama3.1-405b-scanned", "self_attention/value/kernel", "in stack out out", 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "end", "dims", "experts", "inputs"), EXPECTED)
+def test_the_roles_of_real_models(model, end, dims, experts, inputs):
+    (part,) = [part for pattern, part in of_model(model).items() if pattern.endswith(end)]
+    assert (" ".join(part.dims), part.experts, part.inputs) == (dims, experts, inputs)
+
+
+@pytest.mark.parametrize(
+    "model", ["llama-3.1-405b", "easydel-deepseek-v3", "maxtext-llama3.1-405b-scanned"]
+)
+def test_each_kernel_has_one_side_of_each_kind(model):
+    for part in of_model(model).values():
+        matrix = [role for role in part.dims if role in ("in", "out", "lookup")]
+        if len(matrix) > 1:
+            assert "out" in matrix
+            assert "unknown" not in part.dims
+
+
+def test_siblings_share_their_input_whatever_their_arrays_are_called():
+    parts = of_model("maxtext-llama3.1-405b-unscanned")
+    keys = {part.input_key for path, part in parts.items() if re.search("key|query|value", path)}
+    assert len(keys) == 1
+
+
+def test_attention_and_mlp_of_one_module_have_inputs_of_their_own():
+    parts = roles(abstract({"layers": [{"wq": (64, 32), "gate": (64, 256), "up": (64, 256)}] * 2}))
+    keys = {path: part.input_key for path, part in parts.items()}
+    assert keys["layers/{0,1}/gate"] == keys["layers/{0,1}/up"] != keys["layers/{0,1}/wq"]
+
+
+def test_a_table_without_a_head_makes_the_logits():
+    assert [p for p, part in of_model("gpt2").items() if part.is_tied] == ["transformer/wte/weight"]
+    assert not any(part.is_tied for part in of_model("llama-3.1-405b").values())
+    assert not any(part.is_tied for part in of_model("vit-base-patch16-224").values())
+
+
+def test_without_a_sign_of_the_layout_it_is_not_known():
+    (part,) = roles(abstract({"w": (512, 128)})).values()
+    assert part.dims == ("unknown", "unknown")
+
+
+def test_names_tell_layers_and_experts():
+    tree = abstract({"mlp": {"a": (4, 2, 64, 256), "wi": (64, 256), "wo": (256, 64)}})
+    names = {"mlp/a": ("exp", "layers", "embed", "mlp"), "mlp/wi": ("embed", "mlp"), "mlp/wo": ("mlp", "embed")}  # fmt: skip
+    parts = roles(tree, names)
+    assert parts["mlp/a"].dims == ("experts", "stack", "in", "out")
+    assert parts["mlp/a"].experts == 4
+
+
+def test_the_experts_of_vectors_are_a_dimension_too():
+    module = {"gate_up": {"kernel": (8, 64, 256), "bias": (8, 256)}, "router": {"bias": (8,)}}
+    parts = roles(abstract({"mlp": {"experts": module}, "norm": {"scale": (64,)}}))
+    assert parts["mlp/experts/gate_up/bias"].dims == ("experts", "out")
+    assert parts["mlp/experts/router/bias"].dims == ("out",)
+
+
+def test_experts_that_are_leaves_have_no_dimension_of_experts():
+    expert = {"up": {"kernel": (64, 256), "weight_scale_inv": (2, 4)}}
+    parts = roles(abstract({"experts": [expert] * 8, "norm": {"scale": (64,)}}))
+    assert {part.dims for part in parts.values()} == {("in", "out"), ("out", "out"), ("out",)}
+    assert parts["experts/{0..7}/up/kernel"].experts == 8
+
+
+def test_nnx_paths_have_roles():
+    layer = {"up": {"kernel": {"value": (64, 256)}, "bias": {"value": (256,)}}, "norm": {"scale": {"value": (64,)}}}  # fmt: skip
+    parts = roles(abstract({"layers": [layer] * 3}))
+    kernel = parts["layers/{0..2}/up/kernel/value"]
+    assert (kernel.dims, kernel.input_key, kernel.inputs) == (("in", "out"), "layers/{0..2}", 3)
