@@ -248,7 +248,7 @@ def test_sweep(small):
         "sweep", model, "-r", rules, "--devices", 8, "--axes", "fsdp,tp,sp=1", "--hbm", "67MB"
     )
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[0].startswith("fsdp=1,tp=8,sp=1")
+    assert result.stdout.splitlines()[0].startswith("fsdp=8,tp=1,sp=1")
     assert len(result.stdout.splitlines()) == 4
     assert "does not fit" in result.stdout
     given = run("sweep", model, "-r", rules, "-m", "fsdp=2", "-m", "fsdp=4")

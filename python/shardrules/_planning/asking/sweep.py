@@ -7,6 +7,7 @@ needed. Must not know how a table is drawn.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._format import bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
+from shardrules._planning.data_axes import data_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
 
 _MOST_MESHES: Final = 10_000
+# Bytes that differ by less than this part of the fewest, or of a device's memory, are a tie: what
+# activations take differs by more.
+_TIE: Final = 0.05
 
 
 class SweepRow(NamedTuple):
@@ -51,7 +56,7 @@ class SweepRow(NamedTuple):
 
 
 class Sweep(tuple[SweepRow, ...]):
-    """A row for each mesh, those with the fewest bytes on a device first."""
+    """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
     __slots__ = ()
 
@@ -93,7 +98,31 @@ def sweep(
         there = on_mesh(mesh)
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
         rows.append(_row(there, held, room))
-    return Sweep(sorted(rows, key=lambda row: (row.bytes, row.host_bytes, row.devices)))
+    return Sweep(_by_bytes(rows, _TIE * (room.hbm or 0)))
+
+
+def _by_bytes(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
+    """Rows without problems and that fit first, then by bytes; almost equal bytes do not decide."""
+    left = deque(sorted(rows, key=lambda row: (*_usable(row), _held(row), row.devices)))
+    while left:
+        first, tied = left[0], []
+        most = _held(first) + max(_TIE * _held(first), margin if first.fits else 0)
+        while left and _usable(left[0]) == _usable(first) and _held(left[0]) <= most:
+            tied.append(left.popleft())
+        yield from sorted(tied, key=lambda row: (_tensor_devices(row.mesh), row.corrections))
+
+
+def _usable(row: SweepRow) -> tuple[int, bool]:
+    return row.problems, row.fits is False
+
+
+def _held(row: SweepRow) -> int:
+    return row.bytes + row.host_bytes
+
+
+def _tensor_devices(mesh: Mapping[str, int]) -> int:
+    """By how much axes that do not split tokens cut the arrays."""
+    return prod(mesh.values()) // prod(mesh[axis] for axis in data_axes_among(mesh))
 
 
 def factorizations(
