@@ -171,6 +171,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "capacity_factor": (*NOT_NUMBER, 0, -1.0, math.inf, math.nan, None),
     "roles": (3, 0, [], "in", THING, {3: ("in",)}, {"w": "in"}, {"w": ("in",)}, {"w": (3, 3)},
               {"w": ("in", "unknown")}, {"no such path": ("in", "out")}, {"(": ("in", "out")}),
+    "flops_per_second": (3, None, [], {}, {3: 1.0}, {"bf17": 1.0}, {"int8": 0}, {"int8": "1"}, THING),
+    **dict.fromkeys(
+        ("memory_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second"),
+        (*NOT_NUMBER, None, 0, -1.0, math.inf, math.nan, True)),
+    **dict.fromkeys(("memory_bytes", "link_devices", "torus_dimensions"), (*NOT_SIZE, 0, None)),
+    "link": NOT_TEXT,
+    "sources": (3, "x", None, [3], THING, HUGE),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
            "scalars", "unmatched")  # fmt: skip
@@ -193,6 +200,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
     "compat.haliax.physical_axis_name.axis": (3, None, THING, HUGE, ["embed"]),
     "compat.haliax.pspec_for_axis.axis": (3, None, THING, [3]),
+    "Hardware.named.name": (*NOT_TEXT, "no such device"),
+    "read_hardware.path": (*NOT_FILE, None, b"x"),
     "read_model.path": (*NOT_FILE, None, b"x"),
     "read_rules.path": (*NOT_FILE, None, b"x"),
     "read_rules.dialect": tuple(value for value in NOT_DIALECT if value is not None),
@@ -265,6 +274,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Findings.raise_for": (PLAN.check().raise_for, {"level": "error"}),
     "Findings.to_github": (PLAN.check().to_github, {"file": None}),
     "Findings.to_json": (PLAN.check().to_json, {}),
+    "Hardware": (sr.Hardware, {
+        "name": "x", "flops_per_second": {"bfloat16": 1.0}, "memory_bytes": 1,
+        "memory_bytes_per_second": 1.0, "link": "x", "link_bytes_per_second": 1.0,
+        "link_devices": 1, "dcn_bytes_per_second": 1.0, "torus_dimensions": 1, "sources": ()}),
+    "Hardware.named": (sr.Hardware.named, {"name": "v5p"}),
     "LogicalDialect": (sr.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
         "tries_next": True}),
@@ -335,6 +349,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
         "companions": (), "names": None}),
+    "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
