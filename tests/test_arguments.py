@@ -171,6 +171,11 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "capacity_factor": (*NOT_NUMBER, 0, -1.0, math.inf, math.nan, None),
     "roles": (3, 0, [], "in", THING, {3: ("in",)}, {"w": "in"}, {"w": ("in",)}, {"w": (3, 3)},
               {"w": ("in", "unknown")}, {"no such path": ("in", "out")}, {"(": ("in", "out")}),
+    "hardware": (3, 0, [], "no such device", THING, HUGE),
+    "axes_over_dcn": ("tp", 3, 0, [3], [None], ["no such axis"], THING, HUGE),
+    "overlap": ("params", 3, 0, [3], ["parms"], THING, HUGE),
+    "efficiency": (*NOT_NUMBER, None, 0, -1, 1.5),
+    "schedule": (3, 0, [], "x", THING, HUGE, {"gather": 2}, {"gathers": 0}, {3: 3}),
     "flops_per_second": (3, None, [], {}, {3: 1.0}, {"bf17": 1.0}, {"int8": 0}, {"int8": "1"}, THING),
     **dict.fromkeys(
         ("memory_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second"),
@@ -193,6 +198,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
+    "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.lock.path": NOT_FILE,
     "Plan.to_html.path": NOT_FILE,
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
@@ -257,6 +263,7 @@ CALLED = {
     "base": "base|group",
     "devices": "devices",
     "gradients": "gradients",
+    "schedule": "schedule|gathers",
     "additional_rules": "rule",
 }
 
@@ -303,10 +310,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.shardings": (PLAN.shardings, {}),
     "Plan.source": (PLAN.source, {"path": "w"}),
     "Plan.specs": (PLAN.specs, {}),
+    "Plan.step_time": (PLAN.step_time, {
+        "tokens": 1, "hardware": "v5p", "axes_over_dcn": (), "overlap": (), "efficiency": 1.0,
+        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": None, "schedule": None}),
     "Plan.sweep": (PLAN.sweep, {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None}),
+        "optimizer_memory_kind": None, "tokens": 1, "hardware": "v5p", "axes_over_dcn": (),
+        "overlap": (), "efficiency": 1.0, "schedule": None}),
     "Plan.transfer": (PLAN.transfer, {"other": PLAN}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
@@ -438,7 +449,7 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Traffic", "Transfer",
+              "PlanDiff", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (

@@ -112,6 +112,7 @@ __all__ = [
     "RuleSpec",
     "Rules",
     "RulesFallback",
+    "StepTime",
     "Sweep",
     "SweepRow",
     "Traffic",

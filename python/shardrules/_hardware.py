@@ -92,16 +92,7 @@ class Hardware:
             ValueError: There are no figures for it; the message has the nearest name, and all.
         """
         check_type("name", name, str, "the name of a device")
-        known = public_hardware()
-        found = {one.lower(): hardware for one, hardware in known.items()}.get(name.lower())
-        if found is None:
-            near = nearest(name, known)
-            meant = f"did you mean {near!r}? " if near else ""
-            raise ValueError(
-                f"name: there are no figures for {brief(name)}; {meant}there are some for "
-                f"{', '.join(known)}; give those of others as a Hardware, or in a TOML file"
-            )
-        return found
+        return _named("name", name)
 
 
 @functools.cache
@@ -119,7 +110,20 @@ def as_hardware(name: str, given: Any) -> Hardware:
         TypeError: It is neither.
     """
     check_type(name, given, Hardware | str, "a Hardware or a name such as 'v5p'")
-    return Hardware.named(given) if isinstance(given, str) else given
+    return _named(name, given) if isinstance(given, str) else given
+
+
+def _named(parameter: str, name: str) -> Hardware:
+    known = public_hardware()
+    found = {one.lower(): hardware for one, hardware in known.items()}.get(name.lower())
+    if found is None:
+        near = nearest(name, known)
+        meant = f"did you mean {near!r}? " if near else ""
+        raise ValueError(
+            f"{parameter}: there are no figures for {brief(name)}; {meant}there are some for "
+            f"{', '.join(known)}; give those of others as a Hardware, or in a TOML file"
+        )
+    return found
 
 
 def _check_rate(name: str, value: Any) -> None:

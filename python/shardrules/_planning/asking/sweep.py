@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._format import bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
+from shardrules._planning.asking.step_time import assumed_lines, step_time, time_shown
 from shardrules._planning.data_axes import data_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
@@ -22,6 +23,7 @@ from shardrules._printable import printable
 if TYPE_CHECKING:
     from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.asking.budget import DeviceBytes, Room
+    from shardrules._planning.asking.step_time import Run, StepTime
     from shardrules._planning.columns import Columns
 
 __all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
@@ -30,6 +32,7 @@ _MOST_MESHES: Final = 10_000
 # Bytes that differ by less than this part of the fewest, or of a device's memory, are a tie: what
 # activations take differs by more.
 _TIE: Final = 0.05
+_TIE_OF_TIMES: Final = 0.01
 
 
 class SweepRow(NamedTuple):
@@ -53,6 +56,8 @@ class SweepRow(NamedTuple):
     given."""
     host_bytes: int = 0
     """Bytes in the host's memory for the device that has most there."""
+    time: StepTime | None = None
+    """How long a training step takes; None if the tokens of one were not given."""
 
 
 class Sweep(tuple[SweepRow, ...]):
@@ -60,8 +65,24 @@ class Sweep(tuple[SweepRow, ...]):
 
     __slots__ = ()
 
+    @property
+    def assumptions(self) -> dict[str, Any]:
+        """The assumptions of the times; none without times. Of batch axes, those of all meshes."""
+        times = [row.time for row in self if row.time is not None]
+        if not times:
+            return {}
+        batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
+        return {**times[0].assumptions, "batch_axes": tuple(batch)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines with the assumptions of the times, and what is not counted in them."""
+        times = [row.time for row in self if row.time is not None]
+        uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
+        return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
+
     def __str__(self) -> str:
-        return "\n".join(map(_line, self))
+        return "\n".join([*map(_line, self), *self.notes])
 
 
 def held_shown(row: SweepRow) -> str:
@@ -72,9 +93,10 @@ def held_shown(row: SweepRow) -> str:
 
 def _line(row: SweepRow) -> str:
     fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
+    time = "" if row.time is None else f"{time_shown(row.time):<22} "
     largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
     return printable(
-        f"{mesh_shown(row.mesh):<40} {held_shown(row):>10}  "
+        f"{mesh_shown(row.mesh):<40} {time}{held_shown(row):>10}  "
         f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
         + (f"  largest replicated: {largest}" if row.largest_replicated else "")
     )
@@ -88,6 +110,7 @@ def sweep(
     gradients: Any,
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
+    run: Run | None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
@@ -97,23 +120,41 @@ def sweep(
     for mesh in chosen:
         there = on_mesh(mesh)
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_row(there, held, room))
-    return Sweep(_by_bytes(rows, _TIE * (room.hbm or 0)))
+        rows.append(_row(there, held, room, run))
+    if run is not None:
+        return Sweep(_ranked(rows, _seconds, _TIE_OF_TIMES))
+    return Sweep(_ranked(rows, _held, _TIE, _TIE * (room.hbm or 0)))
 
 
-def _by_bytes(rows: list[SweepRow], margin: float) -> Iterator[SweepRow]:
-    """Rows without problems and that fit first, then by bytes; almost equal bytes do not decide."""
-    left = deque(sorted(rows, key=lambda row: (*_usable(row), _held(row), row.devices)))
+def _ranked(
+    rows: list[SweepRow], cost: Callable[[SweepRow], float], part: float, margin: float = 0
+) -> Iterator[SweepRow]:
+    """Rows without problems and that fit first, then the cheapest.
+
+    Costs that differ by less than this part, or than the margin among those that fit, are a tie.
+    """
+    left = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
     while left:
         first, tied = left[0], []
-        most = _held(first) + max(_TIE * _held(first), margin if first.fits else 0)
-        while left and _usable(left[0]) == _usable(first) and _held(left[0]) <= most:
+        most = cost(first) + max(part * cost(first), margin if first.fits else 0)
+        while left and _usable(left[0]) == _usable(first) and cost(left[0]) <= most:
             tied.append(left.popleft())
-        yield from sorted(tied, key=lambda row: (_tensor_devices(row.mesh), row.corrections))
+        yield from sorted(tied, key=_preference)
 
 
-def _usable(row: SweepRow) -> tuple[int, bool]:
-    return row.problems, row.fits is False
+def _preference(row: SweepRow) -> tuple[float, ...]:
+    """Of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    return _tensor_devices(row.mesh), row.corrections, _held(row)
+
+
+def _seconds(row: SweepRow) -> float:
+    return 0.0 if row.time is None else row.time.total
+
+
+def _usable(row: SweepRow) -> tuple[int, bool, bool]:
+    # A time from which something is missing looks too good.
+    is_partial = row.time is not None and bool(row.time.uncounted)
+    return row.problems, row.fits is False, is_partial
 
 
 def _held(row: SweepRow) -> int:
@@ -160,7 +201,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(columns: Columns, held: DeviceBytes, room: Room) -> SweepRow:
+def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
     is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     whole = [one for one in columns.folded if is_whole[one.group]]
@@ -176,4 +217,5 @@ def _row(columns: Columns, held: DeviceBytes, room: Room) -> SweepRow:
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
         fits=room.fits(held),
         host_bytes=held.max_host,
+        time=None if run is None else step_time(columns, run, held),
     )
