@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._format import bytes_shown
+from shardrules._format import bytes_shown, seconds_shown
 from tests.support import corpus
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly")
@@ -167,6 +167,7 @@ def test_content(deepseek):
     assert sum(leaves for _, _, leaves in data["rows"]) == 45_395
     assert sum(n * data["kinds"][kind]["held"] for _, kind, n in data["rows"]) == data["fullest"]
     assert [row["current"] for row in data["sweep"]] == [True, False, False]
+    assert [row["time"] for row in data["sweep"]] == [None, None, None]
     large = {"".join(p) for p, kind, _ in data["rows"] if data["kinds"][kind]["large"]}
     assert large == {
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
@@ -231,6 +232,7 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
         data = Page(html.read_text(encoding="utf-8")).data
         assert (data["fullest"], data["budget"], data["hbm"]) == (most, held, most - missing)
         assert data["fits"]["yes"] is fits
+        assert f" into {data['fits']['room']}\n" in text
         (current,) = (row for row in data["sweep"] if row["current"])
         assert (current["bytes"], current["host_bytes"], current["fits"]) == (most, host, fits)
 
@@ -407,6 +409,19 @@ def test_browser_shows_all_parts(opened, deepseek, tmp_path):
     shot = tmp_path / "report.png"
     page.screenshot(path=shot, full_page=True)
     assert shot.stat().st_size > 50_000
+
+
+def test_browser_shows_the_time_of_a_step_and_what_takes_longest(opened, deepseek):
+    step = {"tokens": 2**24, "hardware": "H100", "schedule": {"experts_per_token": 8}}
+    sweep = deepseek.sweep([MESH, {"fsdp": 512, "sp": 1, "tp": 1}], **step)
+    page = opened(deepseek, sweep=sweep)
+    heads = page.locator("#sweep th").all_inner_texts()
+    assert [head.lower() for head in heads[:4]] == ["mesh", "devices", "a step", "longest"]
+    cells = page.locator("#sweep tbody tr").first.locator("td")
+    assert cells.nth(2).inner_text() == seconds_shown(sweep[0].time.total)
+    assert cells.nth(3).inner_text() == sweep[0].time.dominant
+    assert cells.nth(2).get_attribute("title") == str(sweep[0].time)
+    assert "assumed: hardware=H100" in page.inner_text("#sweep")
 
 
 def test_browser_without_a_sweep(opened, deepseek):
