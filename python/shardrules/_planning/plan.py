@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
     from shardrules._matching.coverage import Coverage
     from shardrules._planning.asking.collectives.schedule import InputGradients, Reduce
+    from shardrules._planning.asking.collectives.sent import Of
     from shardrules._planning.asking.findings import CheckKind, Level
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
@@ -448,7 +449,7 @@ class Plan:
         tokens: int | None = None,
         hardware: Hardware | str | None = None,
         axes_over_dcn: Iterable[str] = (),
-        overlap: Iterable[str] = OVERLAP,
+        overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
         schedule: Mapping[str, Any] | None = None,
     ) -> Sweep:
@@ -473,10 +474,10 @@ class Plan:
 
         Returns:
             A row for each mesh, those with the fewest problems first, of these what fits, of these
-            the shortest time of a step, if `tokens` are given, or else the fewest bytes. Times that
-            differ by less than 1 %, and bytes by less than 5 % of themselves or of `hbm`, are a
-            tie. Then the fewest devices along axes that do not split tokens, by their names, come
-            first, then the fewest corrections, then bytes.
+            the shortest time of a step, if `tokens` are given, or else the fewest bytes. What
+            differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then the
+            fewest devices along axes that do not split tokens, by their names, come first, then the
+            fewest corrections, then bytes.
 
         Raises:
             ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes;
@@ -544,7 +545,7 @@ class Plan:
         tokens: int,
         hardware: Hardware | str,
         axes_over_dcn: Iterable[str] = (),
-        overlap: Iterable[str] = OVERLAP,
+        overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
         gradients: Any = None,
         optimizer: Plan | Iterable[Any] | None = None,

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
 
 _MOST_MESHES: Final = 10_000
-# Bytes that differ by less than this part of the fewest, or of a device's memory, are a tie: what
-# activations take differs by more.
+# Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
+# than this part of a device's memory: activations take more, and no estimate is as near.
 _TIE: Final = 0.05
-_TIE_OF_TIMES: Final = 0.01
 
 
 class SweepRow(NamedTuple):
@@ -122,21 +121,21 @@ def sweep(
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
         rows.append(_row(there, held, room, run))
     if run is not None:
-        return Sweep(_ranked(rows, _seconds, _TIE_OF_TIMES))
-    return Sweep(_ranked(rows, _held, _TIE, _TIE * (room.hbm or 0)))
+        return Sweep(_ranked(rows, _seconds))
+    return Sweep(_ranked(rows, _held, _TIE * (room.hbm or 0)))
 
 
 def _ranked(
-    rows: list[SweepRow], cost: Callable[[SweepRow], float], part: float, margin: float = 0
+    rows: list[SweepRow], cost: Callable[[SweepRow], float], margin: float = 0
 ) -> Iterator[SweepRow]:
     """Rows without problems and that fit first, then the cheapest.
 
-    Costs that differ by less than this part, or than the margin among those that fit, are a tie.
+    Costs that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
     left = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
     while left:
         first, tied = left[0], []
-        most = cost(first) + max(part * cost(first), margin if first.fits else 0)
+        most = cost(first) + max(_TIE * cost(first), margin if first.fits else 0)
         while left and _usable(left[0]) == _usable(first) and cost(left[0]) <= most:
             tied.append(left.popleft())
         yield from sorted(tied, key=_preference)
@@ -144,7 +143,7 @@ def _ranked(
 
 def _preference(row: SweepRow) -> tuple[float, ...]:
     """Of equal costs: less tensor parallelism, fewer corrections, less memory."""
-    return _tensor_devices(row.mesh), row.corrections, _held(row)
+    return _tensor_devices(row), row.corrections, _held(row)
 
 
 def _seconds(row: SweepRow) -> float:
@@ -161,9 +160,10 @@ def _held(row: SweepRow) -> int:
     return row.bytes + row.host_bytes
 
 
-def _tensor_devices(mesh: Mapping[str, int]) -> int:
+def _tensor_devices(row: SweepRow) -> int:
     """By how much axes that do not split tokens cut the arrays."""
-    return prod(mesh.values()) // prod(mesh[axis] for axis in data_axes_among(mesh))
+    batch = row.time.assumptions["batch_axes"] if row.time else data_axes_among(row.mesh)
+    return prod(row.mesh.values()) // prod(row.mesh[axis] for axis in batch)
 
 
 def factorizations(
