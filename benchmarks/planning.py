@@ -15,6 +15,7 @@ from flax.linen import LogicallyPartitioned
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
+from shardrules import demo
 from tests.support import corpus
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
@@ -25,6 +26,7 @@ def rows() -> Iterator[Row]:
     """All rows, each measured when its turn comes, without this process's garbage collector."""
     with collector(enabled=False):
         yield from _plans()
+        yield from _sweeps()
         yield from _logical_plans()
     yield from _processes()
 
@@ -54,6 +56,26 @@ def _plans() -> Iterator[Row]:
         ours, reference = interleaved_seconds([call, identity], runs=7)
         note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(planned):,} leaves"
         yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", None, note)
+
+
+def _sweeps() -> Iterator[Row]:
+    """100 meshes, by bytes and by the time of a step."""
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    planned = sr.plan(tree, [*demo.EXPERTS, *corpus.rules(RULES)], MESH)
+    meshes = [
+        {"dp": 2**dp, "fsdp": 2**fsdp, "sp": 1, "tp": 2 ** (13 - dp - fsdp)}
+        for dp in range(14)
+        for fsdp in range(14 - dp)
+    ][:100]
+    counted: dict[str, Any] = {"gradients": "bfloat16", "optimizer": ["float32"] * 2}
+    step: dict[str, Any] = {
+        "tokens": 15_360 * 4096, "hardware": "v5p", "schedule": {"experts_per_token": 8},
+    }  # fmt: skip
+    cases = {"bytes": counted, "the time of a step": counted | step}
+    for by, given in cases.items():
+        (seconds,) = interleaved_seconds([partial(planned.sweep, meshes, **given)], runs=7)
+        name = f"Plan.sweep over {len(meshes)} meshes by {by}, DeepSeek-V3"
+        yield Row(name, seconds, "s", 1.0, f"{len(planned):,} leaves")
 
 
 def _logical_plans() -> Iterator[Row]:

@@ -171,6 +171,18 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "capacity_factor": (*NOT_NUMBER, 0, -1.0, math.inf, math.nan, None),
     "roles": (3, 0, [], "in", THING, {3: ("in",)}, {"w": "in"}, {"w": ("in",)}, {"w": (3, 3)},
               {"w": ("in", "unknown")}, {"no such path": ("in", "out")}, {"(": ("in", "out")}),
+    "hardware": (3, 0, [], "no such device", THING, HUGE),
+    "axes_over_dcn": ("tp", 3, 0, [3], [None], ["no such axis"], THING, HUGE),
+    "overlap": ("params", 3, 0, [3], ["parms"], THING, HUGE),
+    "efficiency": (*NOT_NUMBER, None, 0, -1, 1.5),
+    "schedule": (3, 0, [], "x", THING, HUGE, {"gather": 2}, {"gathers": 0}, {3: 3}),
+    "flops_per_second": (3, None, [], {}, {3: 1.0}, {"bf17": 1.0}, {"int8": 0}, {"int8": "1"}, THING),
+    **dict.fromkeys(
+        ("memory_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second"),
+        (*NOT_NUMBER, None, 0, -1.0, math.inf, math.nan, True)),
+    **dict.fromkeys(("memory_bytes", "link_devices", "torus_dimensions"), (*NOT_SIZE, 0, None)),
+    "link": NOT_TEXT,
+    "sources": (3, "x", None, [3], THING, HUGE),
 }  # fmt: skip
 CHOICES = ("indivisible", "rank", "unconstrained", "pad", "keys", "precedence",
            "scalars", "unmatched")  # fmt: skip
@@ -186,6 +198,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
+    "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.lock.path": NOT_FILE,
     "Plan.to_html.path": NOT_FILE,
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
@@ -193,6 +206,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
     "compat.haliax.physical_axis_name.axis": (3, None, THING, HUGE, ["embed"]),
     "compat.haliax.pspec_for_axis.axis": (3, None, THING, [3]),
+    "Hardware.named.name": (*NOT_TEXT, "no such device"),
+    "read_hardware.path": (*NOT_FILE, None, b"x"),
     "read_model.path": (*NOT_FILE, None, b"x"),
     "read_rules.path": (*NOT_FILE, None, b"x"),
     "read_rules.dialect": tuple(value for value in NOT_DIALECT if value is not None),
@@ -248,6 +263,7 @@ CALLED = {
     "base": "base|group",
     "devices": "devices",
     "gradients": "gradients",
+    "schedule": "schedule|gathers",
     "additional_rules": "rule",
 }
 
@@ -265,6 +281,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Findings.raise_for": (PLAN.check().raise_for, {"level": "error"}),
     "Findings.to_github": (PLAN.check().to_github, {"file": None}),
     "Findings.to_json": (PLAN.check().to_json, {}),
+    "Hardware": (sr.Hardware, {
+        "name": "x", "flops_per_second": {"bfloat16": 1.0}, "memory_bytes": 1,
+        "memory_bytes_per_second": 1.0, "link": "x", "link_bytes_per_second": 1.0,
+        "link_devices": 1, "dcn_bytes_per_second": 1.0, "torus_dimensions": 1, "sources": ()}),
+    "Hardware.named": (sr.Hardware.named, {"name": "v5p"}),
     "LogicalDialect": (sr.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
         "tries_next": True}),
@@ -289,10 +310,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.shardings": (PLAN.shardings, {}),
     "Plan.source": (PLAN.source, {"path": "w"}),
     "Plan.specs": (PLAN.specs, {}),
+    "Plan.step_time": (PLAN.step_time, {
+        "tokens": 1, "hardware": "v5p", "axes_over_dcn": (), "overlap": (), "efficiency": 1.0,
+        "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": None, "schedule": None}),
     "Plan.sweep": (PLAN.sweep, {
         "meshes": None, "devices": 4, "axes": ["tp"], "fixed": None, "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None}),
+        "optimizer_memory_kind": None, "tokens": 1, "hardware": "v5p", "axes_over_dcn": (),
+        "overlap": (), "efficiency": 1.0, "schedule": None}),
     "Plan.transfer": (PLAN.transfer, {"other": PLAN}),
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
@@ -335,6 +360,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
         "companions": (), "names": None}),
+    "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
@@ -423,7 +449,7 @@ CALLS |= {
 # Records that the package makes, for reading; values.
 MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
-              "PlanDiff", "RuleFile", "RulesFallback", "Sweep", "SweepRow", "Traffic", "Transfer",
+              "PlanDiff", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._file_error import FileError
+from shardrules._hardware import Hardware
 from shardrules._logical.compare import Decision, Difference, compare
 from shardrules._logical.context import logical_axis_rules
 from shardrules._logical.dialects import FLAX_CORE, HALIAX, LINEN, MAXTEXT, LogicalDialect
@@ -46,12 +47,13 @@ from shardrules._sharding.shardings import spec_for
 # proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs see the
 # import, and not __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
-    from shardrules._files.public import RuleFile, read_model, read_rules
+    from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
     from shardrules._planning.api import *
     from shardrules._verifying.api import audit, verify
 else:
     _MODULES = {
         "RuleFile": "_files.public",
+        "read_hardware": "_files.public",
         "read_model": "_files.public",
         "read_rules": "_files.public",
         "audit": "_verifying.api",
@@ -99,6 +101,7 @@ __all__ = [
     "Finding",
     "Findings",
     "FindingsError",
+    "Hardware",
     "Kind",
     "LogicalDialect",
     "LogicalRules",
@@ -109,6 +112,7 @@ __all__ = [
     "RuleSpec",
     "Rules",
     "RulesFallback",
+    "StepTime",
     "Sweep",
     "SweepRow",
     "Traffic",
@@ -131,6 +135,7 @@ __all__ = [
     "named_shardings",
     "patch",
     "plan",
+    "read_hardware",
     "read_model",
     "read_rules",
     "resolve_mesh",

@@ -21,6 +21,7 @@ __all__ = [
     "mesh_shown",
     "misspelt",
     "nearest",
+    "seconds_shown",
     "shown",
 ]
 
@@ -84,6 +85,16 @@ def bytes_shown(count: int) -> str:
         size, unit = size / 1000, unit + 1
     digits = 0 if unit == 0 else max(0, 2 - len(str(int(abs(size)))) + 1)
     return f"{size:.{digits}f} {_UNITS[unit]}"
+
+
+def seconds_shown(seconds: float) -> str:
+    """Seconds with three digits: 0 s, 12.3 us, 4.56 ms, 1.20 s, 3,600 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size or unit == "us":
+            count = seconds / size
+            digits = 0 if count == 0 else max(0, 2 - len(str(int(count))) + 1)
+            return f"{count:,.{digits}f} {unit}" if count else "0 s"
+    raise AssertionError
 
 
 def byte_count(text: str) -> int:

@@ -14,7 +14,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
-from shardrules import match_partition_rules, named_shardings, plan
+from shardrules import Hardware, match_partition_rules, named_shardings, plan
 from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.rules import read_rules
 from shardrules._format import bytes_shown
@@ -39,7 +39,14 @@ _COUNTED: Final[dict[str, Any]] = {
     "gradients": "bfloat16",
     "optimizer": ("float32", "float32"),
 }
-_HBM: Final = 96 * 10**9
+# Of the hardware page. A step of DeepSeek-V3's training had 15,360 sequences of 4,096 tokens, each
+# of which met 8 experts (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2).
+_HARDWARE: Final = Hardware.named("v5p")
+_STEP: Final[dict[str, Any]] = {
+    "tokens": 15_360 * 4096,
+    "hardware": _HARDWARE,
+    "schedule": {"experts_per_token": 8},
+}
 _RUNS: Final = 5
 
 
@@ -69,7 +76,7 @@ def main() -> int:
         console.print(f"+ ({pattern!r}, P{spec})")
     console.print(str(before.diff(after)), soft_wrap=True)
     console.print(f"check: {after.check().summary}")
-    _title(console, "4. The bytes on each device")
+    _title(console, "4. The bytes on each device, and the time of a step")
     _print_bytes(console, after)
     _title(console, "5. The report")
     console.print(_report(after), soft_wrap=True)
@@ -85,8 +92,11 @@ def _title(console: Any, text: str) -> None:
 def _print_bytes(console: Any, fixed: Plan) -> None:
     held = fixed.bytes_per_device(**_COUNTED)
     console.print(f"training with Adam: {held}")
-    console.print(f"the best meshes of {fixed.devices} devices with {bytes_shown(_HBM)}:")
-    found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
+    console.print(
+        f"the best meshes of {fixed.devices} {_HARDWARE.name} with "
+        f"{bytes_shown(_HARDWARE.memory_bytes)} each, for steps of {_STEP['tokens']:,} tokens:"
+    )
+    found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
     console.print(str(type(found)(found[:5])), soft_wrap=True)
 
 
@@ -94,8 +104,9 @@ def _report(fixed: Plan) -> str:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     try:
-        found = fixed.sweep(fixed={"sp": 1}, hbm=_HBM, **_COUNTED)
-        fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=_HBM, **_COUNTED)
+        found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
+        hbm = _HARDWARE.memory_bytes
+        fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=hbm, **_COUNTED)
     except ImportError as error:
         return str(error)
     return f"{path}: open it in a browser; it works offline"

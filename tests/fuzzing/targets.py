@@ -22,6 +22,7 @@ import numpy as np
 import shardrules as sr
 from shardrules import FileError
 from shardrules._files.arrays import read_arrays
+from shardrules._files.hardware import read_hardware
 from shardrules._files.rules import read_rules
 from shardrules._planning.fold import fold
 from shardrules._planning.locks import read as locks
@@ -141,6 +142,13 @@ def rules(data: bytes) -> None:
 def toml(data: bytes) -> None:
     """The same in TOML."""
     _check_rules(_file("r.toml", data))
+
+
+def hardware(data: bytes) -> None:
+    """The figures of a device in TOML: `FileError`, or a record of numbers above 0."""
+    with suppress(FileError):
+        read = read_hardware(_file("h.toml", data))
+        assert min(read.memory_bytes, read.link_devices, *read.flops_per_second.values()) > 0
 
 
 def _check_rules(path: str) -> None:
@@ -381,6 +389,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "index": index,
     "orbax": orbax,
     "rules": rules,
+    "hardware": hardware,
     "toml": toml,
     "rule_values": rule_values,
     "lock": lock,

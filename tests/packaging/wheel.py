@@ -25,7 +25,7 @@ def main(wheel: str) -> int:
     assert len(extension) == 1, extension
     assert found == expected, {"missing": expected - found, "too many": found - expected}
     # Data that is loaded by name and missed by no import.
-    for needed in ("py.typed", "_core.pyi", "demo_data/deepseek-v3.json.gz"):
+    for needed in ("py.typed", "_core.pyi", "hardware.toml", "demo_data/deepseek-v3.json.gz"):
         assert f"shardrules/{needed}" in found, needed
     for suffix in (".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in found), suffix

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._format import bytes_shown
+from shardrules._format import bytes_shown, seconds_shown
 from tests.support import corpus
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly")
@@ -167,6 +167,7 @@ def test_content(deepseek):
     assert sum(leaves for _, _, leaves in data["rows"]) == 45_395
     assert sum(n * data["kinds"][kind]["held"] for _, kind, n in data["rows"]) == data["fullest"]
     assert [row["current"] for row in data["sweep"]] == [True, False, False]
+    assert [row["time"] for row in data["sweep"]] == [None, None, None]
     large = {"".join(p) for p, kind, _ in data["rows"] if data["kinds"][kind]["large"]}
     assert large == {
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
@@ -177,29 +178,63 @@ def test_content(deepseek):
 ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
 
 
-def test_the_page_counts_what_the_command_line_counts(tmp_path):
+# A train state whose moments are partly in the tree, partly in the host's memory.
+STATE = {"params": [["layers/0/w", [64, 64], "BF16"], ["layers/1/w", [64, 64], "BF16"], ["n", [64], "F32"],
+                    ["opt_state/mu/w", [64, 64], "F32"], ["opt_state/nu/w", [64, 64], "F32"]]}  # fmt: skip
+STATE_RULES = """
+[[rules]]
+pattern = "nu/w"
+spec = ["fsdp", "tp"]
+memory_kind = "pinned_host"
+[[rules]]
+pattern = "w"
+spec = ["fsdp", "tp"]
+[[rules]]
+pattern = "n"
+spec = []
+"""
+
+
+@pytest.mark.parametrize("gradients", [[], ["--gradients", "float32"]])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        [],
+        ["--optimizer", "adam"],
+        ["--optimizer", "adam", "--optimizer-memory", "pinned_host"],
+    ],
+)
+def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer):
+    """Its bytes and whether they fit, to the byte, as text, JSON, page and row of the sweep."""
     pytest.importorskip("typer", reason="typer is not installed")
     from typer.testing import CliRunner
 
-    from shardrules import demo
     from shardrules._cli.app import app
 
-    html = tmp_path / "plan.html"
-    model = [str(demo.MODEL), "-r", str(demo.RULES), "-m", "fsdp=64,sp=1,tp=8"]
-    flags = ["--gradients", "bfloat16", "--optimizer", "adam", "--hbm", "12GB"]
-    result = CliRunner().invoke(app, ["plan", *model, *flags, "--html", str(html)])
-    assert result.exit_code == 0, result.output
-    data = Page(html.read_text(encoding="utf-8")).data
-    as_json = CliRunner().invoke(app, ["plan", *model, *flags, "--format", "json"])
-    told = json.loads(as_json.stdout)["device_bytes"]
-    assert told.pop("total") == data["fullest"]
-    assert told == data["budget"]
-    assert told.pop("host") == told.pop("activations") == 0
-    assert min(told.values()) > 0
-    (current,) = (row for row in data["sweep"] if row["current"])
-    assert (current["bytes"], current["fits"]) == (data["fullest"], False)
-    assert "DOES NOT FIT into 12GB" in result.stdout
-    assert data["fullest"] > data["hbm"] == 12 * 10**9
+    def run(*more):
+        result = CliRunner().invoke(app, [*plan, *gradients, *optimizer, *map(str, more)])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    model, rules, html = tmp_path / "m.json", tmp_path / "r.toml", tmp_path / "plan.html"
+    model.write_text(json.dumps(STATE))
+    rules.write_text(STATE_RULES)
+    plan = ["plan", str(model), "-r", str(rules), "-m", "fsdp=4,tp=2,sp=1"]
+    held = json.loads(run("--format", "json"))["device_bytes"]
+    most, host = held.pop("total"), held["host"]
+    assert (held["gradients"] > 0) is bool(gradients)
+    for missing, host_missing in [(0, 0), (1, 0), (0, 1)]:
+        fits = not missing and not host_missing
+        room = ("--hbm", most - missing, "--host-memory", host - host_missing)
+        text = run(*room, "--html", html)
+        assert ("\nfits into" in text, "\nDOES NOT FIT into" in text) == (fits, not fits)
+        assert json.loads(run(*room, "--format", "json"))["fits"] is fits
+        data = Page(html.read_text(encoding="utf-8")).data
+        assert (data["fullest"], data["budget"], data["hbm"]) == (most, held, most - missing)
+        assert data["fits"]["yes"] is fits
+        assert f" into {data['fits']['room']}\n" in text
+        (current,) = (row for row in data["sweep"] if row["current"])
+        assert (current["bytes"], current["host_bytes"], current["fits"]) == (most, host, fits)
 
 
 def test_a_sweep_that_counts_something_else_is_refused(deepseek):
@@ -374,6 +409,19 @@ def test_browser_shows_all_parts(opened, deepseek, tmp_path):
     shot = tmp_path / "report.png"
     page.screenshot(path=shot, full_page=True)
     assert shot.stat().st_size > 50_000
+
+
+def test_browser_shows_the_time_of_a_step_and_what_takes_longest(opened, deepseek):
+    step = {"tokens": 2**24, "hardware": "H100", "schedule": {"experts_per_token": 8}}
+    sweep = deepseek.sweep([MESH, {"fsdp": 512, "sp": 1, "tp": 1}], **step)
+    page = opened(deepseek, sweep=sweep)
+    heads = page.locator("#sweep th").all_inner_texts()
+    assert [head.lower() for head in heads[:4]] == ["mesh", "devices", "a step", "longest"]
+    cells = page.locator("#sweep tbody tr").first.locator("td")
+    assert cells.nth(2).inner_text() == seconds_shown(sweep[0].time.total)
+    assert cells.nth(3).inner_text() == sweep[0].time.dominant
+    assert cells.nth(2).get_attribute("title") == str(sweep[0].time)
+    assert "assumed: hardware=H100" in page.inner_text("#sweep")
 
 
 def test_browser_without_a_sweep(opened, deepseek):

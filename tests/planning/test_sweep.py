@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules import demo
 from shardrules._planning.asking.sweep import factorizations
 from tests.support import corpus
 from tests.support.work import calls_by_file
@@ -69,7 +70,9 @@ def test_rows_are_those_of_fresh_plans(model):
     assert {tuple(row.mesh.items()) for row in rows} == {
         tuple(m.items()) for m in factorizations(16, ("fsdp", "tp", "sp"), {})
     }
-    assert [row.bytes for row in rows] == sorted(row.bytes for row in rows)
+    best, *others = rows
+    margin = max(100 * 10**9, best.bytes) / 20
+    assert all(best.bytes <= row.bytes + margin or row.fits < best.fits for row in others)
     for row in rows:
         fresh = sr.plan(tree, RULES, row.mesh)
         kinds = [fresh.kinds[kind] for kind in fresh.kind_of]
@@ -116,6 +119,58 @@ def test_fits_to_the_byte():
     assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=128)] == [True]
     assert [row.fits for row in plan.sweep([{"tp": 2}], hbm=127)] == [False]
     assert "does not fit" in str(plan.sweep([{"tp": 2}], hbm=0))
+
+
+EASYDEL = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
+ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "axes", "best"),
+    [
+        # fsdp=512 leaves a vocabulary of 129,280 whole: 11 GB more on each device.
+        (corpus.DEEPSEEK, [*demo.EXPERTS, *corpus.rules(EASYDEL)], ("fsdp", "tp"), (256, 2)),
+        ("easydel-deepseek-v3", corpus.rules(EASYDEL), ("dp", "fsdp", "tp"), (1, 256, 2)),
+        ("easylm-llama-3.1-405b", corpus.rules("EasyLM__llama"), ("dp", "fsdp", "mp"), (1, 512, 1)),
+        ("flax-gpt-j-6b", corpus.rules("EasyLM-yizhongw__gptj"), ("dp", "fsdp", "mp"), (1, 512, 1)),
+    ],
+)
+def test_what_differs_little_in_bytes_is_chosen_by_tensor_parallelism(model, rules, axes, best):
+    """512 devices, nothing known but bytes. All of these rules cut by fsdp and a tensor axis alike.
+
+    Tensor parallelism costs an all-reduce of activations in each layer, so it is the last resort
+    of those who train: Llama 3.1 405B had 8 in a node of 8 (Llama team, 2024, table 4),
+    DeepSeek-V3 none (DeepSeek-AI, 2024, section 3.2). Its 0.03 % fewer bytes are no reason.
+    """
+    plan = sr.plan(corpus.manifest(model).nested(corpus.abstract), rules, dict.fromkeys(axes, 1))
+    rows = plan.sweep(devices=512, axes=axes, fixed={"sp": 1, "ep": 1}, **ADAM)
+    assert tuple(rows[0].mesh.values()) == (*best, 1, 1)
+    least = min(row.bytes for row in rows)
+    assert rows[0].bytes <= 1.05 * least
+
+
+def test_a_small_part_of_the_memory_is_no_reason_for_tensor_parallelism():
+    """GPT-2 takes 1.5 GB with all of Adam's state: on devices of 96 GB it is trained data-parallel."""
+    tree = corpus.manifest("flax-gpt2").nested(corpus.abstract)
+    rules = corpus.rules("easydel__gpt2-GPT2Config-v0.2.0")
+    plan = sr.plan(tree, rules, {"dp": 8, "tp": 1})
+    assert plan.sweep(**ADAM)[0].mesh == {"dp": 1, "tp": 8}
+    assert plan.sweep(**ADAM, hbm=96 * 10**9)[0].mesh == {"dp": 8, "tp": 1}
+    # Where it matters, bytes decide.
+    assert plan.sweep(**ADAM, hbm=2 * 10**9)[0].mesh == {"dp": 1, "tp": 8}
+
+
+def test_of_equal_bytes_and_tensor_parallelism_fewer_corrections_win():
+    plan = sr.plan({"w": array(8, 8), "n": array(4)}, [("w", "tp"), ("n", "x")], {"tp": 2})
+    rows = plan.sweep([{"tp": 2, "x": 1}, {"tp": 2, "y": 1}, {"tp": 2}])
+    assert [row.corrections for row in rows] == [0, 1, 1]
+
+
+def test_meshes_that_do_not_fit_or_leave_leaves_without_a_spec_come_last():
+    rules = [("w", sr.RuleSpec(("tp",), sr.Correction(indivisible="error"))), ("v", ("dp",))]
+    plan = sr.plan({"w": array(6), "v": array(64)}, rules, {"tp": 2})
+    rows = plan.sweep([{"tp": 4, "dp": 64}, {"tp": 2}, {"tp": 2, "dp": 2}], hbm=140)
+    assert [(row.problems, row.fits) for row in rows] == [(0, True), (0, False), (1, True)]
 
 
 def test_problems_are_counted_not_raised():

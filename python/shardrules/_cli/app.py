@@ -19,11 +19,19 @@ from shardrules._cli.inputs import (
     MOMENTS,
     Planned,
     is_lock,
+    load_hardware,
     load_plan,
     load_side,
 )
 from shardrules._cli.process import FAILED, code_of, note
-from shardrules._cli.show import plan_json, show_findings, show_plan, show_sweep, working
+from shardrules._cli.show import (
+    plan_json,
+    show_findings,
+    show_plan,
+    show_sweep,
+    sweep_json,
+    working,
+)
 from shardrules._declared import Declared
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import DEFAULT_MEMORY, memory_within
@@ -33,6 +41,7 @@ from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import load_object
 from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more, byte_count, shown
+from shardrules._hardware import Hardware, public_hardware
 from shardrules._logical.dialects import LINEN, MAXTEXT
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
@@ -139,6 +148,23 @@ FailOn = Annotated[
     str,
     typer.Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
 ]
+Tokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a training step, to reckon its time.")
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        help=f"The devices: {', '.join(public_hardware())}; or a TOML file. Without --hbm, their "
+        "memory counts.",
+    ),
+]
+AxesOverDcn = Annotated[
+    str | None, typer.Option(help="Mesh axes between slices or nodes, such as dp.")
+]
+ExpertsPerToken = Annotated[
+    int | None, typer.Option(min=1, help="Experts of a layer that each token meets.")
+]
 
 
 def run() -> int:
@@ -185,15 +211,20 @@ def plan_command(
     optimizer_memory: OptimizerMemory = None,
     hbm: Hbm = None,
     host_memory: HostMemory = None,
+    tokens: Tokens = None,
+    hardware: HardwareName = None,
+    axes_over_dcn: AxesOverDcn = None,
+    experts_per_token: ExpertsPerToken = None,
     format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
     lock: Annotated[Path | None, typer.Option(help="Write a lockfile to this path.")] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write an HTML report to this path; it works offline.")
     ] = None,
 ) -> None:
-    """Show the spec of every array, and its bytes on each device."""
+    """Show the spec of every array, its bytes on each device, and the time of a step."""
     _one_of("--format", format_, ("text", "json"))
-    room = _room(hbm, host_memory)
+    step = _step(tokens, hardware, axes_over_dcn, experts_per_token)
+    room = _room(hbm, host_memory, step["hardware"])
     counted = _counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
     _check_targets({"--lock": lock, "--html": html}, (source, rules))
     planned = _load(
@@ -202,22 +233,23 @@ def plan_command(
     )  # fmt: skip
     plan = planned.plan
     held = plan.bytes_per_device(**counted)
+    time = None if tokens is None else plan.step_time(**step, **counted)
     # Made before anything is written: a failure leaves no file behind.
-    report = None if html is None else _report(planned, room, counted)
+    report = None if html is None else _report(planned, room, counted, step)
     if lock is not None:
         plan.lock(lock)
     if html is not None and report is not None:
         write_text(html, report)
         note(printable(f"{html}: a report in one file, which works offline"))
     if format_ == "json":
-        print(plan_json(plan, held, room))
+        print(plan_json(plan, held, room, time))
         return
     show_plan(plan)
     print(held)
     if (fits := room.fits(held)) is not None:
-        host = host_memory and f"{host_memory} of the host's memory"
-        rooms = " and ".join(filter(None, (hbm, host)))
-        print(printable(f"{'fits' if fits else 'DOES NOT FIT'} into {rooms}"))
+        print(f"{'fits' if fits else 'DOES NOT FIT'} into {room}")
+    if time is not None:
+        print(time)
 
 
 @app.command()
@@ -362,14 +394,21 @@ def sweep(
     optimizer_memory: OptimizerMemory = None,
     hbm: Hbm = None,
     host_memory: HostMemory = None,
+    tokens: Tokens = None,
+    hardware: HardwareName = None,
+    axes_over_dcn: AxesOverDcn = None,
+    experts_per_token: ExpertsPerToken = None,
+    format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
     most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
 ) -> None:
-    """Compare meshes for one set of rules, sorted by bytes per device."""
+    """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
+    _one_of("--format", format_, ("text", "json"))
     if mesh:
         _refuse("the meshes are those of --mesh", {"--devices": devices, "--axes": axes})
     elif devices is None or axes is None:
         raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
-    room = _room(hbm, host_memory)
+    step = _step(tokens, hardware, axes_over_dcn, experts_per_token)
+    room = _room(hbm, host_memory, step["hardware"])
     counted = _counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
     meshes = [parse_mesh(one) for one in mesh or ()]
     names, fixed = _axes(axes or "")
@@ -392,9 +431,13 @@ def sweep(
             fixed=fixed,
             hbm=room.hbm,
             host_memory=room.host,
+            **step,
             **counted,
         )
-    show_sweep(found, most)
+    if format_ == "json":
+        print(sweep_json(found))
+    else:
+        show_sweep(found, most)
 
 
 @app.command()
@@ -481,14 +524,14 @@ def _tell_fallbacks(fallbacks: Collection[str]) -> None:
         note(printable(line))
 
 
-def _report(planned: Planned, room: Room, counted: dict[str, Any]) -> str:
+def _report(planned: Planned, room: Room, counted: dict[str, Any], step: dict[str, Any]) -> str:
     """The HTML report; its numbers include the gradients and moments in `counted`."""
     plan = planned.plan
     findings = plan.check(**planned.rules.declared)
     given = {"hbm": room.hbm, "host_memory": room.host, **counted}
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
-        found = plan.sweep(fixed=ones, **given) if plan.devices > 1 else None
+        found = plan.sweep(fixed=ones, **step, **given) if plan.devices > 1 else None
     chart = found and Sweep(found[:_MOST_BARS])
     return plan.to_html(findings=findings, sweep=chart, title=planned.model, **given)
 
@@ -532,8 +575,30 @@ def _counted(
     }
 
 
-def _room(hbm: str | None, host_memory: str | None) -> Room:
-    return Room(_memory("--hbm", "a device", hbm), _memory("--host-memory", "a host", host_memory))
+def _step(
+    tokens: int | None, hardware: str | None, over_dcn: str | None, experts_per_token: int | None
+) -> dict[str, Any]:
+    """The arguments of `Plan.sweep` for the time of a step that these options mean."""
+    device = None if hardware is None else load_hardware(hardware)
+    if tokens is None:
+        given = {"--axes-over-dcn": over_dcn, "--experts-per-token": experts_per_token}
+        _refuse("without --tokens there is no time of a step", given)
+        return {"hardware": device}
+    if device is None:
+        raise ValueError("--tokens: the time of a step needs --hardware, such as v5p")
+    return {
+        "tokens": tokens,
+        "hardware": device,
+        "axes_over_dcn": tuple(_names(over_dcn)),
+        "schedule": {"experts_per_token": experts_per_token},
+    }
+
+
+def _room(hbm: str | None, host_memory: str | None, hardware: Hardware | None) -> Room:
+    own = _memory("--hbm", "a device", hbm)
+    if own is None and hardware is not None:
+        own = hardware.memory_bytes
+    return Room(own, _memory("--host-memory", "a host", host_memory))
 
 
 def _memory(option: str, of: str, text: str | None) -> int | None:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested, read_arrays
+from shardrules._files.hardware import read_hardware
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
+from shardrules._hardware import as_hardware
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import key_separator
 from shardrules._matching.rules import Rules
@@ -22,10 +24,11 @@ from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
+    from shardrules._hardware import Hardware
     from shardrules._logical.dialects import LogicalDialect
     from shardrules._matching.dialects import Dialect
 
-__all__ = ["MOMENTS", "Planned", "is_lock", "load_plan", "load_side"]
+__all__ = ["MOMENTS", "Planned", "is_lock", "load_hardware", "load_plan", "load_side"]
 
 # Optimizers, with the number of moments that each keeps per parameter.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
@@ -87,6 +90,16 @@ def load_plan(
         names=names,
     )
     return Planned(planned, name, loaded, fallbacks)
+
+
+def load_hardware(text: str) -> Hardware:
+    """The hardware in a TOML file, or with this name.
+
+    Raises:
+        ValueError: There is no such name, or the file is invalid.
+    """
+    is_file = text.endswith(".toml") or "/" in text
+    return read_hardware(text) if is_file else as_hardware("--hardware", text)
 
 
 def load_side(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardrules._format import and_more, bytes_shown, mesh_shown
+from shardrules._format import and_more, bytes_shown, mesh_shown, seconds_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.findings import finding_lines
 from shardrules._planning.asking.sweep import Sweep, held_shown
@@ -22,9 +22,10 @@ from shardrules._specs import spec_shown
 if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.findings import Findings
+    from shardrules._planning.asking.step_time import StepTime
     from shardrules._planning.plan import Plan
 
-__all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "working"]
+__all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "sweep_json", "working"]
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -87,29 +88,47 @@ def show_sweep(found: Sweep, most: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    has_times = bool(found.assumptions)
+    heads = ["mesh", "devices", "per device", "replicated", "largest replicated leaf", ""]
+    heads[2:2] = ["a step", "longest"] if has_times else []
     table = Table(box=None, header_style="bold")
-    for head in ("mesh", "devices", "per device", "replicated", "largest replicated leaf", ""):
-        table.add_column(head, justify="left" if head in ("mesh", "") else "right")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("mesh", "longest", "") else "right")
     for row in found[:most]:
         whole = f"{row.largest_replicated or '-'}  {bytes_shown(row.largest_replicated_bytes)}"
         verdict = {None: "", True: "fits", False: "does not fit"}[row.fits]
+        time = row.time and [seconds_shown(row.time.total), _plain(row.time.dominant)]
         table.add_row(
-            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", held_shown(row),
+            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", *(time or []), held_shown(row),
             bytes_shown(row.replicated), _plain(whole), verdict,
             style="red" if row.fits is False else None,
         )  # fmt: skip
     Console(highlight=False).print(table)
-    for more in and_more(len(found), most, "mesh"):
-        print(more)
+    for line in (*and_more(len(found), most, "mesh"), *found.notes):
+        print(printable(line))
 
 
-def plan_json(plan: Plan, held: DeviceBytes, room: Room) -> str:
+def sweep_json(found: Sweep) -> str:
+    """The sweep as a JSON object: a row for each mesh, the best first, and the assumptions."""
+    rows = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in found]
+    return printable_json({"rows": rows, "assumptions": found.assumptions})
+
+
+def _time_content(time: StepTime) -> dict[str, Any]:
+    content = time._asdict()
+    del content["assumptions"]
+    sent = [{"axes": axes, "seconds": seconds} for axes, seconds in time.sent.items()]
+    return {**content, "sent": sent, "dominant": time.dominant}
+
+
+def plan_json(plan: Plan, held: DeviceBytes, room: Room, time: StepTime | None) -> str:
     """The plan as a JSON object, with a row for each folded path.
 
     Args:
         plan: The plan.
         held: Its bytes on each device.
         room: The memory that there is, for the key "fits". Without any there is no such key.
+        time: The time of a step, for the key "time"; None for no such key.
     """
     leaves = [
         {
@@ -140,6 +159,8 @@ def plan_json(plan: Plan, held: DeviceBytes, room: Room) -> str:
     }
     if (fits := room.fits(held)) is not None:
         content["fits"] = fits
+    if time is not None:
+        content["time"] = {**_time_content(time), "assumptions": time.assumptions}
     return printable_json(content)
 
 

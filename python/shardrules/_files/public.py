@@ -1,4 +1,4 @@
-"""`read_model` and `read_rules`: what the command line reads, for Python.
+"""`read_model`, `read_rules` and `read_hardware`: what the command line reads, for Python.
 
 Costs what reading costs. `read_model` imports JAX. Must not execute anything: the form
 `module:name` is the command line's.
@@ -15,6 +15,7 @@ from shardrules._file_content import DEFAULT_MEMORY, memory_within
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested as in_levels
 from shardrules._files.arrays import read_arrays
+from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile
@@ -22,7 +23,7 @@ from shardrules._files.rules import read_rules as rules_in
 from shardrules._logical.dialects import LogicalDialect
 from shardrules._matching.dialects import Dialect
 
-__all__ = ["RuleFile", "read_model", "read_rules"]
+__all__ = ["RuleFile", "read_hardware", "read_model", "read_rules"]
 
 
 def read_model(

@@ -12,6 +12,7 @@ from shardrules._planning.asking.explain import TriedName as TriedName
 from shardrules._planning.asking.findings import Finding as Finding
 from shardrules._planning.asking.findings import Findings as Findings
 from shardrules._planning.asking.findings import FindingsError as FindingsError
+from shardrules._planning.asking.step_time import StepTime as StepTime
 from shardrules._planning.asking.sweep import Sweep as Sweep
 from shardrules._planning.asking.sweep import SweepRow as SweepRow
 from shardrules._planning.asking.traffic import Traffic as Traffic

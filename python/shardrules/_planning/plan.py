@@ -30,6 +30,7 @@ from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown, shown
+from shardrules._hardware import Hardware, as_hardware
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
@@ -43,6 +44,7 @@ from shardrules._planning.asking.diff import PlanDiff, diff
 from shardrules._planning.asking.explain import Explanation, explanation
 from shardrules._planning.asking.findings import Findings
 from shardrules._planning.asking.rows import row_of
+from shardrules._planning.asking.step_time import OVERLAP, StepTime, run_of, step_time
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
 from shardrules._planning.asking.traffic import Traffic, traffic
 from shardrules._planning.asking.transfer import Transfer, transfer
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 
     from shardrules._matching.coverage import Coverage
     from shardrules._planning.asking.collectives.schedule import InputGradients, Reduce
+    from shardrules._planning.asking.collectives.sent import Of
     from shardrules._planning.asking.findings import CheckKind, Level
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
@@ -443,25 +446,42 @@ class Plan:
         gradients: Any = None,
         optimizer: Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
+        tokens: int | None = None,
+        hardware: Hardware | str | None = None,
+        axes_over_dcn: Iterable[str] = (),
+        overlap: Iterable[Of] = OVERLAP,
+        efficiency: float = 1.0,
+        schedule: Mapping[str, Any] | None = None,
     ) -> Sweep:
-        """The same leaves and rules on many meshes: bytes per device, corrections, what fits.
+        """The same leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
         Args:
             meshes: The meshes. Default: all factorizations of `devices` over `axes`.
             devices: Devices of these factorizations. Default: as many as the plan has.
             axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
             fixed: Further axes, with the size that each has in all meshes.
-            hbm: Bytes of memory of a device, for `SweepRow.fits`.
+            hbm: Bytes of memory of a device, for `SweepRow.fits`. Default: those of `hardware`.
             host_memory: Bytes of the host's memory for each of its devices, for the same.
             gradients: As in `bytes_per_device`.
             optimizer: The dtypes of the optimizer's moments, as in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
+            tokens: Tokens of the whole batch of a training step, to rank meshes by its time.
+            hardware: The devices, for that: a `Hardware`, or the name of one such as "v5p".
+            axes_over_dcn: As in `step_time`.
+            overlap: As in `step_time`.
+            efficiency: As in `step_time`.
+            schedule: As in `step_time`.
 
         Returns:
-            A row for each mesh, those with the fewest bytes on a device first.
+            A row for each mesh, those with the fewest problems first, of these what fits, of these
+            the shortest time of a step, if `tokens` are given, or else the fewest bytes. What
+            differs by less than 5 %, or in bytes by less than 5 % of `hbm`, is a tie. Then the
+            fewest devices along axes that do not split tokens, by their names, come first, then the
+            fewest corrections, then bytes.
 
         Raises:
-            ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes.
+            ValueError: A mesh is invalid, there are no axes, or there are more than 10,000 meshes;
+                there are tokens without hardware; or as `step_time`.
 
         Example:
             >>> import jax, shardrules as sr
@@ -470,7 +490,30 @@ class Plan:
             >>> [(row.mesh, row.bytes) for row in plan.sweep()]
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
+        device = None if hardware is None else as_hardware("hardware", hardware)
+        if hbm is None and device is not None:
+            hbm = device.memory_bytes
         room = _room(hbm, host_memory)
+        run = None
+        if tokens is None:
+            _check_unused(
+                axes_over_dcn=axes_over_dcn != (),
+                overlap=overlap != OVERLAP,
+                efficiency=efficiency != 1.0,
+                schedule=schedule is not None,
+            )
+        elif device is None:
+            raise ValueError("tokens: the time of a step needs hardware=, such as 'v5p'")
+        else:
+            run = run_of(
+                tokens=tokens,
+                hardware=device,
+                axes_over_dcn=axes_over_dcn,
+                overlap=overlap,
+                efficiency=efficiency,
+                schedule=schedule,
+                gradients=gradients,
+            )
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         check_type("fixed", fixed, Mapping | None, "a dict of axis sizes")
         moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
@@ -493,7 +536,64 @@ class Plan:
             gradients=gradients,
             optimizer=moments,
             optimizer_memory_kind=optimizer_memory_kind,
+            run=run,
         )
+
+    def step_time(
+        self,
+        *,
+        tokens: int,
+        hardware: Hardware | str,
+        axes_over_dcn: Iterable[str] = (),
+        overlap: Iterable[Of] = OVERLAP,
+        efficiency: float = 1.0,
+        gradients: Any = None,
+        optimizer: Plan | Iterable[Any] | None = None,
+        optimizer_memory_kind: MemoryKind | None = None,
+        schedule: Mapping[str, Any] | None = None,
+    ) -> StepTime:
+        """How long a training step takes on hardware, as one reckons it on paper: a roofline.
+
+        The hardware page says how, and what is left out. It is a lower bound for comparing meshes.
+
+        Args:
+            tokens: Tokens of the whole batch of a step.
+            hardware: The devices: a `Hardware`, or the name of one such as "v5p".
+            axes_over_dcn: Mesh axes between slices or nodes. Default: none, but what does not fit
+                into one; the last axes of the mesh are the innermost.
+            overlap: What is sent while devices compute: some of "params", "gradients",
+                "activations", "experts". Default: the first two.
+            efficiency: The part of the peak FLOP/s that products reach. Default: 1.
+            gradients: As in `bytes_per_device`.
+            optimizer: As in `bytes_per_device`.
+            optimizer_memory_kind: As in `bytes_per_device`.
+            schedule: Further arguments of `traffic`, such as {"experts_per_token": 8}.
+
+        Raises:
+            ValueError: The hardware is unknown, or has no figure for the dtype of activations; the
+                mesh lacks an axis; or as `traffic` and `bytes_per_device`.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((8192, 32768), "bfloat16")}}
+            >>> plan = sr.plan(tree, [("kernel", "fsdp")], {"fsdp": 16})
+            >>> time = plan.step_time(tokens=2**20, hardware="H100")
+            >>> time.dominant, f"{time.total * 1e3:.1f} ms"
+            ('compute', '106.7 ms')
+        """
+        run = run_of(
+            tokens=tokens,
+            hardware=hardware,
+            axes_over_dcn=axes_over_dcn,
+            overlap=overlap,
+            efficiency=efficiency,
+            schedule=schedule,
+            gradients=gradients,
+        )
+        held = self.bytes_per_device(
+            gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
+        )
+        return step_time(self._columns, run, held)
 
     def bytes_per_device(
         self,
@@ -905,6 +1005,12 @@ class Plan:
     def _row(self, path: str) -> int:
         check_type("path", path, str, "a string")
         return row_of(self._columns, path)
+
+
+def _check_unused(**is_given: bool) -> None:
+    """Checks that none of these arguments is given, which are for the time of a step."""
+    if named := [name for name, given in is_given.items() if given]:
+        raise ValueError(f"{named[0]}: it is for the time of a step, which needs tokens=")
 
 
 def _room(hbm: int | None, host_memory: int | None) -> Room:

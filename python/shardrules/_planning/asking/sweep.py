@@ -7,6 +7,7 @@ needed. Must not know how a table is drawn.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,17 +15,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._format import bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
+from shardrules._planning.asking.step_time import assumed_lines, step_time, time_shown
+from shardrules._planning.data_axes import data_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 
 if TYPE_CHECKING:
     from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.asking.budget import DeviceBytes, Room
+    from shardrules._planning.asking.step_time import Run, StepTime
     from shardrules._planning.columns import Columns
 
 __all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
 
 _MOST_MESHES: Final = 10_000
+# Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
+# than this part of a device's memory: activations take more, and no estimate is as near.
+_TIE: Final = 0.05
 
 
 class SweepRow(NamedTuple):
@@ -48,15 +55,33 @@ class SweepRow(NamedTuple):
     given."""
     host_bytes: int = 0
     """Bytes in the host's memory for the device that has most there."""
+    time: StepTime | None = None
+    """How long a training step takes; None if the tokens of one were not given."""
 
 
 class Sweep(tuple[SweepRow, ...]):
-    """A row for each mesh, those with the fewest bytes on a device first."""
+    """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
     __slots__ = ()
 
+    @property
+    def assumptions(self) -> dict[str, Any]:
+        """The assumptions of the times; none without times. Of batch axes, those of all meshes."""
+        times = [row.time for row in self if row.time is not None]
+        if not times:
+            return {}
+        batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
+        return {**times[0].assumptions, "batch_axes": tuple(batch)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines with the assumptions of the times, and what is not counted in them."""
+        times = [row.time for row in self if row.time is not None]
+        uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
+        return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
+
     def __str__(self) -> str:
-        return "\n".join(map(_line, self))
+        return "\n".join([*map(_line, self), *self.notes])
 
 
 def held_shown(row: SweepRow) -> str:
@@ -67,9 +92,10 @@ def held_shown(row: SweepRow) -> str:
 
 def _line(row: SweepRow) -> str:
     fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
+    time = "" if row.time is None else f"{time_shown(row.time):<22} "
     largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
     return printable(
-        f"{mesh_shown(row.mesh):<40} {held_shown(row):>10}  "
+        f"{mesh_shown(row.mesh):<40} {time}{held_shown(row):>10}  "
         f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
         + (f"  largest replicated: {largest}" if row.largest_replicated else "")
     )
@@ -83,6 +109,7 @@ def sweep(
     gradients: Any,
     optimizer: tuple[Any, ...] | None,
     optimizer_memory_kind: MemoryKind | None,
+    run: Run | None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
@@ -92,8 +119,51 @@ def sweep(
     for mesh in chosen:
         there = on_mesh(mesh)
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_row(there, held, room))
-    return Sweep(sorted(rows, key=lambda row: (row.bytes, row.host_bytes, row.devices)))
+        rows.append(_row(there, held, room, run))
+    if run is not None:
+        return Sweep(_ranked(rows, _seconds))
+    return Sweep(_ranked(rows, _held, _TIE * (room.hbm or 0)))
+
+
+def _ranked(
+    rows: list[SweepRow], cost: Callable[[SweepRow], float], margin: float = 0
+) -> Iterator[SweepRow]:
+    """Rows without problems and that fit first, then the cheapest.
+
+    Costs that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
+    """
+    left = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
+    while left:
+        first, tied = left[0], []
+        most = cost(first) + max(_TIE * cost(first), margin if first.fits else 0)
+        while left and _usable(left[0]) == _usable(first) and cost(left[0]) <= most:
+            tied.append(left.popleft())
+        yield from sorted(tied, key=_preference)
+
+
+def _preference(row: SweepRow) -> tuple[float, ...]:
+    """Of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    return _tensor_devices(row), row.corrections, _held(row)
+
+
+def _seconds(row: SweepRow) -> float:
+    return 0.0 if row.time is None else row.time.total
+
+
+def _usable(row: SweepRow) -> tuple[int, bool, bool]:
+    # A time from which something is missing looks too good.
+    is_partial = row.time is not None and bool(row.time.uncounted)
+    return row.problems, row.fits is False, is_partial
+
+
+def _held(row: SweepRow) -> int:
+    return row.bytes + row.host_bytes
+
+
+def _tensor_devices(row: SweepRow) -> int:
+    """By how much axes that do not split tokens cut the arrays."""
+    batch = row.time.assumptions["batch_axes"] if row.time else data_axes_among(row.mesh)
+    return prod(row.mesh.values()) // prod(row.mesh[axis] for axis in batch)
 
 
 def factorizations(
@@ -131,7 +201,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(columns: Columns, held: DeviceBytes, room: Room) -> SweepRow:
+def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
     is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     whole = [one for one in columns.folded if is_whole[one.group]]
@@ -147,4 +217,5 @@ def _row(columns: Columns, held: DeviceBytes, room: Room) -> SweepRow:
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
         fits=room.fits(held),
         host_bytes=held.max_host,
+        time=None if run is None else step_time(columns, run, held),
     )

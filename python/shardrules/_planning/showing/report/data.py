@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import rule_spec_shown
+from shardrules._format import seconds_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.kinds import (
     Kind,
@@ -61,6 +62,7 @@ def report_data(
         "specs": [{"text": text, "replicated": whole} for text, whole in specs],
         "rows": [[row.parts, row.group, len(row.rows)] for row in columns.folded],
         "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
+        "sweep_notes": [] if sweep is None else sweep.notes,
     }
 
 
@@ -145,4 +147,9 @@ def _asked_shown(columns: Columns, rule: int) -> str:
 
 
 def _sweep_row(row: SweepRow, columns: Columns) -> dict[str, Any]:
-    return {**row._asdict(), "current": row.mesh == columns.axis_sizes}
+    time = row.time and {
+        "shown": seconds_shown(row.time.total),
+        "longest": row.time.dominant,
+        "text": str(row.time),
+    }
+    return {**row._asdict(), "time": time, "current": row.mesh == columns.axis_sizes}

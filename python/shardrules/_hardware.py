@@ -1,0 +1,132 @@
+"""`Hardware`: what a device can compute, hold and send, with the public figures of some.
+
+A record that checks itself; the figures are in `hardware.toml` and read when they are first asked
+for. Must not know about meshes or plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from math import inf
+from typing import Any
+
+from shardrules._arguments import check_real, check_type, integer, texts
+from shardrules._dtypes import numpy_name
+from shardrules._format import brief, nearest, shown
+
+__all__ = ["Hardware", "as_hardware", "public_hardware"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one device can compute, hold and send; a device is what JAX calls one.
+
+    Args:
+        name: Its name in tables.
+        flops_per_second: By dtype of the operands, the dense matrix operations per second.
+        memory_bytes: Bytes of its memory.
+        memory_bytes_per_second: Bytes that it reads or writes per second.
+        link: The name of the network inside a slice or node, such as "ICI" or "NVLink".
+        link_bytes_per_second: Bytes that a device sends per second over all its links of that
+            network together; it receives as many.
+        link_devices: The most devices of a slice or node, which that network connects.
+        dcn_bytes_per_second: Bytes that a device sends per second to other slices or nodes.
+        torus_dimensions: Dimensions of the torus that the links make; 1 for a switch, which gives
+            each pair of devices all of the bandwidth. Default: 1.
+        sources: Where the figures are from.
+
+    Raises:
+        ValueError: A figure is not above 0, or a dtype is unknown.
+        TypeError: A figure is not a number, or a name not a string.
+
+    Example:
+        >>> import dataclasses, shardrules as sr
+        >>> sr.Hardware.named("v5p").flops_per_second["bfloat16"]
+        459000000000000.0
+        >>> rack = dataclasses.replace(sr.Hardware.named("B200"), name="NVL72", link_devices=72)
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    link: str
+    link_bytes_per_second: float
+    link_devices: int
+    dcn_bytes_per_second: float
+    torus_dimensions: int = 1
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("name", "link"):
+            check_type(name, getattr(self, name), str, "a string")
+        check_type("flops_per_second", self.flops_per_second, Mapping, "a dict by dtype")
+        flops = {}
+        for dtype, rate in self.flops_per_second.items():
+            check_type("a key of flops_per_second", dtype, str, "a dtype's name")
+            _check_rate(f"flops_per_second[{dtype!r}]", rate)
+            try:
+                flops[numpy_name(dtype)] = rate
+            except ValueError as error:
+                raise ValueError(f"flops_per_second: {error}") from None
+        if not flops:
+            raise ValueError("flops_per_second is {}; it needs a dtype, as {'bfloat16': 459e12}")
+        for name in ("memory_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second"):
+            _check_rate(name, getattr(self, name))
+        for name in ("memory_bytes", "link_devices", "torus_dimensions"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "flops_per_second", flops)
+        object.__setattr__(self, "sources", texts("sources", self.sources))
+
+    @classmethod
+    def named(cls, name: str) -> Hardware:
+        """The public figures of this device: v4, v5e, v5p, v6e, 7x, A100, H100, H200 or B200.
+
+        The hardware page has them with their sources. On 7x a chip is two devices.
+
+        Raises:
+            ValueError: There are no figures for it; the message has the nearest name, and all.
+        """
+        check_type("name", name, str, "the name of a device")
+        return _named("name", name)
+
+
+@functools.cache
+def public_hardware() -> dict[str, Hardware]:
+    """The devices with public figures, by name."""
+    text = (resources.files("shardrules") / "hardware.toml").read_text(encoding="utf-8")
+    return {name: Hardware(name, **table) for name, table in tomllib.loads(text).items()}
+
+
+def as_hardware(name: str, given: Any) -> Hardware:
+    """The hardware that a user gives as the parameter `name`: a record, or a name.
+
+    Raises:
+        ValueError: There is no such name.
+        TypeError: It is neither.
+    """
+    check_type(name, given, Hardware | str, "a Hardware or a name such as 'v5p'")
+    return _named(name, given) if isinstance(given, str) else given
+
+
+def _named(parameter: str, name: str) -> Hardware:
+    known = public_hardware()
+    found = {one.lower(): hardware for one, hardware in known.items()}.get(name.lower())
+    if found is None:
+        near = nearest(name, known)
+        meant = f"did you mean {near!r}? " if near else ""
+        raise ValueError(
+            f"{parameter}: there are no figures for {brief(name)}; {meant}there are some for "
+            f"{', '.join(known)}; give those of others as a Hardware, or in a TOML file"
+        )
+    return found
+
+
+def _check_rate(name: str, value: Any) -> None:
+    check_real(name, value)
+    if isinstance(value, bool) or not 0 < value < inf:
+        raise ValueError(f"{name} is {shown(value)}; it must be a number above 0")
