@@ -42,7 +42,15 @@ _RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
 
 
 class TransferRow(NamedTuple):
-    """Leaves that move alike; in `Transfer.rows`."""
+    """Leaves that move alike; in `Transfer.rows`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, [("w", "dp")], {"dp": 4})
+        >>> (row,) = plan.transfer(plan.on_mesh({"dp": 2})).rows
+        >>> row.path, row.received, row.most
+        ('w', 24, 16)
+    """
 
     path: str
     """Folded path pattern."""
@@ -62,6 +70,13 @@ class Transfer(NamedTuple):
 
     Arrays are of int64, or of Python's ints where that is too small, and cannot be written to.
     False if nothing moves.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, [("w", "dp")], {"dp": 4})
+        >>> moved = plan.transfer(plan.on_mesh({"dp": 2}))
+        >>> moved.received, moved.sent, moved.total
+        (array([ 8, 16]), array([0, 8, 8, 8]), 24)
     """
 
     mesh: tuple[dict[str, int], dict[str, int]]
