@@ -306,8 +306,8 @@ def disagree():
     # All alike: an error of each, or none.
     for case, call in failures(mesh).items():
         found.append([None, case, raised(call), has_own_parts(place())])
-    assert sr.shard({}, RULES_OF_TREE, mesh) == {}
     audited = {case: outcome(call) for case, call in audits(mesh, placed).items()}
+    assert sr.shard({}, RULES_OF_TREE, mesh) == {}
     keys = [key for key, _ in client().key_value_dir_get("shardrules")]
     devices = [device.id for device in jax.devices()]
     return {"found": found, "audited": audited, "keys": keys, "devices": devices}

@@ -142,8 +142,10 @@ def fields_of(found: list[Any]) -> list[Fields]:
     types: set[Any] = set(map(type, found))
     if not _are_arrays(types):
         return list(map(_live, found))
-    # The method of a class takes half the time of looking one up for each array.
-    is_deleted = types.pop().is_deleted if len(types) == 1 else methodcaller("is_deleted")
+    # A method of the class takes half the time of looking one up for each array. Random keys of
+    # older versions of JAX have a property.
+    method = types.pop().is_deleted if len(types) == 1 else None
+    is_deleted = method if callable(method) else methodcaller("is_deleted")
     if any(map(is_deleted, found)):
         return list(map(_live, found))
     return list(map(_OF_ARRAY, found))
