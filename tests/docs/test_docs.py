@@ -25,7 +25,7 @@ CONSTANTS = ("shardrules.compat.eformer_common_types",)
 WITHOUT_EXAMPLES = {
     "AxisMetadata", "Change", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference",
     "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "RuleFile", "RulesFallback", "Sweep",
-    "SweepRow", "Transfer", "TransferRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
+    "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 # The other pages are about today's JAX.
 FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
