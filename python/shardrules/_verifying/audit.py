@@ -33,8 +33,8 @@ from shardrules._verifying.fault_words import (
     missing_leaves,
     without_devices,
 )
-from shardrules._verifying.faults import Fault, Planned
-from shardrules._verifying.live import Live, fields_of, is_committed, pairs_of
+from shardrules._verifying.faults import Fault, PlannedKinds
+from shardrules._verifying.live import Live, fields_of, is_committed, live_leaves
 
 if TYPE_CHECKING:
     from shardrules._verifying.live import Fields
@@ -108,9 +108,9 @@ class _Audited:
 
     def __init__(self, tree: Any, plan: Plan) -> None:
         self._columns = plan._columns
-        self._pairs = pairs_of(tree, self._columns.leaves)
+        self._pairs = live_leaves(tree, self._columns.leaves)
         self._fields = fields_of(self._pairs.found)
-        self._planned = Planned(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
+        self._planned = PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
         self._has_devices = has_devices(plan.mesh)
 
     @property

@@ -80,6 +80,11 @@ class Side:
         ends = list(accumulate((one.num_leaves for one in children), initial=0))
         return [(one, range(*ends)) for one, ends in zip(children, pairwise(ends), strict=True)]
 
+    @cached_property
+    def keywords(self) -> tuple[str, ...]:
+        """Of inputs, the names of the keyword arguments, which are the last subtrees."""
+        return tuple(self.treedef.children()[1].node_data()[1])
+
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
         """Bytes of a leaf on a device, with its own sharding or another one."""
         shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
     from shardrules._verifying.live import Live, Where
 
-__all__ = ["Fault", "FaultKind", "Planned"]
+__all__ = ["Fault", "FaultKind", "PlannedKinds"]
 
 FaultKind = Literal[
     "unplanned", "type", "narrowed", "deleted", "abstract", "host", "uncommitted",
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
     planned: str
 
 
-class Planned:
+class PlannedKinds:
     """What a plan has for its leaves, on devices.
 
     A plan on a mesh without devices is put on that of the arrays: the mesh with the plan's axes

@@ -20,14 +20,14 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Collective", "CollectiveKind", "Hlo", "Instruction", "Shape", "axes_of_groups"]
+__all__ = ["Collective", "CollectiveOpcode", "Hlo", "Instruction", "Shape", "axes_of_groups"]
 
-CollectiveKind = Literal[
+CollectiveOpcode = Literal[
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
 ]
 Groups = tuple[tuple[int, ...], ...]
 
-_KINDS: Final[tuple[CollectiveKind, ...]] = get_args(CollectiveKind)
+_KINDS: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
 _COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
@@ -106,7 +106,7 @@ class Instruction(NamedTuple):
 class Collective(NamedTuple):
     """A collective, with the shapes that one device has."""
 
-    kind: CollectiveKind
+    kind: CollectiveOpcode
     """Of an asynchronous one too, whose start stands for both halves."""
     instruction: Instruction
     computation: str
@@ -174,7 +174,7 @@ class Hlo:
         found = sorted(chain.from_iterable(map(self._found, _KINDS)))
         return tuple(self._collective(*one) for one in found)
 
-    def of_kind(self, kind: CollectiveKind, least: int) -> Iterator[Collective]:
+    def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
         """The collectives of a kind with a result of at least so many bytes, for less time."""
         for position, _, start in self._found(kind):
             if any(one.bytes >= least for one in parsed(self._line(position)).results):
@@ -288,7 +288,7 @@ class Hlo:
         end = self.text.find("\n", position)
         return self.text[self.text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
-    def _found(self, kind: CollectiveKind) -> Iterator[tuple[int, CollectiveKind, str]]:
+    def _found(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
         """(where, kind, "-start" or "") of the collectives of a kind."""
         # A search for a fixed string is much faster than one for a pattern.
         position = self.text.find(f" {kind}")
@@ -301,7 +301,7 @@ class Hlo:
                     yield position, kind, found[2] or ""
             position = self.text.find(f" {kind}", position + 1)
 
-    def _collective(self, position: int, kind: CollectiveKind, start: str) -> Collective:
+    def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> Collective:
         instruction = parsed(self._line(position))
         results = instruction.results
         if start and kind != "all-reduce":

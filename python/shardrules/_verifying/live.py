@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Fields = tuple[Where, tuple[int, ...] | None, Any]
     """The fields of `Live`, as a plain tuple: making 10,000 others costs half a walk."""
 
-__all__ = ["Live", "Pairs", "fields_of", "is_committed", "pairs_of"]
+__all__ = ["Live", "LiveLeaves", "fields_of", "is_committed", "live_leaves"]
 
 
 class Live(NamedTuple):
@@ -40,7 +40,7 @@ class Live(NamedTuple):
     """Of what is no array, its class; None for a number."""
 
 
-class Pairs(NamedTuple):
+class LiveLeaves(NamedTuple):
     """The leaves of a tree, each with its row in the plan."""
 
     found: list[Any]
@@ -57,7 +57,7 @@ class Pairs(NamedTuple):
 _OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
 
 
-def pairs_of(tree: Any, leaves: Leaves) -> Pairs:
+def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
     """The leaves of a tree beside those of a plan: by structure, or else by path."""
     from jax import tree_util
 
@@ -70,7 +70,7 @@ def pairs_of(tree: Any, leaves: Leaves) -> Pairs:
         # The tree may have more levels than the plan's; and None is no leaf.
         if not tree_util.all_leaves(found):
             return _by_paths(tree, leaves)
-    return Pairs(found, rows, [], {})
+    return LiveLeaves(found, rows, [], {})
 
 
 def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
@@ -94,14 +94,14 @@ def _are_equal(structure: Any, planned: Any) -> bool:
         return False
 
 
-def _by_paths(tree: Any, leaves: Leaves) -> Pairs:
+def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
     here, rows = _by_path(tree, leaves), leaves.rows
     if here.keys() != rows.keys():
         # What is in a box has a longer path, unless the plan was made of boxes with names.
         without = _by_path(_unboxed(tree), leaves)
         here = max(here, without, key=lambda one: len(one.keys() & rows.keys()))
     both = [path for path in here if path in rows]
-    return Pairs(
+    return LiveLeaves(
         [here[path] for path in both],
         [rows[path] for path in both],
         [row for path, row in rows.items() if path not in here],

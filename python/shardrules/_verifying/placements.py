@@ -16,7 +16,7 @@ from shardrules._planning.asking.findings import VerifyKind
 from shardrules._printable import printable
 from shardrules._sharding.memory import memory_apart
 from shardrules._verifying.executable import sharding_shown
-from shardrules._verifying.words import Pairs, finding_of, is_same, together
+from shardrules._verifying.words import ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding
@@ -54,12 +54,14 @@ _SAID: Final = {
 
 def placements(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
     """Where the inputs or outputs are not as planned."""
-    pairs = Pairs(wanted, side.shardings)
+    pairs = ObjectPairs(wanted, side.shardings)
     yield from _misplaced(side, wanted, pairs)
     yield from _in_other_memory(side, wanted, pairs)
 
 
-def _misplaced(side: Side, wanted: Sequence[Wanted | None], pairs: Pairs) -> Iterator[Finding]:
+def _misplaced(
+    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs
+) -> Iterator[Finding]:
     """Leaves whose sharding in the executable is not equivalent to the planned one."""
     said = _SAID[side.name]
 
@@ -93,7 +95,7 @@ def _misplaced(side: Side, wanted: Sequence[Wanted | None], pairs: Pairs) -> Ite
 
 
 def _in_other_memory(
-    side: Side, wanted: Sequence[Wanted | None], pairs: Pairs
+    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs
 ) -> Iterator[Finding]:
     """Leaves that are planned in a memory kind other than the executable's."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from shardrules._format import bytes_shown, counted
 from shardrules._specs import is_partition_spec
 from shardrules._verifying.placements import placement_text
-from shardrules._verifying.words import Pairs, finding_of, is_same, together
+from shardrules._verifying.words import ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
@@ -134,10 +134,10 @@ def _not_aliased(side: Side, leaves: list[int], held: int, *, is_state: bool) ->
 
 
 def _arguments(side: Side, given: Sequence[Any]) -> list[_Part]:
-    positional, keywords = side.treedef.children()
-    count = len(positional.children())
+    keywords = side.keywords
+    count = len(side.subtrees) - len(keywords)
     named = given[count] if len(given) > count else {}
-    entries = [*given[:count], *map(named.get, keywords.node_data()[1])]
+    entries = [*given[:count], *map(named.get, keywords)]
     return [_Part(*subtree, one) for subtree, one in zip(side.subtrees, entries, strict=True)]
 
 
@@ -187,6 +187,9 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     inputs, outputs = executable.inputs, executable.outputs
     before = inputs.shardings[slice_of(state.inputs)]
     after = outputs.shardings[slice_of(state.outputs)]
+    # The same objects, as a rule.
+    if before == after:
+        return
 
     def alike(one: Any, other: Any, position: Callable[[], int]) -> bool:
         if one == other:
@@ -199,7 +202,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     what, when = _SAID[state.evidence]
-    for rows in together(Pairs(before, after).unlike(alike), texts):
+    for rows in together(ObjectPairs(before, after).unlike(alike), texts):
         was, becomes = texts(rows[0])
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))

@@ -66,29 +66,37 @@ def wanted(
     """
     plans: dict[int, _Placed] = {}
     of_inputs = _Filled(executable.inputs, executable, plans)
-    _fill_arguments(of_inputs, executable.inputs.treedef, inputs)
+    _fill_arguments(of_inputs, executable.inputs, inputs)
     of_outputs = _Filled(executable.outputs, executable, plans)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
     return of_inputs.wanted, of_outputs.wanted
 
 
-def _fill_arguments(filled: _Filled, treedef: Any, given: Any) -> None:
-    positional, keywords = treedef.children()
+def _fill_arguments(filled: _Filled, side: Side, given: Any) -> None:
     if not isinstance(given, tuple | list):
         raise TypeError(
             f"inputs is {shown(given)}; give a tuple with an entry for each positional argument: "
             f"{_WHAT}"
         )
-    counts = [len(positional.children()), len(positional.children()) + 1]
-    if len(given) not in counts[: 1 + bool(keywords.num_leaves)]:
+    names = side.keywords
+    count = len(side.subtrees) - len(names)
+    positional, keywords = side.subtrees[:count], side.subtrees[count:]
+    if len(given) not in (count, count + bool(names)):
         raise _misfit(
-            f"inputs has {len(given)} entries; the function was lowered with {counts[0]} "
-            f"positional arguments{_and_keywords(keywords)}"
+            f"inputs has {len(given)} entries; the function was lowered with {count} "
+            f"positional arguments{_and_keywords(names)}"
         )
-    for i, (entry, child) in enumerate(zip(given, positional.children(), strict=False)):
-        filled.fill(f"inputs[{i}]", entry, child)
-    by_name = given[counts[0]] if len(given) == counts[1] else {}
-    filled.fill_some(f"inputs[{counts[0]}]", by_name, keywords)
+    for i, (entry, (treedef, _)) in enumerate(zip(given, positional, strict=False)):
+        filled.fill(f"inputs[{i}]", entry, treedef)
+    by_name = given[count] if len(given) > count else {}
+    at = f"inputs[{count}]"
+    if not isinstance(by_name, Mapping) or not set(by_name) <= set(names):
+        raise _misfit(
+            f"{at} is {brief(by_name)}; it must be a dict for these keyword arguments: "
+            f"{', '.join(names)}"
+        )
+    for name, (treedef, _) in zip(names, keywords, strict=True):
+        filled.fill(f"{at}[{name!r}]", by_name.get(name), treedef)
 
 
 def _arranged(plan: Plan, of_kind: list[Wanted], structure: Any, rows: list[int]) -> _Placed:
@@ -104,9 +112,9 @@ def _arranged(plan: Plan, of_kind: list[Wanted], structure: Any, rows: list[int]
     )
 
 
-def _and_keywords(keywords: Any) -> str:
-    names = keywords.node_data()[1]
-    return f", and with keyword arguments, for which a dict may follow: {names}" if names else ""
+def _and_keywords(names: tuple[str, ...]) -> str:
+    listed = ", ".join(names)
+    return f", and with keyword arguments, for which a dict may follow: {listed}" if names else ""
 
 
 class _Filled:
@@ -146,17 +154,6 @@ class _Filled:
                 self.wanted += [self._record(at, one) for one in leaves]
             else:
                 self._fill_children(at, given, treedef)
-
-    def fill_some(self, at: str, given: Any, treedef: Any) -> None:
-        """Fills the leaves of a dict, of which some keys may be left out."""
-        names = treedef.node_data()[1]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise _misfit(
-                f"{at} is {brief(given)}; it must be a dict for these keyword arguments: "
-                f"{', '.join(map(str, names))}"
-            )
-        for name, child in zip(names, treedef.children(), strict=True):
-            self.fill(f"{at}[{name!r}]", given.get(name), child)
 
     def _fill_children(self, at: str, given: Any, treedef: Any) -> None:
         from jax import tree_util

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.findings import FindingKind, Level
     from shardrules._verifying.executable import Side
 
-__all__ = ["Pairs", "finding_of", "is_same", "together"]
+__all__ = ["ObjectPairs", "finding_of", "is_same", "together"]
 
 
 def finding_of(
@@ -40,14 +39,16 @@ def finding_of(
     return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
 
 
-class Pairs:
+class ObjectPairs:
     """Two lists of as many objects, many of which are the same; None is like anything."""
 
     def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
         self._firsts = firsts
         self._seconds = seconds
         # A list of None says that nothing is planned.
-        self._keys = set() if firsts.count(None) == len(firsts) else set(self._ids())
+        is_planned = firsts.count(None) < len(firsts)
+        both = zip(firsts, seconds, strict=True)
+        self._pairs = dict(zip(self._ids(), both, strict=True)) if is_planned else {}
 
     def unlike(self, alike: Callable[[Any, Any, Callable[[], int]], bool]) -> list[list[int]]:
         """The positions of what is not alike, those of the same two objects together.
@@ -56,7 +57,7 @@ class Pairs:
             alike: Called once for each pair of the same objects, with them and a function that
                 gives one of its positions.
         """
-        differ = {key for key in self._keys if not self._is_like(key, alike)}
+        differ = {key for key in self._pairs if not self._is_like(key, alike)}
         positions = defaultdict(list)
         for i, key in enumerate(self._ids()) if differ else ():
             if key in differ:
@@ -64,18 +65,13 @@ class Pairs:
         return list(positions.values())
 
     def _is_like(self, key: tuple[int, int], alike: Callable[..., bool]) -> bool:
-        first, second = self._objects[key[0]], self._objects[key[1]]
+        first, second = self._pairs[key]
         if first is None or second is None:
             return True
         return alike(first, second, lambda: self._positions[key])
 
     def _ids(self) -> Iterator[tuple[int, int]]:
         return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
-
-    @cached_property
-    def _objects(self) -> dict[int, Any]:
-        both = (self._firsts, self._seconds)
-        return dict(chain.from_iterable(zip(map(id, one), one, strict=True) for one in both))
 
     @cached_property
     def _positions(self) -> dict[tuple[int, int], int]:

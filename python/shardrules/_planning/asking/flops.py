@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._planning.asking.collectives.cuts import cuts_of
+from shardrules._planning.asking.collectives.cuts import cut_parts
 from shardrules._planning.asking.collectives.uses import uses_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Flops(NamedTuple):
 def flops(columns: Columns, schedule: Schedule) -> Flops:
     """The operations of a training step: 6 for each token and each element that it meets."""
     total = per_device = 0
-    for use in uses_of(cuts_of(columns, schedule), schedule):
+    for use in uses_of(cut_parts(columns, schedule), schedule):
         part = use.cut.part
         if "lookup" in part.dims:
             continue

@@ -15,7 +15,7 @@ from shardrules._arguments import check_choice, check_real, check_type, integer,
 from shardrules._dtypes import bits_of, given_dtype
 from shardrules._format import seconds_shown, shown
 from shardrules._hardware import Hardware, as_hardware
-from shardrules._planning.asking.collectives.cuts import cuts_of
+from shardrules._planning.asking.collectives.cuts import cut_parts
 from shardrules._planning.asking.collectives.schedule import Schedule, schedule_of
 from shardrules._planning.asking.collectives.sent import Of
 from shardrules._planning.asking.collectives.uses import uses_of
@@ -26,7 +26,7 @@ from shardrules._printable import printable
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes
-    from shardrules._planning.asking.collectives.cuts import Cut
+    from shardrules._planning.asking.collectives.cuts import CutPart
     from shardrules._planning.columns import Columns
 
 __all__ = ["OVERLAP", "Run", "StepTime", "assumed_lines", "run_of", "step_time", "time_shown"]
@@ -206,7 +206,7 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits: int) -> float:
     """Bytes that a device reads and writes: of all products, and of the optimizer's update."""
     moved = 0.0
-    for use in uses_of(cuts_of(columns, schedule), schedule):
+    for use in uses_of(cut_parts(columns, schedule), schedule):
         cut, part = use.cut, use.cut.part
         kernels = cut.bytes(bits) * cut.devices(cut.gathered) * schedule.accumulate
         # Of a table that tokens look up, they read their rows alone.
@@ -216,7 +216,7 @@ def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits:
     return _PRODUCTS * moved + _UPDATED * updated
 
 
-def _width(cut: Cut) -> float:
+def _width(cut: CutPart) -> float:
     """Elements of a kernel's input and output for each token, on a device."""
     part = cut.part
     sides = {*part.dims} & {"in", "out"}

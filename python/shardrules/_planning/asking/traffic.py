@@ -17,7 +17,7 @@ from shardrules._planning.asking.collectives.activations import (
     of_experts,
     uncounted,
 )
-from shardrules._planning.asking.collectives.cuts import cuts_of
+from shardrules._planning.asking.collectives.cuts import cut_parts
 from shardrules._planning.asking.collectives.params import of_gradients, of_params
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.collectives.sent import Transmission, merged
@@ -106,7 +106,7 @@ def _shown(value: Any) -> str:
 
 def traffic(columns: Columns, schedule: Schedule) -> Traffic:
     """See `Plan.traffic`."""
-    cuts = cuts_of(columns, schedule)
+    cuts = cut_parts(columns, schedule)
     uses = list(uses_of(cuts, schedule))
     tensor_axes = frozenset(axis for cut in cuts for axis in cut.along("in", "out"))
     rows = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from shardrules._planning.asking.collectives.schedule import Schedule
-    from shardrules._planning.asking.collectives.sent import Collective, Of, Row
+    from shardrules._planning.asking.collectives.sent import CollectiveKind, Of, Row
     from shardrules._planning.asking.collectives.uses import Use
 
 __all__ = ["of_activations", "of_experts", "uncounted"]
@@ -26,7 +26,7 @@ __all__ = ["of_activations", "of_experts", "uncounted"]
 class _Sum(NamedTuple):
     """Collectives of so many elements for each token."""
 
-    collective: Collective
+    collective: CollectiveKind
     axes: tuple[str, ...]
     times: int
     width: int

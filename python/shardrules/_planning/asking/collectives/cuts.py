@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from shardrules._planning.kinds import Kind
     from shardrules._planning.roles import DimRole, Part
 
-__all__ = ["Cut", "cut_of", "cuts_of"]
+__all__ = ["CutPart", "cut_of", "cut_parts"]
 
 
-class Cut(NamedTuple):
+class CutPart(NamedTuple):
     """The leaves of a folded path, and the mesh axes of several devices that cut them."""
 
     part: Part
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
         )
 
 
-def cuts_of(columns: Columns, schedule: Schedule) -> list[Cut]:
+def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
     """What the axes of the mesh do for each folded path of parameters.
 
     Raises:
@@ -84,7 +84,7 @@ def cuts_of(columns: Columns, schedule: Schedule) -> list[Cut]:
     return cuts
 
 
-def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> Cut:
+def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:
     """What the axes of a mesh of these sizes do for a part of this kind."""
     entries = entries_of(kind.spec) if kind.spec is not None else ()
     dims = [
@@ -95,7 +95,7 @@ def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str])
         a for axes, role in zip(dims, part.dims, strict=True) if role == "experts" for a in axes
     ]
     others = [axis for axes in dims for axis in axes if axis not in experts]
-    return Cut(
+    return CutPart(
         part=part,
         kind=kind,
         dims=tuple(dims),

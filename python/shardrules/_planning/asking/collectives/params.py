@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from shardrules._dtypes import given_bits
 
 if TYPE_CHECKING:
-    from shardrules._planning.asking.collectives.cuts import Cut
+    from shardrules._planning.asking.collectives.cuts import CutPart
     from shardrules._planning.asking.collectives.schedule import Schedule
-    from shardrules._planning.asking.collectives.sent import Collective, Row
+    from shardrules._planning.asking.collectives.sent import CollectiveKind, Row
 
 __all__ = ["of_gradients", "of_params"]
 
 
-def of_params(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Row]:
+def of_params(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
     """The gathers of parameters: of those that batch axes cut, and of those that ZeRO-1 renews."""
     for cut in cuts:
         held = cut.bytes()
@@ -31,7 +31,7 @@ def of_params(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Row]:
 
 
 def of_gradients(
-    cuts: Iterable[Cut], schedule: Schedule, tensor_axes: frozenset[str]
+    cuts: Iterable[CutPart], schedule: Schedule, tensor_axes: frozenset[str]
 ) -> Iterator[Row]:
     """The reductions of gradients over all devices that have seen other tokens.
 
@@ -53,8 +53,8 @@ def of_gradients(
 
 
 def _reductions(
-    cut: Cut, schedule: Schedule, others: set[str], whole: int
-) -> Iterator[tuple[Collective, Iterable[str], int]]:
+    cut: CutPart, schedule: Schedule, others: set[str], whole: int
+) -> Iterator[tuple[CollectiveKind, Iterable[str], int]]:
     """(collective, axes, payload) of gradients of so many bytes, `others` beside `cut.gathered`."""
     yield schedule.reduce, cut.gathered, whole
     whole //= cut.devices(cut.gathered)
@@ -65,22 +65,22 @@ def _reductions(
     yield "all-reduce", others, whole
 
 
-def _arrays(cut: Cut) -> int:
+def _arrays(cut: CutPart) -> int:
     """How many arrays a step uses: those of scanned layers one by one."""
     return cut.part.leaves * cut.part.size("stack")
 
 
-def _gathers(cut: Cut, schedule: Schedule) -> int:
+def _gathers(cut: CutPart, schedule: Schedule) -> int:
     # The gradient of a look-up needs no rows, and nothing is between the two passes of the logits.
     is_once = "lookup" in cut.part.dims or cut.part.makes_logits
     return 1 if is_once and not cut.part.is_tied else schedule.gathers
 
 
-def _has_gradient(cut: Cut) -> bool:
+def _has_gradient(cut: CutPart) -> bool:
     return re.match("b?float|complex", str(cut.kind.dtype)) is not None
 
 
-def _zero1_cuts(cut: Cut, axis: str) -> bool:
+def _zero1_cuts(cut: CutPart, axis: str) -> bool:
     """Whether `Plan.for_optimizer(zero1=axis)` cuts the moments by this axis as well."""
     parts = [cut.devices(axes) for axes in cut.dims]
     shape = zip(cut.part.shape, parts, strict=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
-__all__ = ["Collective", "Of", "Row", "Transmission", "merged"]
+__all__ = ["CollectiveKind", "Of", "Row", "Transmission", "merged"]
 
-Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Of = Literal["params", "gradients", "activations", "experts"]
-Row = tuple[Collective, Iterable[str], Of, int, int]
+Row = tuple[CollectiveKind, Iterable[str], Of, int, int]
 """(collective, axes, of, count, payload), as in `Transmission`."""
 
 
@@ -28,7 +28,7 @@ class Transmission(NamedTuple):
         ('all-gather', ('fsdp',), 'params', 1048576, 917504)
     """
 
-    collective: Collective
+    collective: CollectiveKind
     axes: tuple[str, ...]
     """The mesh axes over which it runs, in the mesh's order."""
     of: Of
@@ -48,7 +48,7 @@ def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmis
     Rows over a single device, or without bytes, are left out. Those of parameters come first, those
     that send most first of their own.
     """
-    total: dict[tuple[Collective, tuple[str, ...], Of], tuple[int, int]] = {}
+    total: dict[tuple[CollectiveKind, tuple[str, ...], Of], tuple[int, int]] = {}
     for collective, axes, of, count, payload in rows:
         named = frozenset(axes)
         group = tuple(axis for axis, size in axis_sizes.items() if axis in named and size > 1)
@@ -65,6 +65,6 @@ def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmis
     return tuple(sorted(made, key=lambda row: (order.index(row.of), -row.sent, row.axes)))
 
 
-def _ring(collective: Collective, payload: int, devices: int) -> int:
+def _ring(collective: CollectiveKind, payload: int, devices: int) -> int:
     rounds = 2 if collective == "all-reduce" else 1
     return -(-payload * rounds * (devices - 1) // devices)

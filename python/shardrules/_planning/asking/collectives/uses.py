@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shardrules._planning.asking.collectives.cuts import Cut
+    from shardrules._planning.asking.collectives.cuts import CutPart
     from shardrules._planning.asking.collectives.schedule import Schedule
     from shardrules._planning.roles import DimRole
 
@@ -21,7 +21,7 @@ __all__ = ["Use", "uses_of"]
 class Use(NamedTuple):
     """Kernels, or tables, that tokens meet in a step."""
 
-    cut: Cut
+    cut: CutPart
     tokens: Fraction | int
     """Tokens that each of the arrays meets on a device; those of scanned layers are arrays, too."""
     share: Fraction | int
@@ -32,7 +32,7 @@ class Use(NamedTuple):
     """How many inputs these have."""
 
 
-def uses_of(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Use]:
+def uses_of(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Use]:
     """All uses; none for leaves that meet tokens without a product, such as norms."""
     for cut in cuts:
         if cut.part.is_product:
@@ -45,7 +45,7 @@ def uses_of(cuts: Iterable[Cut], schedule: Schedule) -> Iterator[Use]:
             yield _use(cut._replace(part=part), schedule)
 
 
-def _use(cut: Cut, schedule: Schedule) -> Use:
+def _use(cut: CutPart, schedule: Schedule) -> Use:
     part = cut.part
     share: Fraction | int = 1
     local: Fraction | int = schedule.tokens_per_device(cut.sizes)
