@@ -209,7 +209,7 @@ def _words(pattern: str) -> tuple[str, ...]:
 def _named(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words up to the array's name: paths of flax nnx may have `value` behind it."""
     is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
-    return words[:-1] if is_named and words[-1] == "value" else words
+    return words[:-1] if is_named and words[-1:] == ("value",) else words
 
 
 def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:

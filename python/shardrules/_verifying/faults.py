@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -42,6 +42,8 @@ FaultKind = Literal[
     "unplanned", "type", "narrowed", "deleted", "abstract", "host", "uncommitted",
     "devices", "order", "memory-kind", "sharding",
 ]  # fmt: skip
+
+_WITHOUT_PLACE: Final[tuple[FaultKind, ...]] = ("deleted", "abstract", "host")
 
 
 class Fault(NamedTuple):
@@ -88,9 +90,8 @@ class PlannedKinds:
             is_narrowed = is_of_shape and _name(live.dtype) == _name_on_devices(kind.dtype)
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
             yield Fault("narrowed" if is_narrowed else "type", *types)
-        if live.where in ("deleted", "abstract", "host"):
-            yield Fault(live.where, "", planned)
-        elif not isinstance(live.where, str) and is_of_shape:
+        yield from (Fault(one, "", planned) for one in _WITHOUT_PLACE if one == live.where)
+        if not isinstance(live.where, str) and is_of_shape:
             yield from self._of_place(live.where, live, kind)
 
     def _of_place(self, found: Sharding, live: Live, kind: Kind) -> Iterator[Fault]:

@@ -35,7 +35,7 @@ def verify(
 ) -> Findings:
     """Finds where a compiled function differs from the plan, and what that costs.
 
-    Nothing is run. [Verify](verify.md) says of each finding from where it is read.
+    Nothing is run. The page "Verify" says of each finding from where it is read.
 
     | kind | level | what |
     |---|---|---|

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes
     from shardrules._planning.asking.collectives.cuts import CutPart
     from shardrules._planning.columns import Columns
+    from shardrules._planning.roles import DimRole
 
 __all__ = ["OVERLAP", "Run", "StepTime", "assumed_lines", "run_of", "step_time", "time_shown"]
 
@@ -219,7 +220,7 @@ def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits:
 def _width(cut: CutPart) -> float:
     """Elements of a kernel's input and output for each token, on a device."""
     part = cut.part
-    sides = {*part.dims} & {"in", "out"}
+    sides: list[DimRole] = [role for role in set(part.dims) if role in ("in", "out")]
     # Of two dimensions of which it is not known which is which, one is the input, one the output.
     unknown = (
         size / cut.devices(axis for axis in axes if axis in cut.kept)
