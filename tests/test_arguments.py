@@ -71,6 +71,7 @@ NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
     "tree": NOT_TREE,
+    "model": NOT_TREE,
     "state": NOT_TREE,
     "rules": NOT_RULES,
     "rules_a": NOT_RULES,
@@ -196,6 +197,10 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
        for name in ("compare", "plan", "named_shardings", "shard", "with_sharding_constraint")},
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
+    "suggest.tokens": tuple(value for value in WRONG["tokens"] if value is not None),
+    "suggest.devices": tuple(value for value in NOT_SIZE if value is not None),
+    "suggest.dialect": tuple(value for value in NOT_DIALECT if value is not None),
+    "suggest.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
@@ -258,6 +263,7 @@ CALLED = {
     "libraries": "librar",
     "zero1": "zero1",
     "tree": "tree|names",
+    "model": "model|tree",
     "pattern": "pattern|position",
     "roles": "roles|position",
     "base": "base|group",
@@ -384,6 +390,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 CALLS |= {
+    "Plan.with_rules": (PLAN.with_rules, {"rules": RULES}),
+    "Suggestion.compare": (sr.suggest(TREE, {"tp": 2}).compare, {"rules": RULES}),
+    "Suggestion.to_python": (sr.suggest(TREE, {"tp": 2}).to_python, {}),
+    "Suggestion.to_toml": (sr.suggest(TREE, {"tp": 2}).to_toml, {}),
+    "suggest": (sr.suggest, {
+        "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
+        "optimizer": ("float32",), "tokens": 8, "head_dim": 8, "dialect": sr.EFORMER}),
+}  # fmt: skip
+CALLS |= {
     f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (
         module.match_partition_rules,
         {"rules": RULES, "params": TREE},
@@ -447,7 +462,7 @@ CALLS |= {
 }
 
 # Records that the package makes, for reading; values.
-MADE_BY_US = {"Change", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
+MADE_BY_US = {"Change", "Comparison", "CutReason", "Reason", "Suggestion", "compat.easylm.TreePathShardingRule.apply", "Coverage", "Decision", "DeviceBytes",
               "Difference", "Explanation", "FileError", "Finding", "Findings", "FindingsError", "Kind", "Loss", "Plan",
               "PlanDiff", "RuleFile", "RulesFallback", "StepTime", "Sweep", "SweepRow", "Traffic", "Transfer",
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip

@@ -49,6 +49,7 @@ from shardrules._sharding.shardings import spec_for
 if TYPE_CHECKING:
     from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
     from shardrules._planning.api import *
+    from shardrules._suggesting.api import *
     from shardrules._verifying.api import audit, verify
 else:
     _MODULES = {
@@ -58,6 +59,9 @@ else:
         "read_rules": "_files.public",
         "audit": "_verifying.api",
         "verify": "_verifying.api",
+        **dict.fromkeys(
+            ("Comparison", "CutReason", "Reason", "Suggestion", "suggest"), "_suggesting.api"
+        ),
     }
 
     def __getattr__(name: str) -> object:
@@ -90,8 +94,10 @@ __all__ = [
     "WINDOW",
     "Change",
     "Companion",
+    "Comparison",
     "Correction",
     "Coverage",
+    "CutReason",
     "Decision",
     "DeviceBytes",
     "Dialect",
@@ -108,11 +114,13 @@ __all__ = [
     "Loss",
     "Plan",
     "PlanDiff",
+    "Reason",
     "RuleFile",
     "RuleSpec",
     "Rules",
     "RulesFallback",
     "StepTime",
+    "Suggestion",
     "Sweep",
     "SweepRow",
     "Traffic",
@@ -142,6 +150,7 @@ __all__ = [
     "shard",
     "spec_for",
     "stacked",
+    "suggest",
     "unpatch",
     "unstacked",
     "verify",

@@ -597,3 +597,45 @@ def test_options_of_a_step_that_are_wrong(small, command, options, message):
 
 def _read(model, rules):
     return sr.read_model(model), sr.read_rules(rules).rules
+
+
+def test_suggested_rules_are_clean_under_check(small, tmp_path):
+    model, _ = small
+    written = tmp_path / "suggested.toml"
+    result = run("suggest", model, "--devices", 8, "--axes", "fsdp,tp", "--hbm", "1GB")
+    assert result.exit_code == 0
+    assert 'dialect = "eformer"' in result.stdout
+    written.write_text(result.stdout, encoding="utf-8")
+    mesh = result.stdout.split(" on ")[1].split(":")[0]
+    checked = run("check", model, "-r", written, "-m", mesh, "--fail-on", "warning")
+    assert checked.exit_code == 0, checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("-m", "fsdp=8", "--format", "python"), 'P(None, "fsdp")'),
+        (("-m", "fsdp=8", "--format", "text"), "rule 0 wq/kernel: 2 leaves"),
+        (("-m", "fsdp=8", "--dialect", "nnx"), 'dialect = "nnx"'),
+    ],
+)
+def test_suggested_rules_in_other_forms(small, more, told):
+    result = run("suggest", small[0], *more)
+    assert result.exit_code == 0
+    assert told in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ((), "give a mesh with --mesh, or --devices"),
+        (("-m", "fsdp=8", "--devices", 8), "leave out --devices"),
+        (("--devices", 8, "--hbm", "1MB"), "there is no room"),
+        (("-m", "fsdp=8", "--dialect", "maxtext"), "for logical axis names"),
+        (("-m", "fsdp=8", "--format", "yaml"), "must be one of toml, python, text"),
+    ],
+)
+def test_a_suggestion_that_cannot_be_is_refused(small, more, told):
+    result = run("suggest", small[0], *more)
+    assert result.exit_code == 2
+    assert told in result.stderr

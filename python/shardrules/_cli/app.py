@@ -20,6 +20,7 @@ from shardrules._cli.inputs import (
     Planned,
     is_lock,
     load_hardware,
+    load_model,
     load_plan,
     load_side,
 )
@@ -438,6 +439,65 @@ def sweep(
         print(sweep_json(found))
     else:
         show_sweep(found, most)
+
+
+@app.command()
+@_ended
+def suggest(
+    source: Source,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", "-m", help="The mesh, such as fsdp=64,tp=8.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Choose a mesh of this many devices.")
+    ] = None,
+    axes: Annotated[
+        str | None,
+        typer.Option(
+            help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp, and ep if there are "
+            "stacks of experts."
+        ),
+    ] = None,
+    hbm: Hbm = None,
+    optimizer: Optimizer = "adam",
+    optimizer_dtype: OptimizerDtype = None,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
+        ),
+    ] = None,
+    dialect: DialectName = None,
+    max_memory: MaxMemory = _MAX_MEMORY,
+    format_: Annotated[
+        str, typer.Option("--format", help="Output format: toml, python, or text with reasons.")
+    ] = "toml",
+) -> None:
+    """Write rules for a model. On standard output: shardrules suggest MODEL ... > rules.toml."""
+    from shardrules._suggesting.suggest import suggest as suggested
+
+    _one_of("--format", format_, ("toml", "python", "text"))
+    if mesh is None and devices is None:
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    if mesh is not None:
+        unused = {"--devices": devices, "--axes": axes}
+        _refuse("the mesh is that of --mesh", unused)
+    counted = _counted(None, optimizer, optimizer_dtype, None)
+    with working("reading"), memory_within(byte_count(max_memory)):
+        tree, chosen = load_model(source, dialect)
+    found = suggested(
+        tree,
+        None if mesh is None else parse_mesh(mesh),
+        devices=devices,
+        axes=None if axes is None else _names(axes),
+        hbm=None if hbm is None else byte_count(hbm),
+        optimizer=counted.get("optimizer"),
+        head_dim=head_dim,
+        dialect=chosen,
+    )
+    text = {"toml": found.to_toml, "python": found.to_python, "text": found.__str__}[format_]()
+    print(text.rstrip("\n"))
 
 
 @app.command()

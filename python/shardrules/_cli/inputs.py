@@ -18,7 +18,7 @@ from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._hardware import as_hardware
 from shardrules._logical.rules import LogicalRules
-from shardrules._matching.dialects import key_separator
+from shardrules._matching.dialects import EFORMER, Dialect, key_separator
 from shardrules._matching.rules import Rules
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.plan import Plan, plan
@@ -26,9 +26,16 @@ from shardrules._planning.plan import Plan, plan
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
     from shardrules._logical.dialects import LogicalDialect
-    from shardrules._matching.dialects import Dialect
 
-__all__ = ["MOMENTS", "Planned", "is_lock", "load_hardware", "load_plan", "load_side"]
+__all__ = [
+    "MOMENTS",
+    "Planned",
+    "is_lock",
+    "load_hardware",
+    "load_model",
+    "load_plan",
+    "load_side",
+]
 
 # Optimizers, with the number of moments that each keeps per parameter.
 MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
@@ -100,6 +107,18 @@ def load_hardware(text: str) -> Hardware:
     """
     is_file = text.endswith(".toml") or "/" in text
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
+
+
+def load_model(source: str, dialect: str | None) -> tuple[Any, Dialect]:
+    """The tree of a model, and the dialect of the rules that are to be written for it.
+
+    Raises:
+        FileError, ValueError, TypeError: The model cannot be read, or the dialect is not for paths.
+    """
+    chosen = EFORMER if dialect is None else _dialect_of(dialect)
+    if not isinstance(chosen, Dialect):
+        raise TypeError(f"--dialect {dialect}: it is for logical axis names; rules are for paths")
+    return _tree(source, Rules((), chosen))[1], chosen
 
 
 def load_side(

@@ -58,7 +58,7 @@ from shardrules._planning.companion import Companion
 from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_rules import by_rules
-from shardrules._planning.placing.derive import with_companions
+from shardrules._planning.placing.derive import redecided, with_companions
 from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
 from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
@@ -433,6 +433,31 @@ class Plan:
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
         return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
+
+    def with_rules(self, rules: RulesLike) -> Plan:
+        """The same leaves and mesh under other rules of paths; the tree is not walked again.
+
+        Companions are left out.
+
+        Raises:
+            ValueError: The rules' dialect has other paths.
+            TypeError: The rules, or those of the plan, are for logical axis names.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"fsdp": 2, "tp": 4})
+            >>> plan.with_rules([("w", ("fsdp", "tp"))]).device_bytes
+            array([16])
+        """
+        if isinstance(self.rules, LogicalRules):
+            raise TypeError("with_rules: the plan has logical rules; plan the tree itself")
+        compiled = as_rules("rules", rules)
+        leaves = redecided(self._columns.leaves, compiled)
+        correction = compiled.dialect.correction
+        none = [None] * len(leaves.types)
+        on_mesh = partial(by_rules, leaves, compiled, none, correction)
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def sweep(
         self,

@@ -42,11 +42,12 @@ _STACK_NAMES: Final = re.compile(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|
 _EXPERT_NAMES: Final = re.compile(r"exp|experts?")
 # Projections from the residual stream, and back to it.
 _READS: Final = re.compile(
-    r"w?qkv?(_.*)?|w?kv?(_.*)?|w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
+    r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
     r"|w[13]|wi(_.*)?|fc1|fc_in|c_fc|dense_h_to_4h|intermediate|lm_head|head|logits.*|router|classifier"
 )
 _WRITES: Final = re.compile(
-    r"w?o(_proj)?|out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|c_proj|dense_4h_to_h|attn_out|mlp_out"
+    r"w?o(_proj)?|(to_)?out(_.*)?|output|down(_.*)?|w2|fc2|fc_out|(c_)?proj|dense_4h_to_h|attn_out"
+    r"|mlp_out|attn_vec.*|linear2|(self_?)?att(n|ention)"
 )
 
 _ATTENTION: Final = re.compile(
@@ -81,6 +82,8 @@ class Part:
     makes_logits: bool
     """Whether its product is the logits: the kernel that makes as many as the table of the tokens
     has rows, or that table in a model without such a kernel."""
+    flow: Literal["reads", "writes"] | None
+    """Whether by its name the module reads the residual stream, or writes to it."""
 
     @property
     def is_tied(self) -> bool:
@@ -119,7 +122,7 @@ class _Seen(NamedTuple):
         words = self.words
         if len(words) > 1 and _ARRAY.fullmatch(words[-1]):
             words = words[:-1]
-        while len(words) > 1 and _NEUTRAL.fullmatch(words[-1]):
+        while len(words) > 1 and (words[-1] == "#" or _NEUTRAL.fullmatch(words[-1])):
             words = words[:-1]
         return words
 
@@ -203,7 +206,8 @@ def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _words(pattern: str) -> tuple[str, ...]:
-    return tuple(word for word in _SPLIT.split(re.sub(r"\{[^{}]*\}", "#", pattern).lower()) if word)
+    text = re.sub(r"\{[^{}]*\}", "#", pattern).lower()
+    return tuple(word for word in _SPLIT.split(text) if word) or (text,)
 
 
 def _named(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -280,10 +284,8 @@ def _is_in_out(seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int) 
         ends = [one.shape[dim] == width for dim in (rest[:1] + rest[-1:])]
         if len(rest) < 2 or sum(ends) != 1 or one.is_vector or _is_lookup(one, rest):
             continue
-        name = one.module[-1]
-        reads, writes = (bool(words.fullmatch(name)) for words in (_READS, _WRITES))
-        if reads != writes:
-            votes += 1 if ends[0] == reads else -1
+        if flow := _flow(one.module[-1]):
+            votes += 1 if ends[0] == (flow == "reads") else -1
     if votes == 0:
         called = {one.words[-1] for one in seen if len(one.shape) > 1}
         return {(True, False): True, (False, True): False}.get(
@@ -319,7 +321,13 @@ def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | N
         inputs=blocks,
         width=width,
         makes_logits=False,
+        flow=_flow(one.module[-1]),
     )
+
+
+def _flow(name: str) -> Literal["reads", "writes"] | None:
+    reads, writes = (bool(words.fullmatch(name)) for words in (_READS, _WRITES))
+    return None if reads == writes else "reads" if reads else "writes"
 
 
 def _matrix(one: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> dict[int, DimRole]:

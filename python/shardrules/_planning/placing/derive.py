@@ -16,11 +16,19 @@ import numpy as np
 from shardrules._matching.rules import Rules
 from shardrules._planning.companion import Companion, Dims, Step, named_dims
 from shardrules._planning.leaves import LeafType, Leaves
-from shardrules._planning.path_rules import NO_RULE_NEEDED, UNMATCHED, first_rules
+from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED, first_rules
 from shardrules._planning.placing.links import links_of
 from shardrules._specs import Dim
 
-__all__ = ["Derivation", "combined", "dims_for", "dims_shown", "grouped", "with_companions"]
+__all__ = [
+    "Derivation",
+    "combined",
+    "dims_for",
+    "dims_shown",
+    "grouped",
+    "redecided",
+    "with_companions",
+]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _T = TypeVar("_T")
@@ -70,6 +78,37 @@ def with_companions(
         links=links,
     )
     return found, [how for _, how in keys]
+
+
+def redecided(leaves: Leaves, rules: Rules) -> Leaves:
+    """The same leaves under other rules; the tree is not walked again.
+
+    Raises:
+        ValueError: The rules' dialect has other paths, or other leaves that need no rule.
+    """
+    before, after = leaves.paths_dialect, rules.dialect
+    for name in ("keys", "separator", "hidden_key", "scalars"):
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"the dialect {after.name} has other {name} than {before.name}, whose paths these "
+                "are: plan the tree itself with the rules"
+            )
+    first = first_rules(rules, leaves.paths)
+    count = len(leaves.paths)
+    rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
+    needs_none = np.array([leaf.rule == NO_RULE_NEEDED for leaf in leaves.types], bool)
+    rule_of[needs_none[leaves.kind_of]] = NO_RULE_NEEDED
+    # AMBIGUOUS is the least that a rule's number is.
+    pairs, kind_of = np.unique(
+        leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
+        return_inverse=True,
+    )
+    types = [
+        leaves.types[kind]._replace(rule=rule + AMBIGUOUS)
+        for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
+    ]
+    kind_of = kind_of.astype(np.int32)
+    return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
 
 
 def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:

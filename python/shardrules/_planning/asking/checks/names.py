@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding
@@ -18,7 +18,10 @@ from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind
 from shardrules._specs import entries_of, entry_axes
 
-__all__ = ["half_heads"]
+if TYPE_CHECKING:
+    from shardrules._planning.columns import Columns
+
+__all__ = ["half_heads", "head_sizes"]
 
 _ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
 # Projections to heads, and from heads, as the field's libraries name them inside of attention.
@@ -66,18 +69,15 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
     kinds = queries.columns.kinds
-    projections = list(_projections(queries))
-    if queries.head_dim is None:
-        sizes = _sizes_by_name(queries, projections)
-    else:
-        sizes = dict.fromkeys((one.attention for one in projections), queries.head_dim)
-        if not sizes:
-            yield finding(
-                "warning",
-                "half-head",
-                f"head_dim={queries.head_dim} is given, but no path names projections of attention",
-                "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
-            )
+    projections = list(_projections(queries.columns))
+    sizes = _sizes(queries.columns, projections, queries.head_dim)
+    if queries.head_dim is not None and not sizes:
+        yield finding(
+            "warning",
+            "half-head",
+            f"head_dim={queries.head_dim} is given, but no path names projections of attention",
+            "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
+        )
     alike: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
     for one in projections:
         kind = kinds[one.folded.group]
@@ -97,12 +97,36 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def _projections(queries: Queries) -> Iterator[_Projection]:
-    for folded in queries.columns.folded:
-        kind = queries.columns.kinds[folded.group]
-        if not _ATTENTION.search(queries.columns.paths[folded.rows.item(0)]):
+def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
+    """Per row of a projection to or from attention heads the size of a head, if that is known.
+
+    It is `head_dim`, or that of the norm of single heads beside them.
+    """
+    projections = list(_projections(columns))
+    sizes = _sizes(columns, projections, head_dim)
+    return {
+        row: sizes[one.attention]
+        for one in projections
+        if one.attention in sizes
+        for row in one.folded.rows.tolist()
+    }
+
+
+def _sizes(
+    columns: Columns, projections: list[_Projection], head_dim: int | None
+) -> dict[str, int]:
+    """Per attention module the size of a head."""
+    if head_dim is None:
+        return _sizes_by_name(columns, projections)
+    return dict.fromkeys((one.attention for one in projections), head_dim)
+
+
+def _projections(columns: Columns) -> Iterator[_Projection]:
+    for folded in columns.folded:
+        kind = columns.kinds[folded.group]
+        if not _ATTENTION.search(columns.paths[folded.rows.item(0)]):
             continue
-        module, name, parameter = _components(queries, folded)
+        module, name, parameter = _components(folded)
         if not _ATTENTION.search(module) or not kind.shape:
             continue
         to_heads = _TO_HEADS.fullmatch(name) is not None
@@ -113,7 +137,7 @@ def _projections(queries: Queries) -> Iterator[_Projection]:
         yield _Projection(folded, module, -2 if first else -1)
 
 
-def _components(queries: Queries, folded: Folded) -> tuple[str, str, str]:
+def _components(folded: Folded) -> tuple[str, str, str]:
     """(path of the module around it, numbers left out; the module's name; the parameter's)."""
     parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
     if parts and parts[-1] == "value":  # nnx
@@ -126,18 +150,18 @@ def _components(queries: Queries, folded: Folded) -> tuple[str, str, str]:
     return "/".join(parts), name, parameter
 
 
-def _sizes_by_name(queries: Queries, projections: list[_Projection]) -> dict[str, int]:
+def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str, int]:
     """Per attention module the size of a head, where a norm of single heads has that size."""
     widths: dict[str, int] = defaultdict(int)
     for one in projections:
-        whole = queries.columns.kinds[one.folded.group].shape or (0,)
+        whole = columns.kinds[one.folded.group].shape or (0,)
         widths[one.attention] = max(widths[one.attention], whole[one.dim])
     sizes: dict[str, set[int]] = defaultdict(set)
-    for folded in queries.columns.folded if projections else ():
-        if not _HEAD_NORM.search(queries.columns.paths[folded.rows.item(0)]):
+    for folded in columns.folded if projections else ():
+        if not _HEAD_NORM.search(columns.paths[folded.rows.item(0)]):
             continue
-        shape = queries.columns.kinds[folded.group].shape
-        module, name, _ = _components(queries, folded)
+        shape = columns.kinds[folded.group].shape
+        module, name, _ = _components(folded)
         if shape and _HEAD_NORM.fullmatch(name):
             sizes[module].add(shape[-1])
     # Norms of all heads together have other sizes, for queries and for keys.

@@ -1,0 +1,189 @@
+"""What each dimension of a leaf is to a mesh axis: which side of a kernel, heads, experts.
+
+The outer side of a kernel faces the residual stream, or else is the smaller one; the inner side is
+cut by tensor parallelism. Costs once per folded path. Must not know about meshes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from shardrules._planning.roles import Part
+
+__all__ = ["Dims", "Side", "dims_of"]
+
+Side = Literal[
+    "layers", "experts", "vocabulary", "outer", "inner", "heads", "head", "fused", "window",
+    "vector", "one",
+]  # fmt: skip
+"""A stack of layers; of experts; rows of an embedding; the side of the residual stream, or the
+other; heads, and the size of one; kernels that are stacked into one; a window of a convolution; the
+only dimension; of size 1."""
+
+# More is no window, and a stack of more kernels, such as those of keys and values, is none.
+_WINDOW: Final = 32
+_FUSED: Final = 4
+
+
+class Dims(NamedTuple):
+    """The dimensions of a leaf."""
+
+    sides: tuple[Side, ...]
+    is_known: bool
+    """Whether shapes and words leave no doubt which side is which."""
+    unit: int = 1
+    """Elements of the inner side that belong together: a head's."""
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a bias or a norm."""
+        return not {"outer", "inner", "vocabulary", "heads"} & {*self.sides}
+
+
+def dims_of(parts: Sequence[Part]) -> list[Dims]:
+    """The dimensions of each part of a model."""
+    widths = _widths(parts)
+    return [_dims(part, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def _widths(parts: Sequence[Part]) -> list[frozenset[int]]:
+    """Per part the residual widths that are near it: its tower's; outside of towers, all.
+
+    The residual stream goes through layers, and in and out of them. So it is the size that most
+    leaves in the layers of a tower have, among those that leaves outside have too.
+    """
+    towers = [_tower(part) for part in parts]
+    outside = {
+        size
+        for part, tower in zip(parts, towers, strict=True)
+        if tower is None
+        for size in _free(part)
+    }
+    votes: dict[str, Counter[int]] = defaultdict(Counter)
+    for part, tower in zip(parts, towers, strict=True):
+        if tower is not None:
+            votes[tower].update({size: part.leaves * _layers(part) for size in {*_free(part)}})
+    width_of = {tower: _most_voted(of, outside) for tower, of in votes.items() if of}
+    every = frozenset(width_of.values()) or frozenset(part.width for part in parts[:1])
+    return [frozenset([width_of[tower]]) if tower in width_of else every for tower in towers]
+
+
+def _most_voted(votes: Counter[int], outside: set[int]) -> int:
+    return max(votes, key=lambda size: (size in outside, votes[size], -size))
+
+
+def _tower(part: Part) -> str | None:
+    """What comes before the number of a layer; None outside of layers."""
+    before, number, _ = part.pattern.partition("{")
+    if number:
+        return before
+    if "stack" in part.dims:
+        return "/".join(part.pattern.split("/")[:2])
+    return None
+
+
+def _layers(part: Part) -> int:
+    return part.size("stack")
+
+
+def _free(part: Part) -> list[int]:
+    """The sizes of the dimensions of one layer's, and one expert's, array."""
+    return [
+        size
+        for size, role in zip(part.shape, part.dims, strict=True)
+        if role not in ("stack", "experts") and size > 1
+    ]
+
+
+def _dims(part: Part, widths: frozenset[int]) -> Dims:
+    sides: dict[int, Side] = {}
+    free = []
+    for dim, (size, role) in enumerate(zip(part.shape, part.dims, strict=True)):
+        if role == "stack":
+            sides[dim] = "layers"
+        elif role == "experts":
+            sides[dim] = "experts"
+        elif size <= 1:
+            sides[dim] = "one"
+        else:
+            free.append(dim)
+    is_known = True
+    if len(free) == 1:
+        sides[free[0]] = "vector"
+    elif free and not ({"in", "lookup", "unknown"} & {*part.dims}):
+        # A norm, or parameters of each channel: nothing is contracted.
+        sides.update(dict.fromkeys(free, "vector"))
+    elif free:
+        found, is_known = _matrix(part, free, widths)
+        sides.update(found)
+    return Dims(tuple(sides[dim] for dim in range(len(part.shape))), is_known)
+
+
+def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[int, Side], bool]:
+    shape = part.shape
+    if "lookup" in part.dims:
+        return {d: "vocabulary" if part.dims[d] == "lookup" else "outer" for d in free}, True
+    ins = [dim for dim in free if part.dims[dim] == "in"]
+    outs = [dim for dim in free if part.dims[dim] == "out"]
+    if _is_convolution(shape, free):
+        return _convolution(shape, free), True
+    residual = [dim for dim in free if shape[dim] in widths]
+    if len(free) > 2 and len(residual) == 1:
+        return _heads(shape, free, residual[0]), True
+    if len(free) > 3:
+        return dict.fromkeys(free, "window"), False
+    if not ins or not outs:
+        by_size = sorted(free, key=lambda dim: (shape[dim], -dim))
+        return {**dict.fromkeys(free, "outer"), by_size[-1]: "inner"}, False
+    inner, is_known = _inner(part, ins, outs, widths)
+    found: dict[int, Side] = {**dict.fromkeys(ins + outs, "outer"), **dict.fromkeys(inner, "inner")}
+    if len(inner) > 1:
+        found |= {inner[0]: "heads", **dict.fromkeys(inner[1:], "head")}
+    return found, is_known
+
+
+def _inner(
+    part: Part, ins: list[int], outs: list[int], widths: frozenset[int]
+) -> tuple[list[int], bool]:
+    """The inner side, and whether that is sure."""
+    size_in, size_out = (prod(part.shape[dim] for dim in side) for side in (ins, outs))
+    if len(ins) != len(outs):
+        return (ins if len(ins) > len(outs) else outs), True
+    if (size_in in widths) != (size_out in widths):
+        return (outs if size_in in widths else ins), True
+    if part.flow is not None:
+        return (ins if part.flow == "writes" else outs), True
+    if size_in == size_out:
+        return outs, False
+    return (ins if size_in > size_out else outs), size_in not in widths
+
+
+def _heads(shape: tuple[int, ...], free: list[int], residual: int) -> dict[int, Side]:
+    """The sides of a kernel with several dimensions beside the residual one: those of heads."""
+    found: dict[int, Side] = {residual: "outer"}
+    others = [dim for dim in free if dim != residual]
+    if shape[others[0]] <= _FUSED:
+        found[others.pop(0)] = "fused"
+    first, *rest = others
+    return found | {first: "heads" if rest else "inner", **dict.fromkeys(rest, "head")}
+
+
+def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:
+    """Whether there is a window, before or behind the channels: a square, or small and odd."""
+    sizes = [shape[dim] for dim in free]
+    ends = sizes[:2], sizes[-2:]
+    if len(free) > 3:
+        return any(first == second < _WINDOW for first, second in ends)
+    return len(free) == 3 and any(size < _WINDOW and size % 2 for size in (sizes[0], sizes[-1]))
+
+
+def _convolution(shape: tuple[int, ...], free: list[int]) -> dict[int, Side]:
+    """The channels are first in torch, and last in flax: where the larger numbers are."""
+    first, last = free[:2], free[-2:]
+    ends = first if shape[free[0]] > shape[free[-1]] else last
+    channels = sorted(ends, key=lambda dim: shape[dim])
+    return {**dict.fromkeys(free, "window"), channels[0]: "outer", channels[1]: "inner"}

@@ -1,0 +1,188 @@
+"""`suggest`: rules for a model that has none, on a mesh that is given or chosen.
+
+Costs one walk over the tree, what `writing.py` costs per folded path, and one correction per kind
+and mesh that is tried. Must not know about the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._arguments import check_tree, check_type, integer, listed, texts
+from shardrules._correction import plain_spec
+from shardrules._declared import Declared
+from shardrules._format import bytes_shown, mesh_shown
+from shardrules._matching.dialects import EFORMER, Dialect
+from shardrules._matching.rules import Rules
+from shardrules._planning.asking.checks.names import head_sizes
+from shardrules._planning.plan import Plan, plan
+from shardrules._specs import Entries, entry_axes
+from shardrules._suggesting.axes import uses_of
+from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
+from shardrules._suggesting.writing import Unit, Written, units_of, written
+
+if TYPE_CHECKING:
+    from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["suggest"]
+
+_AXES: Final = ("fsdp", "tp")
+_ROLES: Final = {
+    "outer": "residual",
+    "inner": "hidden",
+    "vector": "vector",
+    "one": "other",
+}
+_ADAM: Final = ("float32", "float32")
+
+
+def suggest(
+    model: Any,
+    mesh: MeshLike | None = None,
+    *,
+    devices: int | None = None,
+    axes: Iterable[str] | None = None,
+    hbm: int | None = None,
+    optimizer: Iterable[Any] | None = _ADAM,
+    tokens: int | None = None,
+    head_dim: int | None = None,
+    dialect: Dialect = EFORMER,
+) -> Suggestion:
+    r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
+
+    Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
+    What each dimension is follows from shapes: the residual width is the size that goes through all
+    layers and beside them; the other side of a kernel is cut by tensor axes; names only break ties.
+    Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
+    bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
+    hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
+    Biases and norms are replicated if that costs hardly anything. Axes mean what they are called:
+    data, dp and sp cut no leaf.
+
+    Args:
+        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, whose
+            rules do not count.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
+            or the first of a `Plan.sweep` over those of `devices`.
+        devices: How many devices the mesh is to have, if none is given.
+        axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
+            stacks of experts.
+        hbm: Bytes of memory of a device, into which parameters, gradients and optimizer must fit.
+        optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
+        tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`.
+        head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
+            `k_norm` beside the projections, or of a dimension of its own.
+        dialect: The dialect of the rules.
+
+    Raises:
+        ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
+            suffice, the paths have too many names, or the dialect cannot tell them apart.
+        TypeError: The model is not a tree of arrays, or a plan of logical rules.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> def kernel(*shape):
+        ...     return {"kernel": jax.ShapeDtypeStruct(shape, "bfloat16")}
+        >>> mlp = {"gate": kernel(64, 256), "up": kernel(64, 256), "down": kernel(256, 64)}
+        >>> suggestion = sr.suggest({"layers": [{"mlp": mlp}] * 4}, {"fsdp": 2, "tp": 4})
+        >>> for pattern, spec in suggestion.rules:
+        ...     print(pattern, tuple(spec))
+        mlp/(gate|up)/kernel ('fsdp', 'tp')
+        mlp/down/kernel ('tp', 'fsdp')
+    """
+    if not isinstance(model, Plan):
+        check_tree("model", model)
+    check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
+    size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+    batch = None if tokens is None else integer("tokens", tokens, least=1)
+    moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
+    if axes is not None and devices is None:
+        raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
+    bare = _bare(model, mesh, devices, dialect)
+    units = units_of(bare._columns, head_sizes(bare._columns, size))
+    if devices is not None:
+        names = _default_axes(units) if axes is None else texts("axes", axes)
+        # Rules that use all axes, whatever their sizes will be.
+        some = bare.with_rules(written(units, dict.fromkeys(names, 2), dialect).rules)
+        found = some.sweep(devices=devices, axes=names, hbm=hbm, gradients=True, optimizer=moments)
+        bare = bare.on_mesh(found[0].mesh)
+    rules = written(units, bare.axis_sizes, dialect)
+    made = bare.with_rules(rules.rules)
+    _check_room(made, hbm, moments)
+    uses = uses_of(bare.axis_sizes)
+    declared = Declared(
+        replicated=_replicated(rules.rules),
+        optional_axes=(),
+        data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
+    )
+    return Suggestion(made, _reasons(rules), declared, batch)
+
+
+def _bare(model: Any, mesh: MeshLike | None, devices: int | None, dialect: Dialect) -> Plan:
+    """The model without rules, on the mesh; or on any, if one is to be chosen."""
+    if mesh is not None and devices is not None:
+        raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
+    # Of leaves that need no rule, only those that never do are left out.
+    none = Rules((), replace(dialect, unmatched="error"))
+    on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
+    if not isinstance(model, Plan):
+        return plan(model, none, on)
+    bare = model.with_rules(none)
+    return bare if on is None else bare.on_mesh(on)
+
+
+def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
+    has_experts = any("experts" in unit.dims.sides for unit in units)
+    return (*_AXES, "ep") if has_experts else _AXES
+
+
+def _check_room(made: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
+    """Checks that parameters, gradients and the optimizer's moments fit.
+
+    Raises:
+        ValueError: They do not.
+    """
+    held = made.bytes_per_device(gradients=True, optimizer=moments)
+    if hbm is not None and held.max > hbm:
+        raise ValueError(
+            f"hbm: on {mesh_shown(made.axis_sizes)} there is no room: a device needs {held}, and "
+            f"has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
+        )
+
+
+def _replicated(rules: Rules) -> tuple[str, ...]:
+    """The patterns of rules that replicate, where `Plan.check` can search for them."""
+    if rules.dialect.match != ("search",) or rules.dialect.keys != "text":
+        return ()
+    return tuple(str(pattern) for pattern, value in rules if plain_spec(value) == Entries())
+
+
+def _reasons(found: Written) -> tuple[Reason, ...]:
+    unknown = {id(unit) for unit in found.unknown}
+    decided = zip(found.rules, found.units, strict=True)
+    return tuple(
+        Reason(
+            rule=number,
+            pattern=pattern,
+            leaves=sum(unit.part.leaves for unit in units),
+            bytes=sum(unit.bytes for unit in units),
+            paths=tuple(unit.part.pattern for unit in units),
+            dims=_cut_reasons(units[0], value),
+            is_understood=not any(id(unit) in unknown for unit in units),
+        )
+        for number, ((pattern, value), units) in enumerate(decided)
+    )
+
+
+def _cut_reasons(unit: Unit, value: Any) -> tuple[CutReason, ...]:
+    spec = plain_spec(value)
+    entries = spec if isinstance(spec, Entries) else ()
+    axes = [*map(entry_axes, entries), *[()] * (len(unit.part.shape) - len(entries))]
+    return tuple(
+        CutReason(dim, size, _ROLES.get(side, side), tuple(of))
+        for dim, (size, side, of) in enumerate(
+            zip(unit.part.shape, unit.dims.sides, axes, strict=True)
+        )
+    )

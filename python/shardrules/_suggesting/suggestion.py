@@ -1,0 +1,240 @@
+"""`Suggestion`: rules for a model, the plan that they make, and why each says what it says.
+
+Must not know how rules are found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._format import and_more, bytes_shown, counted, mesh_shown
+from shardrules._printable import printable
+from shardrules._suggesting.texts import pattern_shown, python_text, toml_text
+
+if TYPE_CHECKING:
+    from shardrules._declared import Declared
+    from shardrules._matching.match_modes import Pattern
+    from shardrules._matching.rules import Rules
+    from shardrules._planning.asking.diff import PlanDiff
+    from shardrules._planning.plan import Plan
+    from shardrules._sharding.shardings import RulesLike
+
+__all__ = ["Comparison", "CutReason", "Reason", "Suggestion"]
+
+_MOST_SHOWN: Final = 3
+
+
+class CutReason(NamedTuple):
+    """Why a dimension is cut, or not."""
+
+    dim: int
+    size: int
+    """Of the first of the leaves."""
+    role: str
+    """What the dimension is: "layers", "experts", "vocabulary", "residual", "hidden", "heads",
+    "head", "fused", "window", "vector" or "other"."""
+    axes: tuple[str, ...]
+    """The mesh axes that cut it."""
+
+    def __str__(self) -> str:
+        cut = f" by {'*'.join(self.axes)}" if self.axes else ""
+        return f"{self.role} {self.size}{cut}"
+
+
+class Reason(NamedTuple):
+    """Why a rule says what it says."""
+
+    rule: int
+    pattern: Pattern
+    leaves: int
+    bytes: int
+    """Of its leaves, whole."""
+    paths: tuple[str, ...]
+    """Folded paths of its leaves."""
+    dims: tuple[CutReason, ...]
+    """Of the first of its leaves."""
+    is_understood: bool
+    """Whether shapes and names say which dimension is what."""
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, self.dims)) or "no dimension"
+        doubt = "" if self.is_understood else "; not understood: cut where that is safe"
+        return printable(
+            f"rule {self.rule} {pattern_shown(self.pattern)}: {counted(self.leaves, 'leaf')} of "
+            f"{bytes_shown(self.bytes)}: {dims}{doubt}"
+        )
+
+
+class Comparison(NamedTuple):
+    """Suggested rules beside others for the same leaves and mesh; `str` gives it in words."""
+
+    diff: PlanDiff
+    """From the other rules to the suggested ones."""
+    rules: tuple[int, int]
+    """How many there are, of the other ones and of the suggested ones."""
+    sent: tuple[int, int] | None
+    """Bytes that each device sends in a training step, under both; None without tokens."""
+
+    def __str__(self) -> str:
+        before, after = self.rules
+        lines = [str(self.diff), f"{counted(before, 'rule')} -> {counted(after, 'rule')}"]
+        if self.sent is not None:
+            sent = " -> ".join(map(bytes_shown, self.sent))
+            lines.append(f"{sent} sent by each device in a step")
+        return "\n".join(lines)
+
+
+class Suggestion:
+    """Rules for a model on a mesh; from `shardrules.suggest`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+        >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}))
+        1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+        rule 0 up/kernel: 1 leaf of 65.5 kB: residual 64 by fsdp, hidden 256 by tp
+    """
+
+    def __init__(
+        self,
+        _plan: Plan,
+        _reasons: tuple[Reason, ...],
+        _declared: Declared,
+        _tokens: int | None,
+    ) -> None:
+        self._plan = _plan
+        self._reasons = _reasons
+        self._declared = _declared
+        self._tokens = _tokens
+
+    @property
+    def rules(self) -> Rules:
+        """The rules."""
+        return self._plan.rules  # type: ignore[return-value]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the model under the rules."""
+        return self._plan
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axis sizes of the mesh: of the one given, or of the one chosen."""
+        return self._plan.axis_sizes
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Per rule why it says what it says."""
+        return self._reasons
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Folded paths of leaves of which it is not known which dimension is what."""
+        return tuple(path for one in self._reasons if not one.is_understood for path in one.paths)
+
+    @property
+    def declared(self) -> Declared:
+        """What `Plan.check` is to know: leaves that are replicated, and axes for data alone.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"norm": {"scale": jax.ShapeDtypeStruct((64,), "float32")}}
+            >>> suggestion = sr.suggest(tree, {"dp": 8})
+            >>> suggestion.plan.check(**suggestion.declared).summary
+            '0 errors, 0 warnings, 0 info'
+        """
+        return self._declared
+
+    def compare(self, rules: RulesLike) -> Comparison:
+        """The suggested rules beside others: the leaves that differ, bytes and traffic.
+
+        Args:
+            rules: Rules of paths, such as those that the model has.
+
+        Raises:
+            ValueError: The rules' dialect has other paths.
+            TypeError: The rules are for logical axis names.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"tp": 4}).compare([("kernel", ()), ("bias", ())]))
+            rules changed: rules 0, 1
+            ~ up/kernel  P() -> P(None, 'tp')  (-49.2 kB on each device)
+            1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
+            2 rules -> 1 rule
+        """
+        other = self._plan.with_rules(rules)
+        sent = None
+        if self._tokens is not None:
+            # Of how many experts each token meets nothing is known here: of all, the same for both.
+            before, after = (
+                one.traffic(tokens=self._tokens, experts_per_token=1) for one in (other, self._plan)
+            )
+            sent = (before.sent, after.sent)
+        return Comparison(other.diff(self._plan), (len(other.rules), len(self.rules)), sent)
+
+    def to_toml(self) -> str:
+        """A rule file, for `shardrules check --rules` and `read_rules`.
+
+        Raises:
+            ValueError: The dialect is one of your own, which files cannot name.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}).to_toml())
+            # 1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+            dialect = "eformer"
+            <BLANKLINE>
+            # residual 64 by fsdp, hidden 256 by tp
+            [[rules]]
+            pattern = 'up/kernel'
+            spec = ["fsdp", "tp"]
+            <BLANKLINE>
+        """
+        return toml_text(self.rules, self._declared, self._heading, self._notes)
+
+    def to_python(self) -> str:
+        """The rules as Python code.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}).to_python())
+            # 1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+            from jax.sharding import PartitionSpec as P
+            <BLANKLINE>
+            rules = [
+                # residual 64 by fsdp, hidden 256 by tp
+                (r"up/kernel", P("fsdp", "tp")),
+            ]
+            <BLANKLINE>
+        """
+        return python_text(self.rules, self._heading, self._notes)
+
+    @property
+    def _heading(self) -> str:
+        held = self._plan.bytes_per_device().max
+        return printable(
+            f"{counted(len(self.rules), 'rule')} for {counted(len(self._plan), 'leaf')} on "
+            f"{mesh_shown(self.mesh)}: {bytes_shown(held)} on the fullest device"
+        )
+
+    @property
+    def _notes(self) -> list[str]:
+        """Per rule what stands above it."""
+        notes = []
+        for one in self._reasons:
+            text = ", ".join(map(str, one.dims))
+            if not one.is_understood:
+                more = "".join(and_more(len(one.paths), _MOST_SHOWN, "pattern"))
+                text = f"not understood: {', '.join(one.paths[:_MOST_SHOWN])} {more}".rstrip()
+            notes.append(printable(text))
+        return notes
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading, *map(str, self._reasons)])
+
+    def __repr__(self) -> str:
+        return f"<Suggestion: {self._heading}>"

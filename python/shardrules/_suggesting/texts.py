@@ -1,0 +1,139 @@
+"""Rules as the text of a TOML file or of Python code, with a note above each.
+
+Patterns have names in them that come from files, so what a terminal or a parser would act upon is
+escaped. Costs per rule. Must not know why a rule says what it says.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import RuleSpec, rule_spec
+from shardrules._files.rules import DIALECTS
+from shardrules._printable import printable
+from shardrules._shape_specs import Fsdp
+from shardrules._specs import entries_of, entry_axes
+
+if TYPE_CHECKING:
+    from shardrules._declared import Declared
+    from shardrules._matching.match_modes import Pattern
+    from shardrules._matching.rules import Rules
+
+__all__ = ["pattern_shown", "python_text", "toml_text"]
+
+
+def pattern_shown(pattern: Pattern) -> str:
+    """A pattern for a message."""
+    return pattern if isinstance(pattern, str) else repr(pattern)
+
+
+def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[str]) -> str:
+    """See `Suggestion.to_toml`."""
+    dialect = rules.dialect
+    if DIALECTS.get(dialect.name.lower()) != dialect:
+        raise ValueError(
+            f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
+            "name; use to_python"
+        )
+    lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
+    lines += [
+        f"{name} = {_toml_list(values)}"  # type: ignore[arg-type]
+        for name, values in declared.items()
+        if values
+    ]
+    for (pattern, value), note in zip(rules, notes, strict=True):
+        lines += ["", f"# {note}", "[[rules]]", f"pattern = {_toml_list(_plain(pattern))}"]
+        lines += _toml_spec(value)
+    return "\n".join(lines) + "\n"
+
+
+def _plain(pattern: Pattern) -> str | tuple[str, ...]:
+    return pattern if isinstance(pattern, tuple) else str(pattern)
+
+
+def _toml_spec(value: Any) -> list[str]:
+    wanted = rule_spec(value)
+    if isinstance(wanted.spec, Fsdp):
+        return [f"spec = {{ fsdp = {_toml_list(wanted.spec.axes)} }}"]
+    entries = [_toml_list(entry_axes(entry)) for entry in entries_of(wanted.spec)]
+    single = [_toml(one[0]) if len(one := entry_axes(e)) == 1 else text
+              for e, text in zip(entries_of(wanted.spec), entries, strict=True)]  # fmt: skip
+    lines = [f"spec = [{', '.join(single)}]"]
+    if wanted.units:
+        lines.append(f"units = [{', '.join(str(unit or 1) for unit in wanted.units)}]")
+    return lines
+
+
+def _toml_list(value: str | Iterable[Any]) -> str:
+    if isinstance(value, str):
+        return _toml(value)
+    return f"[{', '.join(_toml(one) for one in value)}]"
+
+
+def _toml(text: str) -> str:
+    """A TOML string: as it is, if it can stand between apostrophes."""
+    if text.isprintable() and printable(text) == text:
+        if "\\" not in text and '"' not in text and text.replace("_", "").isalnum():
+            return f'"{text}"'
+        if "'" not in text:
+            return f"'{text}'"
+    return '"' + "".join(map(_toml_character, text)) + '"'
+
+
+def _toml_character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    # A runner of a CI system would obey ##[name].
+    if character.isprintable() and character != "#":
+        return character
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
+    """See `Suggestion.to_python`."""
+    values = [_python_spec(value) for _, value in rules]
+    imports = ["from jax.sharding import PartitionSpec as P"]
+    if any(value.startswith("sr.") for value in values):
+        imports.append("import shardrules as sr")
+    lines = [f"# {heading}", *imports, "", "rules = ["]
+    for (pattern, _), value, note in zip(rules, values, notes, strict=True):
+        lines += [f"    # {note}", f"    ({_python_pattern(pattern)}, {value}),"]
+    return "\n".join([*lines, "]"]) + "\n"
+
+
+def _python_pattern(pattern: Pattern) -> str:
+    if isinstance(pattern, tuple):
+        return f"({', '.join(map(_python_pattern, pattern))},)"
+    text = str(pattern)
+    written = f'r"{text}"'
+    try:
+        if text.isprintable() and printable(text) == text and ast.literal_eval(written) == text:
+            return written
+    except (SyntaxError, ValueError):
+        pass
+    return ascii(text).replace("#", "\\x23")
+
+
+def _python_spec(value: Any) -> str:
+    if isinstance(value, Fsdp):
+        axes = value.axes[0] if len(value.axes) == 1 else value.axes
+        return f"sr.fsdp({_python(axes)})"
+    if isinstance(value, RuleSpec):
+        more = f", units={_python(value.units)}" if value.units else ""
+        return (
+            f"sr.RuleSpec({_python_spec(value.spec)}{more})" if more else _python_spec(value.spec)
+        )
+    return f"P({', '.join(map(_python, entries_of(value)))})"
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_python, value))}{',' if len(value) == 1 else ''})"
+    return (
+        ascii(value).replace("'", '"')
+        if isinstance(value, str) and "'" not in value
+        else ascii(value)
+    )

@@ -1,0 +1,64 @@
+"""Suggested rules beside hand-written ones, on all models and meshes: the table of docs/suggest.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import corpus, suggested
+from tests.support.slow import some
+
+# The models of 45,000 and more arrays take a second each.
+SMALL = [case for case in suggested.cases() if case[0] not in corpus.LARGEST]
+CASES = [
+    *some(SMALL, 6),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in suggested.cases()
+        if case not in SMALL
+    ),
+]
+SHOWN = {
+    tuple(cell.strip(" `") for cell in line.split("|")[1:3]): line for line in suggested.printed()
+}
+
+
+def test_the_page_has_a_row_for_each_model_and_mesh():
+    assert list(SHOWN) == suggested.cases()
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_the_row_of_the_page_is_true(model, mesh):
+    line = SHOWN[model, mesh]
+    hand = line.split("|")[6].strip()
+    found = suggested.row(model, mesh, hand)
+    assert str(found) == line
+    assert found.bytes <= 1.01 * found.least
+    assert found.rules <= 30
+    if found.hand:
+        assert found.bytes <= 1.01 * found.hand_bytes
+        assert found.rules <= 1.5 * found.hand_rules
+        # What sends more holds less.
+        assert found.sent <= 1.001 or found.bytes < found.hand_bytes
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_the_rules_are_clean(model, mesh):
+    found = suggested.suggested(model, mesh)
+    assert not found.plan.check(**found.declared).at_least("warning")
+    # Without what it declares as well: nothing large is replicated.
+    assert not found.plan.check(data_axes=suggested.DATA_AXES).at_least("warning")
+    coverage = found.plan.coverage
+    assert coverage.unmatched == 0
+    assert not coverage.dead
+    assert not coverage.shadowed
+    assert not found.unknown
+    assert [reason.leaves for reason in found.reasons] == list(coverage.won)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", corpus.manifest_names())
+def test_no_hand_written_set_fits_better_than_the_one_on_the_page(model):
+    for mesh in suggested.meshes_for(model):
+        best = suggested.best_hand(model, mesh)
+        shown = SHOWN[model, mesh].split("|")[6].strip()
+        assert (best[0] if best else suggested.NONE) == shown
