@@ -72,6 +72,7 @@ NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
     "tree": NOT_TREE,
     "model": NOT_TREE,
+    "like": tuple(value for value in NOT_RULES if value is not None),
     "state": NOT_TREE,
     "rules": NOT_RULES,
     "rules_a": NOT_RULES,
@@ -396,7 +397,8 @@ CALLS |= {
     "Suggestion.to_toml": (sr.suggest(TREE, {"tp": 2}).to_toml, {}),
     "suggest": (sr.suggest, {
         "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
-        "optimizer": ("float32",), "tokens": 8, "head_dim": 8, "dialect": sr.EFORMER}),
+        "optimizer": ("float32",), "tokens": 8, "experts_per_token": 2, "hardware": "v5p",
+        "head_dim": 8, "dialect": sr.EFORMER, "like": RULES}),
 }  # fmt: skip
 CALLS |= {
     f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from tests.support import models
+from shardrules import demo
+from tests.support import corpus, models, suggested
 from tests.support.models import array
 from tests.support.slow import slow
 
@@ -377,6 +378,46 @@ class TestSuggestion:
         assert not itself.diff
         with pytest.raises(ValueError, match="other paths|plan the tree itself"):
             found.compare(sr.Rules([("w", "tp")], sr.KEYSTR))
+
+
+class TestLike:
+    def test_what_a_list_says_stays_and_what_is_missing_is_added(self):
+        tree = models.llama()
+        like = [
+            ("o_proj/kernel", (("fsdp", "dp"), "tp")),
+            ("experts/w1", ("tp",)),
+            ("mlp/.*kernel", ("fsdp", "tp")),
+            (".*", ()),
+        ]
+        mesh = {"dp": 1, **MESH}
+        found = sr.suggest(tree, mesh, like=like)
+        assert list(found.rules)[:2] == list(sr.Rules([like[0], like[2]]))
+        assert list(specs(found))[2:] == [
+            "embed_tokens/embedding",
+            "self_attn/(q|k|v)_proj/kernel",
+            "lm_head/kernel",
+            "scale",
+        ]
+        coverage = found.plan.coverage
+        assert (coverage.dead, coverage.unmatched) == ((), 0)
+        assert [one.leaves for one in found.reasons] == list(coverage.won)
+        assert not found.plan.check(**found.declared).at_least("warning")
+
+    def test_the_rules_of_the_demo_expect_stacked_experts(self):
+        tree = suggested.leaves(corpus.DEEPSEEK)
+        like = sr.read_rules(str(demo.RULES)).rules
+        found = sr.suggest(tree, demo.MESH, like=like)
+        assert r"(gate|up)_proj/kernel" in " ".join(specs(found))
+        assert not found.plan.check(**found.declared).at_least("warning")
+        assert found.plan.bytes_per_device().max < 3 * 10**9
+
+    def test_a_list_without_faults_stays_as_it_is(self):
+        rules = sr.suggest(models.llama(), MESH).rules
+        assert sr.suggest(models.llama(), MESH, like=rules).rules == rules
+
+    def test_rules_of_another_dialect_are_refused(self):
+        with pytest.raises(ValueError, match="like: the rules are in the dialect JAXSeq"):
+            sr.suggest(models.llama(), MESH, like=sr.Rules([("w", "tp")], sr.KEYSTR))
 
 
 class TestTraining:

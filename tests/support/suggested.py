@@ -68,7 +68,7 @@ class Row(NamedTuple):
             cells += [
                 str(self.hand_rules),
                 f"{self.bytes / self.hand_bytes:.3f}",
-                f"{self.sent:.3f}",
+                f"{self.sent:.2f}",
             ]
         return f"| {' | '.join(cells + [''] * (9 - len(cells)))} |"
 

@@ -459,6 +459,9 @@ def suggest(
         ),
     ] = None,
     hbm: Hbm = None,
+    tokens: Tokens = None,
+    hardware: HardwareName = None,
+    experts_per_token: ExpertsPerToken = None,
     optimizer: Optimizer = "adam",
     optimizer_dtype: OptimizerDtype = None,
     head_dim: Annotated[
@@ -466,6 +469,12 @@ def suggest(
         typer.Option(
             min=1,
             help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
+        ),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help="A rule file to mend: its rules that decide arrays stay, and others are added."
         ),
     ] = None,
     dialect: DialectName = None,
@@ -485,7 +494,7 @@ def suggest(
         _refuse("the mesh is that of --mesh", unused)
     counted = _counted(None, optimizer, optimizer_dtype, None)
     with working("reading"), memory_within(byte_count(max_memory)):
-        tree, chosen = load_model(source, dialect)
+        tree, chosen, to_mend = load_model(source, dialect, like)
     found = suggested(
         tree,
         None if mesh is None else parse_mesh(mesh),
@@ -493,8 +502,12 @@ def suggest(
         axes=None if axes is None else _names(axes),
         hbm=None if hbm is None else byte_count(hbm),
         optimizer=counted.get("optimizer"),
+        tokens=tokens,
+        experts_per_token=experts_per_token,
+        hardware=None if hardware is None else load_hardware(hardware),
         head_dim=head_dim,
         dialect=chosen,
+        like=to_mend,
     )
     text = {"toml": found.to_toml, "python": found.to_python, "text": found.__str__}[format_]()
     print(text.rstrip("\n"))

@@ -109,16 +109,20 @@ def load_hardware(text: str) -> Hardware:
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
 
 
-def load_model(source: str, dialect: str | None) -> tuple[Any, Dialect]:
-    """The tree of a model, and the dialect of the rules that are to be written for it.
+def load_model(
+    source: str, dialect: str | None, like: str | None
+) -> tuple[Any, Dialect, Rules | None]:
+    """The tree of a model, the dialect of the rules that are to be written, and rules to mend.
 
     Raises:
         FileError, ValueError, TypeError: The model cannot be read, or the dialect is not for paths.
     """
-    chosen = EFORMER if dialect is None else _dialect_of(dialect)
-    if not isinstance(chosen, Dialect):
-        raise TypeError(f"--dialect {dialect}: it is for logical axis names; rules are for paths")
-    return _tree(source, Rules((), chosen))[1], chosen
+    chosen = None if dialect is None else _dialect_of(dialect)
+    to_mend = None if like is None else read_rules(like, chosen).rules
+    used = to_mend.dialect if to_mend is not None else chosen or EFORMER
+    if not isinstance(used, Dialect) or isinstance(to_mend, LogicalRules):
+        raise TypeError(f"{like or dialect}: it is for logical axis names; rules are for paths")
+    return _tree(source, Rules((), used))[1], used, to_mend
 
 
 def load_side(

@@ -14,17 +14,19 @@ from shardrules._arguments import check_tree, check_type, integer, listed, texts
 from shardrules._correction import plain_spec
 from shardrules._declared import Declared
 from shardrules._format import bytes_shown, mesh_shown
+from shardrules._hardware import Hardware, as_hardware
 from shardrules._matching.dialects import EFORMER, Dialect
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, as_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
 from shardrules._suggesting.axes import uses_of
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
-from shardrules._suggesting.writing import Unit, Written, units_of, written
+from shardrules._suggesting.writing import Unit, Written, mended, units_of, written
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.shardings import RulesLike
 
 __all__ = ["suggest"]
 
@@ -47,8 +49,11 @@ def suggest(
     hbm: int | None = None,
     optimizer: Iterable[Any] | None = _ADAM,
     tokens: int | None = None,
+    experts_per_token: int | None = None,
+    hardware: Hardware | str | None = None,
     head_dim: int | None = None,
     dialect: Dialect = EFORMER,
+    like: RulesLike | None = None,
 ) -> Suggestion:
     r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -70,16 +75,23 @@ def suggest(
         axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
             stacks of experts.
         hbm: Bytes of memory of a device, into which parameters, gradients and optimizer must fit.
+            Default: those of `hardware`.
         optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
-        tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`.
+        tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`; and
+            with hardware, to choose the mesh by the time of a step.
+        experts_per_token: How many of a layer's experts each token meets, for the same.
+        hardware: The devices: a `Hardware`, or the name of one such as "v5p".
         head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own.
         dialect: The dialect of the rules.
+        like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
+            order; dead ones and catch-alls go; rules for all other leaves come after them.
 
     Raises:
         ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
             suffice, the paths have too many names, or the dialect cannot tell them apart.
-        TypeError: The model is not a tree of arrays, or a plan of logical rules.
+        TypeError: The model is not a tree of arrays, or a plan of logical rules; or `like` are no
+            rules of paths.
 
     Example:
         >>> import jax, shardrules as sr
@@ -98,6 +110,11 @@ def suggest(
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)
     moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
+    device = None if hardware is None else as_hardware("hardware", hardware)
+    room = device.memory_bytes if hbm is None and device is not None else hbm
+    met = None
+    if experts_per_token is not None:
+        met = integer("experts_per_token", experts_per_token, least=1)
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
     bare = _bare(model, mesh, devices, dialect)
@@ -106,18 +123,47 @@ def suggest(
         names = _default_axes(units) if axes is None else texts("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
         some = bare.with_rules(written(units, dict.fromkeys(names, 2), dialect).rules)
-        found = some.sweep(devices=devices, axes=names, hbm=hbm, gradients=True, optimizer=moments)
-        bare = bare.on_mesh(found[0].mesh)
-    rules = written(units, bare.axis_sizes, dialect)
+        timed = None if device is None or batch is None else {"experts_per_token": met}
+        best, *_ = some.sweep(
+            devices=devices,
+            axes=names,
+            hbm=room,
+            gradients=True,
+            optimizer=moments,
+            tokens=None if timed is None else batch,
+            hardware=device,
+            schedule=timed,
+        )
+        bare = bare.on_mesh(best.mesh)
+    if like is None:
+        rules = written(units, bare.axis_sizes, dialect)
+    else:
+        rules = mended(bare.with_rules(_in_dialect(like, dialect))._columns, units)
     made = bare.with_rules(rules.rules)
-    _check_room(made, hbm, moments)
+    _check_room(made, room, moments)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
         replicated=_replicated(rules.rules),
         optional_axes=(),
         data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
     )
-    return Suggestion(made, _reasons(rules), declared, batch)
+    return Suggestion(made, _reasons(rules), declared, batch, met)
+
+
+def _in_dialect(like: RulesLike, dialect: Dialect) -> Rules:
+    """The rules, in the dialect of the suggestion.
+
+    Raises:
+        TypeError: They are for logical axis names.
+        ValueError: They are in another dialect.
+    """
+    given = like if isinstance(like, Rules) else Rules(as_rules("like", like), dialect)
+    if given.dialect != dialect:
+        raise ValueError(
+            f"like: the rules are in the dialect {given.dialect.name}, and dialect is "
+            f"{dialect.name}: give dialect as theirs"
+        )
+    return given
 
 
 def _bare(model: Any, mesh: MeshLike | None, devices: int | None, dialect: Dialect) -> Plan:

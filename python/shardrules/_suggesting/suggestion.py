@@ -101,11 +101,13 @@ class Suggestion:
         _reasons: tuple[Reason, ...],
         _declared: Declared,
         _tokens: int | None,
+        _experts_per_token: int | None,
     ) -> None:
         self._plan = _plan
         self._reasons = _reasons
         self._declared = _declared
         self._tokens = _tokens
+        self._experts_per_token = _experts_per_token
 
     @property
     def rules(self) -> Rules:
@@ -152,7 +154,8 @@ class Suggestion:
             rules: Rules of paths, such as those that the model has.
 
         Raises:
-            ValueError: The rules' dialect has other paths.
+            ValueError: The rules' dialect has other paths; or tokens were given to `suggest`, and
+                not how many of the model's experts they meet.
             TypeError: The rules are for logical axis names.
 
         Example:
@@ -167,9 +170,9 @@ class Suggestion:
         other = self._plan.with_rules(rules)
         sent = None
         if self._tokens is not None:
-            # Of how many experts each token meets nothing is known here: of all, the same for both.
             before, after = (
-                one.traffic(tokens=self._tokens, experts_per_token=1) for one in (other, self._plan)
+                one.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token)
+                for one in (other, self._plan)
             )
             sent = (before.sent, after.sent)
         return Comparison(other.diff(self._plan), (len(other.rules), len(self.rules)), sent)

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import RuleSpec
+from shardrules._declared import NOTHING
 from shardrules._format import brief
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
+from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.roles import parts_of_model
 from shardrules._shape_specs import fsdp
 from shardrules._specs import Entries
@@ -29,6 +32,8 @@ from shardrules._suggesting.wording import AmbiguousError, Label, Phrase, phrase
 from shardrules._suggesting.words import NUMBER, apart, numbered, words_of
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.match_modes import Pattern
     from shardrules._planning.columns import Columns
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from shardrules._planning.roles import Part
     from shardrules._suggesting.words import Word
 
-__all__ = ["Unit", "Written", "units_of", "written"]
+__all__ = ["Unit", "Written", "mended", "units_of", "written"]
 
 _MOST_TEXTS: Final = 1000
 # Some 0.3 ms each.
@@ -107,6 +112,46 @@ def written(units: list[Unit], axis_sizes: Mapping[str, int], dialect: Dialect) 
         of_rules.append(tuple(units[number] for number in left))
     unknown = [unit for unit in units if not unit.dims.is_known] + [units[n] for n in left]
     return Written(Rules(pairs, dialect), of_rules, unknown)
+
+
+def mended(columns: Columns, units: list[Unit]) -> Written:
+    """The rules of a plan that decide leaves, and rules for all other leaves after them.
+
+    Args:
+        columns: Of the tree under these rules.
+        units: All leaves that need a rule.
+    """
+    rules = columns.leaves.path_rules or Rules(())
+    queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
+    kept = [
+        rule
+        for rule, won in enumerate(columns.coverage.won)
+        if won and rule not in queries.silent_catch_alls
+    ]
+    decided = np.isin(columns.rule, kept)
+    left = [part for unit in units for part in _with_rows(unit, ~decided)]
+    more = written(left, columns.axis_sizes, rules.dialect)
+    of_kept = [
+        tuple(part for unit in units for part in _with_rows(unit, columns.rule == rule))
+        for rule in kept
+    ]
+    pairs = [*(rules[rule] for rule in kept), *more.rules]
+    return Written(Rules(pairs, rules.dialect), [*of_kept, *more.units], more.unknown)
+
+
+def _with_rows(unit: Unit, chosen: npt.NDArray[np.bool_]) -> list[Unit]:
+    """The unit with those of its leaves that are chosen; nothing if none are."""
+    rows = unit.folded.rows[chosen[unit.folded.rows]]
+    return [_of_rows(unit, unit.words, rows)] if len(rows) else []
+
+
+def _of_rows(unit: Unit, words: tuple[Word, ...], rows: npt.NDArray[np.intp]) -> Unit:
+    return unit._replace(
+        folded=unit.folded._replace(rows=rows),
+        words=words,
+        part=replace(unit.part, leaves=len(rows)),
+        bytes=unit.bytes // len(unit.folded.rows) * len(rows),
+    )
 
 
 def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
@@ -214,15 +259,7 @@ def _parted(unit: Unit) -> list[Unit]:
     paths = (unit.every[row] for row in rows)
     for row, words in zip(rows, numbered(unit.words, paths), strict=True):
         found[words].append(row)
-    return [
-        unit._replace(
-            folded=unit.folded._replace(rows=np.array(chosen, np.intp)),
-            words=words,
-            part=replace(unit.part, leaves=len(chosen)),
-            bytes=unit.bytes // len(rows) * len(chosen),
-        )
-        for words, chosen in found.items()
-    ]
+    return [_of_rows(unit, words, np.array(chosen, np.intp)) for words, chosen in found.items()]
 
 
 def _listed(
