@@ -27,6 +27,7 @@ def rows() -> Iterator[Row]:
     with collector(enabled=False):
         yield from _plans()
         yield from _sweeps()
+        yield from _suggestions()
         yield from _logical_plans()
     yield from _processes()
 
@@ -76,6 +77,17 @@ def _sweeps() -> Iterator[Row]:
         (seconds,) = interleaved_seconds([partial(planned.sweep, meshes, **given)], runs=7)
         name = f"Plan.sweep over {len(meshes)} meshes by {by}, DeepSeek-V3"
         yield Row(name, seconds, "s", 1.0, f"{len(planned):,} leaves")
+
+
+def _suggestions() -> Iterator[Row]:
+    """Rules for 91,991 leaves, with their proof."""
+    tree = corpus.manifest("deepseek-v3").flat(corpus.with_dtype)
+    found = sr.suggest(tree, {"fsdp": 64, "tp": 8})
+    if found.plan.check(**found.declared).at_least("warning"):
+        raise AssertionError("the suggested rules are not clean")
+    (seconds,) = interleaved_seconds([lambda: sr.suggest(tree, {"fsdp": 64, "tp": 8})], runs=7)
+    note = f"{len(tree):,} leaves, {len(found.rules)} rules"
+    yield Row("suggest, DeepSeek-V3 as published", seconds, "s", 1.0, note)
 
 
 def _logical_plans() -> Iterator[Row]:

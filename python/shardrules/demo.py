@@ -1,6 +1,7 @@
 """`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
-It shows the plan, the finding, the fix, the bytes on each device, the report, and the time,
+It shows the plan, the finding, the fix, the bytes on each device, the report, the rules that
+`suggest` writes instead, and the time,
 compared with eformer if that is installed. Must not do anything that a user could not.
 """
 
@@ -20,6 +21,7 @@ from shardrules._files.rules import read_rules
 from shardrules._format import bytes_shown
 from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
+from shardrules._suggesting.suggest import suggest
 
 __all__ = ["main"]
 
@@ -80,7 +82,9 @@ def main() -> int:
     _print_bytes(console, after)
     _title(console, "5. The report")
     console.print(_report(after), soft_wrap=True)
-    _title(console, "6. The time")
+    _title(console, f"6. No rules at all: shardrules suggest --devices {after.devices}")
+    _print_suggestion(console, after)
+    _title(console, "7. The time")
     _print_times(console, list(fixed))
     return 0
 
@@ -98,6 +102,24 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
     )
     found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
     console.print(str(type(found)(found[:5])), soft_wrap=True)
+
+
+def _print_suggestion(console: Any, fixed: Plan) -> None:
+    start = perf_counter()
+    found = suggest(
+        read_arrays(str(MODEL)).leaves,
+        devices=fixed.devices,
+        tokens=_STEP["tokens"],
+        hardware=_HARDWARE,
+        **_STEP["schedule"],
+    )
+    took = perf_counter() - start
+    console.print(str(found), soft_wrap=True)
+    console.print(
+        f"check: {found.plan.check(**found.declared).summary}, in {took:.1f} s with the sweep"
+    )
+    held = found.plan.bytes_per_device(**_COUNTED)
+    console.print(f"training with Adam: {held}; a device has {bytes_shown(_HARDWARE.memory_bytes)}")
 
 
 def _report(fixed: Plan) -> str:
