@@ -167,6 +167,15 @@ class TestWords:
         found = sr.suggest(tree, {"tp": 4})
         assert specs(found) == {"w1/kernel": (None, "tp"), "w2/kernel": ("tp",)}
 
+    def test_names_that_only_some_numbers_complete_are_told_apart(self):
+        # The end of xa5 is a5, and no sign of it is in the first of the leaves, xa0.
+        tree = {f"xa{i}": {"w": array(64, 256)} for i in range(9)}
+        tree |= {"a5": {"w": array(256, 64)}}
+        found = sr.suggest(tree, MESH)
+        assert [one.leaves for one in found.reasons] == list(found.plan.coverage.won)
+        assert found.plan.kind("a5/w").spec == ("tp", "fsdp")
+        assert found.plan.kind("xa5/w").spec == ("fsdp", "tp")
+
     def test_regex_characters_and_empty_keys_are_text(self):
         tree = {
             "a.*b": {"k+[(": array(64, 256)},
@@ -206,6 +215,12 @@ class TestWords:
         assert len(found.unknown) == 200
         assert not found.plan.check(**found.declared).at_least("warning")
         assert len(found.rules) == 8
+
+    def test_where_one_rule_alone_may_match_they_are_refused(self):
+        names = random.Random(0)
+        tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(200)}
+        with pytest.raises(ValueError, match="too many names for rules; and in the dialect Keras"):
+            sr.suggest(tree, MESH, dialect=sr.KERAS)
 
     @pytest.mark.parametrize(
         "tree",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardrules._arguments import check_tree, check_type, integer, listed, texts
 from shardrules._correction import plain_spec
 from shardrules._declared import Declared
-from shardrules._format import bytes_shown, mesh_shown
+from shardrules._format import brief, bytes_shown, mesh_shown
 from shardrules._hardware import Hardware, as_hardware
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules, as_rules
@@ -21,8 +21,10 @@ from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
 from shardrules._suggesting.axes import uses_of
+from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
-from shardrules._suggesting.writing import Unit, Written, mended, units_of, written
+from shardrules._suggesting.units import Unit, units_of
+from shardrules._suggesting.writing import Written, mended, written
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
@@ -135,11 +137,8 @@ def suggest(
             schedule=timed,
         )
         bare = bare.on_mesh(best.mesh)
-    if like is None:
-        rules = written(units, bare.axis_sizes, dialect)
-    else:
-        rules = mended(bare.with_rules(_in_dialect(like, dialect))._columns, units)
-    made = bare.with_rules(rules.rules)
+    given = None if like is None else bare.with_rules(_in_dialect(like, dialect))
+    rules, made = _decided(bare, units, dialect, given)
     _check_room(made, room, moments)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
@@ -177,6 +176,22 @@ def _bare(model: Any, mesh: MeshLike | None, devices: int | None, dialect: Diale
         return plan(model, none, on)
     bare = model.with_rules(none)
     return bare if on is None else bare.on_mesh(on)
+
+
+def _decided(
+    bare: Plan, units: list[Unit], dialect: Dialect, given: Plan | None
+) -> tuple[Written, Plan]:
+    """Rules, and the plan of the leaves under them, in which each has its own."""
+    for tightness in (0, TIGHTEST):
+        if given is None:
+            rules = written(units, bare.axis_sizes, dialect, tightness)
+        else:
+            rules = mended(given._columns, units, tightness)
+        made = bare.with_rules(rules.rules)
+        strays = rules.strays(made.rule)
+        if not strays:
+            return rules, made
+    raise ValueError(f"{brief(made.paths[strays[0]])}: no pattern tells it from others: rename it")
 
 
 def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:

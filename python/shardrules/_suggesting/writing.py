@@ -1,15 +1,14 @@
-"""Rules for the leaves of a tree: their dimensions, specs, phrases, and proven patterns.
+"""Rules for the leaves of a tree: their specs, and the patterns that tell them apart.
 
-Costs per folded path, and a match of one path for each of them. Must not know how the mesh was
+Costs what the choice of specs and the proof of patterns cost. Must not know how the mesh was
 chosen, nor how rules are shown.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,16 +19,14 @@ from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.checks.queries import Queries
-from shardrules._planning.roles import parts_of_model
 from shardrules._shape_specs import fsdp
 from shardrules._specs import Entries
 from shardrules._suggesting.axes import uses_of
 from shardrules._suggesting.choosing import Array, Cuts, choose
-from shardrules._suggesting.dims import Dims, dims_of
-from shardrules._suggesting.spelling import TIGHTEST, least_tightness, pattern_of, text_pattern
-from shardrules._suggesting.texts import pattern_shown
-from shardrules._suggesting.wording import AmbiguousError, Label, Phrase, phrases
-from shardrules._suggesting.words import NUMBER, apart, numbered, words_of
+from shardrules._suggesting.proving import listed, proven
+from shardrules._suggesting.units import Unit, parted, with_rows
+from shardrules._suggesting.wording import AmbiguousError, Label, phrases
+from shardrules._suggesting.words import NUMBER
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,33 +34,9 @@ if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.match_modes import Pattern
     from shardrules._planning.columns import Columns
-    from shardrules._planning.fold import Folded
-    from shardrules._planning.roles import Part
     from shardrules._suggesting.words import Word
 
-__all__ = ["Unit", "Written", "mended", "units_of", "written"]
-
-_MOST_TEXTS: Final = 1000
-# Some 0.3 ms each.
-_MOST_PATHS: Final = 4000
-
-
-class Unit(NamedTuple):
-    """The leaves of one folded path."""
-
-    folded: Folded
-    words: tuple[Word, ...]
-    part: Part
-    dims: Dims
-    every: Sequence[str]
-    """The paths of all leaves of the tree."""
-    bytes: int
-    """Of all of them, whole."""
-
-    @property
-    def path(self) -> str:
-        """That of the first of its leaves."""
-        return self.every[int(self.folded.rows[0])]
+__all__ = ["Written", "mended", "written"]
 
 
 class Written(NamedTuple):
@@ -74,52 +47,91 @@ class Written(NamedTuple):
     """Per rule the leaves that it was written for."""
     unknown: list[Unit]
 
+    def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
+        """The rows that another rule decides than the one that was written for them."""
+        wanted = rule_of.copy()
+        for rule, units in enumerate(self.units):
+            for unit in units:
+                wanted[unit.folded.rows] = rule
+        found: list[int] = np.flatnonzero(wanted != rule_of).tolist()
+        return found
 
-def written(units: list[Unit], axis_sizes: Mapping[str, int], dialect: Dialect) -> Written:
+
+def written(
+    units: list[Unit], axis_sizes: Mapping[str, int], dialect: Dialect, tightness: int = 0
+) -> Written:
     """Rules for leaves that have none.
+
+    Args:
+        units: The leaves.
+        axis_sizes: Those of the mesh.
+        dialect: Of the rules.
+        tightness: How tight patterns must be, as in `pattern_of`.
 
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart.
     """
     uses = uses_of(axis_sizes)
-    arrays = [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units]
-    labels = [
-        _label(unit, cuts, uses)
-        for unit, cuts in zip(units, choose(arrays, axis_sizes, uses), strict=True)
-    ]
+    cuts = choose(
+        [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
+    )
+    labels = [_label(unit, of, uses) for unit, of in zip(units, cuts, strict=True)]
     units, labels, first = _told_apart(units, labels, dialect)
-    words = [unit.words for unit in units]
-    left: tuple[int, ...] = ()
-    if MATCH_MODES[dialect.match[-1]].written_as == "text":
-        pairs, of_rules = _listed(units, labels)
-    else:
-        try:
-            said, left = phrases(words, labels, [_place(unit) for unit in units])
-        except AmbiguousError as error:
-            one, other, *_ = (units[number] for number in error.units)
-            raise ValueError(
-                f"two leaves have the path {brief(one.path)}, with the shapes {one.part.shape} and "
-                f"{other.part.shape}: rename one"
-            ) from None
-        # Numbers that are listed, before those that are left open.
-        said.sort(key=lambda one: not any(number in first for number in one.units))
-        pairs, of_rules = _proven(said, units, first, dialect)
+    pairs, of_rules, left = _worded(units, labels, first, dialect, tightness)
     if left:
-        axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
-        mode = MATCH_MODES[dialect.match[-1]]
-        everything: Any = (".*",) if mode.written_as == "window" else ".*"
-        pairs.append((everything, fsdp(axes)))
-        of_rules.append(tuple(units[number] for number in left))
-    unknown = [unit for unit in units if not unit.dims.is_known] + [units[n] for n in left]
-    return Written(Rules(pairs, dialect), of_rules, unknown)
+        pairs.append(_safe(left, uses, dialect))
+        of_rules.append(tuple(left))
+    unknown = [unit for unit in units if not unit.dims.is_known]
+    return Written(Rules(pairs, dialect), of_rules, unknown + left)
 
 
-def mended(columns: Columns, units: list[Unit]) -> Written:
+_Worded = tuple[list[tuple["Pattern", Any]], list[tuple[Unit, ...]], list[Unit]]
+
+
+def _worded(
+    units: list[Unit],
+    labels: list[Label],
+    first: frozenset[int],
+    dialect: Dialect,
+    tightness: int,
+) -> _Worded:
+    """Rules, the units of each, and the units that have none, since they have too many names."""
+    if MATCH_MODES[dialect.match[-1]].written_as == "text":
+        return (*listed(units, labels), [])
+    try:
+        said, left = phrases(
+            [unit.words for unit in units], labels, [_place(unit) for unit in units]
+        )
+    except AmbiguousError as error:
+        one, other, *_ = (units[number] for number in error.units)
+        raise ValueError(
+            f"two leaves have the path {brief(one.path)}, with the shapes {one.part.shape} and "
+            f"{other.part.shape}: rename one"
+        ) from None
+    # Numbers that are listed, before those that are left open.
+    said.sort(key=lambda one: not any(number in first for number in one.units))
+    return (*proven(said, units, first, dialect, tightness), [units[number] for number in left])
+
+
+def _safe(left: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
+    """The rule for what has too many names: the largest dimension that divides is cut."""
+    if dialect.precedence == "only":
+        raise ValueError(
+            f"{len(left):,} paths, such as {brief(left[0].path)}, have too many names for rules; "
+            f"and in the dialect {dialect.name} no rule may be for all that is left"
+        )
+    axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
+    is_window = MATCH_MODES[dialect.match[-1]].written_as == "window"
+    return (".*",) if is_window else ".*", fsdp(axes)
+
+
+def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
     """The rules of a plan that decide leaves, and rules for all other leaves after them.
 
     Args:
         columns: Of the tree under these rules.
         units: All leaves that need a rule.
+        tightness: As in `written`.
     """
     rules = columns.leaves.path_rules or Rules(())
     queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
@@ -129,65 +141,14 @@ def mended(columns: Columns, units: list[Unit]) -> Written:
         if won and rule not in queries.silent_catch_alls
     ]
     decided = np.isin(columns.rule, kept)
-    left = [part for unit in units for part in _with_rows(unit, ~decided)]
-    more = written(left, columns.axis_sizes, rules.dialect)
+    left = [part for unit in units for part in with_rows(unit, ~decided)]
+    more = written(left, columns.axis_sizes, rules.dialect, tightness)
     of_kept = [
-        tuple(part for unit in units for part in _with_rows(unit, columns.rule == rule))
+        tuple(part for unit in units for part in with_rows(unit, columns.rule == rule))
         for rule in kept
     ]
     pairs = [*(rules[rule] for rule in kept), *more.rules]
     return Written(Rules(pairs, rules.dialect), [*of_kept, *more.units], more.unknown)
-
-
-def _with_rows(unit: Unit, chosen: npt.NDArray[np.bool_]) -> list[Unit]:
-    """The unit with those of its leaves that are chosen; nothing if none are."""
-    rows = unit.folded.rows[chosen[unit.folded.rows]]
-    return [_of_rows(unit, unit.words, rows)] if len(rows) else []
-
-
-def _of_rows(unit: Unit, words: tuple[Word, ...], rows: npt.NDArray[np.intp]) -> Unit:
-    return unit._replace(
-        folded=unit.folded._replace(rows=rows),
-        words=words,
-        part=replace(unit.part, leaves=len(rows)),
-        bytes=unit.bytes // len(unit.folded.rows) * len(rows),
-    )
-
-
-def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
-    """The leaves that need a rule.
-
-    Args:
-        columns: Of the tree, without rules.
-        heads: Per row that is a projection of attention the elements of a head, where they are
-            known.
-
-    Raises:
-        ValueError: The paths have too many names.
-    """
-    kinds = columns.kinds
-    needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]
-    folded = apart((one for one in columns.folded if needed[one.group]), columns.paths)
-    if len(folded) > _MOST_PATHS:
-        raise ValueError(
-            f"the tree has {len(folded):,} paths that differ not only in numbers, such as "
-            f"{brief(columns.paths[folded[0].rows[0]])}; rules that name more than {_MOST_PATHS:,} "
-            "are no rules: cut each array's largest dimension, with [('.*', shardrules.fsdp(axis))]"
-        )
-    parts = parts_of_model(folded, [kind.shape for kind in kinds], [kind.names for kind in kinds])
-    return [
-        Unit(
-            one,
-            words,
-            part,
-            dims._replace(unit=heads.get(int(one.rows[0]), 1)),
-            columns.paths,
-            kinds[one.group].bytes * len(one.rows),
-        )
-        for one, words, part, dims in zip(
-            folded, words_of(folded), parts, dims_of(parts), strict=True
-        )
-    ]
 
 
 def _place(unit: Unit) -> int:
@@ -230,7 +191,7 @@ def _told_apart(
     alike: dict[tuple[Word, ...], list[int]] = defaultdict(list)
     for number, unit in enumerate(units):
         alike[unit.words].append(number)
-    listed: set[int] = set()
+    with_numbers: set[int] = set()
     for group in alike.values():
         leaves: Counter[Label] = Counter()
         for number in group:
@@ -239,91 +200,14 @@ def _told_apart(
             stays = (
                 None if dialect.precedence == "only" else max(leaves, key=lambda one: leaves[one])
             )
-            listed.update(number for number in group if labels[number] != stays)
-    if not listed:
+            with_numbers.update(number for number in group if labels[number] != stays)
+    if not with_numbers:
         return units, labels, frozenset()
-    parted: list[tuple[Unit, Label, bool]] = []
+    told: list[tuple[Unit, Label, bool]] = []
     for number, (unit, label) in enumerate(zip(units, labels, strict=True)):
-        if number not in listed:
-            parted.append((unit, label, False))
+        if number not in with_numbers:
+            told.append((unit, label, False))
         else:
-            parted += ((one, label, True) for one in _parted(unit))
-    first = frozenset(number for number, (_, _, is_listed) in enumerate(parted) if is_listed)
-    return [unit for unit, _, _ in parted], [label for _, label, _ in parted], first
-
-
-def _parted(unit: Unit) -> list[Unit]:
-    """Per distinct words with numbers a unit."""
-    rows = unit.folded.rows.tolist()
-    found: dict[tuple[Word, ...], list[int]] = defaultdict(list)
-    paths = (unit.every[row] for row in rows)
-    for row, words in zip(rows, numbered(unit.words, paths), strict=True):
-        found[words].append(row)
-    return [_of_rows(unit, words, np.array(chosen, np.intp)) for words, chosen in found.items()]
-
-
-def _listed(
-    units: Sequence[Unit], labels: Sequence[Label]
-) -> tuple[list[tuple[Pattern, Any]], list[tuple[Unit, ...]]]:
-    """A rule for each path, where patterns are texts."""
-    of: dict[str, list[int]] = defaultdict(list)
-    for number, unit in enumerate(units):
-        of[text_pattern(unit.words)].append(number)
-    if len(of) > _MOST_TEXTS:
-        raise ValueError(
-            f"the dialect lists paths one by one, and {len(of):,} differ not only in "
-            f"numbers; more than {_MOST_TEXTS:,} are no rules: choose a dialect of regexes"
-        )
-    pairs: list[tuple[Pattern, Any]] = [
-        (text, labels[numbers[0]].value) for text, numbers in of.items()
-    ]
-    return pairs, [tuple(units[number] for number in numbers) for numbers in of.values()]
-
-
-def _proven(
-    said: list[Phrase], units: Sequence[Unit], first: frozenset[int], dialect: Dialect
-) -> tuple[list[tuple[Pattern, Any]], list[tuple[Unit, ...]]]:
-    """Patterns as loose as they may be: of a path of each unit only its own matches.
-
-    Those in `first` list numbers; patterns that leave them open may match as well, as they are
-    later.
-
-    Raises:
-        ValueError: No pattern of the dialect tells some path from another.
-    """
-    words = [unit.words for unit in units]
-    tightness = [least_tightness(phrase) for phrase in said]
-    owner = {unit: number for number, phrase in enumerate(said) for unit in phrase.units}
-    paths = [unit.path for unit in units]
-    while True:
-        pairs = [
-            (pattern_of(phrase, words, dialect, tight), phrase.label.value)
-            for phrase, tight in zip(said, tightness, strict=True)
-        ]
-        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, first))
-        loose = {rule: path for rule, path in wrong.items() if tightness[rule] < TIGHTEST}
-        if not loose:
-            break
-        for rule in loose:
-            tightness[rule] += 1
-    if wrong:
-        rule, path = next(iter(wrong.items()))
-        raise ValueError(
-            f"{brief(path)}: no pattern of the dialect {dialect.name} tells it from the leaves of "
-            f"{pattern_shown(pairs[rule][0])}: rename it, or choose another dialect"
-        )
-    return pairs, [tuple(units[number] for number in phrase.units) for phrase in said]
-
-
-def _wrong(
-    rules: Rules, paths: Sequence[str], owner: Mapping[int, int], first: frozenset[int]
-) -> Iterator[tuple[int, str]]:
-    """The rules that match a path of another, or not one of their own; and a path of each."""
-    for unit, path in enumerate(paths):
-        own = owner.get(unit)
-        matches = rules.all_matches(path)
-        if own is not None and own not in matches:
-            yield own, path
-        for rule in matches:
-            if rule != own and (own is None or rule < own or unit not in first):
-                yield rule, path
+            told += ((one, label, True) for one in parted(unit))
+    first = frozenset(number for number, (_, _, is_listed) in enumerate(told) if is_listed)
+    return [unit for unit, _, _ in told], [label for _, label, _ in told], first
