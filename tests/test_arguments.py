@@ -250,6 +250,7 @@ CALLED = {
     "rules": "rule",
     "rules_a": "rules_a|rule ",
     "rules_b": "rules_b|rule ",
+    "like": "like|rule ",
     "levels": "level",
     "replicated": "replicated|pattern",
     "meshes": "mesh",

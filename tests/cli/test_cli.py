@@ -625,6 +625,14 @@ def test_suggested_rules_in_other_forms(small, more, told):
     assert told in result.stdout
 
 
+def test_rules_are_mended(small):
+    model, rules = small
+    result = run("suggest", model, "-m", "fsdp=2,tp=4", "--like", rules)
+    assert result.exit_code == 0
+    patterns = [line for line in result.stdout.splitlines() if line.startswith("pattern")]
+    assert patterns == ["pattern = 'wq/kernel'", 'pattern = "embed"', 'pattern = "norm"']
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

@@ -1034,3 +1034,33 @@ def test_gradients_beyond_an_int64():
     assert sum(held.tolist()) == 8 * (2**60 + 1)
     small = sr.plan({"w": leaf((8, 8))}, [("w", "tp")], {"tp": 2}).bytes_per_device(gradients=True)
     assert {part.dtype.name for part in small} == {small.total.dtype.name} == {"int64"}
+
+
+@pytest.mark.parametrize(
+    ("model", "rules"),
+    [
+        ("easylm-llama-3.1-405b-trainstate", "EasyLM__llama"),
+        ("easydel-deepseek-v3", "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"),
+        ("flax-whisper-large-v3", "easydel__whisper-WhisperConfig-v0.2.0"),
+    ],
+)
+@pytest.mark.parametrize("before", [[], [(".*", P("fsdp"))]])
+def test_other_rules_decide_as_in_a_plan_of_their_own(model, rules, before):
+    tree = corpus.manifest(model).flat(corpus.with_dtype) | {"count": 3}
+    rules = corpus.rules(rules)
+    mesh = {"fsdp": 8, "sp": 1, "tp": 4, "dp": 1, "mp": 2}
+    own = sr.plan(tree, rules, mesh)
+    found = sr.plan(tree, before, mesh).with_rules(rules)
+    assert repr(found) == repr(own)
+    assert found.fingerprint() == own.fingerprint()
+    assert found.coverage == own.coverage
+    assert found.rule.tolist() == own.rule.tolist()
+    assert found.on_mesh({"fsdp": 2}).fingerprint() == own.on_mesh({"fsdp": 2}).fingerprint()
+
+
+def test_other_rules_that_cannot_decide_are_refused():
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "int8")}, [], {"tp": 2})
+    with pytest.raises(ValueError, match="the dialect JAXSeq has other keys than eformer"):
+        plan.with_rules(sr.Rules([("w", "tp")], sr.KEYSTR))
+    with pytest.raises(TypeError, match="logical"):
+        plan.with_rules(sr.LogicalRules([("w", "tp")]))
