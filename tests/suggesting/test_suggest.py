@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import tomllib
@@ -277,6 +278,12 @@ class TestDialects:
             sr.TP_PLAN: "model.layers.*.self_attn.k_proj.kernel",
         }
 
+    def test_numbers_in_names_are_written_out_where_a_star_is_no_part_of_a_name(self):
+        tree = {"m": {f"b{i}": {"w": array(64, 256)} for i in range(8)}}
+        found = sr.suggest(tree, MESH, dialect=sr.TP_PLAN)
+        assert list(specs(found)) == [f"m.b{i}.w" for i in range(8)]
+        assert [one.leaves for one in found.reasons] == [1] * 8
+
     def test_a_dialect_that_lists_paths_refuses_too_many(self):
         names = random.Random(0)
         tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(1500)}
@@ -433,6 +440,46 @@ class TestLike:
     def test_rules_of_another_dialect_are_refused(self):
         with pytest.raises(ValueError, match="like: the rules are in the dialect JAXSeq"):
             sr.suggest(models.llama(), MESH, like=sr.Rules([("w", "tp")], sr.KEYSTR))
+
+
+NAMES = ["layers", "0", "12", "w1", "w2", "w10", "kernel", "weight", "bias", "norm", "ln_1", "experts", "q_proj", "o_proj", "mlp", "up", "down", "embed", "a.b", "x/y", "[0]", "'", '"', "\\d+", "a|b", ".*", "^", "$", "(", "é", "block_3", "h", "value", "007", "a5", "##[x]", "{0..3}"]  # fmt: skip
+
+
+def hostile_tree(choose, depth):
+    if depth == 0 or choose.random() < 0.2:
+        rank = choose.choice([0, 1, 1, 2, 2, 2, 3, 4])
+        return array(*(choose.choice([1, 2, 3, 7, 16, 64, 256, 1000]) for _ in range(rank)))
+    if choose.random() < 0.3:
+        layer, name = hostile_tree(choose, depth - 1), choose.choice(["layers_{}", "{}", "b{}"])
+        return {
+            name.format(i): layer if choose.random() < 0.9 else hostile_tree(choose, depth - 1)
+            for i in range(choose.randint(1, 12))
+        }
+    return {
+        choose.choice(NAMES): hostile_tree(choose, depth - 1) for _ in range(choose.randint(1, 5))
+    }
+
+
+@pytest.mark.parametrize("seed", range(0, 120, 12))
+def test_hostile_trees_are_decided_or_refused(seed):
+    decided = 0
+    for number in range(12):
+        choose = random.Random(seed + number)
+        tree = hostile_tree(choose, 5)
+        dialect = choose.choice(DIALECTS)
+        try:
+            found = sr.suggest(tree, choose.choice([MESH, {"fsdp": 3}, {"ep": 2}]), dialect=dialect)
+        except ValueError as error:
+            assert re.search("rename|too many names|no rules", str(error)), error
+            continue
+        decided += 1
+        coverage = found.plan.coverage
+        assert (coverage.dead, coverage.unmatched) == ((), 0)
+        assert [one.leaves for one in found.reasons] == list(coverage.won)
+        assert not found.plan.check(**found.declared).at_least("error")
+        read = tomllib.loads(found.to_toml())["rules"] if len(found.rules) else []
+        assert len(read) == len(found.rules)
+    assert decided >= 5
 
 
 class TestTraining:

@@ -13,11 +13,11 @@ from shardrules._format import brief
 from shardrules._matching.rules import Rules
 from shardrules._suggesting.spelling import TIGHTEST, least_tightness, pattern_of, text_pattern
 from shardrules._suggesting.texts import pattern_shown
+from shardrules._suggesting.units import Unit, alone
 
 if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._matching.match_modes import Pattern
-    from shardrules._suggesting.units import Unit
     from shardrules._suggesting.wording import Label, Phrase
 
 __all__ = ["listed", "proven"]
@@ -29,31 +29,31 @@ def listed(
     units: Sequence[Unit], labels: Sequence[Label]
 ) -> tuple[list[tuple[Pattern, Any]], list[tuple[Unit, ...]]]:
     """A rule for each path, where patterns are texts."""
-    of: dict[str, list[int]] = defaultdict(list)
-    for number, unit in enumerate(units):
-        of[text_pattern(unit.words)].append(number)
+    of: dict[str, list[Unit]] = defaultdict(list)
+    value_of: dict[str, Any] = {}
+    for unit, label in zip(units, labels, strict=True):
+        text = text_pattern(unit.words)
+        # Numbers in names are written out, path by path.
+        for one in [unit] if text is not None else alone(unit):
+            of[text or one.path].append(one)
+            value_of[text or one.path] = label.value
     if len(of) > _MOST_TEXTS:
         raise ValueError(
             f"the dialect lists paths one by one, and {len(of):,} differ not only in "
             f"numbers; more than {_MOST_TEXTS:,} are no rules: choose a dialect of regexes"
         )
-    pairs: list[tuple[Pattern, Any]] = [
-        (text, labels[numbers[0]].value) for text, numbers in of.items()
-    ]
-    return pairs, [tuple(units[number] for number in numbers) for numbers in of.values()]
+    return list(value_of.items()), [tuple(alike) for alike in of.values()]
 
 
 def proven(
     said: list[Phrase],
     units: Sequence[Unit],
-    first: frozenset[int],
     dialect: Dialect,
     least: int,
 ) -> tuple[list[tuple[Pattern, Any]], list[tuple[Unit, ...]]]:
     """Patterns as loose as they may be: of a path of each unit only its own matches.
 
-    Those in `first` list numbers; patterns that leave them open may match as well, as they are
-    later.
+    Patterns that leave numbers open may also match what patterns with numbers, before them, match.
 
     Raises:
         ValueError: No pattern of the dialect tells some path from another.
@@ -67,7 +67,7 @@ def proven(
             (pattern_of(phrase, words, dialect, tight), phrase.label.value)
             for phrase, tight in zip(said, tightness, strict=True)
         ]
-        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, first))
+        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, said))
         loose = {rule: path for rule, path in wrong.items() if tightness[rule] < TIGHTEST}
         if not loose:
             break
@@ -83,7 +83,7 @@ def proven(
 
 
 def _wrong(
-    rules: Rules, paths: Sequence[str], owner: Mapping[int, int], first: frozenset[int]
+    rules: Rules, paths: Sequence[str], owner: Mapping[int, int], said: Sequence[Phrase]
 ) -> Iterator[tuple[int, str]]:
     """The rules that match a path of another, or not one of their own; and a path of each."""
     for unit, path in enumerate(paths):
@@ -92,5 +92,6 @@ def _wrong(
         if own is not None and own not in matches:
             yield own, path
         for rule in matches:
-            if rule != own and (own is None or rule < own or unit not in first):
+            is_later = own is not None and rule > own and said[own].label.is_numbered
+            if rule != own and not is_later:
                 yield rule, path

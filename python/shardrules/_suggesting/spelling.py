@@ -57,8 +57,11 @@ def pattern_of(
     return regex + "$" if tightness in (2, TIGHTEST) and not whole else regex
 
 
-def text_pattern(path: tuple[Word, ...]) -> str:
-    """A folded path as transformers writes it: `*` is a number."""
+def text_pattern(path: tuple[Word, ...]) -> str | None:
+    """A folded path as transformers writes it: `*` is a number between dots; None elsewhere."""
+    numbers = [place for place, word in enumerate(path) if NUMBER in word.text]
+    if any(path[n] != (".", NUMBER) or n == 0 or n - 1 in numbers for n in numbers):
+        return None
     return "".join(word.before + word.text.replace(NUMBER, "*") for word in path)
 
 

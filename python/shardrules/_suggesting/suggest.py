@@ -138,7 +138,7 @@ def suggest(
         )
         bare = bare.on_mesh(best.mesh)
     given = None if like is None else bare.with_rules(_in_dialect(like, dialect))
-    rules, made = _decided(bare, units, dialect, given)
+    rules, made = _decided(model, bare, units, dialect, given)
     _check_room(made, room, moments)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
@@ -179,7 +179,7 @@ def _bare(model: Any, mesh: MeshLike | None, devices: int | None, dialect: Diale
 
 
 def _decided(
-    bare: Plan, units: list[Unit], dialect: Dialect, given: Plan | None
+    model: Any, bare: Plan, units: list[Unit], dialect: Dialect, given: Plan | None
 ) -> tuple[Written, Plan]:
     """Rules, and the plan of the leaves under them, in which each has its own."""
     for tightness in (0, TIGHTEST):
@@ -187,11 +187,16 @@ def _decided(
             rules = written(units, bare.axis_sizes, dialect, tightness)
         else:
             rules = mended(given._columns, units, tightness)
-        made = bare.with_rules(rules.rules)
+        # The tree itself decides: paths as texts may hide where a key ends.
+        is_plan = isinstance(model, Plan)
+        made = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
         strays = rules.strays(made.rule)
         if not strays:
             return rules, made
-    raise ValueError(f"{brief(made.paths[strays[0]])}: no pattern tells it from others: rename it")
+    raise ValueError(
+        f"{brief(made.paths[strays[0]])}: no pattern of the dialect {dialect.name} tells it from "
+        "other paths: rename it, or choose another dialect"
+    )
 
 
 def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardrules._planning.roles import Part
     from shardrules._suggesting.words import Word
 
-__all__ = ["Unit", "parted", "units_of", "with_rows"]
+__all__ = ["Unit", "alone", "parted", "units_of", "with_rows"]
 
 # Some 0.3 ms each.
 _MOST_PATHS: Final = 4000
@@ -89,6 +89,12 @@ def with_rows(unit: Unit, chosen: npt.NDArray[np.bool_]) -> list[Unit]:
     """The unit with those of its leaves that are chosen; nothing if none are."""
     rows = unit.folded.rows[chosen[unit.folded.rows]]
     return [_of_rows(unit, unit.words, rows)] if len(rows) else []
+
+
+def alone(unit: Unit) -> list[Unit]:
+    """Each leaf as a unit."""
+    rows = unit.folded.rows
+    return [_of_rows(unit, unit.words, rows[i : i + 1]) for i in range(len(rows))]
 
 
 def _of_rows(unit: Unit, words: tuple[Word, ...], rows: npt.NDArray[np.intp]) -> Unit:

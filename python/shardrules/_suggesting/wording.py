@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from shardrules._suggesting.words import NUMBER, Word
+from shardrules._suggesting.words import NUMBER, NUMBERS, Word
 
 __all__ = ["MOST_NAMES", "START", "AmbiguousError", "Label", "Phrase", "phrases"]
 
@@ -41,6 +41,8 @@ class Label(NamedTuple):
     """Whether one word is enough to tell its leaves, as for biases that are replicated."""
     is_known: bool
     """Whether it is known what the leaves are; others have phrases of their own."""
+    is_numbered: bool = False
+    """Whether the words have numbers that others leave open; its phrases come first."""
 
 
 class Choice(NamedTuple):
@@ -64,11 +66,16 @@ class Phrase(NamedTuple):
 
 Path = tuple[Word, ...]
 
+# Any path of flax nnx may end so.
+_OF_NNX: Final = "value"
+
 
 def phrases(
     paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
 ) -> tuple[list[Phrase], tuple[int, ...]]:
     """Phrases that tell the labels apart, in the order of their first paths, plain ones last.
+
+    Those of paths with numbers in them are before all others.
 
     Args:
         paths: Per folded path its words. Those with equal words have one label.
@@ -83,33 +90,79 @@ def phrases(
         found = list(_merged(found, place))
     kept = [one for one in found if all(len(word.names) <= MOST_NAMES for word in one.words)]
     left = {unit for one in found for unit in one.units} - {u for one in kept for u in one.units}
-    return sorted(kept, key=lambda one: (one.label.is_plain, one.units)), tuple(sorted(left))
+    kept.sort(key=lambda one: (not one.label.is_numbered, one.label.is_plain, one.units))
+    return kept, tuple(sorted(left))
 
 
 def _ends(
     paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
 ) -> Iterator[Phrase]:
     """Per path the shortest end that only paths of its label have, and that says something."""
-    pending: list[tuple[Path, list[int]]] = [((), list(range(len(paths))))]
+    # What differs only in numbers is looked at together: a pattern may leave them open.
+    opened = [tuple(map(_opened, path)) for path in paths]
+    pending = [list(range(len(paths)))]
+    length = 0
     while pending:
-        longer: dict[Path, list[int]] = defaultdict(list)
-        for end, units in pending:
+        length += 1
+        longer: dict[Any, list[int]] = defaultdict(list)
+        for number, units in enumerate(pending):
             for unit in units:
-                longer[_word(paths[unit], len(end) + 1), *end].append(unit)
+                longer[number, _word(opened[unit], length)].append(unit)
         pending = []
-        for end, units in longer.items():
-            label = labels[units[0]]
-            if end[0] == START and any(labels[unit] != label for unit in units):
-                raise AmbiguousError(units)
-            if any(labels[unit] != label for unit in units) or _says_little(
-                end, label, paths, units
-            ):
-                pending.append((end, units))
+        for units in longer.values():
+            of_end: dict[Path, list[int]] = defaultdict(list)
+            for unit in units:
+                of_end[_end(paths[unit], length)].append(unit)
+            if _is_ready(of_end, units, paths, opened, labels):
+                for end, of_units in of_end.items():
+                    yield _phrase(end, of_units, paths, labels, places)
             else:
-                place = 0 if label.is_plain else min(places[unit] for unit in units)
-                first, *others = _with_module(end, label, paths, units) if place else end
-                words = (Choice("", (first.text,)), *(Choice(w.before, (w.text,)) for w in others))
-                yield Phrase(label, place, words, tuple(units))
+                pending.append(units)
+
+
+def _opened(word: Word) -> Word:
+    return word._replace(text=NUMBERS.sub(NUMBER, word.text))
+
+
+def _end(path: Path, length: int) -> Path:
+    return path[-length:] if length <= len(path) else (START, *path)
+
+
+def _is_ready(
+    of_end: dict[Path, list[int]],
+    units: list[int],
+    paths: Sequence[Path],
+    opened: Sequence[Path],
+    labels: Sequence[Label],
+) -> bool:
+    """Whether these ends tell labels apart, and each says something.
+
+    Ends that differ only in numbers may have several labels, if their whole paths do as well.
+    """
+    for end, of_units in of_end.items():
+        label = labels[of_units[0]]
+        has_several = any(labels[unit] != label for unit in of_units)
+        if has_several and end[0] == START:
+            raise AmbiguousError(of_units)
+        if has_several or _says_little(end, label, paths, of_units):
+            return False
+    has_one = all(labels[unit] == labels[units[0]] for unit in units)
+    is_literal = not any(labels[unit].is_numbered for unit in units)
+    return has_one or is_literal or all(opened[unit] == opened[units[0]] for unit in units)
+
+
+def _phrase(
+    end: Path,
+    units: list[int],
+    paths: Sequence[Path],
+    labels: Sequence[Label],
+    places: Sequence[int],
+) -> Phrase:
+    label = labels[units[0]]
+    place = 0 if label.is_plain else min(places[unit] for unit in units)
+    first, *others = _with_module(end, label, paths, units) if place else end
+    words = (Choice("", (first.text,)), *(Choice(w.before, (w.text,)) for w in others))
+    return Phrase(label, place, words, tuple(units))
 
 
 def _word(path: Path, place: int) -> Word:
@@ -121,7 +174,7 @@ def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int
     """Whether the next word belongs to it: a number says nothing without the name before it."""
     if end[0].text == START.text:
         return False
-    if end[0].text == NUMBER or end[0].text.isdecimal():
+    if end[0].text == NUMBER or end[0].text.isdecimal() or end[0].text == _OF_NNX:
         return True
     return len(end) == 1 and not label.is_plain and all(len(paths[unit]) > 1 for unit in units)
 

@@ -17,16 +17,16 @@ import numpy as np
 if TYPE_CHECKING:
     from shardrules._planning.fold import Folded
 
-__all__ = ["NUMBER", "Word", "apart", "numbered", "words_of"]
+__all__ = ["NUMBER", "NUMBERS", "Word", "apart", "numbered", "words_of"]
 
 NUMBER: Final = "\0#"
 """Stands for a number, in a `Word`; no path of a model has it."""
+NUMBERS: Final = re.compile(r"[0-9]+")
 
 # Of a name with a number inside, so many numbers at most are names of their own.
 _MOST_NAMES: Final = 4
 # The last one has what stands behind it, such as the bracket of JAX's `keystr`.
-_WORD: Final = re.compile(r"([/.\[\]']*)([^/.\[\]']+(?:[/.\[\]']+$)?)")
-_DIGITS: Final = re.compile(r"[0-9]+")
+_WORD: Final = re.compile(r"([/.\[\]']*)([^/.\[\]']+(?:[/.\[\]']+\Z)?)")
 _OPEN: Final = re.escape(NUMBER)
 
 
@@ -104,22 +104,22 @@ def words_of(folded: Sequence[Folded]) -> list[tuple[Word, ...]]:
     for words in split:
         for stem, word in _stems(words):
             numbers_of[stem].add(word)
-    many = {stem for stem, names in numbers_of.items() if len(names) > _MOST_NAMES}
-    if not many:
-        return split
-    return [
-        tuple(
-            word._replace(text=_DIGITS.sub(NUMBER, word.text)) if stem in many else word
-            for word, stem in zip(words, [stem for stem, _ in _stems(words)], strict=True)
-        )
-        for words in split
-    ]
+    many = {stem[-1] for stem, names in numbers_of.items() if len(names) > _MOST_NAMES}
+    # A name that is left open in one place is so in all: patterns could not tell them apart.
+    many.update(word.text for words in split for word in words if NUMBER in word.text)
+    many.discard(NUMBER)
+    return [tuple(_opened(word, many) for word in words) for words in split] if many else split
+
+
+def _opened(word: Word, many: set[str]) -> Word:
+    bare = NUMBERS.sub(NUMBER, word.text)
+    return word._replace(text=bare) if bare in many else word
 
 
 def _split(parts: tuple[str, ...]) -> tuple[Word, ...]:
     text = "".join(NUMBER if place % 2 else part for place, part in enumerate(parts))
     words = [
-        Word(before, NUMBER if _DIGITS.fullmatch(word) else word)
+        Word(before, NUMBER if NUMBERS.fullmatch(word) else word)
         for before, word in _WORD.findall(text)
     ]
     return tuple(words) or (Word("", text),)
@@ -130,7 +130,7 @@ def _stems(words: tuple[Word, ...]) -> list[tuple[tuple[str, ...], str]]:
     stems: list[tuple[tuple[str, ...], str]] = []
     stem: tuple[str, ...] = ()
     for word in words:
-        bare = _DIGITS.sub(NUMBER, word.text)
+        bare = NUMBERS.sub(NUMBER, word.text)
         # What stands before names the place; numbers in it do not.
         stems.append(((*stem, bare) if bare != word.text else ("",), word.text))
         stem = (*stem, bare)

@@ -76,8 +76,8 @@ def written(
         [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
     )
     labels = [_label(unit, of, uses) for unit, of in zip(units, cuts, strict=True)]
-    units, labels, first = _told_apart(units, labels, dialect)
-    pairs, of_rules, left = _worded(units, labels, first, dialect, tightness)
+    units, labels = _told_apart(units, labels, dialect)
+    pairs, of_rules, left = _worded(units, labels, dialect, tightness)
     if left:
         pairs.append(_safe(left, uses, dialect))
         of_rules.append(tuple(left))
@@ -91,7 +91,6 @@ _Worded = tuple[list[tuple["Pattern", Any]], list[tuple[Unit, ...]], list[Unit]]
 def _worded(
     units: list[Unit],
     labels: list[Label],
-    first: frozenset[int],
     dialect: Dialect,
     tightness: int,
 ) -> _Worded:
@@ -108,9 +107,7 @@ def _worded(
             f"two leaves have the path {brief(one.path)}, with the shapes {one.part.shape} and "
             f"{other.part.shape}: rename one"
         ) from None
-    # Numbers that are listed, before those that are left open.
-    said.sort(key=lambda one: not any(number in first for number in one.units))
-    return (*proven(said, units, first, dialect, tightness), [units[number] for number in left])
+    return (*proven(said, units, dialect, tightness), [units[number] for number in left])
 
 
 def _safe(left: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
@@ -133,7 +130,8 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
         units: All leaves that need a rule.
         tightness: As in `written`.
     """
-    rules = columns.leaves.path_rules or Rules(())
+    rules = columns.leaves.path_rules
+    assert rules is not None
     queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
     kept = [
         rule
@@ -182,12 +180,8 @@ def _head_units(unit: Unit, cuts: Cuts, uses: Mapping[str, str]) -> tuple[int, .
 
 def _told_apart(
     units: list[Unit], labels: list[Label], dialect: Dialect
-) -> tuple[list[Unit], list[Label], frozenset[int]]:
-    """The units, in some of which numbers are listed, since only these tell their labels apart.
-
-    Returns:
-        The units, their labels, and which units are such.
-    """
+) -> tuple[list[Unit], list[Label]]:
+    """The units and labels; some with numbers, since only these tell their labels apart."""
     alike: dict[tuple[Word, ...], list[int]] = defaultdict(list)
     for number, unit in enumerate(units):
         alike[unit.words].append(number)
@@ -202,12 +196,11 @@ def _told_apart(
             )
             with_numbers.update(number for number in group if labels[number] != stays)
     if not with_numbers:
-        return units, labels, frozenset()
-    told: list[tuple[Unit, Label, bool]] = []
+        return units, labels
+    told: list[tuple[Unit, Label]] = []
     for number, (unit, label) in enumerate(zip(units, labels, strict=True)):
         if number not in with_numbers:
-            told.append((unit, label, False))
+            told.append((unit, label))
         else:
-            told += ((one, label, True) for one in parted(unit))
-    first = frozenset(number for number, (_, _, is_listed) in enumerate(told) if is_listed)
-    return [unit for unit, _, _ in told], [label for _, label, _ in told], first
+            told += ((one, label._replace(is_numbered=True)) for one in parted(unit))
+    return [unit for unit, _ in told], [label for _, label in told]
