@@ -34,7 +34,9 @@ def uses_of(axes: Iterable[str]) -> dict[str, AxisUse]:
     If all axes are for batches by their names, the first of them cuts weights, as big_vision's and
     openpi's `data` do.
     """
-    uses = {axis: _USES.get(_PART.sub("", axis).lower(), "fsdp") for axis in axes}
+    uses: dict[str, AxisUse] = {
+        axis: _USES.get(_PART.sub("", axis).lower(), "fsdp") for axis in axes
+    }
     if uses and {*uses.values()} == {"data"}:
         uses[next(iter(uses))] = "fsdp"
     return uses

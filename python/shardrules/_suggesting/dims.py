@@ -169,7 +169,9 @@ def _heads(shape: tuple[int, ...], free: list[int], residual: int) -> dict[int, 
     if shape[others[0]] <= _FUSED:
         found[others.pop(0)] = "fused"
     first, *rest = others
-    return found | {first: "heads" if rest else "inner", **dict.fromkeys(rest, "head")}
+    found[first] = "heads" if rest else "inner"
+    found.update(dict.fromkeys(rest, "head"))
+    return found
 
 
 def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:

@@ -108,9 +108,9 @@ def _of_rows(unit: Unit, words: tuple[Word, ...], rows: npt.NDArray[np.intp]) ->
 
 def parted(unit: Unit) -> list[Unit]:
     """Per distinct words with numbers a unit."""
-    rows = unit.folded.rows.tolist()
+    rows = list(map(int, unit.folded.rows))
     found: dict[tuple[Word, ...], list[int]] = defaultdict(list)
-    paths = (unit.every[row] for row in rows)
+    paths = [unit.every[row] for row in rows]
     for row, words in zip(rows, numbered(unit.words, paths), strict=True):
         found[words].append(row)
     return [_of_rows(unit, words, np.array(chosen, np.intp)) for words, chosen in found.items()]

@@ -56,7 +56,7 @@ def apart(folded: Iterable[Folded], paths: Sequence[str]) -> list[Folded]:
                 for i, part in enumerate(one.parts)
             )
         )
-        for row in one.rows.tolist():
+        for row in map(int, one.rows):
             match = pattern.fullmatch(paths[row])
             rows_of[match.groups() if match else ()].append(row)
         for numbers, rows in rows_of.items():

@@ -96,7 +96,8 @@ def _worded(
 ) -> _Worded:
     """Rules, the units of each, and the units that have none, since they have too many names."""
     if MATCH_MODES[dialect.match[-1]].written_as == "text":
-        return (*listed(units, labels), [])
+        pairs, of_rules = listed(units, labels)
+        return pairs, of_rules, []
     try:
         said, left = phrases(
             [unit.words for unit in units], labels, [_place(unit) for unit in units]
@@ -107,7 +108,8 @@ def _worded(
             f"two leaves have the path {brief(one.path)}, with the shapes {one.part.shape} and "
             f"{other.part.shape}: rename one"
         ) from None
-    return (*proven(said, units, dialect, tightness), [units[number] for number in left])
+    pairs, of_rules = proven(said, units, dialect, tightness)
+    return pairs, of_rules, [units[number] for number in left]
 
 
 def _safe(left: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
