@@ -174,7 +174,9 @@ def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int
     """Whether the next word belongs to it: a number says nothing without the name before it."""
     if end[0].text == START.text:
         return False
-    if end[0].text == NUMBER or end[0].text.isdecimal() or end[0].text == _OF_NNX:
+    if end[0].text == NUMBER or end[0].text.isdecimal():
+        return True
+    if len(end) == 1 and end[0].text == _OF_NNX:
         return True
     return len(end) == 1 and not label.is_plain and all(len(paths[unit]) > 1 for unit in units)
 
