@@ -81,6 +81,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "correction": NOT_CORRECTION,
     "dialect": NOT_DIALECT,
     "companions": (3, 0, "x", [3], [None], THING, HUGE, sr.LORA[0]),
+    "batch": NOT_TREE,
+    "spec": ("tp", 3, None, THING, {"w": 3}, {"v": P()}, RULES, P("no axis"), P(None, None, None)),
+    "donate": NOT_TRUTH,
+    "scalars": ("drop", None, 0, THING, HUGE, []),
     "strict": NOT_TRUTH,
     "path": NOT_TEXT,
     "shape": (3, 0, "ab", (2.5,), (-1,), (2**63,), (None,), ("8",), THING, {8: 8}, (10**5000,)),
@@ -366,7 +370,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
-        "companions": (), "names": None}),
+        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place"}),
+    "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
         "correction": None, "dtype": "float32"}),

@@ -39,6 +39,7 @@ from shardrules._sharding.by_names import (
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.leaf_shardings import named_shardings
+from shardrules._sharding.local_data import shard_local
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
@@ -140,6 +141,7 @@ __all__ = [
     "read_rules",
     "resolve_mesh",
     "shard",
+    "shard_local",
     "spec_for",
     "stacked",
     "unpatch",
