@@ -16,7 +16,7 @@ import shardrules
 ROOT = Path(shardrules.__file__).parent
 # From left to right; in docs/architecture.md from top to bottom.
 ROOMS = (
-    "values and words", "_matching", "_logical", "_sharding", "_declared", "_planning", "_files", "_verifying", "compat",
+    "values and words", "_matching", "_logical", "_sharding", "_declared", "_planning", "_files", "_moving", "_verifying", "compat",
     "_patching", "__init__", "demo", "_cli", "__main__",
 )  # fmt: skip
 

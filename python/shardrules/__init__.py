@@ -44,11 +44,12 @@ from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
 
-# Planning takes as long to import as everything else, and matching needs neither it nor files nor
-# proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs see the
-# import, and not __getattr__, which would make them accept any name.
+# Planning takes as long to import as everything else, and matching needs neither it nor files,
+# moving or proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs
+# see the import, and not __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
     from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
+    from shardrules._moving.api import *
     from shardrules._planning.api import *
     from shardrules._verifying.api import audit, verify
 else:
@@ -57,6 +58,12 @@ else:
         "read_hardware": "_files.public",
         "read_model": "_files.public",
         "read_rules": "_files.public",
+        "DEEPSEEK_STACKED": "_moving.api",
+        "DEEPSEEK_UNSTACKED": "_moving.api",
+        "HF_TO_FLAX": "_moving.api",
+        "Rename": "_moving.api",
+        "load": "_moving.api",
+        "reshard": "_moving.api",
         "audit": "_verifying.api",
         "verify": "_verifying.api",
     }
@@ -75,10 +82,13 @@ else:
 
 __all__ = [
     "BIG_VISION",
+    "DEEPSEEK_STACKED",
+    "DEEPSEEK_UNSTACKED",
     "EASYLM",
     "EFORMER",
     "FLAX_CORE",
     "HALIAX",
+    "HF_TO_FLAX",
     "KERAS",
     "KEYSTR",
     "LINEN",
@@ -109,6 +119,7 @@ __all__ = [
     "Loss",
     "Plan",
     "PlanDiff",
+    "Rename",
     "RuleFile",
     "RuleSpec",
     "Rules",
@@ -129,6 +140,7 @@ __all__ = [
     "fingerprint",
     "fsdp",
     "gather",
+    "load",
     "logical_axis_rules",
     "logical_to_mesh",
     "logical_to_mesh_sharding",
@@ -139,6 +151,7 @@ __all__ = [
     "read_hardware",
     "read_model",
     "read_rules",
+    "reshard",
     "resolve_mesh",
     "shard",
     "shard_local",

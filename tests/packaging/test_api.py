@@ -23,11 +23,21 @@ EVERY_MODULE = [
     if module.name not in ("shardrules._core", "shardrules.__main__")
 ]
 # Folders whose own module has a docstring alone; and api, which has imports alone.
-FOLDERS = ("_files", "_logical", "_matching", "_patching", "_planning", "_sharding", "_verifying")
+FOLDERS = (
+    "_files",
+    "_logical",
+    "_matching",
+    "_moving",
+    "_patching",
+    "_planning",
+    "_sharding",
+    "_verifying",
+)
 ROOMS = ("api", "asking", "asking.checks", "asking.collectives", "locks", "placing", "showing")
 EMPTY = [
     *(f"shardrules.{folder}" for folder in FOLDERS),
     *(f"shardrules._planning.{room}" for room in ROOMS),
+    "shardrules._moving.api",
     "shardrules._verifying.api",
 ]
 OFFERING = ["shardrules", *(name for name in EVERY_MODULE if name not in EMPTY)]
