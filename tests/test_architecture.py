@@ -16,8 +16,8 @@ import shardrules
 ROOT = Path(shardrules.__file__).parent
 # From left to right; in docs/architecture.md from top to bottom.
 ROOMS = (
-    "values and words", "_matching", "_logical", "_sharding", "_declared", "_planning", "_files", "_verifying", "_suggesting", "compat",
-    "_patching", "__init__", "demo", "_cli", "__main__",
+    "values and words", "_matching", "_logical", "_sharding", "_declared", "_planning", "_files", "_moving", "_verifying",
+    "_suggesting", "compat", "_patching", "__init__", "demo", "_cli", "__main__",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from shardrules._arguments import check_tree
 from shardrules._format import shown
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
 from tests.support import api
+from tests.support.files import header_file
 
 TREE = {"w": np.ones((8, 8), np.float32)}
 RULES = [("w", ("tp",))]
@@ -83,6 +85,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "correction": NOT_CORRECTION,
     "dialect": NOT_DIALECT,
     "companions": (3, 0, "x", [3], [None], THING, HUGE, sr.LORA[0]),
+    "batch": NOT_TREE,
+    "spec": ("tp", 3, None, THING, {"w": 3}, {"v": P()}, RULES, P("no axis"), P(None, None, None)),
+    "donate": NOT_TRUTH,
+    "scalars": ("drop", None, 0, THING, HUGE, []),
     "strict": NOT_TRUTH,
     "path": NOT_TEXT,
     "shape": (3, 0, "ab", (2.5,), (-1,), (2**63,), (None,), ("8",), THING, {8: 8}, (10**5000,)),
@@ -161,6 +167,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "compiled": (3, None, "step", THING, HUGE, jax.jit(print)),
     "inputs": (3, 0, None, "w", THING, HUGE, {}, PLAN, (), (3,), (None, None), ("w",), ([P()],)),
     "outputs": (3, 0, "w", THING, HUGE, {"w": 3}, [P()], (P(), P())),
+    "source": (3, None, b"x", [], THING, HUGE, "no such file"),
+    "renames": (3, 0, "x", [3], [None], THING, HUGE),
+    "progress": (3, 0, "bar", [], THING, HUGE),
+    "max_bytes_in_flight": (*NOT_SIZE, 1),
+    "sizes": (3, 0, "in", [], THING, {"in": 0}, {"in": "8"}, {"in": (8, 0)}, {"no axis": 8}),
+    "words": (3, 0, "in", [], THING, {"part": "qkv"}, {"part": [THING]}, {"part": ("q", "q")}, {"in": ("q",)}),
+    "scale": (3, 0, [], THING, HUGE, r"\9"),
     "within": (3, 0, [3], THING, {}, {"tp"}, ["tp", "tp"]),
     "tokens": (*NOT_SIZE, 0, None),
     "batch_axes": ("tp", 3, 0, [3], [None], ["tp", "tp"], ["no such axis"], THING, HUGE),
@@ -203,6 +216,13 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "suggest.dialect": tuple(value for value in NOT_DIALECT if value is not None),
     "suggest.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
+    "Rename.path": (3, 0, [], THING, HUGE, r"\9", "no axis"),
+    "Rename.dims": (3, 0, [], THING, HUGE, "a", "a -> a -> a", "(a", "a) -> a", "a a -> a", "a -> (b a)",
+                    "a -> (a b)", "a[0] -> a", ""),
+    "Rename.blocks": (*WRONG["blocks"], ()),
+    "load.rules": (*WRONG["specs_or_rules"], None),
+    "reshard.plan_or_rules": WRONG["specs_or_rules"],
+    "load.tree": NOT_TREE,
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.lock.path": NOT_FILE,
@@ -256,7 +276,7 @@ CALLED = {
     "meshes": "mesh",
     "fixed": "fixed|mesh",
     "axes": "axes",
-    "path": "path",
+    "path": "path|group",
     "lock": "lock",
     "shardings": "sharding",
     "names": "names",
@@ -273,7 +293,17 @@ CALLED = {
     "gradients": "gradients",
     "schedule": "schedule|gathers",
     "additional_rules": "rule",
+    "scale": "scale|group",
+    "plan_or_rules": "rules|spec",
+    "source": "source|no such file",
+    "sizes": "sizes|dims",
+    "words": "words|dims",
 }
+
+CHECKPOINT = Path(tempfile.mkdtemp()) / "model.safetensors"
+CHECKPOINT.write_bytes(
+    header_file({"w": {"dtype": "U8", "shape": [8, 8], "data_offsets": [0, 64]}}, bytes(64))
+)
 
 # Each public callable with arguments that it takes: (function, arguments by name).
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -336,6 +366,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,
         "input_gradients": "each", "experts_per_token": None, "capacity_factor": 1.0,
         "roles": {"w": ("in", "out")}}),
+    "Rename": (sr.Rename, {
+        "pattern": "(?P<layer>[0-9]+)", "path": "{part}", "dims": "(part out) in -> layer in out",
+        "sizes": {"out": (8, 4)}, "words": {"part": ("q", "k")}, "scale": "scale", "blocks": (128, 128),
+        "dtype": None}),
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
@@ -352,6 +386,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
+    "load": (sr.load, {
+        "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "tree": None, "renames": (), "dtype": None,
+        "progress": None, "max_bytes_in_flight": None}),
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
     "logical_to_mesh": (sr.logical_to_mesh, {
@@ -371,10 +408,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
+    "reshard": (sr.reshard, {
+        "tree": TREE, "plan_or_rules": RULES, "mesh": MESH, "donate": False, "dtype": None, "renames": (),
+        "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
-        "companions": (), "names": None}),
+        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place"}),
+    "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
         "correction": None, "dtype": "float32"}),

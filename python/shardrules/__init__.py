@@ -39,30 +39,30 @@ from shardrules._sharding.by_names import (
 from shardrules._sharding.constraints import with_sharding_constraint
 from shardrules._sharding.fingerprint import fingerprint
 from shardrules._sharding.leaf_shardings import named_shardings
+from shardrules._sharding.local_data import shard_local
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.placement import gather, shard
 from shardrules._sharding.shardings import spec_for
 
-# Planning takes as long to import as everything else, and matching needs neither it nor files nor
-# proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs see the
-# import, and not __getattr__, which would make them accept any name.
+# Planning takes as long to import as everything else, and matching needs neither it nor files,
+# moving or proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs
+# see the import, and not __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
     from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
+    from shardrules._moving.api import *
     from shardrules._planning.api import *
     from shardrules._suggesting.api import *
     from shardrules._verifying.api import audit, verify
 else:
-    _MODULES = {
-        "RuleFile": "_files.public",
-        "read_hardware": "_files.public",
-        "read_model": "_files.public",
-        "read_rules": "_files.public",
-        "audit": "_verifying.api",
-        "verify": "_verifying.api",
-        **dict.fromkeys(
-            ("Comparison", "CutReason", "Reason", "Suggestion", "suggest"), "_suggesting.api"
+    _OFFERED = {
+        "_files.public": ("RuleFile", "read_hardware", "read_model", "read_rules"),
+        "_moving.api": (
+            "DEEPSEEK_STACKED", "DEEPSEEK_UNSTACKED", "HF_TO_FLAX", "Rename", "load", "reshard",
         ),
-    }
+        "_suggesting.api": ("Comparison", "CutReason", "Reason", "Suggestion", "suggest"),
+        "_verifying.api": ("audit", "verify"),
+    }  # fmt: skip
+    _MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
@@ -78,10 +78,13 @@ else:
 
 __all__ = [
     "BIG_VISION",
+    "DEEPSEEK_STACKED",
+    "DEEPSEEK_UNSTACKED",
     "EASYLM",
     "EFORMER",
     "FLAX_CORE",
     "HALIAX",
+    "HF_TO_FLAX",
     "KERAS",
     "KEYSTR",
     "LINEN",
@@ -115,6 +118,7 @@ __all__ = [
     "Plan",
     "PlanDiff",
     "Reason",
+    "Rename",
     "RuleFile",
     "RuleSpec",
     "Rules",
@@ -136,6 +140,7 @@ __all__ = [
     "fingerprint",
     "fsdp",
     "gather",
+    "load",
     "logical_axis_rules",
     "logical_to_mesh",
     "logical_to_mesh_sharding",
@@ -146,8 +151,10 @@ __all__ = [
     "read_hardware",
     "read_model",
     "read_rules",
+    "reshard",
     "resolve_mesh",
     "shard",
+    "shard_local",
     "spec_for",
     "stacked",
     "suggest",

@@ -17,7 +17,9 @@ __all__ = [
     "bits_of",
     "given_bits",
     "given_dtype",
+    "given_name",
     "is_inexact",
+    "is_plain_float",
     "numpy_name",
 ]
 
@@ -135,3 +137,21 @@ def given_bits(name: str, dtype: Any) -> int:
         ValueError: As `given_dtype`.
     """
     return bits_of(given_dtype(name, dtype))
+
+
+def given_name(name: str, dtype: Any) -> str:
+    """The name in numpy or ml_dtypes of such a dtype.
+
+    Raises:
+        ValueError: It is no dtype, or an unknown one.
+    """
+    found = given_dtype(name, dtype)
+    try:
+        return numpy_name(str(getattr(found, "name", found)))
+    except ValueError as error:
+        raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
+
+
+def is_plain_float(name: str) -> bool:
+    """Whether this is a floating dtype of 16 bits or more: not one of quantized values."""
+    return name in ("float16", "bfloat16", "float32", "float64")

@@ -647,3 +647,47 @@ def test_a_suggestion_that_cannot_be_is_refused(small, more, told):
     result = run("suggest", small[0], *more)
     assert result.exit_code == 2
     assert told in result.stderr
+
+
+LOAD = ("load", MODEL, "-r", RULES, "-m", MESH, "--dry-run")
+
+
+def test_load_tells_what_it_would_read():
+    result = run(*LOAD, "--processes", 64, "--bandwidth", "1GB")
+    assert result.exit_code == 0, result.stderr
+    assert (
+        "45,395 arrays, 1.34 TB, on fsdp=64,sp=1,tp=8 (512 devices, 64 processes)" in result.stdout
+    )
+    for line in (
+        "each process reads    ",
+        "each device holds     ",
+        "in flight   ",
+        "reading takes  ",
+    ):
+        assert line in result.stdout
+    assert "at 1.00 GB per second and process" in result.stdout
+    # The finding of the demo: experts that no rule cuts are read whole by every process.
+    assert "(97.5% of the checkpoint)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            ("--processes", "7"),
+            "--processes is 7, and the mesh has 512 devices: give a number that divides",
+        ),
+        (("--bandwidth", "0"), "--bandwidth is '0'; give bytes per second"),
+        (("--in-flight", "1kB"), "--in-flight is 1.00 kB, and the largest part on one device has"),
+    ],
+)
+def test_load_refuses(more, told):
+    result = run(*LOAD, *more)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_load_needs_dry_run():
+    result = run(*LOAD[:-1])
+    assert result.exit_code == 2
+    assert "give --dry-run; arrays are loaded in Python, by shardrules.load" in result.stderr

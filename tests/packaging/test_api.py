@@ -23,12 +23,13 @@ EVERY_MODULE = [
     if module.name not in ("shardrules._core", "shardrules.__main__")
 ]
 # Folders whose own module has a docstring alone; and api, which has imports alone.
-FOLDERS = ("_files", "_logical", "_matching", "_patching", "_planning", "_sharding", "_suggesting",
+FOLDERS = ("_files", "_logical", "_matching", "_moving", "_patching", "_planning", "_sharding", "_suggesting",
            "_verifying")  # fmt: skip
 ROOMS = ("api", "asking", "asking.checks", "asking.collectives", "locks", "placing", "showing")
 EMPTY = [
     *(f"shardrules.{folder}" for folder in FOLDERS),
     *(f"shardrules._planning.{room}" for room in ROOMS),
+    "shardrules._moving.api",
     "shardrules._verifying.api",
     "shardrules._suggesting.api",
 ]

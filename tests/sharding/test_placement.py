@@ -211,7 +211,7 @@ class TestEquinox:
             params: dict
 
         with pytest.raises(
-            TypeError, match=r"leaf .params\['w'\] is 'x' .*eqx.partition\(model, eqx.is_array"
+            TypeError, match=r"leaf .params\['w'\] is 'x' .*scalars='keep', which .* equinox module"
         ):
             sr.shard(Model({"w": "x", "b": jnp.ones(8)}), RULES, mesh)
 
@@ -284,3 +284,57 @@ def test_nothing_is_placed_if_something_cannot_be(mesh):
     strict = sr.Correction(indivisible="error")
     with pytest.raises(ValueError, match="w_odd  shape"):
         sr.shard(tree(), RULES, mesh, correction=strict)
+
+
+def test_scalars_are_kept_where_asked(mesh):
+    given = {**tree(), "name": "relu", "flag": True, "f": len, "d": jax.devices()[0]}
+    with pytest.raises(
+        TypeError, match=r"\['d'\] is .*scalars='keep', which leaves all that is not an array"
+    ):
+        sr.shard(given, RULES, mesh)
+    placed = sr.shard(given, RULES, mesh, scalars="keep")
+    for name in ("step", "lr", "name", "flag", "f", "d"):
+        assert placed[name] is given[name]
+    assert placed["w"].sharding == sr.named_shardings(given, RULES, mesh)["w"]
+    assert isinstance(placed["scalar"], jax.Array)
+    abstract = {"w": jax.ShapeDtypeStruct((8, 8), "float32"), "step": 3}
+    with pytest.raises(TypeError, match=r"\['w'\] is ShapeDtypeStruct"):
+        sr.shard(abstract, RULES, mesh, scalars="keep")
+
+
+def test_a_module_of_equinox_with_its_functions_and_numbers(mesh):
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    model = equinox.tree_at(lambda m: m.layers[0].bias, model, 0.5)
+    placed = sr.shard(model, [("weight", P("fsdp")), ("", P())], mesh, scalars="keep")
+    assert placed.layers[0].bias == 0.5
+    assert not isinstance(placed.layers[0].bias, jax.Array)
+    assert placed.layers[0].weight.sharding.spec == P("fsdp", None)
+    x = jnp.ones(8)
+    np.testing.assert_allclose(placed(x), model(x), rtol=1e-6)
+
+
+def test_the_dtype_of_floating_arrays(mesh):
+    given = {
+        **tree(), "half": np.ones(4, "float16"), "code": jnp.ones(4, "float8_e4m3fn"), "key": jax.random.key(0),
+    }  # fmt: skip
+    placed = sr.shard(given, RULES, mesh, dtype=jnp.bfloat16)
+    dtypes = {name: str(leaf.dtype) for name, leaf in placed.items() if hasattr(leaf, "dtype")}
+    assert {name for name, dtype in dtypes.items() if dtype == "bfloat16"} == {"w", "half"}
+    assert placed["on_device"]["w"].dtype == "bfloat16"
+    assert dtypes["code"] == "float8_e4m3fn"
+    assert dtypes["lr"] == "float32"
+    assert placed["lr"].weak_type
+
+
+@pytest.mark.filterwarnings("error")
+def test_donated_arrays_are_given_up(mesh):
+    one = {"w": jnp.arange(64.0).reshape(8, 8), "host": np.ones((8, 8), "float32")}
+    there = sr.shard(one, [("w", P("fsdp", "tp")), ("", P())], mesh, donate=True)
+    assert one["w"].is_deleted()
+    again = sr.shard(there, [("w", P("tp", "fsdp")), ("", P("fsdp"))], mesh, donate=True)
+    assert there["w"].is_deleted()
+    np.testing.assert_array_equal(again["w"], np.arange(64.0).reshape(8, 8))
+    np.testing.assert_array_equal(again["host"], one["host"])
+    same = sr.shard(again, [("w", P("tp", "fsdp")), ("", P("fsdp"))], mesh, donate=True)
+    np.testing.assert_array_equal(same["w"], np.arange(64.0).reshape(8, 8))

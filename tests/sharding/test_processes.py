@@ -33,19 +33,20 @@ needs_collectives = pytest.mark.skipif(
 )
 
 
-def run(task, processes, devices, folder):
+def run(task, processes, devices, folder, worker=process_worker.__name__):
     """What each of the processes has found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
         **os.environ,
+        "SHARDRULES_TEST_FOLDER": str(folder),
         "JAX_PLATFORMS": "cpu",
         # Most of the time goes into compiling the step, in each process; unoptimized, half of it.
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
         "--xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-m", "tests.support.process_worker", task]
+    command = [sys.executable, "-m", worker, task]
     command += [f"--processes={processes}", f"--port={port}"]
     logs = [folder / f"{index}.log" for index in range(processes)]
     outs = [folder / f"{index}.json" for index in range(processes)]

@@ -404,9 +404,9 @@ def wait():
     return {"found": found, "left": None if me == 1 else raised(place), "log": log}
 
 
-def main() -> None:
+def main(tasks) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["agree", "disagree", "wait"])
+    parser.add_argument("task", choices=tasks)
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -418,9 +418,9 @@ def main() -> None:
             f"127.0.0.1:{args.port}", args.processes, args.index, initialization_timeout=60
         )
     assert jax.process_count() == args.processes
-    found = {"agree": agree, "disagree": disagree, "wait": wait}[args.task]()
+    found = tasks[args.task]()
     args.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main({"agree": agree, "disagree": disagree, "wait": wait})

@@ -43,7 +43,7 @@ class Arrays(NamedTuple):
     """{name: logical axis names}, if the file has them."""
 
 
-def read_arrays(source: str) -> Arrays:
+def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     """The arrays of a model in a file: their names, shapes and dtypes.
 
     Args:
@@ -52,18 +52,19 @@ def read_arrays(source: str) -> Arrays:
             `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params as
             `{name: {"shape": [dim, ...], "dtype": dtype}}`; `"logical_axes": {name: [axis, ...]}`
             may stand beside them. `-` is a manifest on standard input.
+        make: The leaves of the model. Default: `ArraySpecs()`, whose leaves have no data.
 
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    path = Path(source)
+    path, leaves = Path(source), ArraySpecs() if make is None else make
     try:
         with _collector_paused():
             if path.is_dir():
-                return _of_directory(path)
+                return _of_directory(path, leaves)
             if path.name.endswith(safetensors.SUFFIX):
-                return _arrays(path, None, safetensors.read_header(path, ArraySpecs()))
-            return _of_json(path)
+                return _arrays(path, None, safetensors.read_header(path, leaves))
+            return _of_json(path, leaves)
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -86,7 +87,7 @@ def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
     return Arrays(name if isinstance(name, str) else stem, leaves, separator)
 
 
-def _of_directory(path: Path) -> Arrays:
+def _of_directory(path: Path, make: ArraySpecs) -> Arrays:
     name = path.resolve().name
     indexes = sorted(path.glob(f"*{safetensors.INDEX_SUFFIX}"))
     if len(indexes) > 1:
@@ -95,20 +96,20 @@ def _of_directory(path: Path) -> Arrays:
             f"{', '.join(index.name for index in indexes)}; give the name of one"
         )
     if indexes:
-        return _of_json(indexes[0])._replace(name=name)
+        return _of_json(indexes[0], make)._replace(name=name)
     if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
-        return _arrays(path, name, safetensors.read_files(files, ArraySpecs()))
+        return _arrays(path, name, safetensors.read_files(files, make))
     if checkpoint := orbax.find_checkpoint(path):
-        return Arrays(name, orbax.read_checkpoint(checkpoint, ArraySpecs()), orbax.SEPARATOR)
+        return Arrays(name, orbax.read_checkpoint(checkpoint, make), orbax.SEPARATOR)
     raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
 
 
-def _of_json(path: Path) -> Arrays:
+def _of_json(path: Path, make: ArraySpecs) -> Arrays:
     content = parse_json(path, read_bytes(path))
     if isinstance(content, dict) and "params" in content:
-        leaves = _of_params(path, content["params"])
+        leaves = _of_params(path, content["params"], make)
     elif isinstance(content, dict) and "weight_map" in content:
-        leaves = safetensors.read_index(path, content["weight_map"], ArraySpecs())
+        leaves = safetensors.read_index(path, content["weight_map"], make)
     else:
         raise FileError(
             f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
@@ -134,8 +135,7 @@ def _names(
     return {name: tuple(axes) for name, axes in names.items()}
 
 
-def _of_params(path: Path, params: object) -> dict[str, ArraySpec]:
-    make = ArraySpecs()
+def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
     if isinstance(params, Mapping):
         names, entries = list(params), list(params.values())
         check_column(path, names, entries, dict, "needs an object with shape and dtype")

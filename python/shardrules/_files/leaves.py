@@ -7,6 +7,7 @@ after a check has failed. Must not know the layout of files.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,17 @@ from shardrules._file_content import first_repeated
 from shardrules._file_error import FileError
 from shardrules._format import brief, shown
 
-__all__ = ["ArraySpec", "ArraySpecs", "check_column", "check_text", "types_of"]
+__all__ = [
+    "ArraySpec",
+    "ArraySpecs",
+    "StoredArray",
+    "StoredArrays",
+    "StoredFile",
+    "check_column",
+    "check_text",
+    "state_of",
+    "types_of",
+]
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"
@@ -37,6 +48,38 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file as it was when its header was read.
+
+    Args:
+        path: Its path.
+        state: Its device, inode, bytes, and time of the last change in nanoseconds.
+    """
+
+    path: Path
+    state: tuple[int, int, int, int]
+
+
+def state_of(file: int) -> tuple[int, int, int, int]:
+    """The `state` of a `StoredFile`, of the file with this descriptor."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray(ArraySpec):
+    """An array whose bytes stand in a file, in row-major order.
+
+    Args:
+        file: The file.
+        begin: The offset of its first byte in the file.
+    """
+
+    file: StoredFile
+    begin: int
 
 
 class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
@@ -87,6 +130,18 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
             raise FileError(f"{path}: array {name!r} is there twice; rename or remove one")
         return leaves
 
+    def in_file(
+        self, leaves: dict[str, ArraySpec], file: StoredFile, begins: Iterable[int]
+    ) -> dict[str, ArraySpec]:
+        """The leaves of a file that has their bytes; these are left out here.
+
+        Args:
+            leaves: The leaves of `of_columns`.
+            file: The file.
+            begins: The offset of each leaf's first byte in it.
+        """
+        return leaves
+
     def _first_error(
         self, path: Path, names: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
     ) -> FileError:
@@ -96,6 +151,20 @@ class ArraySpecs(dict[tuple[tuple[int, ...], str], ArraySpec]):
             except ValueError as error:
                 return FileError(f"{path}: array {name!r}: {error}")
         raise AssertionError("no leaf has an error")
+
+
+class StoredArrays(ArraySpecs):
+    """As `ArraySpecs`, but the leaves know where their bytes are, if the file has them."""
+
+    __slots__ = ()
+
+    def in_file(
+        self, leaves: dict[str, ArraySpec], file: StoredFile, begins: Iterable[int]
+    ) -> dict[str, ArraySpec]:
+        rows = zip(leaves.items(), begins, strict=True)
+        return {
+            name: StoredArray(leaf.shape, leaf.dtype, file, begin) for (name, leaf), begin in rows
+        }
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,6 @@ not know about other formats.
 from __future__ import annotations
 
 import codecs
-import os
 import re
 from collections.abc import Sequence
 from itertools import chain
@@ -22,7 +21,15 @@ from typing import Any, Final, NoReturn
 from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._file_content import joined, opened, parse_json
 from shardrules._file_error import FileError
-from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, check_text, types_of
+from shardrules._files.leaves import (
+    ArraySpec,
+    ArraySpecs,
+    StoredFile,
+    check_column,
+    check_text,
+    state_of,
+    types_of,
+)
 from shardrules._format import shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
@@ -47,7 +54,7 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     Raises:
         FileError: It is damaged, or not a safetensors file.
     """
-    header, data_bytes = _header(path)
+    header, file, data = _header(path)
     _check_metadata(path, header.pop(_METADATA, None))
     names, entries = list(header), list(header.values())
     check_column(path, names, entries, dict, "needs an object with dtype, shape and data_offsets")
@@ -60,14 +67,15 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     leaves = make.of_columns(path, names, shapes, dtypes)
     if not set(dtypes) <= SAFETENSORS.keys():
         _raise_odd_dtype(path, names, dtypes)
-    _check_offsets(path, leaves, offsets, data_bytes)
-    return leaves
+    _check_offsets(path, leaves, offsets, len(data))
+    return make.in_file(leaves, file, (data.start + begin for begin, _ in offsets))
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(the parsed header, number of bytes of data after it)."""
+def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
+    """(the parsed header, the file, the offsets of the data after the header)."""
     with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        state = state_of(file.fileno())
+        size = state[2]
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise FileError(
@@ -87,7 +95,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             f"{path}: byte 8: the header is {shown(header)}, not an object of arrays; is this a "
             "safetensors file?"
         )
-    return header, size - 8 - length
+    return header, StoredFile(path, state), range(8 + length, size)
 
 
 def _check_marks(path: Path, text: bytes) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
-__all__ = ["asks_for_own_devices", "named_shardings", "requested_shardings"]
+__all__ = ["asks_for_own_devices", "named_shardings", "requested_shardings", "spread_specs"]
 
 _SHOWN: Final = 20
 
@@ -230,7 +230,7 @@ def _shardings_by_specs(
     resolved: AnyMesh | None = None
     shardings_of_leaves: list[NamedSharding | None] = []
     errors: list[str] = []
-    spread = _spread(name, tree, leaves, specs)
+    spread = spread_specs(name, tree, leaves, specs)
     for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
         if spec is None:
             shardings_of_leaves.append(None)
@@ -262,7 +262,7 @@ def _shardings_by_specs(
     return leaves, treedef, shardings_of_leaves
 
 
-def _spread(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
+def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
     """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 

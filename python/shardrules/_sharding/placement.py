@@ -8,21 +8,34 @@ know how a sharding was decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardrules._arguments import check_tree
+import numpy as np
+
+from shardrules._arguments import boolean, check_choice, check_tree
 from shardrules._correction import Correction
+from shardrules._dtypes import given_name, is_plain_float
 from shardrules._format import shown
 from shardrules._sharding.agreement import JointCall
-from shardrules._sharding.leaf_rows import canonical_dtype, is_spread, rows_of
+from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import MeshLike
 
-__all__ = ["agreed_shardings", "gather", "put", "shard"]
+__all__ = [
+    "agreed_shardings",
+    "converted",
+    "gather",
+    "of_placeable",
+    "put",
+    "shard",
+    "stays_in_part",
+]
 
 
 def shard(
@@ -33,6 +46,9 @@ def shard(
     correction: Correction | None = None,
     companions: Iterable[Any] = (),
     names: Any = None,
+    donate: bool = False,
+    dtype: Any = None,
+    scalars: Literal["place", "keep"] = "place",
 ) -> Any:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
@@ -50,6 +66,11 @@ def shard(
             eformer's for specs.
         companions: As in `named_shardings`.
         names: For `LogicalRules`, as in `plan`.
+        donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless a
+            device keeps its part. Default: False.
+        dtype: The dtype of all floating arrays of 16 bits or more. Default: their own.
+        scalars: "keep" leaves all leaves as they are that are not arrays, such as numbers, strings
+            and None. Default: "place": numbers become arrays, and other leaves are errors.
 
     Returns:
         A tree of the same structure, with jax.Arrays. As with `jax.device_put`, an array that is in
@@ -78,14 +99,33 @@ def shard(
         correction=correction,
         companions=companions,
         names=names,
-        chosen=_of_placeable,
+        chosen=partial(of_placeable, keep=scalars == "keep"),
+        options=lambda: _checked_options(donate, dtype, scalars),
     )
     placed = list(leaves)
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
     shardings: list[Any] = [wanted[i] for i in chosen]
-    for index, array in zip(chosen, put([leaves[i] for i in chosen], shardings), strict=True):
+    ready = [converted(leaves[i], dtype) for i in chosen]
+    for index, array in zip(chosen, put(ready, shardings, donate=donate), strict=True):
         placed[index] = array
     return treedef.unflatten(placed)
+
+
+def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
+    check_choice("scalars", scalars, ("place", "keep"))
+    gives_up = boolean("donate", donate)
+    if dtype is None and not gives_up:
+        return []
+    name = None if dtype is None else given_name("dtype", dtype)
+    return [("the options", f"donate={gives_up}, dtype={name}")]
+
+
+def converted(leaf: Any, dtype: Any) -> Any:
+    """The leaf with this dtype, if it is a floating array of 16 bits or more."""
+    own = getattr(getattr(leaf, "dtype", None), "name", "")
+    if dtype is None or not is_plain_float(own) or isinstance(leaf, np.generic):
+        return leaf
+    return leaf.astype(np.dtype(dtype))
 
 
 def gather(tree: Any) -> Any:
@@ -152,6 +192,7 @@ def agreed_shardings(
     companions: Iterable[Any] = (),
     names: Any = None,
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    options: Callable[[], list[Row]] = list,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """The result of `requested_shardings`, after all processes have agreed on it.
 
@@ -165,8 +206,10 @@ def agreed_shardings(
         names: As in `requested_shardings`.
         chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
+        options: Checks further arguments, and returns them as rows on which processes agree.
     """
     with JointCall(name) as call:
+        more = options()
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
             call.alone()
         leaves, treedef, wanted = requested_shardings(
@@ -174,11 +217,17 @@ def agreed_shardings(
         )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
-        call.agree(lambda: rows_of(tree, dict(enumerate(wanted))))
+        call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
     return leaves, treedef, wanted
 
 
-def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = True) -> list[Any]:
+def put(
+    leaves: list[Any],
+    shardings: list[NamedSharding],
+    *,
+    may_alias: bool = True,
+    donate: bool = False,
+) -> list[Any]:
     """`jax.device_put` in one batch, without its costs per leaf.
 
     In several processes each process places its own devices' part of host arrays; JAX would compare
@@ -189,6 +238,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = 
         leaves: Arrays and numbers.
         shardings: The sharding of each leaf.
         may_alias: Whether a result may be a given jax.Array, or share its memory.
+        donate: Whether jax.Arrays may be given up. They are deleted, unless a device keeps a part.
     """
     import jax
 
@@ -205,7 +255,23 @@ def put(leaves: list[Any], shardings: list[NamedSharding], *, may_alias: bool = 
         else on_host.get(i, leaf)
         for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
     ]
-    return jax.device_put(ready, shardings, may_alias=None if may_alias else False)  # type: ignore[no-any-return]
+    alias = None if may_alias else False
+    made: list[Any] = jax.device_put(ready, shardings, may_alias=alias, donate=donate)
+    if donate:
+        jax.block_until_ready(made)
+        for leaf, array in zip(leaves, made, strict=True):
+            if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
+                leaf.delete()
+    return made
+
+
+def stays_in_part(leaf: Any, array: jax.Array) -> bool:
+    """Whether a device has the same part of both, which may then be the same memory."""
+    if getattr(leaf, "sharding", None) is None or leaf.shape != array.shape:
+        return False
+    was = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    is_now = array.sharding.addressable_devices_indices_map(array.shape)
+    return any(was.get(device) == index for device, index in is_now.items())
 
 
 def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
@@ -221,15 +287,16 @@ def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
     )
 
 
-def _of_placeable(
-    tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
+def of_placeable(
+    tree: Any, leaves: list[Any], shardings: list[NamedSharding | None], *, keep: bool = False
 ) -> list[NamedSharding | None]:
-    """The shardings, with None for leaves that stay unchanged."""
+    """The shardings, with None for leaves that stay unchanged: with `keep` all but arrays."""
     import jax
     from jax.core import Tracer
     from jax.sharding import Mesh
 
-    chosen = list(shardings)
+    stay = [keep and not (hasattr(leaf, "shape") and not isinstance(leaf, type)) for leaf in leaves]
+    chosen = [None if stays else one for stays, one in zip(stay, shardings, strict=True)]
     others = [index for index, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
         if chosen[index] is None:
@@ -238,8 +305,8 @@ def _of_placeable(
             raise TypeError(
                 f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
                 f"{shown(leaves[index])}; only arrays and numbers can be placed: take it out of "
-                "the tree, or give None for it instead of a spec (of an equinox module, place the "
-                "arrays that eqx.partition(model, eqx.is_array) gives)"
+                "the tree, give None for it instead of a spec, or give scalars='keep', which "
+                "leaves all that is not an array as it is (as in an equinox module)"
             )
         chosen[index] = None
     for leaf, sharding in zip(leaves, chosen, strict=True):
@@ -281,7 +348,6 @@ def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
 
 def _can_be_placed(leaf: Any) -> bool:
     import jax
-    import numpy as np
 
     return isinstance(
         leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)
@@ -301,7 +367,6 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
     """(the leaf with its dtype on devices, whether its type is weak)."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf, False  # random keys

@@ -1,0 +1,310 @@
+"""Sharded arrays from stored ones: each local device's boxes, read in parallel within a bound.
+
+A unit of work is one array, or some of its boxes where all of them are too large: buffers are made,
+filled from files, and put onto the devices. As many units are under way as the bound on bytes
+allows. Must not know about names, trees or other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._dtypes import bits_of
+from shardrules._files.leaves import StoredArray
+from shardrules._format import bytes_shown
+from shardrules._moving.arrangement import Box, Piece, box_shape
+from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
+from shardrules._moving.reading import Reader, Wanted, numpy_dtype
+from shardrules._moving.targets import Part, Target
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from jax.sharding import NamedSharding
+
+__all__ = ["Job", "bytes_in_flight", "bytes_to_read", "fill"]
+
+_THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
+# To wait for one of many units takes time for each.
+_UNITS: Final = 4 * _THREADS
+# What lets the CPU backend use a buffer as it is.
+_ALIGNED: Final = 64
+# Units of at most this size keep all threads busy.
+_SHARE: Final = 4
+
+
+class Job(NamedTuple):
+    """An array to make."""
+
+    path: str
+    target: Target
+    dtype: np.dtype[Any]
+    """The dtype on the devices."""
+    sharding: NamedSharding
+
+    @property
+    def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
+        """The distinct boxes of this process's devices, each with the devices that hold it."""
+        return _local_boxes(self.sharding, self.target.shape)
+
+    def source_rows(self, box: Box) -> tuple[str, Box]:
+        """The array and the rows of it that are read first for this box."""
+        for part in self.target.parts:
+            for piece in part.pieces(box):
+                return part.source, piece.source[:1]
+        return "", ()
+
+    def box_bytes(self, box: Box) -> int:
+        """Bytes in flight for this box: the buffer, and what is read beside it."""
+        count = prod(box_shape(box)) * self.dtype.itemsize
+        for part in self.target.parts:
+            if part.scale is None and part.sized.is_simple:
+                continue
+            for piece in part.pieces(box):
+                if not _fills_view(part, piece):
+                    count += prod(piece.lengths) * (12 if part.scale else 8)
+        return count
+
+
+class _Unit(NamedTuple):
+    job: int
+    boxes: Sequence[Box]
+    is_whole: bool
+    bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
+    """The distinct boxes of this process's devices, each with the devices that hold it."""
+    found: dict[Box, list[Any]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        found[_box_of(index or (), shape)].append(device)
+    return dict(sorted(found.items()))
+
+
+def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def bytes_in_flight(jobs: Sequence[Job], given: int | None) -> int:
+    """The bound that was given, or the default.
+
+    Raises:
+        ValueError: An array's part on one device alone takes more than was given.
+    """
+    needed = ((job.box_bytes(box), job) for job in jobs for box in job.local_boxes)
+    most, largest = max(needed, key=itemgetter(0), default=(0, None))
+    if given is None:
+        return max(DEFAULT_IN_FLIGHT, most)
+    if largest is not None and given < most:
+        raise ValueError(
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path} with the shape "
+            f"{list(largest.target.shape)} needs {bytes_shown(most)} for its part on one device: "
+            f"give at least {most:,}"
+        )
+    return given
+
+
+def bytes_to_read(job: Job, stored: Mapping[str, StoredArray]) -> int:
+    """The bytes in files of the array's parts that this process needs, without scales."""
+    elements = sum(prod(box_shape(box)) for box in job.local_boxes)
+    return elements * bits_of(stored[job.target.parts[0].source].dtype) // 8
+
+
+def fill(
+    jobs: Sequence[Job],
+    stored: Mapping[str, StoredArray],
+    reader: Reader,
+    most_bytes: int,
+    done: Callable[[], None],
+) -> list[Any]:
+    """The arrays of the jobs.
+
+    Args:
+        jobs: What to make.
+        stored: The stored arrays by name.
+        reader: The files.
+        most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
+        done: Called in this thread after each unit.
+
+    Raises:
+        FileError: A file has changed, or cannot be read.
+    """
+    made: list[Any] = [None] * len(jobs)
+    parts: dict[int, dict[Any, Any]] = defaultdict(dict)
+    under_way: dict[Future[Any], _Unit] = {}
+    in_flight = 0
+
+    def finish(at_most: int, units: int) -> None:
+        nonlocal in_flight
+        while in_flight > at_most or len(under_way) > units:
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                unit, result = under_way.pop(future), future.result()
+                in_flight -= unit.bytes
+                if unit.is_whole:
+                    made[unit.job] = result
+                else:
+                    parts[unit.job] |= result
+                done()
+
+    pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
+    try:
+        for unit in _units(jobs, most_bytes):
+            finish(most_bytes - unit.bytes, _UNITS)
+            work = _whole if unit.is_whole else _boxes
+            future = pool.submit(work, jobs[unit.job], unit.boxes, stored, reader)
+            under_way[future] = unit
+            in_flight += unit.bytes
+        finish(0, 0)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for index, of_devices in parts.items():
+        made[index] = _assembled(jobs[index], of_devices)
+    return made
+
+
+def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
+    for index, job in enumerate(jobs):
+        boxes = job.local_boxes
+        sizes = {box: job.box_bytes(box) for box in boxes}
+        whole = sum(sizes.values())
+        if whole <= max(1, most_bytes // _SHARE):
+            yield _Unit(index, tuple(boxes), True, whole)
+            continue
+        # Boxes of the same rows stay together, since their rows are read once for all.
+        of_rows: dict[Any, list[Box]] = defaultdict(list)
+        for box in boxes:
+            of_rows[job.source_rows(box)].append(box)
+        for same_rows in of_rows.values():
+            size = sum(map(sizes.__getitem__, same_rows))
+            parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
+            for part in parts:
+                yield _Unit(index, tuple(part), False, sum(map(sizes.__getitem__, part)))
+
+
+def _whole(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> Any:
+    """The array; one call puts all its boxes."""
+    import jax
+
+    buffers = _filled(job, boxes, stored, reader)
+    shape = job.target.shape
+    return jax.block_until_ready(
+        jax.make_array_from_callback(
+            shape, job.sharding, lambda index: buffers[_box_of(index or (), shape)]
+        )
+    )
+
+
+def _boxes(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> dict[Any, Any]:
+    """{device: its part} for these boxes."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    buffers = _filled(job, boxes, stored, reader)
+    memory_kind = job.sharding.memory_kind
+    return {
+        device: jax.block_until_ready(
+            jax.device_put(buffers[box], SingleDeviceSharding(device, memory_kind=memory_kind))
+        )
+        for box in boxes
+        for device in job.local_boxes[box]
+    }
+
+
+def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
+    import jax
+
+    order = job.sharding.addressable_devices_indices_map(job.target.shape)
+    return jax.make_array_from_single_device_arrays(
+        job.target.shape, job.sharding, [parts[device] for device in order]
+    )
+
+
+def _filled(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> dict[Box, npt.NDArray[Any]]:
+    """The boxes, read from the files."""
+    buffers = _buffers(boxes, job.dtype)
+    wanted: dict[str, list[Wanted]] = defaultdict(list)
+    beside: list[tuple[Part, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for box, buffer in buffers.items():
+        for part in job.target.parts:
+            for piece in part.pieces(box):
+                view = _view(buffer, box, piece)
+                if _fills_view(part, piece):
+                    into = view.transpose(np.argsort(piece.order))
+                    into = into.reshape(box_shape(piece.source))
+                else:
+                    dtype = numpy_dtype(stored[part.source].dtype)
+                    into = np.empty(box_shape(piece.source), dtype)
+                    beside.append((part, piece, into, view))
+                wanted[part.source].append(Wanted(piece.source, into))
+    for name, of_array in wanted.items():
+        reader.fill(stored[name], of_array)
+    for part, piece, read, view in beside:
+        values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
+        view[...] = values.reshape(piece.lengths).transpose(piece.order)
+    for buffer in buffers.values():
+        if job.dtype == np.bool_:  # a file may have any bytes
+            np.not_equal(buffer.view(np.uint8), 0, out=buffer)
+    return buffers
+
+
+def _fills_view(part: Part, piece: Piece) -> bool:
+    """Whether what is read has its place in the result: no dimension is several long axes."""
+    long = sum(length > 1 for length in piece.lengths)
+    return part.scale is None and long == sum(b - a > 1 for a, b in piece.source)
+
+
+def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
+    """The place of a piece, with a dimension for each of its axes in the result's order."""
+    spans = zip(piece.target, box, strict=True)
+    index: tuple[Any, ...] = (*(slice(a - c, b - c) for (a, b), (c, _) in spans), ...)
+    place: npt.NDArray[Any] = buffer[index]
+    return place.reshape([piece.lengths[axis] for axis in piece.order])
+
+
+def _scaled(
+    values: npt.NDArray[Any],
+    part: Part,
+    piece: Piece,
+    stored: Mapping[str, StoredArray],
+    reader: Reader,
+) -> npt.NDArray[Any]:
+    """The values times the scales of their blocks, in float32."""
+    box = tuple(
+        (begin // block, -(-end // block))
+        for (begin, end), block in zip(piece.source, part.blocks, strict=True)
+    )
+    factors = np.empty(box_shape(box), np.float32)
+    reader.fill(stored[part.scale or ""], [Wanted(box, factors)])
+    for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
+        of_elements = np.arange(begin, end) // block - begin // block
+        factors = factors.take(of_elements, dim)
+    return values.astype(np.float32) * factors
+
+
+def _buffers(boxes: Sequence[Box], dtype: np.dtype[Any]) -> dict[Box, npt.NDArray[Any]]:
+    """An array for each box, in one piece of memory: the system gives large ones faster."""
+    sizes = [prod(box_shape(box)) * dtype.itemsize for box in boxes]
+    ends = list(accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
+    memory = np.empty(ends[-1] + _ALIGNED if ends else 0, np.uint8)
+    first = -memory.ctypes.data % _ALIGNED
+    starts = [first, *(first + end for end in ends)]
+    return {
+        box: memory[start : start + size].view(dtype).reshape(box_shape(box))
+        for box, start, size in zip(boxes, starts, sizes, strict=False)
+    }

@@ -1,0 +1,194 @@
+"""`load`: the arrays of a checkpoint, straight into sharded arrays.
+
+Reads the headers in each process, lets the processes agree on what comes where, and has each read
+what its own devices hold. Must not know how bytes are read, nor how a sharding was decided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrules._arguments import check_type, each, integer, listed
+from shardrules._dtypes import bits_of, given_name
+from shardrules._file_error import FileError
+from shardrules._files.arrays import Arrays, read_arrays
+from shardrules._files.leaves import StoredArray, StoredArrays
+from shardrules._files.orbax import find_checkpoint
+from shardrules._moving.filling import Job, bytes_in_flight, bytes_to_read, fill
+from shardrules._moving.orbax import restore
+from shardrules._moving.progress import Progress, checked_progress, reported
+from shardrules._moving.reading import Reader
+from shardrules._moving.renames import Rename
+from shardrules._moving.targets import Problems
+from shardrules._moving.trees import checked_sharding, matched
+from shardrules._planning.plan import Plan
+from shardrules._printable import printable
+from shardrules._sharding.agreement import JointCall
+from shardrules._sharding.leaf_rows import rows_of
+from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
+
+if TYPE_CHECKING:
+    from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["load"]
+
+
+def load(
+    source: str | os.PathLike[str],
+    rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    tree: Any = None,
+    renames: Iterable[Rename] = (),
+    dtype: Any = None,
+    progress: bool | Progress | None = None,
+    max_bytes_in_flight: int | None = None,
+) -> Any:
+    """Load a checkpoint of safetensors files, or of orbax, into sharded arrays.
+
+    Each process reads only the bytes that its own devices hold, and each of them once. Nothing is
+    compiled. Several processes agree on the call first, as in `shard`; one that fails makes all
+    fail.
+
+    Args:
+        source: A safetensors file, the index of several, or a directory of them; or the directory
+            of an orbax checkpoint, which orbax restores.
+        rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
+            in `shard`.
+        mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
+            Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
+            or the checkpoint's names, as in `read_model`.
+        renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
+            Not for orbax checkpoints: load these first, and give the renames to `reshard`.
+        dtype: The dtype of all floating arrays of 16 bits or more. Default: the tree's dtypes, or
+            the checkpoint's.
+        progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
+            the bytes read so far and those that this process will read. Default: neither.
+        max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
+            devices yet. Default: 2 GiB, or more if an array's part on one device takes more. orbax
+            has its own bound.
+
+    Returns:
+        The tree of jax.Arrays. As on devices, 64-bit numbers are 32-bit without `jax_enable_x64`.
+
+    Raises:
+        FileError: There is no such checkpoint; it is damaged; it changes while it is read; or it
+            does not fit the tree: all arrays that are missing, left over or of another shape are
+            listed. A ValueError.
+        ValueError: As `named_shardings`; or an array's part on one device takes more than
+            `max_bytes_in_flight`.
+        TypeError: The mesh has no devices.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax, numpy as np
+        >>> import safetensors.numpy
+        >>> import shardrules as sr
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = os.path.join(directory, "model.safetensors")
+        ...     safetensors.numpy.save_file({"wq": np.ones((4, 8), "float32")}, file)
+        ...     params = sr.load(file, [("wq", (None, "tp"))], mesh)
+        >>> tuple(params["wq"].sharding.spec), params["wq"].shape
+        ((None, 'tp'), (4, 8))
+    """
+    check_type("source", source, str | os.PathLike, "the path of a checkpoint")
+    reports = checked_progress(progress)
+    with JointCall("load") as call:
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        wanted_dtype = None if dtype is None else given_name("dtype", dtype)
+        given = max_bytes_in_flight
+        if given is not None:
+            given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
+        if isinstance(rules, Plan):
+            chosen = rules if mesh is None else rules.on_mesh(mesh)
+            tree = chosen.abstract() if tree is None else tree
+            rules, mesh = chosen.shardings(), None
+        if call.joint and asks_for_own_devices(rules, mesh):
+            call.alone()
+        is_joint = call.joint
+        arrays = read_arrays(str(Path(source)), StoredArrays())
+        in_orbax = _orbax_checkpoint(Path(source), arrays, followed)
+        problems = Problems(arrays.name)
+        _check_dtypes(arrays, problems)
+        abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
+        leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, None)
+        jobs = [
+            Job(path, target, np.dtype(leaf.dtype), checked_sharding(path, sharding))
+            for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
+        ]
+        most = bytes_in_flight(jobs, given)
+        call.agree(lambda: rows_of(abstract, dict(enumerate(shardings))))
+    with JointCall("load") as call:
+        if not is_joint:
+            call.alone()
+        if in_orbax is not None:
+            made = _restored(in_orbax, jobs)
+        else:
+            with reported(reports, printable(f"loading {arrays.name}")) as report:
+                made = _read(jobs, arrays.leaves, most, report)
+        call.agree(lambda: [("the arrays", "read")])
+    return treedef.unflatten(made)
+
+
+def _read(
+    jobs: list[Job],
+    stored: Mapping[str, Any],
+    most_bytes: int,
+    report: Progress | None,
+) -> list[Any]:
+    with Reader() as reader:
+        total = sum(bytes_to_read(job, stored) for job in jobs) if report else 0
+
+        def done() -> None:
+            if report is not None:
+                report(reader.bytes_read, total)
+
+        return fill(jobs, stored, reader, most_bytes, done)
+
+
+def _restored(directory: Path, jobs: list[Job]) -> list[Any]:
+    from jax import ShapeDtypeStruct
+
+    names = [job.target.parts[0].source for job in jobs]
+    wanted = {
+        name: ShapeDtypeStruct(job.target.shape, job.dtype, sharding=job.sharding)
+        for name, job in zip(names, jobs, strict=True)
+    }
+    found = restore(directory, wanted)
+    return [found[name] for name in names]
+
+
+def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...]) -> Path | None:
+    """The directory of the orbax checkpoint; None for safetensors files.
+
+    Raises:
+        FileError: The source has no data; or renames are given for an orbax checkpoint.
+    """
+    if all(isinstance(leaf, StoredArray) for leaf in arrays.leaves.values()):
+        return None
+    found = find_checkpoint(source) if source.is_dir() else None
+    if found is None:
+        raise FileError(
+            f"{source}: it lists arrays and does not have their data; give a safetensors file, its "
+            "index, a directory of them, or an orbax checkpoint"
+        )
+    if renames:
+        raise FileError(
+            f"{source}: renames are for safetensors files, and this is an orbax checkpoint; load "
+            "it without them, and give them to shardrules.reshard"
+        )
+    return found
+
+
+def _check_dtypes(arrays: Arrays, problems: Problems) -> None:
+    for name, leaf in arrays.leaves.items():
+        if bits_of(leaf.dtype) < 8:
+            problems.add(f"{leaf.dtype} is packed, and numpy cannot unpack it", name)

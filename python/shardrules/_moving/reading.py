@@ -1,0 +1,311 @@
+"""Boxes of arrays in files, read into numpy arrays: exactly their bytes, each range in one call.
+
+What several boxes need of neighbouring bytes is read in one call. A file must be as it was when its
+header was read. Costs a system call per contiguous range, and a copy from the processor's cache
+where ranges are short, or lie otherwise in the result than in the file. Must not know about devices
+or names.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._file_content import opened
+from shardrules._file_error import FileError
+from shardrules._files.leaves import StoredArray, StoredFile, state_of
+from shardrules._moving.arrangement import Box, box_shape
+
+if TYPE_CHECKING:
+    import io
+
+    import numpy.typing as npt
+
+__all__ = ["STAGING", "Reader", "Wanted", "numpy_dtype"]
+
+STAGING: Final = 2 << 20
+"""Maximum bytes of rows that are read at once, to be copied from there; they stay in a cache."""
+
+# Shorter ranges of several boxes are copied from rows: each range costs microseconds in Python.
+_LEAST_RANGE: Final = 64 << 10
+# Linux has 1,024.
+_MOST_BUFFERS: Final = 1000
+
+
+class Wanted(NamedTuple):
+    """A box of a stored array, and the array of its shape to fill; the dtype may be another."""
+
+    box: Box
+    into: npt.NDArray[Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of this name in numpy or ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class Reader:
+    """Open files; for several threads. A context manager that checks the files at its end.
+
+    Attributes:
+        bytes_read: How many bytes have been read so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._files: dict[StoredFile, io.BufferedReader] = {}
+        self._closing = ExitStack()
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self._closing:
+            if error is None:
+                for stored, file in self._files.items():
+                    _check_unchanged(stored, file)
+
+    def fill(self, array: StoredArray, wanted: Sequence[Wanted]) -> None:
+        """Fills each wanted box.
+
+        Raises:
+            FileError: The file has changed, or cannot be read.
+        """
+        layout = _Layout(array)
+        direct: dict[Box, Wanted] = {}
+        staged: list[Wanted] = []
+        for one in wanted:
+            lies_alike = layout.is_direct(one) and layout.range_bytes(one.box) >= _LEAST_RANGE
+            if lies_alike and one.box not in direct:
+                direct[one.box] = one
+            else:
+                staged.append(one)
+        for box, together in _hulls(staged):
+            if len(together) == 1 and layout.is_direct(together[0]):
+                direct[box] = together[0]
+            else:
+                self._fill_staged(array, layout, box, together)
+        self._fill_directly(array, layout, list(direct.values()))
+
+    def _fill_directly(self, array: StoredArray, layout: _Layout, wanted: Sequence[Wanted]) -> None:
+        """Fills boxes that lie as in the file; neighbours in the file are read in one call."""
+        views = [_bytes_of(one.into.reshape(-1).view(np.uint8)) for one in wanted]
+        ranges = [layout.ranges(one.box) for one in wanted]
+        if not sum(map(len, ranges)):
+            return
+        begins = np.concatenate(ranges)
+        sizes = np.repeat([layout.range_bytes(one.box) for one in wanted], list(map(len, ranges)))
+        whose = np.repeat(np.arange(len(wanted)), list(map(len, ranges)))
+        places = np.concatenate([np.arange(len(of)) for of in ranges]) * sizes
+        order = np.argsort(begins, kind="stable")
+        gaps = np.flatnonzero(begins[order][1:] != (begins + sizes)[order][:-1]) + 1
+        rows = list(zip(*(one[order].tolist() for one in (whose, places, sizes)), strict=True))
+        bounds = [0, *gaps.tolist(), len(rows)]
+        for start, end in pairwise(bounds):
+            for i in range(start, end, _MOST_BUFFERS):
+                buffers = [
+                    views[view][at : at + size]
+                    for view, at, size in rows[i : min(end, i + _MOST_BUFFERS)]
+                ]
+                self._read(array.file, int(begins[order[i]]), buffers)
+
+    def _fill_staged(
+        self, array: StoredArray, layout: _Layout, box: Box, together: Sequence[Wanted]
+    ) -> None:
+        item_bytes = layout.dtype.itemsize
+        staging = self._staging()
+        for part in _chunks(box, item_bytes):
+            shape = box_shape(part)
+            rows = staging[: prod(shape) * item_bytes]
+            view, size = _bytes_of(rows), layout.range_bytes(part)
+            for i, begin in enumerate(layout.ranges(part).tolist()):
+                self._read(array.file, begin, [view[i * size : (i + 1) * size]])
+            values = rows.view(layout.dtype).reshape(shape)
+            for one in together:
+                common = tuple(
+                    (max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, one.box, strict=True)
+                )
+                if all(a < b for a, b in common):
+                    _copy(values[_slices(common, part)], one.into[_slices(common, one.box)])
+
+    def _staging(self) -> npt.NDArray[np.uint8]:
+        """The thread's own rows: memory that is new costs more than a copy."""
+        if not hasattr(self._of_thread, "staging"):
+            self._of_thread.staging = np.empty(STAGING, np.uint8)
+        return self._of_thread.staging  # type: ignore[no-any-return]
+
+    def _read(self, stored: StoredFile, begin: int, buffers: list[memoryview]) -> None:
+        """Fills the buffers in turn."""
+        file = self._file(stored)
+        at, left = begin, list(buffers)
+        try:
+            while left:
+                count = _read_at(file, at, left)
+                if not count:
+                    raise _changed(stored)
+                at += count
+                left = _after(left, count)
+        except OSError as error:
+            raise FileError(
+                f"{stored.path}: byte {at:,}: {error.strerror or error}; "
+                "check the disk, and copy or download the file again"
+            ) from None
+        with self._lock:
+            self.bytes_read += at - begin
+
+    def _file(self, stored: StoredFile) -> io.BufferedReader:
+        file = self._files.get(stored)
+        if file is None:
+            with self._lock:
+                if (file := self._files.get(stored)) is None:
+                    file = self._closing.enter_context(opened(stored.path))
+                    _check_unchanged(stored, file)
+                    self._files[stored] = file
+        return file
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return memoryview(array)
+
+
+def _check_unchanged(stored: StoredFile, file: io.BufferedReader) -> None:
+    if state_of(file.fileno()) != stored.state:
+        raise _changed(stored)
+
+
+def _changed(stored: StoredFile) -> FileError:
+    return FileError(
+        f"{stored.path}: the file has changed since its header was read; wait until it is written, "
+        "and load again"
+    )
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after this many bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+if hasattr(os, "preadv"):
+
+    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
+        return os.preadv(file.fileno(), buffers, begin)
+
+else:  # Windows
+    _seeking: Final = threading.Lock()
+
+    def _read_at(file: io.BufferedReader, begin: int, buffers: list[memoryview]) -> int:
+        with _seeking:
+            file.raw.seek(begin, 0)
+            return file.raw.readinto(buffers[0]) or 0
+
+
+class _Layout:
+    """Where the elements of a stored array are, in row-major order."""
+
+    def __init__(self, array: StoredArray) -> None:
+        self.dtype = numpy_dtype(array.dtype)
+        self._array = array
+        strides = [self.dtype.itemsize]
+        for size in array.shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        self._strides = strides[: len(array.shape)]
+
+    def is_direct(self, wanted: Wanted) -> bool:
+        """Whether the bytes lie in the result as in the file."""
+        return wanted.into.dtype == self.dtype and wanted.into.flags.c_contiguous
+
+    def _whole_after(self, box: Box) -> int:
+        """The last dimension of which the box has a part only; those after it are whole."""
+        shape = self._array.shape
+        parts = (dim for dim in range(len(shape)) if box[dim] != (0, shape[dim]))
+        return max(parts, default=0)
+
+    def range_bytes(self, box: Box) -> int:
+        """The bytes of each contiguous range of the box."""
+        if not box:
+            return self.dtype.itemsize
+        last = self._whole_after(box)
+        return (box[last][1] - box[last][0]) * self._strides[last]
+
+    def ranges(self, box: Box) -> npt.NDArray[np.int64]:
+        """The offset in the file of each contiguous range of the box, in order."""
+        places = np.array([self._array.begin], np.int64)
+        if not box:
+            return places
+        if not prod(box_shape(box)):
+            return places[:0]
+        last = self._whole_after(box)
+        for (first, after), stride in zip(box[:last], self._strides, strict=False):
+            places = (places[:, None] + np.arange(first, after) * stride).reshape(-1)
+        return places + box[last][0] * self._strides[last]
+
+
+def _copy(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
+    """Copies, and converts where the dtypes differ."""
+    if values.dtype == into.dtype and values.dtype.kind == "V":
+        # numpy copies the elements of dtypes that are not its own one by one.
+        same_size = np.dtype(f"u{values.dtype.itemsize}")
+        values, into = values.view(same_size), into.view(same_size)
+    into[...] = values
+
+
+def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:
+    """Parts of the box, in order, with at most `STAGING` bytes each."""
+    lengths = box_shape(box)
+    if prod(lengths) * item_bytes <= STAGING:
+        yield box
+        return
+    (begin, end), *inner = box
+    row = prod(lengths[1:]) * item_bytes
+    if row > STAGING:
+        for i in range(begin, end):
+            for rest in _chunks(tuple(inner), item_bytes):
+                yield ((i, i + 1), *rest)
+        return
+    rows = STAGING // row
+    for i in range(begin, end, rows):
+        yield ((i, min(end, i + rows)), *inner)
+
+
+def _slices(box: Box, of: Box) -> Any:
+    """The box as an index of an array that has the values of another box; it gives a view."""
+    return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(box, of, strict=True)), ...)
+
+
+def _hulls(wanted: Sequence[Wanted]) -> Iterator[tuple[Box, list[Wanted]]]:
+    """Boxes to read, and what is wanted of each; boxes of the same rows that fill one are one."""
+    of_rows: dict[Any, list[Wanted]] = defaultdict(list)
+    for one in wanted:
+        if prod(box_shape(one.box)):
+            of_rows[one.box[:1]].append(one)
+    for together in of_rows.values():
+        distinct = {one.box for one in together}
+        hull = tuple(
+            (min(a for a, _ in spans), max(b for _, b in spans))
+            for spans in zip(*distinct, strict=True)
+        )
+        filled = sum(prod(box_shape(box)) for box in distinct)
+        if filled == prod(box_shape(hull)):
+            yield hull, together
+        else:
+            for box in distinct:
+                yield box, [one for one in together if one.box == box]

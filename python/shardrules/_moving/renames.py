@@ -1,0 +1,149 @@
+r"""`Rename`: what a checkpoint calls an array, what the tree calls it, and how it lies there.
+
+A record that checks itself, in the form of `Companion`: a pattern that finds names, and what they
+become. Must not know how a rename is applied, nor which libraries name arrays in which ways.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardrules._arguments import check_type, integer, listed
+from shardrules._dtypes import given_name
+from shardrules._format import shown
+from shardrules._moving.arrangement import Arrangement, arrangement
+
+__all__ = ["Rename"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    r"""Arrays of a checkpoint that have another name in the tree, or lie otherwise.
+
+    The first record whose pattern finds a name counts. A name that none finds stays.
+
+    Args:
+        pattern: A regex that `re.search` finds in the array's name.
+        path: What `re.sub` puts in the place of what was found; the result is the path in the tree.
+            `{axis}` stands for the number along an axis that the path takes apart. None leaves the
+            array out.
+        dims: How the dimensions of the checkpoint's array make those of the tree's, as einops
+            writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
+            An axis on the right alone stacks arrays, by the number or word that the pattern's group
+            of this name finds: `"out in -> layer in out"`, or joined, `"out in -> in (part out)"`.
+            An axis on the left alone takes an array apart, into the paths that `{axis}` in `path`
+            makes: `"(part out) in -> in out"`. Default: as they are.
+        sizes: Sizes of axes that one dimension consists of. Those that the tree's shapes or the
+            other axes give may be left out. `sizes={"out": (4096, 1024, 1024)}` has one size per
+            part, where parts are of several sizes.
+        words: Per axis that stacks or takes apart, the words in their order that the names have for
+            it: `{"part": ("q", "k", "v")}`. Default: numbers from 0 on, none of which may lack.
+        scale: What `re.sub` puts there for the name of the array of scales by which this one is
+            multiplied, in float32. It has one number per block.
+        blocks: Per dimension of the checkpoint's array, the elements for which one scale counts.
+        dtype: The dtype that the arrays get. Default: the checkpoint's; float32 with a scale.
+
+    Raises:
+        ValueError: The record contradicts itself.
+        re.error: The pattern or the replacement is invalid.
+
+    Example:
+        >>> import shardrules as sr
+        >>> sr.Rename(
+        ...     r"^model\.layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight$",
+        ...     "layers/attn/query/kernel",
+        ...     "(heads head_dim) embed -> layer embed heads head_dim",
+        ...     sizes={"head_dim": 128},
+        ... ).path
+        'layers/attn/query/kernel'
+    """
+
+    pattern: str | re.Pattern[str]
+    path: str | None
+    dims: str | None = None
+    sizes: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
+    words: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict, hash=False)
+    scale: str | None = None
+    blocks: tuple[int, ...] = ()
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
+        check_type("path", self.path, str | None, "a string, or None to leave the array out")
+        check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
+        check_type("scale", self.scale, str | None, "a string, or None")
+        for template in filter(None, (self.path, self.scale)):
+            re.sub(self.pattern, template, "")
+        _set(self, "blocks", _integers("blocks", self.blocks))
+        _set(self, "sizes", _checked_sizes(self.sizes))
+        _set(self, "words", _checked_words(self.words))
+        if self.dtype is not None:
+            _set(self, "dtype", given_name("dtype", self.dtype))
+        if bool(self.scale) != bool(self.blocks):
+            raise ValueError("scale and blocks belong together: give both, or neither")
+        if self.arrangement is not None:
+            self._check_axes(self.arrangement)
+        elif self.sizes or self.words:
+            raise ValueError("sizes and words are for the axes of dims: give dims, too")
+
+    def _check_axes(self, found: Arrangement) -> None:
+        groups = re.compile(self.pattern).groupindex
+        for axis in found.stacked:
+            if axis not in groups:
+                raise ValueError(
+                    f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
+                    f"group: (?P<{axis}>[0-9]+)"
+                )
+        for axis in found.unstacked:
+            if f"{{{axis}}}" not in (self.path or ""):
+                raise ValueError(
+                    f"dims {self.dims!r} takes arrays apart along {axis!r}, so the path needs "
+                    f"{{{axis}}}; it is {self.path!r}"
+                )
+        known = {axis for groups in found for group in groups for axis in group}
+        for name, given in (("sizes", self.sizes), ("words", self.words)):
+            if unknown := given.keys() - known:
+                raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
+        for axis in self.words:
+            if axis not in (*found.stacked, *found.unstacked):
+                raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """The meaning of `dims`; None if the dimensions stay as they are."""
+        return None if self.dims is None else arrangement(self.dims)
+
+
+def _set(record: Rename, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(
+        integer(f"{name}[{i}]", value, 1)
+        for i, value in enumerate(listed(name, values, "integers"))
+    )
+
+
+def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
+    check_type("sizes", sizes, Mapping, "a dict such as {'head_dim': 128}")
+    return {
+        axis: _integers(f"sizes[{axis!r}]", size)
+        if isinstance(size, tuple | list)
+        else integer(f"sizes[{axis!r}]", size, 1)
+        for axis, size in sizes.items()
+    }
+
+
+def _checked_words(words: Any) -> dict[str, tuple[str | int, ...]]:
+    check_type("words", words, Mapping, "a dict such as {'part': ('q', 'k', 'v')}")
+    found = {axis: listed(f"words[{axis!r}]", of, "words") for axis, of in words.items()}
+    for axis, of in found.items():
+        for word in of:
+            check_type(f"words[{axis!r}]", word, str | int, "words or numbers")
+        if len(set(map(str, of))) < len(of):
+            raise ValueError(f"words[{axis!r}] has a word twice: {shown(of)}")
+    return found

@@ -1,0 +1,255 @@
+"""`reshard`: live trees to another mesh, other rules, other names, in batches of bounded size.
+
+`jax.device_put` moves; this decides what moves together. Must not know how a sharding was decided,
+nor how devices send to each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardrules._arguments import boolean, check_tree, each, integer, listed
+from shardrules._dtypes import bits_of, given_name, is_plain_float
+from shardrules._files.leaves import ArraySpec
+from shardrules._format import bytes_shown
+from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
+from shardrules._moving.live import arranged, is_plain
+from shardrules._moving.renames import Rename
+from shardrules._moving.targets import Problems, Target
+from shardrules._moving.trees import checked_sharding, matched, paths_of, shapes_and_dtypes
+from shardrules._planning.plan import Plan
+from shardrules._sharding.agreement import JointCall
+from shardrules._sharding.leaf_rows import rows_of
+from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
+from shardrules._sharding.placement import converted, of_placeable, put, stays_in_part
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._sharding.mesh import MeshLike
+
+__all__ = ["reshard"]
+
+
+class _Move(NamedTuple):
+    """An array of the result."""
+
+    path: str
+    sharding: NamedSharding
+    bytes: int
+    sources: tuple[int, ...]
+    """Which leaves of the tree it is made of."""
+    make: Callable[[], Any]
+    """Makes it, on the devices of its sources."""
+
+
+def reshard(
+    tree: Any,
+    plan_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename] = (),
+    max_bytes_in_flight: int | None = None,
+) -> Any:
+    """Move a live tree to another mesh or other rules, some arrays at a time.
+
+    `jax.device_put` moves the arrays; they may go to the same devices, to some of them, or to
+    others. Each batch has arrived before the next is sent.
+
+    Args:
+        tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
+        plan_or_rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
+            are found by their paths. Or what `shard` takes.
+        mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
+            is made of them has arrived, unless a device keeps its part. Default: False.
+        dtype: The dtype of all floating arrays of 16 bits or more. Default: the plan's dtypes, or
+            their own.
+        renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
+            as in `load`. A program is compiled for each form that is not just another name.
+        max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
+            Default: 2 GiB, or more if an array has more.
+
+    Returns:
+        The tree of jax.Arrays. With renames and rules, the new names, as `load` has them.
+
+    Raises:
+        ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
+            something does not fit the plan's tree.
+        TypeError: As `shard`.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import shardrules as sr
+        >>> one = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+        >>> placed = sr.shard({"wq": np.ones((4, 8), "float32")}, [("wq", "tp")], one)
+        >>> moved = sr.reshard(placed, [("wq", (None, "tp"))], one, dtype="bfloat16")
+        >>> tuple(moved["wq"].sharding.spec), str(moved["wq"].dtype)
+        ((None, 'tp'), 'bfloat16')
+    """
+    import jax
+    from jax import tree_util
+
+    with JointCall("reshard") as call:
+        check_tree("tree", tree)
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        gives_up = boolean("donate", donate)
+        name = None if dtype is None else given_name("dtype", dtype)
+        most = max_bytes_in_flight
+        if most is not None:
+            most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
+        if call.joint and _asks_for_own_devices(plan_or_rules, mesh):
+            call.alone()
+        if isinstance(plan_or_rules, Plan) or followed:
+            abstract, wanted = _by_paths(tree, plan_or_rules, mesh, followed, name)
+        else:
+            abstract, wanted = _as_they_are(tree, plan_or_rules, mesh, name)
+        most = _bound(wanted.values(), most)
+        options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
+        shardings = {i: move.sharding for i, move in wanted.items()}
+        call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
+    made, treedef = tree_util.tree_flatten(abstract)
+    sources = tree_util.tree_leaves(tree)
+    left = Counter(source for move in wanted.values() for source in move.sources)
+    shared: set[int] = set()
+    for batch in _batches(wanted, most):
+        moves = [wanted[i] for i in batch]
+        arrays = put([move.make() for move in moves], [move.sharding for move in moves])
+        jax.block_until_ready(arrays)
+        for i, move, array in zip(batch, moves, arrays, strict=True):
+            made[i] = array
+            for source in move.sources:
+                left[source] -= 1
+                if gives_up and stays_in_part(sources[source], array):
+                    shared.add(source)
+        if gives_up:
+            done = {source for move in moves for source in move.sources if not left[source]}
+            _delete([sources[source] for source in done - shared])
+    return tree_util.tree_unflatten(treedef, made)
+
+
+def _asks_for_own_devices(plan_or_rules: Any, mesh: MeshLike | None) -> bool:
+    if isinstance(plan_or_rules, Plan):
+        return asks_for_own_devices([], plan_or_rules.mesh if mesh is None else mesh)
+    return asks_for_own_devices(plan_or_rules, mesh)
+
+
+def _as_they_are(
+    tree: Any, rules: Any, mesh: MeshLike | None, dtype: str | None
+) -> tuple[Any, dict[int, _Move]]:
+    """(the tree, the move of each leaf that moves, by its index)."""
+    from jax import tree_util
+
+    leaves, _, shardings = requested_shardings(tree, rules, mesh, None)
+    chosen = of_placeable(tree, leaves, shardings)
+    paths = [tree_util.keystr(keys) for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    return tree, {
+        i: _Move(
+            paths[i],
+            sharding,
+            _bytes(leaves[i], dtype),
+            (i,),
+            partial(converted, leaves[i], dtype),
+        )
+        for i, sharding in enumerate(chosen)
+        if sharding is not None
+    }
+
+
+def _bytes(leaf: Any, dtype: str | None) -> int:
+    """Bytes of the array that a leaf becomes."""
+    own = getattr(leaf, "dtype", np.asarray(leaf).dtype if np.isscalar(leaf) else None)
+    is_converted = dtype is not None and is_plain_float(getattr(own, "name", ""))
+    return -(-int(np.size(leaf)) * bits_of(dtype if is_converted else own) // 8)
+
+
+def _by_paths(
+    tree: Any,
+    plan_or_rules: Any,
+    mesh: MeshLike | None,
+    renames: Sequence[Rename],
+    dtype: str | None,
+) -> tuple[Any, dict[int, _Move]]:
+    """(the abstract tree of the result, the move of each of its leaves)."""
+    from jax import tree_util
+
+    names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
+    arrays = {name: ArraySpec(*of) for name, of in zip(names, shapes_and_dtypes(tree), strict=True)}
+    in_tree, rules = None, plan_or_rules
+    if isinstance(plan_or_rules, Plan):
+        plan = plan_or_rules if mesh is None else plan_or_rules.on_mesh(mesh)
+        in_tree, rules, mesh = plan.abstract(), plan.shardings(), None
+    abstract, targets = matched(arrays, in_tree, renames, dtype, Problems("the tree"))
+    specs, _, shardings = requested_shardings(abstract, rules, mesh, None)
+    live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
+    moves = {}
+    for i, ((path, target), spec, sharding) in enumerate(
+        zip(targets, specs, shardings, strict=True)
+    ):
+        to = checked_sharding(path, sharding)
+        used = {name for part in target.parts for name in (part.source, part.scale) if name}
+        moves[i] = _Move(
+            path,
+            to,
+            prod(target.shape) * spec.dtype.itemsize,
+            tuple(sorted(map(row.__getitem__, used))),
+            partial(_made, target, live, spec.dtype, to),
+        )
+    return abstract, moves
+
+
+def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
+    if not is_plain(target, live):
+        return arranged(target, live, dtype, sharding)
+    leaf = live[target.parts[0].source]
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
+def _bound(moves: Iterable[_Move], given: int | None) -> int:
+    """The bound that was given, or the default.
+
+    Raises:
+        ValueError: An array alone is larger than what was given.
+    """
+    largest = max(moves, key=attrgetter("bytes"), default=None)
+    most = 0 if largest is None else largest.bytes
+    if given is None:
+        return max(DEFAULT_IN_FLIGHT, most)
+    if largest is not None and most > given:
+        raise ValueError(
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path} has "
+            f"{bytes_shown(most)}: give at least {most:,}"
+        )
+    return given
+
+
+def _batches(moves: Mapping[int, _Move], most: int) -> Iterator[list[int]]:
+    """The indices of moves that are made together."""
+    batch: list[int] = []
+    size = 0
+    for i, move in moves.items():
+        if batch and size + move.bytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(i)
+        size += move.bytes
+    if batch:
+        yield batch
+
+
+def _delete(leaves: Iterable[Any]) -> None:
+    import jax
+
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()

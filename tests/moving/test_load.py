@@ -1,0 +1,385 @@
+"""`load`: bit-equal to safe_open and device_put, and no byte read that no device of the process holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._dtypes import BITS, SAFETENSORS
+from shardrules._moving import filling, load, reading, trees
+from tests.support.files import header_file, message
+from tests.support.slow import slow
+
+RULES = [
+    ("norm", ()),
+    (r"(o|down)_proj\.weight", ("tp", "fsdp")),
+    (r"(q|k|v|gate|up)_proj\.weight", ("fsdp", "tp")),
+    ("embed", ("fsdp", None)),
+    ("lm_head", (None, ("fsdp", "tp"))),
+]
+LLAMA = {
+    "model.embed_tokens.weight": (64, 32),
+    "lm_head.weight": (64, 32),
+    "model.norm.weight": (32,),
+    **{
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(2)
+        for name, shape in {
+            "input_layernorm": (32,),
+            "self_attn.q_proj": (32, 32),
+            "self_attn.k_proj": (16, 32),
+            "self_attn.v_proj": (16, 32),
+            "self_attn.o_proj": (32, 32),
+            "mlp.gate_proj": (96, 32),
+            "mlp.up_proj": (96, 32),
+            "mlp.down_proj": (32, 96),
+        }.items()
+    },
+}
+
+
+def mesh_of(shape=(4, 2), axes=("fsdp", "tp")):
+    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), axes)
+
+
+def random_bits(rng, shape, dtype):
+    """An array of any bits, NaNs too."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    if dtype == np.bool_:
+        return np.array(rng.choices([False, True], k=int(np.prod(shape)))).reshape(shape)
+    return np.frombuffer(rng.randbytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+
+
+@pytest.fixture
+def checkpoint(rng, tmp_path):
+    """Llama with two layers, in two files and an index; its folder."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    files = {"a.safetensors": {}, "b.safetensors": {}}
+    for i, (name, shape) in enumerate(LLAMA.items()):
+        files["ab"[i % 2] + ".safetensors"][name] = random_bits(rng, shape, "bfloat16")
+    for file, arrays in files.items():
+        save(arrays, tmp_path / file)
+    weight_map = {name: file for file, arrays in files.items() for name in arrays}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The bytes that are read of the data of files."""
+    read, lock, count = [], threading.Lock(), reading._read_at
+
+    def read_at(file, begin, into):
+        done = count(file, begin, into)
+        with lock:
+            read.append(done)
+        return done
+
+    monkeypatch.setattr(reading, "_read_at", read_at)
+    return read
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+def by_safe_open(folder):
+    safe_open = pytest.importorskip("safetensors").safe_open
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "flax") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (1, 8), slow((2, 4)), slow((8, 1)), slow((1, 1))])
+def test_as_safe_open_and_device_put(checkpoint, counted, shape):
+    mesh = mesh_of(shape)
+    loaded = sr.load(checkpoint, RULES, mesh)
+    shardings = sr.named_shardings(sr.read_model(checkpoint), RULES, mesh)
+    expected = {
+        # From the host: an old JAX would cut it by a program, which changes the bits of NaNs.
+        name: jax.device_put(np.asarray(array), shardings[name])
+        for name, array in by_safe_open(checkpoint).items()
+    }
+    assert loaded.keys() == expected.keys()
+    for name, array in loaded.items():
+        assert array.sharding == expected[name].sharding
+        for one, other in zip(
+            array.addressable_shards, expected[name].addressable_shards, strict=True
+        ):
+            assert one.device == other.device
+            assert bits(one.data) == bits(other.data)
+    # Each byte once, though several devices hold the norms.
+    assert sum(counted) == sum(array.nbytes for array in loaded.values())
+
+
+@pytest.mark.parametrize("source", ["model.safetensors.index.json", "a.safetensors", "."])
+def test_each_source(checkpoint, source):
+    loaded = sr.load(checkpoint / source, P(), mesh_of())
+    assert list(loaded) == sorted(sr.read_model(checkpoint / source))
+
+
+def test_each_dtype(rng, tmp_path):
+    save = pytest.importorskip("safetensors.numpy").save_file
+    names = {n for n in SAFETENSORS.values() if BITS[n] >= 8} - {"complex64", "float64"}
+    names -= {name for name in names if not trees._is_known_to_jax(name)}
+    arrays = {name: random_bits(rng, (8, 4), name) for name in names}
+    arrays["float64"] = np.linspace(-1, 1, 32).reshape(8, 4)
+    save(arrays | {"scalar": np.array(3, "float32"), "empty": np.ones((0, 4), "float32")},
+         tmp_path / "m.safetensors")  # fmt: skip
+    loaded = sr.load(
+        tmp_path / "m.safetensors", [("scalar|empty", ()), ("", "tp")], mesh_of((8,), ("tp",))
+    )
+    assert loaded["scalar"] == 3
+    assert loaded["empty"].shape == (0, 4)
+    for name, array in arrays.items():
+        expected = jax.device_put(array)
+        assert loaded[name].dtype == expected.dtype
+        assert bits(loaded[name]) == bits(expected)
+
+
+def test_packed_dtypes_are_refused(write):
+    header = {"x": {"dtype": "F4", "shape": [4, 2], "data_offsets": [0, 4]}}
+    path = write("f4.safetensors", header_file(header, bytes(4)))
+    with pytest.raises(sr.FileError, match="x: float4_e2m1fn is packed"):
+        sr.load(path, P(), mesh_of())
+
+
+def test_a_dtype_that_this_jax_does_not_have(write, monkeypatch):
+    monkeypatch.setattr(trees, "_is_known_to_jax", lambda dtype: dtype != "float8_e8m0fnu")
+    header = {"x": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}
+    path = write("m.safetensors", header_file(header, bytes(4)))
+    with pytest.raises(sr.FileError, match="x: this version of JAX has no float8_e8m0fnu"):
+        sr.load(path, P(), mesh_of())
+
+
+def test_a_bool_is_true_or_false(write):
+    header = {"x": {"dtype": "BOOL", "shape": [4], "data_offsets": [0, 4]}}
+    path = write("bool.safetensors", header_file(header, bytes([0, 1, 2, 255])))
+    assert bits(sr.load(path, P(), mesh_of())["x"]) == bytes([0, 1, 1, 1])
+
+
+def test_a_tree_has_its_structure_and_dtypes(checkpoint):
+    tree = {"model": {"embed_tokens": {"weight": jax.ShapeDtypeStruct((64, 32), "float32")}},
+            "lm_head": {"weight": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}}  # fmt: skip
+    rest = [sr.Rename("norm|proj", None)]
+    loaded = sr.load(checkpoint, P("fsdp"), mesh_of(), tree=tree, renames=rest)
+    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    embed = loaded["model"]["embed_tokens"]["weight"]
+    assert embed.dtype == "float32"
+    own = by_safe_open(checkpoint)["model.embed_tokens.weight"]
+    assert bits(embed) == bits(own.astype("float32"))
+    both = sr.load(checkpoint, P("fsdp"), mesh_of(), tree=tree, renames=rest, dtype=jnp.float16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(both)} == {np.dtype("float16")}
+
+
+def test_a_plan_is_rules_tree_and_mesh(checkpoint):
+    plan = sr.plan(sr.read_model(checkpoint), RULES, mesh_of())
+    loaded = sr.load(checkpoint, plan)
+    assert {name: array.sharding for name, array in loaded.items()} == plan.shardings()
+    on_sizes = plan.on_mesh({"fsdp": 4, "tp": 2})
+    again = sr.load(checkpoint, on_sizes, mesh_of())
+    assert all(again[name].sharding == array.sharding for name, array in loaded.items())
+    with pytest.raises(TypeError, match="Mesh of devices; this mesh is"):
+        sr.load(checkpoint, on_sizes)
+
+
+def test_what_does_not_fit_is_one_error(checkpoint):
+    own = sr.read_model(checkpoint)
+    del own["lm_head.weight"]
+    own["model.norm.weight"] = jax.ShapeDtypeStruct((31,), "bfloat16")
+    own["model.embed_tokens.weight"] = jax.ShapeDtypeStruct((64, 32), "int32")
+    own |= {f"extra.{i}.w": jax.ShapeDtypeStruct((3,), "float32") for i in range(30)}
+    with pytest.raises(sr.FileError) as info:
+        sr.load(checkpoint, P(), mesh_of(), tree=own)
+    text = str(info.value)
+    assert "33 problems with the arrays" in text
+    assert "extra.{0..29}.w: missing: the tree wants float32[3]" in text
+    assert "model.norm.weight: another shape: the tree wants [31], and the array has [32]" in text
+    assert (
+        "embed_tokens.weight: another kind of dtype: the tree wants int32, and the array has bf"
+        in text
+    )
+    assert (
+        "lm_head.weight: left over: the tree does not have it; a Rename to None leaves it out"
+        in text
+    )
+
+
+@pytest.mark.parametrize("most", [1024, 3000, 20_000])
+def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
+    held, peak, lock = [0], [0], threading.Lock()
+
+    def counted(work):
+        def call(job, boxes, *rest):
+            size = sum(map(job.box_bytes, boxes))
+            with lock:
+                held[0] += size
+                peak[0] = max(peak[0], held[0])
+            made = work(job, boxes, *rest)
+            with lock:
+                held[0] -= size
+            return made
+
+        return call
+
+    for name in ("_whole", "_boxes"):
+        monkeypatch.setattr(filling, name, counted(getattr(filling, name)))
+    loaded = sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=most)
+    assert 0 < peak[0] <= most
+    for name, array in by_safe_open(checkpoint).items():
+        assert bits(loaded[name]) == bits(array)
+
+
+def test_a_bound_below_one_part(checkpoint):
+    with pytest.raises(ValueError, match=r"max_bytes_in_flight is 100 B, and .* give at least"):
+        sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=100)
+
+
+def test_progress(checkpoint):
+    seen = []
+    loaded = sr.load(checkpoint, RULES, mesh_of(), progress=lambda *both: seen.append(both))
+    total = sum(array.nbytes for array in loaded.values())
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    with pytest.raises(KeyboardInterrupt):
+        sr.load(checkpoint, RULES, mesh_of(), progress=interrupt)
+
+
+def test_a_bar(checkpoint, capsys):
+    pytest.importorskip("rich")
+    loaded = sr.load(checkpoint, RULES, mesh_of(), progress=True, dtype="float32")
+    total = sum(array.nbytes for array in loaded.values()) / 2
+    printed = capsys.readouterr().out
+    assert f"loading {checkpoint.name}" in printed
+    assert f"{total / 1000:.1f}/{total / 1000:.1f} kB" in printed
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_donating_what_was_loaded_does_not_change_it_elsewhere(checkpoint):
+    norm = sr.load(checkpoint, P(), mesh_of())["model.norm.weight"]
+    parts = [shard.data for shard in norm.addressable_shards]
+    before = bits(parts[1])
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(parts[0]))
+    assert bits(parts[1]) == before
+
+
+class TestUntrusted:
+    def test_a_file_that_changes_before_it_is_read(self, checkpoint, monkeypatch):
+        read = load._read
+
+        def change(*arguments):
+            path = checkpoint / "a.safetensors"
+            os.utime(path, ns=(0, 12345))
+            return read(*arguments)
+
+        monkeypatch.setattr(load, "_read", change)
+        with pytest.raises(
+            sr.FileError, match="a.safetensors: the file has changed since its header"
+        ):
+            sr.load(checkpoint, RULES, mesh_of())
+
+    @pytest.mark.parametrize("way", ["truncate", "write", "replace"])
+    def test_a_file_that_changes_while_it_is_read(self, checkpoint, monkeypatch, way):
+        path, read_at, done = checkpoint / "a.safetensors", reading._read_at, []
+
+        def change(file, begin, into):
+            if not done:
+                done.append(file)
+                data = path.read_bytes()
+                if way == "truncate":
+                    os.truncate(path, 2000)
+                elif way == "write":
+                    path.write_bytes(data[:-1] + b"x")
+                else:
+                    (checkpoint / "new").write_bytes(data)
+                    os.replace(checkpoint / "new", path)
+            return read_at(file, begin, into)
+
+        monkeypatch.setattr(reading, "_read_at", change)
+        if way == "replace":  # the file that is open stays as it was
+            sr.load(checkpoint / "a.safetensors", P(), mesh_of())
+            return
+        with pytest.raises(
+            sr.FileError, match="a.safetensors: the file has changed since its header"
+        ):
+            sr.load(checkpoint / "a.safetensors", P(), mesh_of())
+
+    def test_a_disk_that_fails(self, checkpoint, monkeypatch):
+        def fail(*_):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(reading, "_read_at", fail)
+        with pytest.raises(
+            sr.FileError, match=r"safetensors: byte [\d,]+: Input/output error; check"
+        ):
+            sr.load(checkpoint, RULES, mesh_of())
+
+    def test_a_short_read_is_read_on(self, checkpoint, monkeypatch):
+        read_at = reading._read_at
+        monkeypatch.setattr(
+            reading, "_read_at", lambda file, begin, into: read_at(file, begin, [into[0][:7]])
+        )
+        loaded = sr.load(checkpoint, RULES, mesh_of())
+        for name, array in by_safe_open(checkpoint).items():
+            assert bits(loaded[name]) == bits(array)
+
+    def test_headers_are_checked_as_ever(self, write):
+        bad = {"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+        path = write("m.safetensors", header_file(bad, bytes(15)))
+        assert "lie outside the file's 15 bytes" in message(
+            lambda source: sr.load(source, P(), mesh_of()), path
+        )
+
+    def test_a_manifest_has_no_data(self, write):
+        path = write("m.json", {"params": [["w", [4], "F32"]]})
+        with pytest.raises(sr.FileError, match="it lists arrays and does not have their data"):
+            sr.load(path, P(), mesh_of())
+
+    def test_a_fifo_in_the_place_of_a_file(self, checkpoint, monkeypatch):
+        read = load._read
+
+        def change(*arguments):
+            os.remove(checkpoint / "a.safetensors")
+            os.mkfifo(checkpoint / "a.safetensors")
+            return read(*arguments)
+
+        monkeypatch.setattr(load, "_read", change)
+        with pytest.raises(sr.FileError, match="not a regular file"):
+            sr.load(checkpoint, RULES, mesh_of())
+
+
+def test_a_spec_of_none_and_a_leaf_without_a_rule(checkpoint):
+    with pytest.raises(ValueError, match="gets None; each array needs"):
+        sr.load(
+            checkpoint / "a.safetensors",
+            dict.fromkeys(sr.read_model(checkpoint / "a.safetensors")),
+            mesh_of(),
+        )
+    with pytest.raises(ValueError, match="Partition rule not found"):
+        sr.load(checkpoint, RULES[:1], mesh_of())
+
+
+def test_memory_kinds_are_those_of_the_rules(checkpoint):
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if "pinned_host" not in kinds:
+        pytest.skip("these devices have no pinned_host memory")
+    spec = NamedSharding(mesh_of(), P("fsdp"), memory_kind="pinned_host")
+    for most in (None, 5000):
+        loaded = sr.load(checkpoint, spec, max_bytes_in_flight=most)
+        assert {array.sharding.memory_kind for array in loaded.values()} == {"pinned_host"}

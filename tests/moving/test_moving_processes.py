@@ -1,0 +1,73 @@
+"""Several real processes load, move and fail together; tests/support/moving_worker.py is what they run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.sharding.test_processes import needs_collectives, run
+from tests.support.slow import slow
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a checkpoint in it."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    monkeypatch.setitem(os.environ, "SHARDRULES_TEST_FOLDER", str(tmp_path))
+    from tests.support import moving_worker
+
+    save(moving_worker.checkpoint(tmp_path), tmp_path / "m.safetensors")
+    return tmp_path
+
+
+WORKER = "tests.support.moving_worker"
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), slow(1, 8), slow(4, 2)])
+def test_bit_equal_and_no_byte_too_many(folder, processes, devices):
+    total = 0
+    for process in run("load", processes, devices, folder, WORKER):
+        for is_right, read, own in process["found"]:
+            assert is_right
+            assert own <= read <= 1.02 * own
+        assert process["local"]
+        total += process["found"][0][2]
+    everything = 2 * (64 * 24 + 24 * 128 + 32 * 64 + 16 * 8 + 48 + 4 * 6 * 32)
+    assert everything <= total <= everything + (processes - 1) * 2 * (16 * 8 + 48 + 4 * 6 * 32)
+
+
+@needs_collectives
+@pytest.mark.parametrize("processes", [slow(2), slow(4)])
+def test_moved_and_back(folder, processes):
+    for process in run("move", processes, 4, folder, WORKER):
+        assert process["right"]
+
+
+FAILURES = {
+    "no file": "FileError: ",
+    "cut": "FileError: ",
+    "disk": "FileError: ",
+    "progress": "KeyboardInterrupt",
+    "bound": "ValueError: max_bytes_in_flight is 10 B",
+    "shard_local": "ValueError: batch: ['x'] has the shape [3], and the devices of this process hold",
+}
+DIFFERENCES = {
+    "rules": "not the same in process 0 and process 1",
+    "reshard": "processes make different calls",
+}
+
+
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_one_that_fails_makes_all_fail(folder, processes):
+    found = run("fail", processes, 4, folder, WORKER)
+    for rows in zip(*(process["found"] for process in found), strict=True):
+        for index, (odd, case, error, next_is_right) in enumerate(rows):
+            assert next_is_right, case
+            if case in DIFFERENCES:
+                assert DIFFERENCES[case] in error
+            elif index == odd:
+                assert error.startswith(FAILURES[case])
+            else:
+                assert error.startswith(f"RuntimeError: load: process {odd} failed before"), error
+                assert FAILURES[case] in error

@@ -1,0 +1,177 @@
+"""`reshard`: the same bits elsewhere, within the bound; and with the renames that `load` takes."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._moving import reshard as moving
+from tests.moving.test_load import bits, mesh_of
+from tests.moving.test_maps import deepseek, dequantized, llama, to_flax
+
+RULES = [("w", ("fsdp", "tp")), ("", ())]
+
+
+def tree():
+    return {
+        "layers": [{"w": np.arange(64, dtype="float32").reshape(8, 8) + i, "b": np.ones(8)} for i in range(4)],
+        "step": 3,
+        "key": jax.random.key(1),
+    }  # fmt: skip
+
+
+def on(devices, shape, axes=("fsdp", "tp")):
+    return Mesh(np.array([jax.devices()[i] for i in devices]).reshape(shape), axes)
+
+
+MESHES = {
+    "the same devices": on(range(8), (2, 4)),
+    "another order": on([3, 1, 2, 0, 7, 6, 5, 4], (2, 4)),
+    "some of them": on(range(4), (2, 2)),
+    "overlapping": on([2, 3, 4, 5], (2, 2)),
+    "one": on([5], (1, 1)),
+}
+
+
+@pytest.mark.parametrize("most", [None, 256])
+@pytest.mark.parametrize("to", MESHES)
+def test_to_another_mesh(to, most):
+    placed = sr.shard(tree(), RULES, on(range(8), (4, 2)))
+    moved = sr.reshard(placed, RULES, MESHES[to], max_bytes_in_flight=most)
+    expected = sr.shard(tree(), RULES, MESHES[to])
+    for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        assert one.sharding == other.sharding
+        assert one.dtype == other.dtype
+        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            assert bits(one) == bits(other)
+
+
+def test_to_disjoint_devices():
+    placed = sr.shard(tree(), RULES, on(range(4), (2, 2)))
+    moved = sr.reshard(placed, RULES, on(range(4, 8), (2, 2)))
+    assert moved["layers"][1]["w"].sharding.device_set == set(jax.devices()[4:8])
+    assert bits(moved["layers"][1]["w"]) == bits(tree()["layers"][1]["w"])
+
+
+def live_bytes():
+    """Of all arrays on several devices, without a look at their parts, which would be arrays too."""
+    gc.collect()
+    return sum(
+        int(np.prod(array.sharding.shard_shape(array.shape)))
+        * array.dtype.itemsize
+        * len(array.sharding.device_set)
+        for array in jax.live_arrays()
+        if not array.is_deleted() and len(array.sharding.device_set) > 1
+    )
+
+
+def test_peak_memory_is_within_the_bound(monkeypatch):
+    """With donation, arrays on devices never take more than they took, and a batch."""
+    each, count = 1 << 16, 16
+    params = {f"w{i}": np.full((each // 512, 128), i, "float32") for i in range(count)}
+    placed = sr.shard(params, [("w", ("fsdp", "tp"))], on(range(8), (4, 2)))
+    start, peaks, put = live_bytes(), [], moving.put
+
+    def count_put(leaves, shardings):
+        made = jax.block_until_ready(put(leaves, shardings))
+        assert sum(array.nbytes for array in made) <= 3 * each
+        peaks.append(live_bytes())
+        return made
+
+    monkeypatch.setattr(moving, "put", count_put)
+    moved = sr.reshard(
+        placed,
+        [("w", ("tp", "fsdp"))],
+        on(range(8), (4, 2)),
+        donate=True,
+        max_bytes_in_flight=3 * each,
+    )
+    assert len(peaks) == 6
+    assert max(peaks) <= start + 3 * each
+    assert all(array.is_deleted() for array in placed.values())
+    assert all(bits(moved[name]) == bits(array) for name, array in params.items())
+
+
+def test_donated_arrays_that_stay_are_not_deleted():
+    placed = sr.shard({"w": np.ones((8, 8)), "v": np.ones(8)}, P("fsdp"), mesh_of())
+    moved = sr.reshard(placed, {"w": P("fsdp"), "v": P("tp")}, mesh_of(), donate=True)
+    assert bits(moved["w"]) == bits(np.ones((8, 8), "float32"))
+    assert not moved["w"].is_deleted()
+
+
+def test_a_bound_below_an_array():
+    with pytest.raises(
+        ValueError, match=r"max_bytes_in_flight is 100 B, and \['layers'\].* has 256 B: give at"
+    ):
+        sr.reshard(tree(), RULES, mesh_of(), max_bytes_in_flight=100)
+
+
+def test_the_dtype():
+    moved = sr.reshard(tree(), RULES, mesh_of(), dtype=jnp.bfloat16)
+    assert moved["layers"][0]["w"].dtype == jnp.bfloat16
+    assert moved["step"].dtype == jnp.asarray(3).dtype
+
+
+def test_into_a_plan(rng):
+    """From a trainer's tree to a sampler's: other names, structure, dtype, mesh."""
+    flat = llama(rng, qwen=True)
+    trainer = sr.shard(
+        {name: array.astype("float32") for name, array in flat.items()}, P(), on(range(4), (2, 2))
+    )
+    expected = to_flax(flat)
+    sampler = {}
+    for path, array in expected.items():
+        *outer, last = path.split("/")
+        node = sampler
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = jax.ShapeDtypeStruct(array.shape, jnp.bfloat16)
+    plan = sr.plan(sampler, [("kernel", (None, "tp")), ("", ())], on([4, 5, 6, 7], (1, 4)))
+    moved = sr.reshard(trainer, plan, renames=sr.HF_TO_FLAX)
+    assert jax.tree.structure(moved) == jax.tree.structure(sampler)
+    assert jax.tree.map(lambda x: x.sharding, moved) == plan.shardings()
+    for path, array in expected.items():
+        found = moved
+        for key in path.split("/"):
+            found = found[key]
+        assert found.dtype == jnp.bfloat16
+        assert bits(found) == bits(np.ascontiguousarray(array)), path
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_stacked_and_taken_apart_and_scaled(rng, donate):
+    arrays = deepseek(rng)
+    mesh = mesh_of()
+    expected = dequantized(arrays)
+    placed = sr.shard(arrays, P(), mesh)
+    rules = [(r"experts\.\w+_proj", ("fsdp", None, "tp")), ("", ())]
+    stacked = sr.reshard(placed, rules, mesh, renames=sr.DEEPSEEK_STACKED, donate=donate)
+    name = "model.layers.1.mlp.experts.{}gate_proj.weight"
+    assert placed[name.format("0.")].is_deleted() == donate
+    found = stacked[name.format("")]
+    assert found.sharding.spec == P("fsdp", None, "tp")
+    assert bits(found) == bits(np.stack([expected[name.format(f"{e}.")] for e in range(4)]))
+    apart = sr.reshard(stacked, P(), mesh, renames=sr.DEEPSEEK_UNSTACKED, donate=donate)
+    assert apart.keys() == expected.keys()
+    for key, array in apart.items():
+        assert bits(array) == bits(expected[key]), key
+    assert apart[name.format("0.")].dtype == ml_dtypes.bfloat16
+
+
+def test_what_does_not_fit_a_plan():
+    plan = sr.plan(
+        {"w": jax.ShapeDtypeStruct((8, 4), "float32"), "v": np.ones(3)}, RULES, mesh_of()
+    )
+    with pytest.raises(ValueError, match="the tree: 3 problems with the arrays") as info:
+        sr.reshard({"w": np.ones((8, 8), "float32"), "x": np.ones(2, "float32")}, plan)
+    assert "w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(info.value)
+    assert "v: missing" in str(info.value)
+    assert "x: left over" in str(info.value)

@@ -1,0 +1,180 @@
+"""One of several JAX processes on loopback that load and move, as tests/moving/test_moving_processes.py starts them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._moving import reading
+from tests.support.process_worker import main, raised
+
+RULES = [
+    ("rows", ("all", None)),
+    ("columns", (None, "all")),
+    ("both", ("x", "y")),
+    ("within", (None, "y")),
+    ("", ()),
+]
+SHAPES = {
+    "rows": (64, 24),
+    "columns": (24, 128),
+    "both": (32, 64),
+    "within": (16, 8),
+    "norm": (48,),
+}
+RENAMES = [
+    sr.Rename("columns", "turned/rows", "a b -> b a"),
+    sr.Rename(r"layers\.(?P<layer>\d+)\.w", "layers/columns", "a b -> (layer a) b"),
+]
+
+
+def checkpoint(folder):
+    """{name: array} of the checkpoint in this folder."""
+    rng = np.random.default_rng(3)
+    shapes = {**SHAPES, **{f"layers.{i}.w": (6, 32) for i in range(4)}}
+    return {
+        name: rng.integers(0, 1 << 16, shape).astype("uint16") for name, shape in shapes.items()
+    }
+
+
+def renamed(arrays):
+    """{path: array} after RENAMES, by numpy."""
+    layers = np.concatenate([arrays[f"layers.{i}.w"] for i in range(4)])
+    kept = {name: arrays[name] for name in SHAPES if name != "columns"}
+    return kept | {
+        "turned/rows": np.ascontiguousarray(arrays["columns"].T),
+        "layers/columns": layers,
+    }
+
+
+def make_mesh():
+    """("x", "y") over all devices; "all" in RULES is both."""
+    return Mesh(np.array(jax.devices()).reshape(-1, 2), ("x", "y"))
+
+
+def rules():
+    return [
+        (pattern, tuple(("x", "y") if axis == "all" else axis for axis in spec))
+        for pattern, spec in RULES
+    ]
+
+
+FOLDER = Path(os.environ["SHARDRULES_TEST_FOLDER"])
+
+
+def flat(tree):
+    return {
+        "/".join(str(key.key) for key in keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def is_right(loaded, expected):
+    """Whether each of this process's devices has its part, bit by bit."""
+    found = flat(loaded)
+    assert found.keys() == expected.keys(), found.keys()
+    return all(
+        np.array_equal(np.asarray(shard.data), expected[name][shard.index])
+        for name, array in found.items()
+        for shard in array.addressable_shards
+    )
+
+
+def own_bytes(loaded):
+    """Bytes of this process's distinct parts."""
+    return sum(
+        int(np.prod([len(range(*one.indices(size))) for one, size in zip(index, array.shape, strict=True)]))
+        * array.dtype.itemsize
+        for array in flat(loaded).values()
+        for index in {str(i): i for i in array.sharding.addressable_devices_indices_map(array.shape).values()}.values()
+    )  # fmt: skip
+
+
+def load():
+    path, mesh, read = FOLDER / "m.safetensors", make_mesh(), []
+    expected, read_at = checkpoint(FOLDER), reading._read_at
+
+    def count(file, begin, into):
+        read.append(done := read_at(file, begin, into))
+        return done
+
+    reading._read_at = count
+    found = []
+    for renames, wanted, most in (
+        ((), expected, None), (RENAMES, renamed(expected), None), (RENAMES, renamed(expected), 4000),
+    ):  # fmt: skip
+        read.clear()
+        loaded = sr.load(path, rules(), mesh, renames=renames, max_bytes_in_flight=most)
+        found.append([is_right(loaded, wanted), sum(read), own_bytes(loaded)])
+    return {"found": found, "local": local(mesh)}
+
+
+def local(mesh):
+    """Each process gives its own rows."""
+    rows = np.arange(64).reshape(16, 4)
+    per = 16 // jax.process_count()
+    mine = rows[jax.process_index() * per : (jax.process_index() + 1) * per]
+    placed = sr.shard_local({"x": mine}, P(("x", "y")), mesh)["x"]
+    assert placed.shape == (16, 4)
+    return all(np.array_equal(np.asarray(s.data), rows[s.index]) for s in placed.addressable_shards)
+
+
+def move():
+    """From one layout to another and back."""
+    mesh, expected = make_mesh(), checkpoint(FOLDER)
+    loaded = sr.load(FOLDER / "m.safetensors", rules(), mesh)
+    again = sr.reshard(loaded, P("x"), mesh, max_bytes_in_flight=8000)
+    back = sr.reshard(again, rules(), mesh, donate=True)
+    return {"right": is_right(back, expected)}
+
+
+def fail():
+    """[odd process, case, the error, whether the next call is right]; each process odd in turn."""
+    path, mesh, me = FOLDER / "m.safetensors", make_mesh(), jax.process_index()
+    expected, read_at = checkpoint(FOLDER), reading._read_at
+    data = path.read_bytes()
+    (FOLDER / f"cut{me}.safetensors").write_bytes(data[:-1])
+
+    def call(source=path, of=None, **more):
+        return sr.load(source, of or rules(), mesh, **more)
+
+    def with_bad_disk():
+        def fail(file, begin, into):
+            raise OSError(5, "Input/output error")
+
+        reading._read_at = fail
+        try:
+            return call()
+        finally:
+            reading._read_at = read_at
+
+    cases = {
+        "no file": lambda: call(FOLDER / "no such file.safetensors"),
+        "cut": lambda: call(FOLDER / f"cut{me}.safetensors"),
+        "rules": lambda: call(of=[("", ())]),
+        "disk": with_bad_disk,
+        "progress": lambda: call(progress=interrupted),
+        "bound": lambda: call(max_bytes_in_flight=10),
+        "reshard": lambda: sr.reshard({}, rules(), mesh),
+        "shard_local": lambda: sr.shard_local({"x": np.ones(3)}, P(("x", "y")), mesh),
+    }
+    found = []
+    for odd in (0, 1):
+        for case, odd_call in cases.items():
+            error = raised(odd_call if me == odd else call)
+            found.append([odd, case, error, is_right(call(), expected)])
+    return {"found": found}
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main({"load": load, "move": move, "fail": fail})
