@@ -38,7 +38,7 @@ def checked_progress(progress: object) -> bool | Progress | None:
         raise TypeError(
             f"progress is {shown(progress)}; it must be True or a function of two numbers"
         )
-    return progress
+    return cast("Progress", progress)
 
 
 @contextmanager
