@@ -6,6 +6,7 @@ Every import counts, also those in functions and those for type checkers alone.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -82,3 +83,13 @@ def test_the_graph_is_that_of_the_package():
     assert "_matching.rules" in IMPORTS["__init__"]
     assert "_core" in IMPORTS["_matching.matcher"]
     assert {room_of(module) for module in MODULES} == set(ROOMS)
+
+
+def test_no_two_classes_have_one_name():
+    names = [
+        statement.name
+        for file in MODULES.values()
+        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_")
+    ]
+    assert {name for name, count in Counter(names).items() if count > 1} == set()

@@ -139,6 +139,13 @@ OptimizerMemory = Annotated[
         "their parameters."
     ),
 ]
+HeadDim = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
+    ),
+]
 Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
 HostMemory = Annotated[
     str | None, typer.Option(help="The host's memory for each of its devices, such as 256GB.")
@@ -281,13 +288,7 @@ def check(
     data_axes: Annotated[
         str | None, typer.Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
     ] = None,
-    head_dim: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
-        ),
-    ] = None,
+    head_dim: HeadDim = None,
     level: Annotated[
         list[str] | None,
         typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
@@ -504,13 +505,7 @@ def suggest(
     experts_per_token: ExpertsPerToken = None,
     optimizer: Optimizer = "adam",
     optimizer_dtype: OptimizerDtype = None,
-    head_dim: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
-        ),
-    ] = None,
+    head_dim: HeadDim = None,
     like: Annotated[
         str | None,
         typer.Option(

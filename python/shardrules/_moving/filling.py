@@ -24,8 +24,8 @@ from shardrules._files.leaves import StoredArray
 from shardrules._format import bytes_shown
 from shardrules._moving.arrangement import Box, Piece, box_shape
 from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
-from shardrules._moving.reading import Reader, Wanted, numpy_dtype
-from shardrules._moving.targets import Part, Target
+from shardrules._moving.reading import Reader, WantedBytes, numpy_dtype
+from shardrules._moving.targets import SourcePart, Target
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -238,8 +238,8 @@ def _filled(
 ) -> dict[Box, npt.NDArray[Any]]:
     """The boxes, read from the files."""
     buffers = _buffers(boxes, job.dtype)
-    wanted: dict[str, list[Wanted]] = defaultdict(list)
-    beside: list[tuple[Part, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    wanted: dict[str, list[WantedBytes]] = defaultdict(list)
+    beside: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for box, buffer in buffers.items():
         for part in job.target.parts:
             for piece in part.pieces(box):
@@ -251,7 +251,7 @@ def _filled(
                     dtype = numpy_dtype(stored[part.source].dtype)
                     into = np.empty(box_shape(piece.source), dtype)
                     beside.append((part, piece, into, view))
-                wanted[part.source].append(Wanted(piece.source, into))
+                wanted[part.source].append(WantedBytes(piece.source, into))
     for name, of_array in wanted.items():
         reader.fill(stored[name], of_array)
     for part, piece, read, view in beside:
@@ -263,7 +263,7 @@ def _filled(
     return buffers
 
 
-def _fills_view(part: Part, piece: Piece) -> bool:
+def _fills_view(part: SourcePart, piece: Piece) -> bool:
     """Whether what is read has its place in the result: no dimension is several long axes."""
     long = sum(length > 1 for length in piece.lengths)
     return part.scale is None and long == sum(b - a > 1 for a, b in piece.source)
@@ -279,7 +279,7 @@ def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
 
 def _scaled(
     values: npt.NDArray[Any],
-    part: Part,
+    part: SourcePart,
     piece: Piece,
     stored: Mapping[str, StoredArray],
     reader: Reader,
@@ -290,7 +290,7 @@ def _scaled(
         for (begin, end), block in zip(piece.source, part.blocks, strict=True)
     )
     factors = np.empty(box_shape(box), np.float32)
-    reader.fill(stored[part.scale or ""], [Wanted(box, factors)])
+    reader.fill(stored[part.scale or ""], [WantedBytes(box, factors)])
     for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
         of_elements = np.arange(begin, end) // block - begin // block
         factors = factors.take(of_elements, dim)

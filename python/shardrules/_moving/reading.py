@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["STAGING", "Reader", "Wanted", "numpy_dtype"]
+__all__ = ["STAGING", "Reader", "WantedBytes", "numpy_dtype"]
 
 STAGING: Final = 2 << 20
 """Maximum bytes of rows that are read at once, to be copied from there; they stay in a cache."""
@@ -41,7 +41,7 @@ _LEAST_RANGE: Final = 64 << 10
 _MOST_BUFFERS: Final = 1000
 
 
-class Wanted(NamedTuple):
+class WantedBytes(NamedTuple):
     """A box of a stored array, and the array of its shape to fill; the dtype may be another."""
 
     box: Box
@@ -80,15 +80,15 @@ class Reader:
                 for stored, file in self._files.items():
                     _check_unchanged(stored, file)
 
-    def fill(self, array: StoredArray, wanted: Sequence[Wanted]) -> None:
+    def fill(self, array: StoredArray, wanted: Sequence[WantedBytes]) -> None:
         """Fills each wanted box.
 
         Raises:
             FileError: The file has changed, or cannot be read.
         """
         layout = _Layout(array)
-        direct: dict[Box, Wanted] = {}
-        staged: list[Wanted] = []
+        direct: dict[Box, WantedBytes] = {}
+        staged: list[WantedBytes] = []
         for one in wanted:
             lies_alike = layout.is_direct(one) and layout.range_bytes(one.box) >= _LEAST_RANGE
             if lies_alike and one.box not in direct:
@@ -102,7 +102,9 @@ class Reader:
                 self._fill_staged(array, layout, box, together)
         self._fill_directly(array, layout, list(direct.values()))
 
-    def _fill_directly(self, array: StoredArray, layout: _Layout, wanted: Sequence[Wanted]) -> None:
+    def _fill_directly(
+        self, array: StoredArray, layout: _Layout, wanted: Sequence[WantedBytes]
+    ) -> None:
         """Fills boxes that lie as in the file; neighbours in the file are read in one call."""
         views = [_bytes_of(one.into.reshape(-1).view(np.uint8)) for one in wanted]
         ranges = [layout.ranges(one.box) for one in wanted]
@@ -125,7 +127,7 @@ class Reader:
                 self._read(array.file, int(begins[order[i]]), buffers)
 
     def _fill_staged(
-        self, array: StoredArray, layout: _Layout, box: Box, together: Sequence[Wanted]
+        self, array: StoredArray, layout: _Layout, box: Box, together: Sequence[WantedBytes]
     ) -> None:
         item_bytes = layout.dtype.itemsize
         staging = self._staging()
@@ -229,7 +231,7 @@ class _Layout:
             strides.insert(0, strides[0] * size)
         self._strides = strides[: len(array.shape)]
 
-    def is_direct(self, wanted: Wanted) -> bool:
+    def is_direct(self, wanted: WantedBytes) -> bool:
         """Whether the bytes lie in the result as in the file."""
         return wanted.into.dtype == self.dtype and wanted.into.flags.c_contiguous
 
@@ -291,9 +293,9 @@ def _slices(box: Box, of: Box) -> Any:
     return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(box, of, strict=True)), ...)
 
 
-def _hulls(wanted: Sequence[Wanted]) -> Iterator[tuple[Box, list[Wanted]]]:
+def _hulls(wanted: Sequence[WantedBytes]) -> Iterator[tuple[Box, list[WantedBytes]]]:
     """Boxes to read, and what is wanted of each; boxes of the same rows that fill one are one."""
-    of_rows: dict[Any, list[Wanted]] = defaultdict(list)
+    of_rows: dict[Any, list[WantedBytes]] = defaultdict(list)
     for one in wanted:
         if prod(box_shape(one.box)):
             of_rows[one.box[:1]].append(one)

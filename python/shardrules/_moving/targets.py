@@ -22,7 +22,7 @@ from shardrules._moving.arrangement import Arrangement, Box, Piece, Sized, ident
 from shardrules._moving.renames import Rename
 from shardrules._planning.fold import fold
 
-__all__ = ["Part", "Problems", "Target", "targets_of"]
+__all__ = ["Problems", "SourcePart", "Target", "targets_of"]
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ class Spec(Protocol):
     def dtype(self) -> str: ...
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """An array, or a part of it, that is a part of a target."""
 
     source: str
@@ -75,7 +75,7 @@ class Target(NamedTuple):
 
     shape: Shape
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
 
 
 class Problems:
@@ -391,10 +391,12 @@ def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
 
 def _part(
     use: _Use, rank: int, starts: Mapping[int, list[int]], arrays: Mapping[str, Spec]
-) -> Part:
+) -> SourcePart:
     axes = {dim: group[0] for dim, group in _groups(use).items()}
     at = tuple(starts[dim][use.stacked[axes[dim]]] if dim in starts else 0 for dim in range(rank))
-    return Part(use.name, use.sized, use.source_at, at, _scale(use, arrays), use.rename.blocks)
+    return SourcePart(
+        use.name, use.sized, use.source_at, at, _scale(use, arrays), use.rename.blocks
+    )
 
 
 def _scale(use: _Use, arrays: Mapping[str, Spec]) -> str | None:
