@@ -1064,3 +1064,17 @@ def test_other_rules_that_cannot_decide_are_refused():
         plan.with_rules(sr.Rules([("w", "tp")], sr.KEYSTR))
     with pytest.raises(TypeError, match="logical"):
         plan.with_rules(sr.LogicalRules([("w", "tp")]))
+
+
+def test_other_rules_for_names():
+    tree = {"w": jax.ShapeDtypeStruct((8,), "int8"), "v": jax.ShapeDtypeStruct((4,), "int8")}
+    names, mesh = {"w": ("a",), "v": ("b",)}, {"tp": 2}
+    rules = sr.LogicalRules([("a", "tp")], sr.MAXTEXT)
+    plan = sr.plan(tree, sr.LogicalRules([("b", "tp")]), mesh, names=names)
+    own = sr.plan(tree, rules, mesh, names=names)
+    found = plan.with_rules(rules)
+    assert repr(found) == repr(own)
+    assert found.fingerprint() == own.fingerprint()
+    assert found.on_mesh({"tp": 4}).fingerprint() == own.on_mesh({"tp": 4}).fingerprint()
+    with pytest.raises(TypeError, match="give LogicalRules"):
+        plan.with_rules([("w", "tp")])

@@ -435,13 +435,16 @@ class Plan:
         return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
 
     def with_rules(self, rules: RulesLike) -> Plan:
-        """The same leaves and mesh under other rules of paths; the tree is not walked again.
+        """The same leaves and mesh under other rules; the tree is not walked again.
 
         Companions are left out.
 
+        Args:
+            rules: Rules of paths; `LogicalRules` if those of the plan are.
+
         Raises:
             ValueError: The rules' dialect has other paths.
-            TypeError: The rules, or those of the plan, are for logical axis names.
+            TypeError: Of the rules and those of the plan, one is for logical axis names.
 
         Example:
             >>> import jax, shardrules as sr
@@ -451,12 +454,21 @@ class Plan:
             array([16])
         """
         if isinstance(self.rules, LogicalRules):
-            raise TypeError("with_rules: the plan has logical rules; plan the tree itself")
+            return self._with_logical_rules(rules)
         compiled = as_rules("rules", rules)
         leaves = redecided(self._columns.leaves, compiled)
         correction = compiled.dialect.correction
         none = [None] * len(leaves.types)
         on_mesh = partial(by_rules, leaves, compiled, none, correction)
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
+
+    def _with_logical_rules(self, rules: Any) -> Plan:
+        if not isinstance(rules, LogicalRules):
+            raise TypeError(
+                "with_rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
+            )
+        leaves = replace(self._columns.leaves, rules=rules)
+        on_mesh = partial(by_names, leaves, rules, rules.dialect.correction)
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
     def sweep(
