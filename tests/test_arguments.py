@@ -214,6 +214,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "suggest.tokens": tuple(value for value in WRONG["tokens"] if value is not None),
     "suggest.devices": tuple(value for value in NOT_SIZE if value is not None),
     "suggest.dialect": tuple(value for value in NOT_DIALECT if value is not None),
+    "suggest.names": (3, "embed", THING, {"w": 3}, [3]),
     "suggest.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.traffic.activations": ("plan", None, 3, 0, {}, THING, HUGE),
     "Rename.path": (3, 0, [], THING, HUGE, r"\9", "no axis"),
@@ -440,7 +441,7 @@ CALLS |= {
     "suggest": (sr.suggest, {
         "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
         "optimizer": ("float32",), "tokens": 8, "experts_per_token": 2, "hardware": "v5p",
-        "head_dim": 8, "dialect": sr.EFORMER, "like": RULES}),
+        "head_dim": 8, "dialect": sr.EFORMER, "like": RULES, "names": None}),
 }  # fmt: skip
 CALLS |= {
     f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (

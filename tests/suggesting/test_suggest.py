@@ -318,11 +318,6 @@ class TestMesh:
         on_other = sr.suggest(plan, {"fsdp": 8})
         assert on_other.rules == sr.suggest(models.llama(), {"fsdp": 8}).rules
 
-    def test_a_plan_of_logical_rules_is_refused(self):
-        plan = sr.plan({"w": array(8)}, sr.LogicalRules([("a", "tp")]), MESH, names={"w": ("a",)})
-        with pytest.raises(TypeError, match="logical"):
-            sr.suggest(plan)
-
 
 class TestSuggestion:
     def test_reasons_say_which_dimension_is_what(self):

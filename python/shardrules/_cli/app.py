@@ -529,9 +529,9 @@ def suggest(
         _refuse("the mesh is that of --mesh", unused)
     counted = _counted(None, optimizer, optimizer_dtype, None)
     with working("reading"), memory_within(byte_count(max_memory)):
-        tree, chosen, to_mend = load_model(source, dialect, like)
+        model = load_model(source, dialect, like)
     found = suggested(
-        tree,
+        model.tree,
         None if mesh is None else parse_mesh(mesh),
         devices=devices,
         axes=None if axes is None else _names(axes),
@@ -541,8 +541,9 @@ def suggest(
         experts_per_token=experts_per_token,
         hardware=None if hardware is None else load_hardware(hardware),
         head_dim=head_dim,
-        dialect=chosen,
-        like=to_mend,
+        dialect=model.dialect,
+        like=model.to_mend,
+        names=model.names,
     )
     text = {"toml": found.to_toml, "python": found.to_python, "text": found.__str__}[format_]()
     print(text.rstrip("\n"))

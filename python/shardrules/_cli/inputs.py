@@ -17,6 +17,7 @@ from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
 from shardrules._hardware import as_hardware
+from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect, key_separator
 from shardrules._matching.rules import Rules
@@ -25,10 +26,10 @@ from shardrules._planning.plan import Plan, plan
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
-    from shardrules._logical.dialects import LogicalDialect
 
 __all__ = [
     "MOMENTS",
+    "Model",
     "Planned",
     "is_lock",
     "load_hardware",
@@ -87,7 +88,7 @@ def load_plan(
             f"{rules}: --no-fallbacks, but the automaton cannot evaluate {'; '.join(fallbacks)}: "
             "rewrite the pattern, or leave out --no-fallbacks"
         )
-    name, tree, names = _tree(source, loaded.rules)
+    name, tree, names = _tree(source, loaded.rules.dialect)
     planned = plan(
         tree,
         loaded.rules,
@@ -109,20 +110,33 @@ def load_hardware(text: str) -> Hardware:
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
 
 
-def load_model(
-    source: str, dialect: str | None, like: str | None
-) -> tuple[Any, Dialect, Rules | None]:
-    """The tree of a model, the dialect of the rules that are to be written, and rules to mend.
+class Model(NamedTuple):
+    """A model that rules are to be written for."""
+
+    tree: Any
+    names: Any
+    """The logical axis names beside it; None for rules of paths, or if they are in the tree."""
+    dialect: Dialect | LogicalDialect | None
+    """That of the rules; None if nothing says it."""
+    to_mend: Rules | None
+
+
+def load_model(source: str, dialect: str | None, like: str | None) -> Model:
+    """A model that rules are to be written for.
 
     Raises:
-        FileError, ValueError, TypeError: The model cannot be read, or the dialect is not for paths.
+        FileError, ValueError, TypeError: The model cannot be read, it has no names for the dialect,
+            or rules to mend are not for paths.
     """
     chosen = None if dialect is None else _dialect_of(dialect)
     to_mend = None if like is None else read_rules(like, chosen).rules
-    used = to_mend.dialect if to_mend is not None else chosen or EFORMER
-    if not isinstance(used, Dialect) or isinstance(to_mend, LogicalRules):
-        raise TypeError(f"{like or dialect}: it is for logical axis names; rules are for paths")
-    return _tree(source, Rules((), used))[1], used, to_mend
+    if isinstance(to_mend, LogicalRules):
+        raise TypeError(
+            f"{like}: it is for logical axis names; rules that are mended are for paths"
+        )
+    used = chosen if to_mend is None else to_mend.dialect
+    _, tree, names = _tree(source, used)
+    return Model(tree, names, used, to_mend)
 
 
 def load_side(
@@ -171,19 +185,25 @@ def is_lock(text: str) -> bool:
         return b'"shardrules lock' in file.read(200)
 
 
-def _tree(source: str, rules: Rules | LogicalRules) -> tuple[str, Any, Any]:
-    """(the model's name, its tree, the logical axis names beside it or None)."""
+def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, Any, Any]:
+    """(the model's name, its tree, the logical axis names beside it or None).
+
+    Args:
+        source: As in `load_plan`.
+        dialect: The dialect of the rules for it. Default: one for names if the file has them.
+    """
     if is_module_form(source):
         return source, load_object(source), None
     arrays = read_arrays(source)
-    if isinstance(rules, LogicalRules):
+    if dialect is None:
+        dialect = EFORMER if arrays.logical_axes is None else LINEN
+    if isinstance(dialect, LogicalDialect):
         if arrays.logical_axes is None:
             raise FileError(
                 f"{source}: the rules are for logical axis names, and this file has none; give a "
                 'manifest with "logical_axes", or package.module:function'
             )
         return arrays.name, arrays.leaves, arrays.logical_axes
-    dialect = rules.dialect
     joins_keys = (
         dialect.keys != "text"
         or dialect.hidden_key is not None

@@ -27,6 +27,7 @@ __all__ = [
     "NodeForms",
     "Unboxed",
     "check_rules_are_for_paths",
+    "has_names",
     "unboxed",
     "unboxed_with_names",
 ]
@@ -185,6 +186,17 @@ def unboxed_with_names(tree: Any) -> Unboxed:
     if boxes.leaves and all(one is None for one in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))
     return boxes
+
+
+def has_names(tree: Any) -> bool:
+    """Whether an array of the tree has logical axis names. Without such libraries, costs nothing.
+
+    Raises:
+        ValueError: As `unboxed`.
+    """
+    if not (box_types() or variable_types() or named_array_types()):
+        return False
+    return any(unboxed(tree).names)
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from shardrules._suggesting.axes import AxisUse
     from shardrules._suggesting.dims import Dims, Side
 
-__all__ = ["Array", "Cuts", "choose"]
+__all__ = ["SLACK", "Array", "Cuts", "choose", "discomfort_of", "parts_of_cuts"]
 
 Cuts = tuple[tuple[str, ...], ...]
 """Per dimension the axes that cut it."""
 
 # The share of the fewest bytes that comfort may cost in all.
-_SLACK: Final = 0.008
+SLACK: Final = 0.008
 # A cut into parts of fewer elements is hardly worth what it sends.
 _FEW_ELEMENTS: Final = 8
 
@@ -80,7 +80,7 @@ def choose(
     groups: dict[object, list[list[_Way]]] = defaultdict(list)
     for key, front in zip(key_of, fronts, strict=True):
         groups[key].append(front)
-    most = _comfortable(list(groups.values()), _SLACK * sum(front[0].bytes for front in fronts))
+    most = _comfortable(list(groups.values()), SLACK * sum(front[0].bytes for front in fronts))
     most_of = dict(zip(groups, most, strict=True))
     return [_at_most(front, most_of[key]).cuts for key, front in zip(key_of, fronts, strict=True)]
 
@@ -106,19 +106,6 @@ def _at_most(front: list[_Way], discomfort: float) -> _Way:
     return next((way for way in front if way.discomfort <= discomfort), front[-1])
 
 
-def _divides(
-    shape: tuple[int, ...],
-    axes: Sequence[str],
-    dims: Sequence[int | None],
-    axis_sizes: Mapping[str, int],
-) -> bool:
-    parts = [1] * len(shape)
-    for axis, dim in zip(axes, dims, strict=True):
-        if dim is not None:
-            parts[dim] *= axis_sizes[axis]
-    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
-
-
 def _ways(
     shape: tuple[int, ...],
     dims: Dims,
@@ -127,32 +114,48 @@ def _ways(
 ) -> Iterator[_Way]:
     """All ways to lay the axes along the dimensions that they divide."""
     axes = list(axis_sizes)
-    computing = {axis: size for axis, size in axis_sizes.items() if uses[axis] != "fsdp"}
     choices: list[tuple[int | None, ...]] = [
         (None, *(dim for dim, side in enumerate(dims.sides)
                  if side in _DISCOMFORT[uses[axis]] and shape[dim] % axis_sizes[axis] == 0))
         for axis in axes
     ]  # fmt: skip
     for places in itertools.product(*choices):
-        if not _divides(shape, axes, places, axis_sizes):
-            continue
         cuts: Cuts = tuple(
             tuple(axis for axis, place in zip(axes, places, strict=True) if place == dim)
             for dim in range(len(shape))
         )
-        if _cuts_heads(shape, dims, cuts, computing):
-            continue
-        discomfort = sum(
-            _DISCOMFORT[uses[axis]][dims.sides[dim]]
-            for axis, dim in zip(axes, places, strict=True)
-            if dim is not None
-        )
-        parts = [prod(axis_sizes[axis] for axis in of) for of in cuts]
-        discomfort += 2 * sum(
-            count > 1 and size // count < _FEW_ELEMENTS and side != "experts"
-            for size, count, side in zip(shape, parts, dims.sides, strict=True)
-        )
-        yield _Way(1 / prod(parts), discomfort, cuts)
+        discomfort = discomfort_of(shape, dims, cuts, axis_sizes, uses)
+        if discomfort is not None:
+            yield _Way(1 / parts_of_cuts(cuts, axis_sizes), discomfort, cuts)
+
+
+def parts_of_cuts(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
+    """Into how many parts an array is cut."""
+    return prod(axis_sizes[axis] for of in cuts for axis in of)
+
+
+def discomfort_of(
+    shape: tuple[int, ...],
+    dims: Dims,
+    cuts: Cuts,
+    axis_sizes: Mapping[str, int],
+    uses: Mapping[str, AxisUse],
+) -> int | None:
+    """How much of what an expert would avoid these cuts are; None if they cannot be."""
+    parts = [prod(axis_sizes[axis] for axis in of) for of in cuts]
+    if any(size % count for size, count in zip(shape, parts, strict=True)):
+        return None
+    found = 2 * sum(
+        count > 1 and size // count < _FEW_ELEMENTS and side != "experts"
+        for size, count, side in zip(shape, parts, dims.sides, strict=True)
+    )
+    for side, of in zip(dims.sides, cuts, strict=True):
+        for axis in of:
+            if side not in _DISCOMFORT[uses[axis]]:
+                return None
+            found += _DISCOMFORT[uses[axis]][side]
+    computing = {axis: size for axis, size in axis_sizes.items() if uses[axis] != "fsdp"}
+    return None if _cuts_heads(shape, dims, cuts, computing) else found
 
 
 def _cuts_heads(

@@ -15,12 +15,16 @@ from shardrules._correction import plain_spec
 from shardrules._declared import Declared
 from shardrules._format import brief, bytes_shown, mesh_shown
 from shardrules._hardware import Hardware, as_hardware
+from shardrules._logical.dialects import LINEN, LogicalDialect
+from shardrules._logical.leaves import has_names
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import Rules, as_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
 from shardrules._suggesting.axes import uses_of
+from shardrules._suggesting.by_names import NameRule, name_rules, rules_of
 from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
 from shardrules._suggesting.units import Unit, units_of
@@ -54,8 +58,9 @@ def suggest(
     experts_per_token: int | None = None,
     hardware: Hardware | str | None = None,
     head_dim: int | None = None,
-    dialect: Dialect = EFORMER,
+    dialect: Dialect | LogicalDialect | None = None,
     like: RulesLike | None = None,
+    names: Any = None,
 ) -> Suggestion:
     r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
 
@@ -68,9 +73,12 @@ def suggest(
     Biases and norms are replicated if that costs hardly anything. Axes mean what they are called:
     data, dp and sp cut no leaf.
 
+    For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
+    name is in it, with None if nothing cuts it.
+
     Args:
         model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, whose
-            rules do not count.
+            rules do not count, but for whether they are for paths or for names.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
             or the first of a `Plan.sweep` over those of `devices`.
         devices: How many devices the mesh is to have, if none is given.
@@ -85,15 +93,19 @@ def suggest(
         hardware: The devices: a `Hardware`, or the name of one such as "v5p".
         head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own.
-        dialect: The dialect of the rules.
+        dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
+            Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
             order; dead ones and catch-alls go; rules for all other leaves come after them.
+        names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
+            boxes, nnx Variables or haliax arrays, or of the Plan.
 
     Raises:
         ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
-            suffice, the paths have too many names, or the dialect cannot tell them apart.
-        TypeError: The model is not a tree of arrays, or a plan of logical rules; or `like` are no
-            rules of paths.
+            suffice, the paths have too many names, the dialect cannot tell them apart, or large
+            arrays beside those with logical axis names have none, or too few, or one name twice.
+        TypeError: The model is not a tree of arrays; `like` are no rules of paths; or of the model,
+            `names` and `dialect`, one is for paths and another for logical axis names.
 
     Example:
         >>> import jax, shardrules as sr
@@ -108,7 +120,12 @@ def suggest(
     """
     if not isinstance(model, Plan):
         check_tree("model", model)
-    check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
+    check_type(
+        "dialect",
+        dialect,
+        Dialect | LogicalDialect | None,
+        "a Dialect, such as shardrules.EASYLM, or a LogicalDialect, such as shardrules.MAXTEXT",
+    )
     size = None if head_dim is None else integer("head_dim", head_dim, least=1)
     batch = None if tokens is None else integer("tokens", tokens, least=1)
     moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
@@ -119,16 +136,19 @@ def suggest(
         met = integer("experts_per_token", experts_per_token, least=1)
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
-    bare = _bare(model, mesh, devices, dialect)
+    chosen = _dialect_for(model, names, dialect)
+    if like is not None and isinstance(chosen, LogicalDialect):
+        raise TypeError("like: rules of paths are mended; those for logical axis names are not")
+    bare = _bare(model, mesh, devices, chosen, names)
     units = units_of(bare._columns, head_sizes(bare._columns, size))
     if devices is not None:
-        names = _default_axes(units) if axes is None else texts("axes", axes)
+        over = _default_axes(units) if axes is None else texts("axes", axes)
         # Rules that use all axes, whatever their sizes will be.
-        some = bare.with_rules(written(units, dict.fromkeys(names, 2), dialect).rules)
+        some = bare.with_rules(_rules(units, dict.fromkeys(over, 2), chosen))
         timed = None if device is None or batch is None else {"experts_per_token": met}
         best, *_ = some.sweep(
             devices=devices,
-            axes=names,
+            axes=over,
             hbm=room,
             gradients=True,
             optimizer=moments,
@@ -137,16 +157,77 @@ def suggest(
             schedule=timed,
         )
         bare = bare.on_mesh(best.mesh)
-    given = None if like is None else bare.with_rules(_in_dialect(like, dialect))
-    rules, made = _decided(model, bare, units, dialect, given)
-    _check_room(made, room, moments)
     uses = uses_of(bare.axis_sizes)
     declared = Declared(
-        replicated=_replicated(rules.rules),
+        replicated=(),
         optional_axes=(),
         data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
     )
-    return Suggestion(made, _reasons(rules), declared, batch, met)
+    if isinstance(chosen, LogicalDialect):
+        table = name_rules(units, bare.axis_sizes, chosen)
+        made = bare.with_rules(rules_of(table, chosen))
+        _check_named(made, declared)
+        reasons = tuple(map(_reason_of_name, range(len(table)), table))
+    else:
+        given = None if like is None else bare.with_rules(_in_dialect(like, chosen))
+        rules, made = _decided(model, bare, units, chosen, given)
+        declared["replicated"] = _replicated(rules.rules)
+        reasons = _reasons(rules)
+    _check_room(made, room, moments)
+    return Suggestion(made, reasons, declared, batch, met)
+
+
+def _dialect_for(
+    model: Any, names: Any, dialect: Dialect | LogicalDialect | None
+) -> Dialect | LogicalDialect:
+    """The dialect, which says whether rules are for paths or for logical axis names.
+
+    Raises:
+        TypeError: The model or `names` say something else.
+    """
+    if names is not None and isinstance(model, Plan):
+        raise TypeError("names: a Plan has its own: give the tree, or leave names out")
+    if names is not None and isinstance(dialect, Dialect):
+        raise TypeError(
+            f"names: the dialect {dialect.name} is for rules of paths: leave names out, or give a "
+            "LogicalDialect, such as shardrules.LINEN"
+        )
+    planned = model.rules.dialect if isinstance(model, Plan) else None
+    if planned is not None and dialect is not None and type(planned) is not type(dialect):
+        of_plan, of_dialect = (
+            "logical axis names" if isinstance(one, LogicalDialect) else "paths"
+            for one in (planned, dialect)
+        )
+        raise TypeError(
+            f"dialect: {dialect.name} is for rules of {of_dialect}, and the plan has rules of "
+            f"{of_plan}: give the tree itself"
+        )
+    if dialect is not None:
+        return dialect
+    if isinstance(planned, LogicalDialect):
+        return planned
+    is_named = names is not None or (planned is None and has_names(model))
+    return LINEN if is_named else EFORMER
+
+
+def _rules(
+    units: list[Unit], axis_sizes: dict[str, int], dialect: Dialect | LogicalDialect
+) -> Rules | LogicalRules:
+    """Rules for leaves that have none."""
+    if isinstance(dialect, LogicalDialect):
+        return rules_of(name_rules(units, axis_sizes, dialect), dialect)
+    return written(units, axis_sizes, dialect).rules
+
+
+def _check_named(made: Plan, declared: Declared) -> None:
+    """Checks that a table of names decides all that is large.
+
+    Raises:
+        ValueError: Arrays have no names, not as many as dimensions, or one twice.
+    """
+    for one in made.check(**declared).at_least("warning"):
+        if one.kind in ("unnamed", "misfit"):
+            raise ValueError(f"names: {one.message}: {one.fix}; or give a dialect for paths")
 
 
 def _in_dialect(like: RulesLike, dialect: Dialect) -> Rules:
@@ -165,15 +246,25 @@ def _in_dialect(like: RulesLike, dialect: Dialect) -> Rules:
     return given
 
 
-def _bare(model: Any, mesh: MeshLike | None, devices: int | None, dialect: Dialect) -> Plan:
+def _bare(
+    model: Any,
+    mesh: MeshLike | None,
+    devices: int | None,
+    dialect: Dialect | LogicalDialect,
+    names: Any,
+) -> Plan:
     """The model without rules, on the mesh; or on any, if one is to be chosen."""
     if mesh is not None and devices is not None:
         raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
     # Of leaves that need no rule, only those that never do are left out.
-    none = Rules((), replace(dialect, unmatched="error"))
+    none = (
+        LogicalRules((), dialect)
+        if isinstance(dialect, LogicalDialect)
+        else Rules((), replace(dialect, unmatched="error"))
+    )
     on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
     if not isinstance(model, Plan):
-        return plan(model, none, on)
+        return plan(model, none, on, names=names)
     bare = model.with_rules(none)
     return bare if on is None else bare.on_mesh(on)
 
@@ -239,6 +330,24 @@ def _reasons(found: Written) -> tuple[Reason, ...]:
             is_understood=not any(id(unit) in unknown for unit in units),
         )
         for number, ((pattern, value), units) in enumerate(decided)
+    )
+
+
+def _reason_of_name(number: int, rule: NameRule) -> Reason:
+    """Of dimensions of one size and role, the first."""
+    dims: dict[tuple[int, str], CutReason] = {}
+    for unit, dim in rule.dims:
+        size, side = unit.part.shape[dim], unit.dims.sides[dim]
+        role = _ROLES.get(side, side)
+        dims.setdefault((size, role), CutReason(dim, size, role, rule.axes))
+    return Reason(
+        rule=number,
+        pattern=rule.name,
+        leaves=sum(unit.part.leaves for unit, _ in rule.dims),
+        bytes=sum(unit.bytes for unit, _ in rule.dims),
+        paths=tuple(unit.part.pattern for unit, _ in rule.dims),
+        dims=tuple(dims.values()),
+        is_understood=not rule.dims or any(unit.dims.is_known for unit, _ in rule.dims),
     )
 
 

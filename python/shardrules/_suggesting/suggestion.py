@@ -13,6 +13,7 @@ from shardrules._suggesting.texts import pattern_shown, python_text, toml_text
 
 if TYPE_CHECKING:
     from shardrules._declared import Declared
+    from shardrules._logical.rules import LogicalRules
     from shardrules._matching.match_modes import Pattern
     from shardrules._matching.rules import Rules
     from shardrules._planning.asking.diff import PlanDiff
@@ -46,13 +47,14 @@ class Reason(NamedTuple):
 
     rule: int
     pattern: Pattern
+    """Of paths; or the logical axis name."""
     leaves: int
     bytes: int
     """Of its leaves, whole."""
     paths: tuple[str, ...]
     """Folded paths of its leaves."""
     dims: tuple[CutReason, ...]
-    """Of the first of its leaves."""
+    """Of the first of its leaves; of a name, each size and role that its dimensions have."""
     is_understood: bool
     """Whether shapes and names say which dimension is what."""
 
@@ -110,9 +112,9 @@ class Suggestion:
         self._experts_per_token = _experts_per_token
 
     @property
-    def rules(self) -> Rules:
-        """The rules."""
-        return self._plan.rules  # type: ignore[return-value]
+    def rules(self) -> Rules | LogicalRules:
+        """The rules; of arrays with logical axis names, a table of these."""
+        return self._plan.rules
 
     @property
     def plan(self) -> Plan:
@@ -151,12 +153,12 @@ class Suggestion:
         """The suggested rules beside others: the leaves that differ, bytes and traffic.
 
         Args:
-            rules: Rules of paths, such as those that the model has.
+            rules: Rules such as those that the model has: `LogicalRules` if these are.
 
         Raises:
             ValueError: The rules' dialect has other paths; or tokens were given to `suggest`, and
                 not how many of the model's experts they meet.
-            TypeError: The rules are for logical axis names.
+            TypeError: Of both rules, one is for logical axis names.
 
         Example:
             >>> import jax, shardrules as sr

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import RuleSpec, rule_spec
+from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
+from shardrules._logical.resolver import axes_in
+from shardrules._logical.rules import LogicalRules
 from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
 from shardrules._specs import entries_of, entry_axes
@@ -29,23 +32,34 @@ def pattern_shown(pattern: Pattern) -> str:
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
-def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[str]) -> str:
+def toml_text(
+    rules: Rules | LogicalRules, declared: Declared, heading: str, notes: Sequence[str]
+) -> str:
     """See `Suggestion.to_toml`."""
     dialect = rules.dialect
-    if DIALECTS.get(dialect.name.lower()) != dialect:
+    is_logical = isinstance(rules, LogicalRules)
+    known = LOGICAL_DIALECTS if is_logical else DIALECTS
+    if known.get(dialect.name.lower()) != dialect:
         raise ValueError(
             f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
             "name; use to_python"
         )
-    lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
+    lines = [f"# {heading}", *['kind = "logical"'] * is_logical]
+    lines += [f"dialect = {_toml(dialect.name)}"]
     lines += [
         f"{name} = {_toml_list(values)}"  # type: ignore[arg-type]
         for name, values in declared.items()
         if values
     ]
+    if not len(rules):
+        lines.append("rules = []")
     for (pattern, value), note in zip(rules, notes, strict=True):
-        lines += ["", f"# {note}", "[[rules]]", f"pattern = {_toml_list(_plain(pattern))}"]
-        lines += _toml_spec(value)
+        lines += ["", f"# {note}", "[[rules]]"]
+        if is_logical:
+            axes = value if isinstance(value, str) else axes_in(value)
+            lines += [f"name = {_toml(pattern)}", f"axes = {_toml_list(axes)}"]
+        else:
+            lines += [f"pattern = {_toml_list(_plain(pattern))}", *_toml_spec(value)]
     return "\n".join(lines) + "\n"
 
 
@@ -92,8 +106,16 @@ def _toml_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
+def python_text(rules: Rules | LogicalRules, heading: str, notes: Sequence[str]) -> str:
     """See `Suggestion.to_python`."""
+    if isinstance(rules, LogicalRules):
+        pairs = zip(rules, notes, strict=True)
+        listed = [
+            line
+            for (name, axes), note in pairs
+            for line in (f"    # {note}", f"    ({_python(name)}, {_python(axes)}),")
+        ]
+        return "\n".join([f"# {heading}", "rules = [", *listed, "]"]) + "\n"
     values = [_python_spec(value) for _, value in rules]
     imports = ["from jax.sharding import PartitionSpec as P"]
     if any(value.startswith("sr.") for value in values):

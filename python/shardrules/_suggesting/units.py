@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class Unit(NamedTuple):
     """The paths of all leaves of the tree."""
     bytes: int
     """Of all of them, whole."""
+    names: tuple[Any, ...] = ()
+    """The logical axis names of their dimensions, if rules are for names."""
 
     @property
     def path(self) -> str:
@@ -61,7 +63,10 @@ def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
         ValueError: The paths have too many names.
     """
     kinds = columns.kinds
-    needed = [kind.shape is not None and kind.status != "placed" for kind in kinds]
+    needed = [
+        kind.shape is not None and (kind.status != "placed" or kind.names is not None)
+        for kind in kinds
+    ]
     folded = apart((one for one in columns.folded if needed[one.group]), columns.paths)
     if len(folded) > _MOST_PATHS:
         raise ValueError(
@@ -78,6 +83,7 @@ def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
             dims._replace(unit=heads.get(int(one.rows[0]), 1)),
             columns.paths,
             kinds[one.group].bytes * len(one.rows),
+            kinds[one.group].names or (),
         )
         for one, words, part, dims in zip(
             folded, words_of(folded), parts, dims_of(parts), strict=True

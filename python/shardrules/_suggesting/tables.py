@@ -1,0 +1,198 @@
+"""The search for a table of logical axis names: few bytes on a device, and few surprises.
+
+One table serves all arrays, so names are decided together: from what experts would write, to the
+fewest bytes, and back to comfort while that costs hardly any bytes. Costs some thousand look-ups
+per pair of names that share an array. Must not know about dialects, nor how rules are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._suggesting.axes import uses_of
+from shardrules._suggesting.choosing import SLACK, Cuts, discomfort_of, parts_of_cuts
+
+if TYPE_CHECKING:
+    from shardrules._suggesting.axes import AxisUse
+    from shardrules._suggesting.dims import Dims, Side
+    from shardrules._suggesting.units import Unit
+
+__all__ = ["Axes", "NamedArray", "TableSearch"]
+
+Axes = tuple[str, ...]
+Table = dict[str, Axes]
+
+# The order of rules: of names with the same axes, the first gets them in an array.
+_ORDER: Final[tuple[Side, ...]] = (
+    "experts", "vocabulary", "heads", "inner", "outer", "head", "fused", "window", "vector",
+    "layers", "one",
+)  # fmt: skip
+# The discomfort of a large array that is replicated, which `Plan.check` warns of.
+_WHOLE: Final = 50
+# What experts have the axes cut.
+_USUAL: Final[dict[AxisUse, frozenset[Side]]] = {
+    "fsdp": frozenset({"outer"}),
+    "tensor": frozenset({"inner", "heads", "vocabulary"}),
+    "experts": frozenset({"experts", "outer"}),
+    "data": frozenset(),
+}
+
+
+class NamedArray(NamedTuple):
+    """Arrays that are alike."""
+
+    names: tuple[object, ...]
+    shape: tuple[int, ...]
+    dims: Dims
+
+    def named(self) -> Iterator[tuple[int, str]]:
+        """The dimensions with names."""
+        pairs = enumerate(self.names[: len(self.shape)])
+        return ((dim, name) for dim, name in pairs if isinstance(name, str))
+
+
+class _Price(NamedTuple):
+    """What a table costs."""
+
+    bytes: int
+    discomfort: int
+
+
+class TableSearch:
+    """Tables for these arrays on a mesh."""
+
+    def __init__(
+        self,
+        arrays: Mapping[NamedArray, list[Unit]],
+        axis_sizes: Mapping[str, int],
+        *,
+        shares_axes: bool,
+    ) -> None:
+        self._bytes = {one: sum(unit.bytes for unit in of) for one, of in arrays.items()}
+        self._large = {
+            one
+            for one, of in arrays.items()
+            if any(unit.bytes // unit.part.leaves >= DEFAULT_LARGE for unit in of)
+        }
+        self._sizes = axis_sizes
+        self._uses = uses_of(axis_sizes)
+        self._shares_axes = shares_axes
+        self._prices: dict[tuple[NamedArray, tuple[Axes, ...]], _Price | None] = {}
+        self._with_name: dict[str, list[NamedArray]] = defaultdict(list)
+        for one in arrays:
+            for _, name in one.named():
+                self._with_name[name].append(one)
+        self._sides = {name: self._side(name) for name in self._with_name}
+        self.names = sorted(self._sides, key=lambda name: _ORDER.index(self._sides[name]))
+        self._place = {name: place for place, name in enumerate(self.names)}
+        used = [a for a, size in axis_sizes.items() if size > 1 and self._uses[a] != "data"]
+        every = [axes for n in range(len(used) + 1) for axes in itertools.combinations(used, n)]
+        none: Table = dict.fromkeys(self.names, ())
+        self._options = {
+            name: [axes for axes in every if self._price([name], none | {name: axes})]
+            for name in self.names
+        }
+        pairs = {
+            tuple(sorted(pair, key=self._place.__getitem__))
+            for one in arrays
+            for pair in itertools.combinations([name for _, name in one.named()], 2)
+        }
+        self._moves = [(name,) for name in self.names] + sorted(pairs)
+
+    def _side(self, name: str) -> Side:
+        """What most dimensions of the name are; of biases and norms only if it has no others."""
+        dims = [(one, dim) for one in self._with_name[name] for dim, n in one.named() if n == name]
+        of_kernels = [one for one in dims if not one[0].dims.is_vector] or dims
+        return Counter(one.dims.sides[dim] for one, dim in of_kernels).most_common(1)[0][0]
+
+    def usual(self) -> Table:
+        """The table that experts would write, as far as arrays can be cut so."""
+        table: Table = dict.fromkeys(self.names, ())
+        for name in self.names:
+            wanted = [a for a in self._sizes if self._sides[name] in _USUAL[self._uses[a]]]
+            for axes in sorted(self._options[name], key=len, reverse=True):
+                changed = table | {name: axes}
+                if {*axes} <= {*wanted} and self._price([name], changed):
+                    table = changed
+                    break
+        return table
+
+    def smallest(self, table: Table) -> Table:
+        """Fewer bytes, as long as another choice for two names saves some."""
+        while True:
+            before = table
+            for names in self._moves:
+                changed, price = min(self._changes(names, table), key=lambda one: one[1])
+                if price != self._price(names, table):
+                    table = changed
+            if table == before:
+                return table
+
+    def comfortable(self, table: Table) -> Table:
+        """More comfort, the cheapest first, while that costs hardly any bytes."""
+        held = self._price(self.names, table)
+        slack = SLACK * held.bytes if held else 0
+        while True:
+            steps = [
+                (price.bytes - now.bytes, price.discomfort - now.discomfort, changed)
+                for names in self._moves
+                if (now := self._price(names, table))
+                for changed, price in self._changes(names, table)
+                if price.discomfort < now.discomfort and price.bytes - now.bytes <= slack
+            ]
+            if not steps:
+                return table
+            cost, _, table = min(steps, key=lambda one: one[:2])
+            slack -= cost
+
+    def _changes(self, names: tuple[str, ...], table: Table) -> Iterator[tuple[Table, _Price]]:
+        for axes in itertools.product(*map(self._options.__getitem__, names)):
+            changed = table | dict(zip(names, axes, strict=True))
+            if price := self._price(names, changed):
+                yield changed, price
+
+    def _price(self, names: Iterable[str], table: Table) -> _Price | None:
+        """The price of the arrays with one of the names; None if some cannot be cut so."""
+        total = _Price(0, 0)
+        for one in dict.fromkeys(one for name in names for one in self._with_name[name]):
+            key = (one, tuple(table[name] for _, name in one.named()))
+            if key not in self._prices:
+                self._prices[key] = self._price_of(one, table)
+            price = self._prices[key]
+            if price is None:
+                return None
+            total = _Price(total.bytes + price.bytes, total.discomfort + price.discomfort)
+        return total
+
+    def _price_of(self, one: NamedArray, table: Table) -> _Price | None:
+        cuts = self.cuts(one, table)
+        if cuts is None:
+            return None
+        found = discomfort_of(one.shape, one.dims, cuts, self._sizes, self._uses)
+        # Biases and norms are cut as the kernels are whose names they have.
+        of_kernels = all(self._sides[n] != "vector" for dim, n in one.named() if cuts[dim])
+        follows = one.dims.is_vector and of_kernels
+        parts = parts_of_cuts(cuts, self._sizes)
+        whole = _WHOLE if parts == 1 and one in self._large else 0
+        # A name that does not get its axes is hard to read.
+        lost = sum(len(table[name]) - len(cuts[dim]) for dim, name in one.named())
+        price = _Price(self._bytes[one] // parts, lost + (0 if follows else found or whole))
+        return None if found is None else price
+
+    def cuts(self, one: NamedArray, table: Table) -> Cuts | None:
+        """The axes that each dimension gets; None if two need the same one."""
+        found: list[Axes] = [()] * len(one.shape)
+        taken: set[str] = set()
+        for dim, name in sorted(one.named(), key=lambda pair: self._place[pair[1]]):
+            wanted = table[name]
+            if not self._shares_axes and not taken.isdisjoint(wanted):
+                return None
+            while not taken.isdisjoint(wanted):
+                wanted = wanted[:-1]
+            found[dim] = wanted
+            taken.update(wanted)
+        return tuple(found)
