@@ -90,6 +90,39 @@ class TestRules:
         for_paths = sr.suggest(boxes, MESH, dialect=sr.EFORMER)
         assert isinstance(for_paths.rules, sr.Rules)
 
+    def test_names_of_variables(self):
+        nnx = pytest.importorskip("flax.nnx")
+        if not hasattr(nnx, "use_eager_sharding"):
+            pytest.skip("an older flax, whose Variables are made otherwise")
+        with nnx.use_eager_sharding(False):
+            init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+            layers = [nnx.Linear(64, 256, rngs=nnx.Rngs(0), **more)
+                      for more in ({"kernel_init": init}, {})]  # fmt: skip
+        named, bare = (sr.suggest(nnx.state(layer), MESH) for layer in layers)
+        assert tuple(named.rules) == (("mlp", "tp"), ("embed", "fsdp"))
+        assert isinstance(bare.rules, sr.Rules)
+
+    def test_names_of_haliax_arrays(self):
+        haliax = pytest.importorskip("haliax")
+        vocab, embed, mlp = (
+            haliax.Axis(*one) for one in (("v", 1024), ("embed", 64), ("mlp", 256))
+        )
+        tree = {"up": haliax.zeros((embed, mlp)), "down": haliax.zeros((mlp, embed)),
+                "table": haliax.zeros((vocab, embed))}  # fmt: skip
+        found = sr.suggest(tree, MESH, dialect=sr.HALIAX)
+        assert table(found)["mlp"] == "tp"
+        assert table(found)["embed"] == "fsdp"
+        assert not found.plan.check(**found.declared).at_least("warning")
+
+    def test_a_mesh_of_many_axes(self):
+        """Combinations of five axes for two names at a time are tried."""
+        model = "maxtext-deepseek3-671b-scanned"
+        mesh = {"data": 2, "fsdp": 8, "fsdp_transpose": 2, "tensor": 4, "expert": 8}
+        found = sr.suggest(suggested.leaves(model), mesh, names=corpus.logical_axes(model))
+        assert not found.plan.check(**found.declared).at_least("warning")
+        assert found.plan.bytes_per_device().max * 512 <= 1.01 * found.plan.total_bytes
+        assert table(found)["exp"] == "expert"
+
     def test_the_names_of_a_plan(self):
         planned = sr.plan(TREE, sr.LogicalRules([("embed", None)], sr.MAXTEXT), MESH, names=NAMES)
         found = sr.suggest(planned)

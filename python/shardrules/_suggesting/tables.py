@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._planning.asking.check import DEFAULT_LARGE
@@ -62,6 +62,11 @@ class _Price(NamedTuple):
     discomfort: int
 
 
+# By the axes of an array's names; and the array with these names.
+_Prices = dict[tuple[Axes, ...], _Price | None]
+_Priced = tuple[NamedArray, tuple[str, ...], _Prices]
+
+
 class TableSearch:
     """Tables for these arrays on a mesh."""
 
@@ -81,7 +86,8 @@ class TableSearch:
         self._sizes = axis_sizes
         self._uses = uses_of(axis_sizes)
         self._shares_axes = shares_axes
-        self._prices: dict[tuple[NamedArray, tuple[Axes, ...]], _Price | None] = {}
+        self._prices: dict[NamedArray, _Prices] = {one: {} for one in arrays}
+        self._priced: dict[tuple[str, ...], list[_Priced]] = {}
         self._with_name: dict[str, list[NamedArray]] = defaultdict(list)
         for one in arrays:
             for _, name in one.named():
@@ -93,7 +99,7 @@ class TableSearch:
         every = [axes for n in range(len(used) + 1) for axes in itertools.combinations(used, n)]
         none: Table = dict.fromkeys(self.names, ())
         self._options = {
-            name: [axes for axes in every if self._price([name], none | {name: axes})]
+            name: [axes for axes in every if self._price((name,), none | {name: axes})]
             for name in self.names
         }
         pairs = {
@@ -101,7 +107,7 @@ class TableSearch:
             for one in arrays
             for pair in itertools.combinations([name for _, name in one.named()], 2)
         }
-        self._moves = [(name,) for name in self.names] + sorted(pairs)
+        self._moves: list[tuple[str, ...]] = [(name,) for name in self.names] + sorted(pairs)
 
     def _side(self, name: str) -> Side:
         """What most dimensions of the name are; of biases and norms only if it has no others."""
@@ -116,7 +122,7 @@ class TableSearch:
             wanted = [a for a in self._sizes if self._sides[name] in _USUAL[self._uses[a]]]
             for axes in sorted(self._options[name], key=len, reverse=True):
                 changed = table | {name: axes}
-                if {*axes} <= {*wanted} and self._price([name], changed):
+                if {*axes} <= {*wanted} and self._price((name,), changed):
                     table = changed
                     break
         return table
@@ -134,7 +140,7 @@ class TableSearch:
 
     def comfortable(self, table: Table) -> Table:
         """More comfort, the cheapest first, while that costs hardly any bytes."""
-        held = self._price(self.names, table)
+        held = self._price(tuple(self.names), table)
         slack = SLACK * held.bytes if held else 0
         while True:
             steps = [
@@ -155,18 +161,27 @@ class TableSearch:
             if price := self._price(names, changed):
                 yield changed, price
 
-    def _price(self, names: Iterable[str], table: Table) -> _Price | None:
+    def _price(self, names: tuple[str, ...], table: Table) -> _Price | None:
         """The price of the arrays with one of the names; None if some cannot be cut so."""
-        total = _Price(0, 0)
-        for one in dict.fromkeys(one for name in names for one in self._with_name[name]):
-            key = (one, tuple(table[name] for _, name in one.named()))
-            if key not in self._prices:
-                self._prices[key] = self._price_of(one, table)
-            price = self._prices[key]
+        held = discomfort = 0
+        for one, own, prices in self._with_one_of(names):
+            key = tuple([table[name] for name in own])
+            if key not in prices:
+                prices[key] = self._price_of(one, table)
+            price = prices[key]
             if price is None:
                 return None
-            total = _Price(total.bytes + price.bytes, total.discomfort + price.discomfort)
-        return total
+            held += price.bytes
+            discomfort += price.discomfort
+        return _Price(held, discomfort)
+
+    def _with_one_of(self, names: tuple[str, ...]) -> list[_Priced]:
+        if names not in self._priced:
+            arrays = dict.fromkeys(one for name in names for one in self._with_name[name])
+            self._priced[names] = [
+                (one, tuple(name for _, name in one.named()), self._prices[one]) for one in arrays
+            ]
+        return self._priced[names]
 
     def _price_of(self, one: NamedArray, table: Table) -> _Price | None:
         cuts = self.cuts(one, table)
