@@ -21,6 +21,7 @@ from shardrules._cli.inputs import (
     is_lock,
     load_hardware,
     load_model,
+    load_patch,
     load_plan,
     load_side,
 )
@@ -293,9 +294,19 @@ def check(
         list[str] | None,
         typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
     ] = None,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Print a patch of the rule file instead: rules that decide nothing and the "
+            "catch-all go, missing rules come. Exits with 1 if there is one.",
+        ),
+    ] = False,
 ) -> None:
     """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
     _check_findings_options(format_, fail_on)
+    if fix and format_ != "text":
+        raise ValueError("--fix prints a patch, so leave out --format")
     size, levels = byte_count(large), _levels(level or ())
     declared = Declared(
         replicated=tuple(replicated or ()),
@@ -313,7 +324,16 @@ def check(
         head_dim=head_dim,
         levels=levels,
     )
-    _report_findings(findings, format_, fail_on, rules)
+    if not fix:
+        _report_findings(findings, format_, fail_on, rules)
+    elif patch := load_patch(rules, planned, dialect, head_dim):
+        # As bytes: a file's line ends and characters, whatever those of standard output are.
+        sys.stdout.buffer.write(patch.encode())
+        if fail_on != "never":
+            raise typer.Exit(1)
+    elif findings.at_least("warning"):
+        note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
+        _exit_for(findings, fail_on)
 
 
 @app.command("verify")
@@ -752,6 +772,11 @@ def _report_findings(
         print(findings.to_github(file))
     else:
         show_findings(findings)
+    _exit_for(findings, fail_on)
+
+
+def _exit_for(findings: Findings, fail_on: str) -> None:
+    """Exits with 1 if there are findings of at least the level."""
     if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
         raise typer.Exit(1)
 

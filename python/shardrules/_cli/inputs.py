@@ -33,6 +33,7 @@ __all__ = [
     "is_lock",
     "load_hardware",
     "load_model",
+    "load_patch",
     "load_plan",
     "load_side",
 ]
@@ -123,6 +124,19 @@ def load_model(
     if not isinstance(used, Dialect) or isinstance(to_mend, LogicalRules):
         raise TypeError(f"{like or dialect}: it is for logical axis names; rules are for paths")
     return _tree(source, Rules((), used))[1], used, to_mend
+
+
+def load_patch(source: str, planned: Planned, dialect: str | None, head_dim: int | None) -> str:
+    """The patch that mends the rules of a plan in their file; "" if they are right.
+
+    Raises:
+        As `rule_patch`.
+    """
+    from shardrules._suggesting.rule_patch import rule_patch
+
+    chosen = None if dialect is None else _dialect_of(dialect)
+    read_in = chosen if isinstance(chosen, Dialect) else None
+    return rule_patch(source, planned.rules, planned.plan, dialect=read_in, head_dim=head_dim)
 
 
 def load_side(

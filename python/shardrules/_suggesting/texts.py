@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from shardrules._matching.match_modes import Pattern
     from shardrules._matching.rules import Rules
 
-__all__ = ["pattern_shown", "python_text", "toml_text"]
+__all__ = [
+    "pattern_shown", "plain_pattern", "python_text", "toml_list", "toml_rule", "toml_text",
+]  # fmt: skip
 
 
 def pattern_shown(pattern: Pattern) -> str:
@@ -39,25 +41,31 @@ def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[st
         )
     lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
     lines += [
-        f"{name} = {_toml_list(values)}"  # type: ignore[arg-type]
+        f"{name} = {toml_list(values)}"  # type: ignore[arg-type]
         for name, values in declared.items()
         if values
     ]
     for (pattern, value), note in zip(rules, notes, strict=True):
-        lines += ["", f"# {note}", "[[rules]]", f"pattern = {_toml_list(_plain(pattern))}"]
-        lines += _toml_spec(value)
+        lines += ["", *toml_rule(pattern, value, note)]
     return "\n".join(lines) + "\n"
 
 
-def _plain(pattern: Pattern) -> str | tuple[str, ...]:
+def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
+    """The lines of a rule, with a note above it."""
+    written = f"pattern = {toml_list(plain_pattern(pattern))}"
+    return [f"# {note}", "[[rules]]", written, *_toml_spec(value)]
+
+
+def plain_pattern(pattern: Pattern) -> str | tuple[str, ...]:
+    """A pattern as files have it."""
     return pattern if isinstance(pattern, tuple) else str(pattern)
 
 
 def _toml_spec(value: Any) -> list[str]:
     wanted = rule_spec(value)
     if isinstance(wanted.spec, Fsdp):
-        return [f"spec = {{ fsdp = {_toml_list(wanted.spec.axes)} }}"]
-    entries = [_toml_list(entry_axes(entry)) for entry in entries_of(wanted.spec)]
+        return [f"spec = {{ fsdp = {toml_list(wanted.spec.axes)} }}"]
+    entries = [toml_list(entry_axes(entry)) for entry in entries_of(wanted.spec)]
     single = [_toml(one[0]) if len(one := entry_axes(e)) == 1 else text
               for e, text in zip(entries_of(wanted.spec), entries, strict=True)]  # fmt: skip
     lines = [f"spec = [{', '.join(single)}]"]
@@ -66,7 +74,8 @@ def _toml_spec(value: Any) -> list[str]:
     return lines
 
 
-def _toml_list(value: str | Iterable[Any]) -> str:
+def toml_list(value: str | Iterable[Any]) -> str:
+    """A TOML string, or a list of strings."""
     if isinstance(value, str):
         return _toml(value)
     return f"[{', '.join(_toml(one) for one in value)}]"
