@@ -287,7 +287,9 @@ def test_another_format_is_refused(where):
 
 @pytest.mark.parametrize("pattern", ["a/##[x]", 'q"\\d', "it's", "\u202e", "é"])
 def test_patterns_of_names_stay_text(pattern):
-    change = Amendment(1, [], [(pattern, (None, ("fsdp", "tp")), "note")], {"replicated": [pattern]})
+    change = Amendment(
+        1, [], [(pattern, (None, ("fsdp", "tp")), "note")], {"replicated": [pattern]}
+    )
     found = json_changed('{"rules": [["gone", []]]}', change)
     assert json.loads(found) == {
         "replicated": [pattern],

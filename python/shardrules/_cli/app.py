@@ -45,6 +45,7 @@ from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more, byte_count, shown
 from shardrules._hardware import Hardware, public_hardware
 from shardrules._logical.dialects import LINEN, MAXTEXT
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
@@ -53,6 +54,7 @@ from shardrules._planning.asking.budget import Room
 from shardrules._planning.asking.findings import LEVELS, Findings, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
+from shardrules._suggesting.suggestion import Suggestion
 
 __all__ = ["app", "run"]
 
@@ -660,8 +662,25 @@ def _report(planned: Planned, room: Room, counted: dict[str, Any], step: dict[st
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
         found = plan.sweep(fixed=ones, **step, **given) if plan.devices > 1 else None
+        suggestion = _suggestion(planned)
     chart = found and Sweep(found[:_MOST_BARS])
-    return plan.to_html(findings=findings, sweep=chart, title=planned.model, **given)
+    return plan.to_html(
+        findings=findings, sweep=chart, title=planned.model, suggestion=suggestion, **given
+    )
+
+
+def _suggestion(planned: Planned) -> Suggestion | None:
+    """Rules that `suggest` writes for the same arrays and mesh; None, with a note, if it cannot."""
+    from shardrules._suggesting.suggest import suggest as suggested
+
+    rules = planned.rules.rules
+    if isinstance(rules, LogicalRules):
+        return None
+    try:
+        return suggested(planned.plan, dialect=rules.dialect)
+    except ValueError as error:
+        note(printable(f"note: the report has no suggested rules: {error}"))
+        return None
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
