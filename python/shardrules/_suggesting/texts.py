@@ -7,13 +7,14 @@ escaped. Costs per rule. Must not know why a rule says what it says.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import RuleSpec, rule_spec
 from shardrules._files.rules import DIALECTS
 from shardrules._printable import printable
-from shardrules._shape_specs import Fsdp
+from shardrules._shape_specs import Fsdp, fsdp
 from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[st
             f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
             "name; use to_python"
         )
+    _check_sayable("to_toml", rules)
     lines = [f"# {heading}", f"dialect = {_toml(dialect.name)}"]
     lines += [
         f"{name} = {toml_list(values)}"  # type: ignore[arg-type]
@@ -48,6 +50,25 @@ def toml_text(rules: Rules, declared: Declared, heading: str, notes: Sequence[st
     for (pattern, value), note in zip(rules, notes, strict=True):
         lines += ["", *toml_rule(pattern, value, note)]
     return "\n".join(lines) + "\n"
+
+
+def _check_sayable(what: str, rules: Rules) -> None:
+    """Checks that each rule is a pattern, a spec and units; rules of `like` may say more.
+
+    Raises:
+        ValueError: One has flags, a correction, a memory kind or the like, which would be lost.
+    """
+    for number, (pattern, value) in enumerate(rules):
+        wanted = rule_spec(value)
+        is_plain = wanted == RuleSpec(wanted.spec, units=wanted.units)
+        if isinstance(wanted.spec, Fsdp):
+            is_plain &= wanted.spec == fsdp(wanted.spec.axes)
+        if not is_plain or isinstance(pattern, re.Pattern):
+            raise ValueError(
+                f"{what}: rule {number} {pattern_shown(pattern)} has more than a pattern, a spec "
+                "and units, which would be lost: mend its own file with shardrules check --fix, or "
+                "use Suggestion.rules"
+            )
 
 
 def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
@@ -103,6 +124,7 @@ def _toml_character(character: str) -> str:
 
 def python_text(rules: Rules, heading: str, notes: Sequence[str]) -> str:
     """See `Suggestion.to_python`."""
+    _check_sayable("to_python", rules)
     values = [_python_spec(value) for _, value in rules]
     imports = ["from jax.sharding import PartitionSpec as P"]
     if any(value.startswith("sr.") for value in values):
