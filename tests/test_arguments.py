@@ -228,6 +228,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
     "Plan.lock.path": NOT_FILE,
     "Plan.to_html.path": NOT_FILE,
+    "Plan.to_html.suggestion": (3, "x", THING, PLAN),
     "Plan.explain.path": (*NOT_TEXT, "no such leaf", "x" * 10**5),
     "Plan.kind.path": (*NOT_TEXT, "no such leaf"),
     "Plan.source.path": (*NOT_TEXT, "no such leaf"),
@@ -361,7 +362,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Plan.to_html": (PLAN.to_html, {
         "path": None, "findings": None, "sweep": None, "title": "x", "hbm": None,
         "host_memory": None, "gradients": None, "optimizer": ["int8"],
-        "optimizer_memory_kind": None}),
+        "optimizer_memory_kind": None, "suggestion": sr.suggest(TREE, {"tp": 2})}),
     "Plan.traffic": (PLAN.traffic, {
         "tokens": 8, "batch_axes": (), "gathers": 1, "accumulate": 1, "reduce": "all-reduce",
         "zero1": None, "gradients": None, "activations": "float32", "sequence_parallel": False,

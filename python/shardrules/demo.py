@@ -22,6 +22,7 @@ from shardrules._format import bytes_shown
 from shardrules._matching.rules import Rules
 from shardrules._planning.plan import Plan
 from shardrules._suggesting.suggest import suggest
+from shardrules._suggesting.suggestion import Suggestion
 
 __all__ = ["main"]
 
@@ -80,10 +81,13 @@ def main() -> int:
     console.print(f"check: {after.check().summary}")
     _title(console, "4. The bytes on each device, and the time of a step")
     _print_bytes(console, after)
+    start = perf_counter()
+    suggestion = _suggestion(after.devices)
+    took = perf_counter() - start
     _title(console, "5. The report")
-    console.print(_report(after), soft_wrap=True)
+    console.print(_report(after, suggestion), soft_wrap=True)
     _title(console, f"6. No rules at all: shardrules suggest --devices {after.devices}")
-    _print_suggestion(console, after)
+    _print_suggestion(console, suggestion, took)
     _title(console, "7. The time")
     _print_times(console, list(fixed))
     return 0
@@ -104,16 +108,17 @@ def _print_bytes(console: Any, fixed: Plan) -> None:
     console.print(str(type(found)(found[:5])), soft_wrap=True)
 
 
-def _print_suggestion(console: Any, fixed: Plan) -> None:
-    start = perf_counter()
-    found = suggest(
+def _suggestion(devices: int) -> Suggestion:
+    return suggest(
         read_arrays(str(MODEL)).leaves,
-        devices=fixed.devices,
+        devices=devices,
         tokens=_STEP["tokens"],
         hardware=_HARDWARE,
         **_STEP["schedule"],
     )
-    took = perf_counter() - start
+
+
+def _print_suggestion(console: Any, found: Suggestion, took: float) -> None:
     console.print(str(found), soft_wrap=True)
     console.print(
         f"check: {found.plan.check(**found.declared).summary}, in {took:.1f} s with the sweep"
@@ -122,13 +127,15 @@ def _print_suggestion(console: Any, fixed: Plan) -> None:
     console.print(f"training with Adam: {held}; a device has {bytes_shown(_HARDWARE.memory_bytes)}")
 
 
-def _report(fixed: Plan) -> str:
+def _report(fixed: Plan, suggestion: Suggestion) -> str:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
     try:
         found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
         hbm = _HARDWARE.memory_bytes
-        fixed.to_html(path, sweep=found, title="DeepSeek-V3", hbm=hbm, **_COUNTED)
+        fixed.to_html(
+            path, sweep=found, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
+        )
     except ImportError as error:
         return str(error)
     return f"{path}: open it in a browser; it works offline"

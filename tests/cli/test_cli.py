@@ -626,6 +626,30 @@ def test_suggested_rules_in_other_forms(small, more, told):
     assert told in result.stdout
 
 
+@pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="reports need plotly")
+def test_the_report_ends_with_suggested_rules(small, tmp_path):
+    model, rules = small
+    page = tmp_path / "plan.html"
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "no suggested rules" not in result.stderr
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    written = run("suggest", model, "-m", "fsdp=2,tp=4", "--format", "text").stdout
+    assert "\n".join(data["suggestion"]["reasons"]) in written
+    # Names without end: no rules can be written, and the report stands without them.
+    many = [[f"{chr(97 + i % 26)}{hash_of(i)}", [8, 8], "F32"] for i in range(5000)]
+    model.write_text(json.dumps({"params": many}))
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "the report has no suggested rules: " in result.stderr
+    assert '"suggestion":null' in page.read_text()
+
+
+def hash_of(number):
+    """Letters that differ for each number."""
+    return "".join(chr(97 + int(digit)) for digit in str(number))
+
+
 def test_rules_are_mended(small):
     model, rules = small
     result = run("suggest", model, "-m", "fsdp=2,tp=4", "--like", rules)

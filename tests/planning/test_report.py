@@ -11,6 +11,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import groupby, product
 from time import perf_counter, process_time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -119,6 +120,7 @@ def hostile():
         "sweep": sr.Sweep(sweep_of(plan)[:1]),
         "title": evil,
         "hbm": 10**11,
+        "suggestion": SimpleNamespace(plan=plan, reasons=tuple(HOSTILE)),
     }
 
 
@@ -242,6 +244,31 @@ def test_a_sweep_that_counts_something_else_is_refused(deepseek):
     assert data["fullest"] == deepseek.bytes_per_device(**ADAM).max
     with pytest.raises(ValueError, match="give both the same gradients=, optimizer= and"):
         deepseek.to_html(findings=FINDINGS, sweep=deepseek.sweep(), **ADAM)
+
+
+def test_the_page_ends_with_suggested_rules(deepseek):
+    suggestion = sr.suggest(deepseek, {"fsdp": 512})
+    shown = Page(
+        deepseek.to_html(findings=FINDINGS, suggestion=suggestion, hbm=10**10, **ADAM)
+    ).data
+    held = [plan.bytes_per_device(**ADAM).max for plan in (deepseek, suggestion.plan)]
+    assert shown["suggestion"]["reasons"] == [str(reason) for reason in suggestion.reasons]
+    assert [(row["mesh"], row["rules"], row["bytes"]) for row in shown["suggestion"]["plans"]] == [
+        (MESH, len(deepseek.rules), held[0]),
+        ({"fsdp": 512}, len(suggestion.rules), held[1]),
+    ]
+    assert [row["fits"] for row in shown["suggestion"]["plans"]] == [one <= 10**10 for one in held]
+    assert Page(deepseek.to_html(findings=FINDINGS)).data["suggestion"] is None
+
+
+def test_a_suggestion_for_something_else_is_refused(deepseek):
+    other = sr.suggest({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, {"tp": 2})
+    with pytest.raises(
+        ValueError, match=r"suggestion: it is for other leaves \(number 1, bytes 256\)"
+    ):
+        deepseek.to_html(findings=FINDINGS, suggestion=other)
+    with pytest.raises(TypeError, match="suggestion: the optimizer's plan follows other rules"):
+        other.plan.to_html(suggestion=other, optimizer=other.plan)
 
 
 def test_browser_says_whether_it_fits(opened, deepseek):
@@ -424,9 +451,22 @@ def test_browser_shows_the_time_of_a_step_and_what_takes_longest(opened, deepsee
     assert "assumed: hardware=H100" in page.inner_text("#sweep")
 
 
+def test_browser_shows_suggested_rules_last(opened, deepseek):
+    suggestion = sr.suggest(deepseek)
+    page = opened(deepseek, suggestion=suggestion)
+    last = page.inner_text("main > section:last-child")
+    assert "suggested rules" in last.lower()
+    for text in (
+        bytes_shown(suggestion.plan.bytes_per_device().max),
+        *map(str, suggestion.reasons),
+    ):
+        assert text in last
+
+
 def test_browser_without_a_sweep(opened, deepseek):
     page = opened(deepseek, sweep=None, findings=sr.Findings(()))
     assert not page.is_visible("#sweep")
+    assert not page.is_visible("#suggestion")
     assert "None." in page.inner_text("#findings")
 
 
@@ -615,6 +655,7 @@ def test_browser_hostile_names(opened, hostile):
     search(page, "<")
     page.wait_for_timeout(1000)  # an onerror would have come by now
     assert page.evaluate("window.hacked") is None
+    assert "<!--<script>" in page.inner_text("#suggestion")
     for where in ("#treemap", "main", "header", "#sweep-chart"):
         assert page.locator(f"{where} :is(img, a, b:not(.fix b), iframe)").count() == 0
     assert page.inner_text("h1") == shown["title"]

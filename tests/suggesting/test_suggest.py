@@ -432,6 +432,23 @@ class TestLike:
         rules = sr.suggest(models.llama(), MESH).rules
         assert sr.suggest(models.llama(), MESH, like=rules).rules == rules
 
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            ("down_proj", sr.RuleSpec(("tp",), memory_kind="pinned_host")),
+            ("down_proj", sr.RuleSpec(("tp",), optional_axes=("sp",))),
+            ("down_proj", sr.RuleSpec(("tp",), sr.Correction(indivisible="error"))),
+            ("down_proj", sr.fsdp("fsdp", min_rank=2)),
+            (re.compile("DOWN_proj", re.IGNORECASE), ("tp",)),
+        ],
+    )
+    def test_what_a_text_would_lose_is_refused(self, rule):
+        found = sr.suggest(models.llama(), MESH, like=[rule])
+        assert next(iter(found.rules)) == next(iter(sr.Rules([rule])))
+        for text in (found.to_toml, found.to_python):
+            with pytest.raises(ValueError, match="rule 0 .*which would be lost: mend its own file"):
+                text()
+
     def test_rules_of_another_dialect_are_refused(self):
         with pytest.raises(ValueError, match="like: the rules are in the dialect JAXSeq"):
             sr.suggest(models.llama(), MESH, like=sr.Rules([("w", "tp")], sr.KEYSTR))

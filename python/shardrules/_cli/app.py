@@ -21,6 +21,7 @@ from shardrules._cli.inputs import (
     is_lock,
     load_hardware,
     load_model,
+    load_patch,
     load_plan,
     load_side,
 )
@@ -44,6 +45,7 @@ from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more, byte_count, shown
 from shardrules._hardware import Hardware, public_hardware
 from shardrules._logical.dialects import LINEN, MAXTEXT
+from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
@@ -52,6 +54,7 @@ from shardrules._planning.asking.budget import Room
 from shardrules._planning.asking.findings import LEVELS, Findings, Level
 from shardrules._planning.asking.sweep import Sweep
 from shardrules._printable import printable
+from shardrules._suggesting.suggestion import Suggestion
 
 __all__ = ["app", "run"]
 
@@ -293,9 +296,19 @@ def check(
         list[str] | None,
         typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
     ] = None,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Print a patch of the rule file instead: rules that decide nothing and the "
+            "catch-all go, missing rules come. Exits with 1 if there is one.",
+        ),
+    ] = False,
 ) -> None:
     """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
     _check_findings_options(format_, fail_on)
+    if fix and format_ != "text":
+        raise ValueError("--fix prints a patch, so leave out --format")
     size, levels = byte_count(large), _levels(level or ())
     declared = Declared(
         replicated=tuple(replicated or ()),
@@ -313,7 +326,16 @@ def check(
         head_dim=head_dim,
         levels=levels,
     )
-    _report_findings(findings, format_, fail_on, rules)
+    if not fix:
+        _report_findings(findings, format_, fail_on, rules)
+    elif patch := load_patch(rules, planned, dialect, head_dim):
+        # As bytes: a file's line ends and characters, whatever those of standard output are.
+        sys.stdout.buffer.write(patch.encode())
+        if fail_on != "never":
+            raise typer.Exit(1)
+    elif findings.at_least("warning"):
+        note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
+        _exit_for(findings, fail_on)
 
 
 @app.command("verify")
@@ -641,8 +663,25 @@ def _report(planned: Planned, room: Room, counted: dict[str, Any], step: dict[st
     ones = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working("trying meshes"):
         found = plan.sweep(fixed=ones, **step, **given) if plan.devices > 1 else None
+        suggestion = _suggestion(planned)
     chart = found and Sweep(found[:_MOST_BARS])
-    return plan.to_html(findings=findings, sweep=chart, title=planned.model, **given)
+    return plan.to_html(
+        findings=findings, sweep=chart, title=planned.model, suggestion=suggestion, **given
+    )
+
+
+def _suggestion(planned: Planned) -> Suggestion | None:
+    """Rules that `suggest` writes for the same arrays and mesh; None, with a note, if it cannot."""
+    from shardrules._suggesting.suggest import suggest as suggested
+
+    rules = planned.rules.rules
+    if isinstance(rules, LogicalRules):
+        return None
+    try:
+        return suggested(planned.plan, dialect=rules.dialect)
+    except ValueError as error:
+        note(printable(f"note: the report has no suggested rules: {error}"))
+        return None
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:
@@ -753,6 +792,11 @@ def _report_findings(
         print(findings.to_github(file))
     else:
         show_findings(findings)
+    _exit_for(findings, fail_on)
+
+
+def _exit_for(findings: Findings, fail_on: str) -> None:
+    """Exits with 1 if there are findings of at least the level."""
     if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
         raise typer.Exit(1)
 

@@ -34,6 +34,7 @@ __all__ = [
     "is_lock",
     "load_hardware",
     "load_model",
+    "load_patch",
     "load_plan",
     "load_side",
 ]
@@ -137,6 +138,19 @@ def load_model(source: str, dialect: str | None, like: str | None) -> Model:
     used = chosen if to_mend is None else to_mend.dialect
     _, tree, names = _tree(source, used)
     return Model(tree, names, used, to_mend)
+
+
+def load_patch(source: str, planned: Planned, dialect: str | None, head_dim: int | None) -> str:
+    """The patch that mends the rules of a plan in their file; "" if they are right.
+
+    Raises:
+        As `rule_patch`.
+    """
+    from shardrules._suggesting.rule_patch import rule_patch
+
+    chosen = None if dialect is None else _dialect_of(dialect)
+    read_in = chosen if isinstance(chosen, Dialect) else None
+    return rule_patch(source, planned.rules, planned.plan, dialect=read_in, head_dim=head_dim)
 
 
 def load_side(

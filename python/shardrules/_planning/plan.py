@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
     from shardrules._planning.roles import DimRole
+    from shardrules._planning.showing.report.data import Proposal, Proposed
     from shardrules._sharding.mesh import MeshLike
 
     # The columns of the same leaves on another mesh.
@@ -972,6 +973,7 @@ class Plan:
         gradients: Any = None,
         optimizer: Plan | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
+        suggestion: Proposal | None = None,
     ) -> str:
         """The plan as one HTML page that works offline; needs `shardrules[report]`.
 
@@ -986,12 +988,16 @@ class Plan:
             gradients: As in `bytes_per_device`.
             optimizer: As in `bytes_per_device`.
             optimizer_memory_kind: As in `bytes_per_device`.
+            suggestion: The `Suggestion` of `suggest` for the same leaves, with which the page ends:
+                why each rule says what it says, and its bytes beside the plan's. Default: none.
 
         Returns:
             The page.
 
         Raises:
-            ValueError: The sweep counts other bytes for the plan's mesh; or as `bytes_per_device`.
+            ValueError: The sweep counts other bytes for the plan's mesh; the suggestion is for
+                other leaves; or as `bytes_per_device`.
+            TypeError: A suggestion comes with an optimizer that is a Plan.
             ModuleNotFoundError: plotly is not installed; the message says how to get it.
             OSError: The file cannot be written.
 
@@ -1002,6 +1008,7 @@ class Plan:
             >>> "Content-Security-Policy" in page
             True
         """
+        from shardrules._planning.showing.report.data import Proposal
         from shardrules._planning.showing.report.page import report_html
 
         check_file("path", path)
@@ -1010,13 +1017,48 @@ class Plan:
         check_type("title", title, str, "a string")
         room = _room(hbm, host_memory)
         shown = self.check() if findings is None else findings
-        held = self.bytes_per_device(
-            gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
+        check_type(
+            "suggestion", suggestion, Proposal | None, "the Suggestion of shardrules.suggest"
         )
-        page = report_html(self._columns, shown, sweep, title, room=room, held=held)
+        counted: dict[str, Any] = {
+            "gradients": gradients,
+            "optimizer": optimizer
+            if isinstance(optimizer, Plan | None)
+            else listed("optimizer", optimizer, _MOMENTS),
+            "optimizer_memory_kind": optimizer_memory_kind,
+        }
+        held = self.bytes_per_device(**counted)
+        proposed = None if suggestion is None else self._proposed(suggestion, counted)
+        page = report_html(
+            self._columns, shown, sweep, title, room=room, held=held, proposed=proposed
+        )
         if path is not None:
             write_text(path, page)
         return page
+
+    def _proposed(self, suggestion: Proposal, counted: dict[str, Any]) -> Proposed:
+        """Other rules for these leaves, with their bytes counted in the same way.
+
+        Raises:
+            ValueError: They are for other leaves.
+            TypeError: The optimizer is planned under these rules.
+        """
+        from shardrules._planning.showing.report.data import Proposed
+
+        other: Plan = suggestion.plan
+        if (len(other), other.total_bytes) != (len(self), self.total_bytes):
+            raise ValueError(
+                f"suggestion: it is for other leaves (number {len(other):,}, bytes "
+                f"{other.total_bytes:,}) than the plan (number {len(self):,}, bytes "
+                f"{self.total_bytes:,}): suggest for the same model"
+            )
+        if isinstance(counted["optimizer"], Plan):
+            raise TypeError(
+                "suggestion: the optimizer's plan follows other rules; give the dtypes of its "
+                "moments as optimizer"
+            )
+        held = other.bytes_per_device(**counted)
+        return Proposed(other._columns, held, list(map(str, suggestion.reasons)))
 
     def _repr_html_(self) -> str:
         from shardrules._planning.showing.notebook import table_html

@@ -183,7 +183,8 @@ class Suggestion:
         """A rule file, for `shardrules check --rules` and `read_rules`.
 
         Raises:
-            ValueError: The dialect is one of your own, which files cannot name.
+            ValueError: The dialect is one of your own, which files cannot name; or a rule of `like`
+                has more than a pattern, a spec and units.
 
         Example:
             >>> import jax, shardrules as sr
@@ -202,6 +203,9 @@ class Suggestion:
 
     def to_python(self) -> str:
         """The rules as Python code.
+
+        Raises:
+            ValueError: A rule of `like` has more than a pattern, a spec and units.
 
         Example:
             >>> import jax, shardrules as sr

@@ -7,6 +7,7 @@ escaped. Costs per rule. Must not know why a rule says what it says.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from shardrules._files.rules import DIALECTS
 from shardrules._logical.resolver import axes_in
 from shardrules._logical.rules import LogicalRules
 from shardrules._printable import printable
-from shardrules._shape_specs import Fsdp
+from shardrules._shape_specs import Fsdp, fsdp
 from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from shardrules._matching.match_modes import Pattern
     from shardrules._matching.rules import Rules
 
-__all__ = ["pattern_shown", "python_text", "toml_text"]
+__all__ = [
+    "pattern_shown", "plain_pattern", "python_text", "toml_list", "toml_rule", "toml_text",
+]  # fmt: skip
 
 
 def pattern_shown(pattern: Pattern) -> str:
@@ -44,34 +47,63 @@ def toml_text(
             f"to_toml: the dialect {dialect.name} is one of your own, which a rule file cannot "
             "name; use to_python"
         )
+    if not isinstance(rules, LogicalRules):
+        _check_sayable("to_toml", rules)
     lines = [f"# {heading}", *['kind = "logical"'] * is_logical]
     lines += [f"dialect = {_toml(dialect.name)}"]
     lines += [
-        f"{name} = {_toml_list(values)}"  # type: ignore[arg-type]
+        f"{name} = {toml_list(values)}"  # type: ignore[arg-type]
         for name, values in declared.items()
         if values
     ]
     if not len(rules):
         lines.append("rules = []")
     for (pattern, value), note in zip(rules, notes, strict=True):
-        lines += ["", f"# {note}", "[[rules]]"]
-        if is_logical:
-            axes = value if isinstance(value, str) else axes_in(value)
-            lines += [f"name = {_toml(pattern)}", f"axes = {_toml_list(axes)}"]
-        else:
-            lines += [f"pattern = {_toml_list(_plain(pattern))}", *_toml_spec(value)]
+        write = _toml_logical_rule if is_logical else toml_rule
+        lines += ["", *write(pattern, value, note)]
     return "\n".join(lines) + "\n"
 
 
-def _plain(pattern: Pattern) -> str | tuple[str, ...]:
+def _check_sayable(what: str, rules: Rules) -> None:
+    """Checks that each rule is a pattern, a spec and units; rules of `like` may say more.
+
+    Raises:
+        ValueError: One has flags, a correction, a memory kind or the like, which would be lost.
+    """
+    for number, (pattern, value) in enumerate(rules):
+        wanted = rule_spec(value)
+        is_plain = wanted == RuleSpec(wanted.spec, units=wanted.units)
+        if isinstance(wanted.spec, Fsdp):
+            is_plain &= wanted.spec == fsdp(wanted.spec.axes)
+        if not is_plain or isinstance(pattern, re.Pattern):
+            raise ValueError(
+                f"{what}: rule {number} {pattern_shown(pattern)} has more than a pattern, a spec "
+                "and units, which would be lost: mend its own file with shardrules check --fix, or "
+                "use Suggestion.rules"
+            )
+
+
+def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
+    """The lines of a rule, with a note above it."""
+    written = f"pattern = {toml_list(plain_pattern(pattern))}"
+    return [f"# {note}", "[[rules]]", written, *_toml_spec(value)]
+
+
+def _toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
+    written = axes if isinstance(axes, str) else axes_in(axes)
+    return [f"# {note}", "[[rules]]", f"name = {_toml(name)}", f"axes = {toml_list(written)}"]
+
+
+def plain_pattern(pattern: Pattern) -> str | tuple[str, ...]:
+    """A pattern as files have it."""
     return pattern if isinstance(pattern, tuple) else str(pattern)
 
 
 def _toml_spec(value: Any) -> list[str]:
     wanted = rule_spec(value)
     if isinstance(wanted.spec, Fsdp):
-        return [f"spec = {{ fsdp = {_toml_list(wanted.spec.axes)} }}"]
-    entries = [_toml_list(entry_axes(entry)) for entry in entries_of(wanted.spec)]
+        return [f"spec = {{ fsdp = {toml_list(wanted.spec.axes)} }}"]
+    entries = [toml_list(entry_axes(entry)) for entry in entries_of(wanted.spec)]
     single = [_toml(one[0]) if len(one := entry_axes(e)) == 1 else text
               for e, text in zip(entries_of(wanted.spec), entries, strict=True)]  # fmt: skip
     lines = [f"spec = [{', '.join(single)}]"]
@@ -80,7 +112,8 @@ def _toml_spec(value: Any) -> list[str]:
     return lines
 
 
-def _toml_list(value: str | Iterable[Any]) -> str:
+def toml_list(value: str | Iterable[Any]) -> str:
+    """A TOML string, or a list of strings."""
     if isinstance(value, str):
         return _toml(value)
     return f"[{', '.join(_toml(one) for one in value)}]"
@@ -116,6 +149,7 @@ def python_text(rules: Rules | LogicalRules, heading: str, notes: Sequence[str])
             for line in (f"    # {note}", f"    ({_python(name)}, {_python(axes)}),")
         ]
         return "\n".join([f"# {heading}", "rules = [", *listed, "]"]) + "\n"
+    _check_sayable("to_python", rules)
     values = [_python_spec(value) for _, value in rules]
     imports = ["from jax.sharding import PartitionSpec as P"]
     if any(value.startswith("sr.") for value in values):

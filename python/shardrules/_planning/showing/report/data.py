@@ -6,7 +6,7 @@ Costs per folded row, not per leaf. Must not know HTML.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from shardrules._correction import rule_spec_shown
 from shardrules._format import seconds_shown
@@ -29,7 +29,28 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.sweep import Sweep, SweepRow
     from shardrules._planning.columns import Columns
 
-__all__ = ["report_data"]
+__all__ = ["Proposal", "Proposed", "report_data"]
+
+
+@runtime_checkable
+class Proposal(Protocol):
+    """Rules that could take the place of a plan's: all that is known here of a `Suggestion`."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the same leaves under these rules."""
+
+    @property
+    def reasons(self) -> tuple[object, ...]:
+        """Per rule why it says what it says; `str` gives it in words."""
+
+
+class Proposed(NamedTuple):
+    """What the page shows of other rules for its leaves."""
+
+    columns: Columns
+    held: DeviceBytes
+    reasons: list[str]
 
 
 def report_data(
@@ -40,6 +61,7 @@ def report_data(
     *,
     room: Room,
     held: DeviceBytes,
+    proposed: Proposed | None,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
     _check_same_budget(columns, sweep, held)
@@ -63,6 +85,23 @@ def report_data(
         "rows": [[row.parts, row.group, len(row.rows)] for row in columns.folded],
         "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
+        "suggestion": None if proposed is None else {
+            "reasons": proposed.reasons,
+            "plans": [
+                _plan_row("this plan", columns, held, room),
+                _plan_row("suggested", proposed.columns, proposed.held, room),
+            ],
+        },
+    }  # fmt: skip
+
+
+def _plan_row(name: str, columns: Columns, held: DeviceBytes, room: Room) -> dict[str, Any]:
+    return {
+        "name": name,
+        "mesh": columns.axis_sizes,
+        "rules": len(columns.rules),
+        "bytes": held.max,
+        "fits": room.fits(held),
     }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.sweep import Sweep
     from shardrules._planning.columns import Columns
+    from shardrules._planning.showing.report.data import Proposed
 
 __all__ = ["report_html"]
 
@@ -44,6 +45,7 @@ def report_html(
     *,
     room: Room,
     held: DeviceBytes,
+    proposed: Proposed | None = None,
 ) -> str:
     """A plan as one HTML page that works offline: no part of it may fetch anything.
 
@@ -54,6 +56,7 @@ def report_html(
         title: Such as the model's name.
         room: The memory that there is, for the verdict and a line in that chart.
         held: The bytes on each device.
+        proposed: Other rules, shown at the end; without them there is nothing.
 
     Raises:
         ValueError: The sweep has other bytes for the plan's mesh.
@@ -64,7 +67,9 @@ def report_html(
         policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
         title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
         styles=_text("page.css"),
-        data=_json(report_data(columns, findings, sweep, title, room=room, held=held)),
+        data=_json(
+            report_data(columns, findings, sweep, title, room=room, held=held, proposed=proposed)
+        ),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

@@ -108,3 +108,22 @@
   section.append(element("div", { class: "scroll" }, made),
     ...report.sweep_notes.map((note) => element("p", { class: "hint" }, note)));
 })();
+
+(() => {
+  if (report.suggestion === null) return;
+  const section = document.getElementById("suggestion");
+  section.hidden = false;
+  const [made, body] = table(["Rules", "Mesh", "Number", "Fullest device", "Fits"], [2, 3]);
+  const verdicts = new Map([[true, "yes"], [false, "no"], [null, "-"]]);
+  body.append(...report.suggestion.plans.map((plan) =>
+    element("tr", { class: plan.fits === false ? "does-not-fit" : null },
+      element("td", {}, plan.name),
+      element("td", {}, element("code", {}, meshShown(plan.mesh))),
+      element("td", { class: "number" }, counted(plan.rules)),
+      element("td", { class: "number" }, bytesShown(plan.bytes)),
+      element("td", {}, verdicts.get(plan.fits)))));
+  const reasons = element("ul", { class: "paths" });
+  section.append(element("div", { class: "scroll" }, made), reasons);
+  appendPaged(reasons, report.suggestion.reasons, (reason) =>
+    element("li", {}, element("code", {}, reason)), section, 40);
+})();
