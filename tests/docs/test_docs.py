@@ -23,8 +23,8 @@ MODULES = [
 # Modules of names alone.
 CONSTANTS = ("shardrules.compat.eformer_common_types",)
 WITHOUT_EXAMPLES = {
-    "AxisMetadata", "Change", "Coverage", "Decision", "DeviceBytes", "Dialect", "Difference",
-    "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "RuleFile", "RulesFallback", "Sweep",
+    "AxisMetadata", "Change", "Comparison", "Coverage", "CutReason", "Decision", "DeviceBytes", "Dialect", "Difference",
+    "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "Reason", "RuleFile", "RulesFallback", "Sweep",
     "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 # The other pages are about today's JAX.

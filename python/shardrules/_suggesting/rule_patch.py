@@ -123,7 +123,7 @@ def _text(source: str) -> str:
 
 
 def _is_read_as(
-    source: str, text: str, dialect: Dialect | None, wanted: Rules, change: Amendment
+    source: str, text: str, dialect: Dialect | None, wanted: Rules | LogicalRules, change: Amendment
 ) -> bool:
     """Whether the text is a rule file with these rules and what is declared."""
     with tempfile.TemporaryDirectory() as directory:

@@ -113,7 +113,8 @@ class TableSearch:
         """What most dimensions of the name are; of biases and norms only if it has no others."""
         dims = [(one, dim) for one in self._with_name[name] for dim, n in one.named() if n == name]
         of_kernels = [one for one in dims if not one[0].dims.is_vector] or dims
-        return Counter(one.dims.sides[dim] for one, dim in of_kernels).most_common(1)[0][0]
+        sides: Counter[Side] = Counter(one.dims.sides[dim] for one, dim in of_kernels)
+        return sides.most_common(1)[0][0]
 
     def usual(self) -> Table:
         """The table that experts would write, as far as arrays can be cut so."""

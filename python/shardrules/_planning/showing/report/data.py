@@ -39,10 +39,12 @@ class Proposal(Protocol):
     @property
     def plan(self) -> Any:
         """The plan of the same leaves under these rules."""
+        ...
 
     @property
     def reasons(self) -> tuple[object, ...]:
         """Per rule why it says what it says; `str` gives it in words."""
+        ...
 
 
 class Proposed(NamedTuple):
