@@ -53,7 +53,7 @@ FAILURES = {
     "shard_local": "ValueError: batch: ['x'] has the shape [3], and the devices of this process hold",
 }
 DIFFERENCES = {
-    "rules": "not the same in process 0 and process 1",
+    "rules": "not the same in process 0 and process",
     "reshard": "processes make different calls",
 }
 
