@@ -20,7 +20,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from benchmarks.cases import after_purge, cut, logical_names, re_loop
+from benchmarks.cases import after_purge, cold_match, cut, logical_names, re_loop
 from benchmarks.harness import Call, collector, interleaved_seconds, same
 from benchmarks.trees import ATTENTION, ATTENTION_RULES, attention_layers
 
@@ -86,7 +86,7 @@ def _curve(
         tree = make()
         compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
         calls: dict[str, Call] = {
-            "shardrules": partial(sr.match_partition_rules, rules, tree),
+            "shardrules": partial(cold_match, rules, tree),
             "eformer": after_purge(partial(eformer_match, rules, tree)),
             "re, compiled before": partial(re_loop, compiled, tree),
             "google-re2's Set": partial(_re2_set, rules, tree),

@@ -42,11 +42,15 @@ def _plans() -> Iterator[Row]:
     trainer, sampler = (
         planned.on_mesh({"fsdp": n, "sp": 1, "tp": m}) for n, m in [(64, 1), (1, 32)]
     )
+
+    def plan() -> sr.Plan:
+        return sr.plan(tree, sr.Rules(rules), MESH)
+
     calls: dict[str, Callable[[], Any]] = {
-        "plan": lambda: sr.plan(tree, rules, MESH),
-        "plan, then its table": lambda: repr(sr.plan(tree, rules, MESH)),
-        "plan, then check": lambda: sr.plan(tree, rules, MESH).check(),
-        "plan, then lock": lambda: sr.plan(tree, rules, MESH).lock(),
+        "plan": plan,
+        "plan, then its table": lambda: repr(plan()),
+        "plan, then check": lambda: plan().check(),
+        "plan, then lock": lambda: plan().lock(),
         "Plan.from_lock": lambda: sr.Plan.from_lock(locked),
         "Plan.shardings": planned.shardings,
         "Plan.transfer from fsdp=64 to tp=32": lambda: trainer.transfer(sampler),

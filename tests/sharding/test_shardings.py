@@ -95,7 +95,7 @@ def test_nothing_is_leaked():
 
     marker = Marker("tp")
     alive = weakref.ref(marker)
-    sr.named_shardings({"w": np.zeros(4)}, [("w", (None, marker))], {"tp": 2})
+    sr.named_shardings({"w": np.zeros(4)}, sr.Rules([("w", (None, marker))]), {"tp": 2})
     del marker
     gc.collect()
     from shardrules import _specs

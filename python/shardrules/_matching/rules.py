@@ -6,6 +6,7 @@ Costs one call into the core for each tree. Must not know how a path is matched.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
@@ -16,10 +17,11 @@ from shardrules._format import shown
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.environment import checked_min_size
+from shardrules._matching.given import GivenPairs
 from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree, rule_shown, too_long_message
-from shardrules._specs import is_partition_spec, normalize_spec, partition_spec
+from shardrules._specs import Entries, as_partition_spec, is_partition_spec, normalize_spec
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -27,6 +29,7 @@ __all__ = [
     "as_rules",
     "match_partition_rules",
     "matcher_of",
+    "remembered_rules",
     "specs_by_rules",
 ]
 
@@ -82,8 +85,7 @@ class Rules:
             raise AttributeError("Rules are immutable; make new ones")
         check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.EASYLM")
         memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
-        mode = MATCH_MODES[dialect.match[-1]]
-        pairs = tuple(_checked_pair(i, rule, mode) for i, rule in enumerate(_checked_rules(rules)))
+        pairs = _checked_pairs(_checked_rules(rules), dialect)
         object.__setattr__(self, "_matcher", Matcher(pairs, dialect, memory_budget))
 
     @property
@@ -221,7 +223,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
     found = matcher.decide(
         tree,
         matcher.specs,
-        partition_spec(),
+        as_partition_spec(Entries()),
         min_size=checked_min_size(min_size),
         strict=boolean("strict", strict),
     )
@@ -234,7 +236,27 @@ def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:
     Raises:
         TypeError, re.error: As `Rules`.
     """
-    return rules if isinstance(rules, Rules) else Rules(_checked_rules(rules, name))
+    return rules if isinstance(rules, Rules) else remembered_rules(rules, EFORMER, name)
+
+
+def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules") -> Rules:
+    """`Rules(rules, dialect)`, or the ones of an earlier call with the same pairs.
+
+    Raises:
+        TypeError, re.error: As `Rules`; `name` is the parameter's.
+    """
+    pairs = tuple(_checked_rules(rules, name))
+    try:
+        given = GivenPairs(pairs, dialect)
+    except TypeError:  # lists, as JSON has them; checked, they are tuples
+        given = GivenPairs(_checked_pairs(pairs, dialect), dialect)
+    return _compiled(given)
+
+
+# Each may hold its memory budget in states, but real rules take some 100 KB.
+@functools.lru_cache(maxsize=16)
+def _compiled(given: GivenPairs) -> Rules:
+    return Rules(given.pairs, given.dialect)
 
 
 def matcher_of(rules: Rules) -> Matcher:
@@ -277,6 +299,11 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
             ".update(rules)"
         )
     return "list(rules.items())"
+
+
+def _checked_pairs(rules: Iterable[Any], dialect: Dialect) -> tuple[tuple[Pattern, Any], ...]:
+    mode = MATCH_MODES[dialect.match[-1]]
+    return tuple(_checked_pair(index, rule, mode) for index, rule in enumerate(rules))
 
 
 def _checked_pair(index: int, rule: Any, mode: MatchMode) -> tuple[Pattern, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardrules._arguments import boolean
 from shardrules._matching.dialects import EASYLM
 from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, remembered_rules
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 
@@ -45,7 +45,7 @@ def match_partition_rules(rules: Iterable[tuple[Pattern, Any]], params: Any) -> 
         >>> specs == {"wq": {"kernel": P("fsdp", "mp")}, "count": P()}
         True
     """
-    return Rules(rules, EASYLM).match(params)
+    return remembered_rules(rules, EASYLM).match(params)
 
 
 class TreePathShardingRule:

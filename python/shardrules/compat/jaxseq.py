@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrules._matching.dialects import KEYSTR
 from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import remembered_rules
 
 __all__ = ["match_partition_rules"]
 
@@ -41,4 +41,4 @@ def match_partition_rules(rules: Iterable[tuple[Pattern, Any]], params: Any) -> 
         >>> specs == {"q": {"kernel": P("fsdp", "mp")}, "step": P()}
         True
     """
-    return Rules(rules, KEYSTR).match(params)
+    return remembered_rules(rules, KEYSTR).match(params)

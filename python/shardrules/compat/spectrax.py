@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardrules._arguments import boolean
 from shardrules._matching.dialects import SPECTRAX
 from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import remembered_rules
 
 __all__ = ["match_partition_rules"]
 
@@ -53,5 +53,5 @@ def match_partition_rules(
         >>> specs == {"kernel": P("fsdp", "tp"), "bias": P()}
         True
     """
-    compiled = Rules(rules, SPECTRAX if boolean("strict", strict) else _NOT_STRICT)
+    compiled = remembered_rules(rules, SPECTRAX if boolean("strict", strict) else _NOT_STRICT)
     return compiled.match(tree, min_size=0 if min_size is None else min_size)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_tree, check_type, each
 from shardrules._matching.dialects import TP_PLAN
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, remembered_rules
 from shardrules._specs import partition_spec
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]
@@ -60,6 +60,9 @@ rowwise styles do not cut a parameter named `bias`.
 """
 
 
+_NOT_OF_WEIGHTS: Final = replace(TP_PLAN, match=("exact", "glob"))
+
+
 class _Style(NamedTuple):
     name: str
     axis: str | tuple[str, ...]
@@ -77,8 +80,7 @@ def parameter_tp_plan(
 
     Semantics of `_get_parameter_plan` of transformers 5. It looks up the parameter's name with `*`
     for numbers of layers, then the name of its module. Names without `*` in the plan take
-    precedence. Each call compiles the plan. For many names, make `Rules(tp_plan.items(), TP_PLAN)`
-    once and call its `first_match`.
+    precedence.
 
     Args:
         parameter_name: A name such as "model.layers.3.mlp.up_proj.weight".
@@ -93,8 +95,8 @@ def parameter_tp_plan(
     check_type("parameter_name", parameter_name, str, "a string")
     _check_plan(tp_plan)
     is_weight = boolean("is_weight", is_weight)
-    dialect = TP_PLAN if is_weight else replace(TP_PLAN, match=("exact", "glob"))
-    rule = Rules(tp_plan.items(), dialect).first_match(parameter_name)
+    dialect = TP_PLAN if is_weight else _NOT_OF_WEIGHTS
+    rule = remembered_rules(tp_plan.items(), dialect).first_match(parameter_name)
     return None if rule is None else list(tp_plan.values())[rule]
 
 

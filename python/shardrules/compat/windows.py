@@ -11,7 +11,7 @@ from typing import Any
 
 from shardrules._arguments import texts
 from shardrules._matching.dialects import WINDOW
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import remembered_rules
 from shardrules._specs import entries_of, partition_spec
 
 __all__ = ["set_partitions"]
@@ -54,7 +54,7 @@ def set_partitions(
     import jax
 
     layers = set(texts("scanned", scanned))
-    specs = Rules(rules, WINDOW).match(in_dict)
+    specs = remembered_rules(rules, WINDOW).match(in_dict)
     if not layers:
         return specs
 

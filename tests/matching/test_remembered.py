@@ -1,0 +1,210 @@
+"""Pairs that an earlier call had are not compiled again, and what comes of them is the same."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import re
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._matching import matcher, rules
+from shardrules._matching.dialects import EASYLM, EFORMER
+from shardrules._matching.rules import remembered_rules
+from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
+from shardrules.compat import eformer as compat_eformer
+
+TREE = {"wq": {"kernel": np.zeros((4, 4))}, "norm": np.zeros(4)}
+MESH = {"fsdp": 2, "tp": 2}
+
+
+def fresh_pairs():
+    """Equal pairs in which nothing is the same object as before."""
+    return [("".join(["wq", "/kernel"]), P("fsdp", "tp")), (re.compile("NORM", re.I), P())]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """The patterns of each rule list that is compiled; none is remembered at first."""
+    rules._compiled.cache_clear()
+    make = matcher.compile_patterns
+    lists = []
+
+    def counted(patterns, modes):
+        lists.append(patterns)
+        return make(patterns, modes)
+
+    monkeypatch.setattr(matcher, "compile_patterns", counted)
+    yield lists
+    rules._compiled.cache_clear()
+
+
+ENTRIES = {
+    "match_partition_rules": lambda pairs: sr.match_partition_rules(pairs, TREE),
+    "named_shardings": lambda pairs: sr.named_shardings(TREE, pairs, MESH),
+    "spec_for": lambda pairs: sr.spec_for("wq/kernel", (4, 4), pairs, MESH),
+    "plan": lambda pairs: sr.plan(TREE, pairs, MESH).specs(),
+    "compat.eformer": lambda pairs: compat_eformer.match_partition_rules(pairs, TREE),
+    "compat.easylm": lambda pairs: easylm.match_partition_rules(pairs, TREE),
+    "compat.spectrax": lambda pairs: spectrax.match_partition_rules(pairs, TREE),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_equal_pairs_are_compiled_once(compiled, entry):
+    first = ENTRIES[entry](fresh_pairs())
+    assert ENTRIES[entry](tuple(fresh_pairs())) == first
+    assert ENTRIES[entry]([list(pair) for pair in fresh_pairs()]) == first
+    assert ENTRIES[entry]([list(pair) for pair in fresh_pairs()]) == first
+    # Checked, a list of lists is what the tuples are.
+    assert len(compiled) <= 2
+    assert ENTRIES[entry]([("wq", P("tp")), ("norm", P())]) != first
+
+
+def test_other_dialects_are_compiled_once(compiled):
+    for _ in range(3):
+        jaxseq.match_partition_rules([("kernel", P("tp")), (".*", P())], TREE)
+        windows.set_partitions(TREE, [(("kernel",), P("tp")), (("norm",), None)])
+        tp_plan.parameter_tp_plan("layers.3.up", {"layers.*.up": "colwise"})
+        tp_plan.parameter_tp_plan("layers.3.up", {"layers.*.up": "colwise"}, is_weight=False)
+    assert len(compiled) == 4
+    assert remembered_rules([("a", "tp")], EFORMER) is not remembered_rules([("a", "tp")], EASYLM)
+
+
+def test_rules_are_always_fresh(compiled):
+    assert sr.Rules(fresh_pairs()) is not sr.Rules(fresh_pairs())
+    sr.match_partition_rules(fresh_pairs(), TREE)
+    sr.match_partition_rules(sr.Rules(fresh_pairs()), TREE)
+    assert len(compiled) == 4
+
+
+class Axis(enum.StrEnum):
+    TP = "tp"
+
+
+class Equal:
+    """Equal to all others, and none the less another object."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+
+EXACT = sr.Correction(indivisible="error")
+LOOKALIKES = {
+    "numbers": (1, True, 1.0, np.int64(1)),
+    "objects": (Equal(), Equal()),
+    "strings": (P("tp"), P(Axis.TP), ("tp",), (Axis.TP,), "tp", Axis.TP),
+    "entries": (P("a", "b"), P(("a", "b")), P("a", "b", None), P(("a",), "b")),
+    "unconstrained": (P(None), P(P.UNCONSTRAINED)),
+    "records": (
+        sr.RuleSpec("tp"),
+        sr.RuleSpec(Axis.TP),
+        sr.RuleSpec(P("tp")),
+        sr.RuleSpec("tp", EXACT),
+        sr.RuleSpec("tp", memory_kind="pinned_host"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_lookalikes_are_not_mixed_up(kind):
+    for spec in LOOKALIKES[kind] * 2:
+        expected = sr.Rules([("w", spec)])
+        found = remembered_rules([("w", spec)], EFORMER)
+        assert repr(found[0]) == repr(expected[0])
+        assert type(found[0][1]) is type(expected[0][1])
+        leaf = sr.match_partition_rules([("w", spec)], {"w": np.zeros((2, 2, 2))})["w"]
+        if isinstance(spec, P):
+            assert repr(leaf) == repr(spec)
+        elif not isinstance(spec, str | tuple | sr.RuleSpec):
+            assert leaf is spec
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sr.fsdp("fsdp", min_bytes=0),
+        lambda: sr.RuleSpec(("fsdp", None), units=(2, None)),
+        lambda: replace(sr.RuleSpec("tp"), correction=replace(EXACT, rank="error")),
+        lambda: [["fsdp"], None],
+        lambda: ("fsdp", ("tp",)),
+    ],
+)
+def test_equal_specs_are_the_same(compiled, make):
+    for _ in range(3):
+        sr.named_shardings(TREE, [("kernel", make()), (".*", None)], MESH)
+    assert len(compiled) == 1
+
+
+def test_a_list_that_changes_is_another_one():
+    pairs = [["wq", ["tp", None]], [".*", None]]
+    assert sr.match_partition_rules(pairs, TREE)["wq"]["kernel"] == P("tp", None)
+    pairs[0][1][0] = "fsdp"
+    assert sr.match_partition_rules(pairs, TREE)["wq"]["kernel"] == P("fsdp", None)
+    pairs.insert(0, ("kernel", "tp"))
+    assert sr.match_partition_rules(pairs, TREE)["wq"]["kernel"] == P("tp")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error", "fragment"),
+    [
+        ([("(", None)], re.error, "rule 0"),
+        ([("a", None), ("b", {})], TypeError, "rule 1: the spec {} (a dict) cannot be hashed"),
+        ([("a", None), "b"], TypeError, "rule 1 is not a"),
+        ([(["a"], None)], TypeError, "rule 0: the pattern must be a string"),
+        ([("w", P("tp"))], ValueError, "not found for param: norm"),
+    ],
+)
+def test_errors_are_the_same_each_time(pairs, error, fragment):
+    for _ in range(3):
+        with pytest.raises(error) as raised:
+            sr.match_partition_rules(pairs, TREE)
+        assert fragment in str(raised.value)
+
+
+def test_the_memory_is_bounded():
+    class Own(str):
+        __slots__ = ("__weakref__",)
+
+    own = Own("tp")
+    alive = weakref.ref(own)
+    sr.match_partition_rules([("w", own), (".*", None)], {"w": np.zeros(4)})
+    leaf = np.zeros(4)
+    tree = weakref.ref(leaf)
+    sr.match_partition_rules([("w", own), (".*", None)], {"w": leaf})
+    del own, leaf
+    assert tree() is None
+    for i in range(16):
+        sr.match_partition_rules([(".*", f"axis{i}")], TREE)
+    from shardrules import _specs
+
+    _specs._made.cache_clear()
+    gc.collect()
+    assert alive() is None
+
+
+def test_threads_share_what_is_remembered():
+    barrier = threading.Barrier(8)
+
+    def match(number):
+        barrier.wait()
+        return [
+            sr.match_partition_rules([("wq", f"a{(number + i) % 20}"), (".*", None)], TREE)
+            for i in range(60)
+        ]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(match, range(8)))
+    for number, trees in enumerate(found):
+        specs = [tree["wq"]["kernel"] for tree in trees]
+        assert specs == [P(f"a{(number + i) % 20}") for i in range(60)]
