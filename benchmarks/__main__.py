@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import arrays, loading, patching, planning, proof, scaling
+from benchmarks import arrays, floor, loading, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.harness import PEERS, Result, environment, measure_all
 from benchmarks.scaling import Row
@@ -33,6 +33,7 @@ def main() -> int:
     results = measure_all(cases(), partial(console.print, style="dim"))
     for collector, measured in results.items():
         console.print(_table(f"Garbage collector {'on' if collector else 'off'}", measured))
+    console.print(_rows_table("The floor", floor.rows()))
     console.print(_rows_table("Arrays on 8 host devices", arrays.rows()))
     console.print(_rows_table("Plans", planning.rows()))
     console.print(_rows_table("Proofs", proof.rows()))

@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = (
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks import arrays, patching, planning, proof, scaling
+from benchmarks import arrays, floor, patching, planning, proof, scaling
 from benchmarks.cases import cases
 from benchmarks.curves import Curve, curves
 from benchmarks.harness import PEERS, Result, environment, measure_all
@@ -44,6 +44,7 @@ def main() -> int:
         parts += [f"## Whole trees, garbage collector {'on' if with_collector else 'off'}", ""]
         parts += [*_results_table(measured), ""]
     sections = {
+        "The floor": floor.rows,
         "Plans and the command line": planning.rows,
         "Proofs": proof.rows,
         "Arrays on 8 host devices": arrays.rows,

@@ -51,7 +51,7 @@ LazyDfa::LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search s
 }
 
 void LazyDfa::begin() {
-    path_.resize(1);
+    path_.shrink_to(1);
     only_simulate_ = !has_room_;
     if (cursor_bytes_ > budget_) forget_all_but(0);
 }
@@ -238,8 +238,10 @@ void LazyDfa::clear_cache() {
     only_simulate_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
     std::vector<Frontier> kept;
     kept.reserve(path_.size());
-    for (const Position& position : path_)
-        kept.push_back(position.state == kNoState ? Frontier{} : states_[position.state].frontier);
+    for (std::size_t i = 0; i < path_.size(); ++i) {
+        const StateId state = path_[i].state;
+        kept.push_back(state == kNoState ? Frontier{} : states_[state].frontier);
+    }
     index_.clear();
     states_.clear();
     table_.clear();

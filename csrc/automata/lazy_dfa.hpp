@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "determinizer.hpp"
+#include "stack.hpp"
 
 namespace shardrules::automata {
 
@@ -50,6 +51,8 @@ class LazyDfa {
     }
     // Enters a state that position() showed here in the same epoch, after the same text.
     void enter(StateId known) { path_.push_back({known}); }
+    // The same without entering, after an extension.
+    void move_to(StateId known) { path_.back().state = known; }
     // The same as enter(text), for a text that begins as the one before it did.
     void enter_like_last(Text text);
     void extend(Text text);  // not at the bottom, from where later searches begin
@@ -166,7 +169,7 @@ class LazyDfa {
     unsigned shift_ = 0;
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;
-    std::vector<Position> path_;
+    Stack<Position> path_;
     std::vector<Simulated> simulated_;  // of the positions in path_ without a state
     std::size_t cursor_bytes_ = 0;      // in simulated_, without the top
     Poll poll_;

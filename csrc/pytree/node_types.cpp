@@ -63,6 +63,12 @@ NodeType classify(PyObject* object, PyTypeObject* type) {
     return registered(object, type);
 }
 
+// Kept as long as the process.
+PyObject* default_dict_type() {
+    static PyObject* const type = attribute(imported("_collections").get(), "defaultdict").release();
+    return type;
+}
+
 }  // namespace
 
 NodeTypes::NodeTypes() {
@@ -71,9 +77,9 @@ NodeTypes::NodeTypes() {
           std::pair{Py_TYPE(Py_None), NodeKind::kNone},
           std::pair{&PyODict_Type, NodeKind::kOrderedDict}})
         types_[type].kind = kind;
-    Ref default_dict = attribute(imported("_collections").get(), "defaultdict");
-    auto* type = reinterpret_cast<PyTypeObject*>(default_dict.get());
-    types_[type] = {.kind = NodeKind::kDefaultDict, .type = std::move(default_dict)};
+    PyObject* const default_dict = default_dict_type();
+    types_[reinterpret_cast<PyTypeObject*>(default_dict)] = {.kind = NodeKind::kDefaultDict,
+                                                             .type = Ref::borrow(default_dict)};
 }
 
 const NodeType& NodeTypes::look_up(PyObject* object, PyTypeObject* type) {

@@ -54,11 +54,10 @@ bool is_exactly(PyObject* object, const Ref& type) {
 }  // namespace
 
 bool registry_exists() {
-    const Ref modules = attribute(imported("sys").get(), "modules");
-    const Ref name = Ref::checked(PyUnicode_FromString("jax"));
-    const int found = PySequence_Contains(modules.get(), name.get());
-    check(found);
-    return found == 1;
+    static PyObject* const name = interned("jax");
+    const Ref module = Ref::steal(PyImport_GetModule(name));
+    if (!module && PyErr_Occurred() != nullptr) throw PythonError{};
+    return static_cast<bool>(module);
 }
 
 KeyedChildren flatten_one_level(PyObject* node) {

@@ -12,7 +12,7 @@ Ref key_object(const Key& key) {
     return Ref::checked(PyObject_Str(key.object));
 }
 
-Ref join(const Ref& separator, const std::vector<Key>& keys, std::size_t count) {
+Ref join(const Ref& separator, const automata::Stack<Key>& keys, std::size_t count) {
     const Ref texts = Ref::checked(PyList_New(0));
     for (std::size_t i = 0; i < count; ++i)
         check(PyList_Append(texts.get(), key_object(keys[i]).get()));
@@ -20,11 +20,6 @@ Ref join(const Ref& separator, const std::vector<Key>& keys, std::size_t count) 
 }
 
 }  // namespace
-
-automata::Text text_of(PyObject* unicode) {
-    return {PyUnicode_DATA(unicode), static_cast<std::size_t>(PyUnicode_GET_LENGTH(unicode)),
-            static_cast<int>(PyUnicode_KIND(unicode))};
-}
 
 KeyText::KeyText(const Key& key) {
     if (key.object == nullptr) {

@@ -2,6 +2,7 @@
 // popping cost a few instructions; the path's text is built only when someone asks for it.
 #pragma once
 
+#include <cstring>
 #include <string_view>
 #include <vector>
 
@@ -39,7 +40,26 @@ class KeyText {
     automata::Text text_{};
 };
 
-automata::Text text_of(PyObject* unicode);  // an exact or derived str
+inline automata::Text text_of(PyObject* unicode) {  // an exact or derived str
+    return {PyUnicode_DATA(unicode), static_cast<std::size_t>(PyUnicode_GET_LENGTH(unicode)),
+            static_cast<int>(PyUnicode_KIND(unicode))};
+}
+
+// Of an exact str; a key of a dict knows it already.
+inline Py_hash_t hash_of(PyObject* unicode) {
+    const Py_hash_t known = reinterpret_cast<PyASCIIObject*>(unicode)->hash;
+    return known != -1 ? known : PyObject_Hash(unicode);
+}
+
+// Whether two keys are the same object, or str of the same text.
+inline bool same_key(PyObject* a, PyObject* b) {
+    if (a == b) return true;
+    if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b) || hash_of(a) != hash_of(b)) return false;
+    const automata::Text text = text_of(a), other = text_of(b);
+    const std::size_t bytes = text.length * static_cast<std::size_t>(text.width);
+    return text.length == other.length && text.width == other.width &&
+           std::memcmp(text.data, other.data, bytes) == 0;
+}
 
 class TreePath {
   public:
@@ -72,7 +92,7 @@ class TreePath {
 
   private:
     const PathStyle& style_;
-    std::vector<Key> keys_;
+    automata::Stack<Key> keys_;
 };
 
 }  // namespace shardrules::pytree

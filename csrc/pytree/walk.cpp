@@ -74,20 +74,28 @@ class Walk {
         }
         signals_.tick();
         path_.push(key);
-        steps_.enter(dfa_, path_);
+        StepMemo::Step* const step = steps_.enter(dfa_, path_);
         const NodeType& type = types_.of(object);
         Ref result;
         if (type.kind == NodeKind::kLeaf) {
             result = leaf(object);
         } else {
             separator_waits_ = hidden_key_ != nullptr && may_hide_its_key(object, type);
-            if (!separator_waits_) dfa_.extend(separator_);
+            if (!separator_waits_) pass_separator(step);
             result = node(object, type);
             separator_waits_ = false;
         }
         dfa_.leave();
         path_.pop();
         return result;
+    }
+
+    // `step`: of the key before the separator, or null.
+    void pass_separator(StepMemo::Step* step) {
+        if (step == nullptr) return dfa_.extend(separator_);
+        if (step->below != automata::LazyDfa::kNoState) return dfa_.move_to(step->below);
+        dfa_.extend(separator_);
+        if (step->epoch == dfa_.epoch()) step->below = dfa_.position();
     }
 
     // Behind a hidden key there is no separator, so it waits for the key of the only child.

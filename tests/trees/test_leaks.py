@@ -85,7 +85,7 @@ def through_searches(payload):
 
 
 def through_a_plan(payload):
-    payload.other = sr.plan({"a": Payload()}, [("a", P("tp"))], MESH)
+    payload.other = sr.plan({"a": Payload()}, sr.Rules([("a", P("tp"))]), MESH)
     payload.other.explain("a")
     matcher_of(payload.other.rules).remembered("payload", lambda: payload)
 
