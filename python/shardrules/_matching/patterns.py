@@ -11,9 +11,22 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+from re._constants import (  # type: ignore[import-not-found]
+    ANY,
+    AT,
+    BRANCH,
+    FAILURE,
+    IN,
+    LITERAL,
+    MAX_REPEAT,
+    MAXREPEAT,
+    MIN_REPEAT,
+    NOT_LITERAL,
+    SUBPATTERN,
+)
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MatchMode
@@ -150,17 +163,20 @@ class _Lowering:
         return lambda number, character: fullmatches[number](character) is not None
 
     def sequence(
-        self, items: Iterable[tuple[Any, Any]], flags: int, code: list[int], depth: int
+        self, items: Sequence[tuple[Any, Any]], flags: int, code: list[int], depth: int
     ) -> int:
         """Appends the code of a parse tree to `code`; returns its unrolled size in nodes."""
         if depth > _MAX_DEPTH:
             raise _NotRegularError("nested too deeply for the automaton")
-        code += (_SEQUENCE, 0)
-        at = len(code) - 1
+        code += (_SEQUENCE, len(items))
+        is_plain = not flags & (_IGNORECASE | _IN_COMPONENT)
         size = 1
         for op, argument in items:
-            code[at] += 1
-            size += self._item(op, argument, flags, code, depth)
+            if is_plain and op is LITERAL:  # nine of ten
+                code += (_LITERAL, argument)
+                size += 1
+            else:
+                size += self._item(op, argument, flags, code, depth)
             if size > _MAX_NODES_OF_PATTERN:
                 raise _NotRegularError("too large for the automaton once its repeats are unrolled")
         return size
@@ -178,33 +194,33 @@ class _Lowering:
         return size
 
     def _item(self, op: Any, argument: Any, flags: int, code: list[int], depth: int) -> int:
-        if op is _constants.LITERAL and not flags & _IGNORECASE:
-            is_foreign = flags & _IN_COMPONENT and argument == _SEPARATOR
-            code += (_NEVER,) if is_foreign else (_LITERAL, argument)
-        elif op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY):
-            code += (_CLASS, self.number(op, argument, flags))
-        elif op is _constants.IN:
-            code += (_CLASS, self.number(op, tuple(argument), flags))
-        elif op is _constants.AT:
-            code += (_ASSERT, self._assertion(argument, flags))
-        elif op is _constants.FAILURE:
-            code.append(_NEVER)
-        elif op is _constants.SUBPATTERN:
+        if op is SUBPATTERN:
             _, added, removed, content = argument
             if added & _ALPHABET_FLAGS & ~flags:
                 # `re` forgets these flags where it skips ahead to a possible first character.
                 raise _NotRegularError("scoped ASCII or UNICODE flag")
-            return self.sequence(content, (flags | added) & ~removed, code, depth + 1)
-        elif op is _constants.BRANCH:
+            return self.sequence(content.data, (flags | added) & ~removed, code, depth + 1)
+        if op is MAX_REPEAT or op is MIN_REPEAT:
+            low, high, content = argument
+            endless = high is MAXREPEAT
+            code += (_REPEAT, low, _UNBOUNDED if endless else high)
+            size = self.sequence(content.data, flags, code, depth + 1)
+            return 2 + size * (low + 1 if endless else int(high))
+        if op is BRANCH:
             branches = argument[1]
             code += (_ALTERNATE, len(branches))
-            return 1 + sum(self.sequence(b, flags, code, depth + 1) for b in branches)
-        elif op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            low, high, content = argument
-            endless = high is _constants.MAXREPEAT
-            code += (_REPEAT, low, _UNBOUNDED if endless else high)
-            size = self.sequence(content, flags, code, depth + 1)
-            return 2 + size * (low + 1 if endless else int(high))
+            return 1 + sum(self.sequence(b.data, flags, code, depth + 1) for b in branches)
+        if op is LITERAL and not flags & _IGNORECASE:
+            is_foreign = flags & _IN_COMPONENT and argument == _SEPARATOR
+            code += (_NEVER,) if is_foreign else (_LITERAL, argument)
+        elif op in (LITERAL, NOT_LITERAL, ANY):
+            code += (_CLASS, self.number(op, argument, flags))
+        elif op is IN:
+            code += (_CLASS, self.number(op, tuple(argument), flags))
+        elif op is AT:
+            code += (_ASSERT, self._assertion(argument, flags))
+        elif op is FAILURE:
+            code.append(_NEVER)
         else:
             raise _NotRegularError(_not_regular(op, argument))
         return 1
@@ -312,13 +328,12 @@ def parse(where: str, regex: str | re.Pattern[str], written: str | re.Pattern[st
             with the place.
     """
     text, flags = _text_and_flags(regex)
-    own_text = _text_and_flags(written)[0]
     try:
         return _parser.parse(text, flags)
     except re.error as error:
-        raise _located(where, error, own_text) from None
+        raise _located(where, error, _text_and_flags(written)[0]) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"{where}: {error}: {_shown(own_text)}") from None
+        raise type(error)(f"{where}: {error}: {_shown(_text_and_flags(written)[0])}") from None
 
 
 def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
