@@ -14,6 +14,7 @@ import pytest
 import shardrules
 from tests.support import docs_pages
 from tests.support.docs_pages import DOCS, ROOT, blocks, commands, demo_folder, pages
+from tests.support.slow import slow
 
 MODULES = [
     "shardrules",
@@ -27,6 +28,8 @@ WITHOUT_EXAMPLES = {
     "Explanation", "FileError", "Finding", "Kind", "LogicalDialect", "Loss", "PlanDiff", "Reason", "RuleFile", "RulesFallback", "Sweep",
     "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
+# What takes more than three seconds.
+SLOW_PAGES = ["docs/cookbook/nnx.md"]
 # The other pages are about today's JAX.
 FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
 NOT_RUN = {
@@ -59,7 +62,7 @@ def test_public_docstrings_have_examples():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pages show the legacy mesh, too
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", [slow(p) if p in SLOW_PAGES else p for p in pages()])
 def test_page(page):
     if page not in FOR_EVERY_JAX and not hasattr(jax, "set_mesh"):
         pytest.skip("the page is about a JAX with jax.set_mesh")

@@ -6,9 +6,11 @@ Blocks of one page share a namespace and a folder, in order:
 - A block with a `title="name"` is a file in the folder.
 - `console` runs its `$ shardrules ...` commands; each line shown must be in the output.
 - What stands behind `<!-- printed -->` is what the block before has printed: a `text` block, or
-  Markdown up to `<!-- /printed -->`. `python -m tests.support.docs_pages` writes it anew, in all pages.
+  Markdown up to `<!-- /printed -->`. `python -m tests.support.docs_pages` writes it anew, in all pages,
+  or in those named behind it.
 - Above a block, `<!-- not run: why -->`, `<!-- needs: flax, jax.set_mesh -->` (skipped without
-  them) and `<!-- exit: 1 -->` (of its commands) say what is special about it.
+  them) and `<!-- exit: 1 -->` (of its commands) say what is special about it. At the top of a page,
+  `<!-- page needs: optax -->` says it of all its blocks.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ _BLOCK = re.compile(
     re.M | re.S,
 )
 _MARKER = re.compile(r"<!-- (?P<word>[a-z ]+)(?:: (?P<text>.*?))? -->")
+_PAGE_NEEDS = re.compile(r"<!-- page needs: (.*) -->\n")
 _TITLE = re.compile(r'title="([^"]+)"')
 _COMMENT = re.compile(r"\s{2}# (.*)$")
 
@@ -83,8 +86,10 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
     Raises:
         AssertionError: What a block shows is not so.
     """
+    missing = lacking(page)
+    if missing:
+        return missing, []
     names: dict[str, Any] = {"__name__": page}
-    missing: list[str] = []
     printed = ""
     shown: list[tuple[tuple[int, int], str]] = []
     for block in blocks(page):
@@ -96,12 +101,18 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
             )
         elif "not run" not in block.markers and block.language in ("python", "console"):
             needs = block.markers.get("needs", "typer" if block.language == "console" else "")
-            lacking = list(_lacking(needs))
-            missing += lacking
-            if not lacking:
+            not_there = list(_lacking(needs))
+            missing += not_there
+            if not not_there:
                 run_block = _run_python if block.language == "python" else _run_console
                 printed = run_block(page, block, names)
     return missing, shown
+
+
+def lacking(page: str) -> list[str]:
+    """What a page says at its top that it needs, and that is not there."""
+    needs = _PAGE_NEEDS.match((ROOT / page).read_text())
+    return list(_lacking(needs[1])) if needs else []
 
 
 def _lacking(needs: str) -> Iterator[str]:
@@ -193,7 +204,7 @@ def demo_folder() -> Iterator[Path]:
 
 def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    for page in pages():
+    for page in sys.argv[1:] or pages():
         with demo_folder() as folder:
             _, shown = run(page, folder)
         text = (ROOT / page).read_text()
