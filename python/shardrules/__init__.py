@@ -6,63 +6,82 @@ apply shardings to arrays, `plan` works without devices, and `Rules` compiles a 
 
 from typing import TYPE_CHECKING
 
-from shardrules._correction import Correction, RuleSpec
-from shardrules._file_error import FileError
-from shardrules._hardware import Hardware
-from shardrules._logical.compare import Decision, Difference, compare
-from shardrules._logical.context import logical_axis_rules
-from shardrules._logical.dialects import FLAX_CORE, HALIAX, LINEN, MAXTEXT, LogicalDialect
-from shardrules._logical.rules import LogicalRules
-from shardrules._matching.coverage import Coverage
-from shardrules._matching.dialects import (
-    BIG_VISION,
-    EASYLM,
-    EFORMER,
-    KERAS,
-    KEYSTR,
-    NNX,
-    SPECTRAX,
-    TP_PLAN,
-    WINDOW,
-    Dialect,
-)
-from shardrules._matching.rules import Rules, match_partition_rules
-from shardrules._patching.patch import patch, unpatch
-from shardrules._shape_specs import fsdp
-from shardrules._sharding.by_names import (
-    RulesFallback,
-    explain_logical,
-    logical_to_mesh,
-    logical_to_mesh_sharding,
-    with_logical_constraint,
-)
-from shardrules._sharding.constraints import with_sharding_constraint
-from shardrules._sharding.fingerprint import fingerprint
-from shardrules._sharding.leaf_shardings import named_shardings
-from shardrules._sharding.local_data import shard_local
-from shardrules._sharding.mesh import resolve_mesh
-from shardrules._sharding.placement import gather, shard
-from shardrules._sharding.shardings import spec_for
-
-# Planning takes as long to import as everything else, and matching needs neither it nor files,
-# moving or proofs. So a name of theirs is imported when it is first used. Type checkers and IDEs
-# see the import, and not __getattr__, which would make them accept any name.
+# A name is imported when it is first used: matching needs neither planning nor files nor proofs,
+# and the help of the command line needs none of them. Type checkers and IDEs see the imports, and
+# not __getattr__, which would make them accept any name.
 if TYPE_CHECKING:
+    from shardrules._correction import Correction, RuleSpec
+    from shardrules._file_error import FileError
     from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
+    from shardrules._hardware import Hardware
+    from shardrules._logical.compare import Decision, Difference, compare
+    from shardrules._logical.context import logical_axis_rules
+    from shardrules._logical.dialects import FLAX_CORE, HALIAX, LINEN, MAXTEXT, LogicalDialect
+    from shardrules._logical.rules import LogicalRules
+    from shardrules._matching.coverage import Coverage
+    from shardrules._matching.dialects import (
+        BIG_VISION,
+        EASYLM,
+        EFORMER,
+        KERAS,
+        KEYSTR,
+        NNX,
+        SPECTRAX,
+        TP_PLAN,
+        WINDOW,
+        Dialect,
+    )
+    from shardrules._matching.rules import Rules, match_partition_rules
     from shardrules._moving.api import *
+    from shardrules._patching.patch import patch, unpatch
     from shardrules._planning.api import *
+    from shardrules._shape_specs import fsdp
+    from shardrules._sharding.by_names import (
+        RulesFallback,
+        explain_logical,
+        logical_to_mesh,
+        logical_to_mesh_sharding,
+        with_logical_constraint,
+    )
+    from shardrules._sharding.constraints import with_sharding_constraint
+    from shardrules._sharding.fingerprint import fingerprint
+    from shardrules._sharding.leaf_shardings import named_shardings
+    from shardrules._sharding.local_data import shard_local
+    from shardrules._sharding.mesh import resolve_mesh
+    from shardrules._sharding.placement import gather, shard
+    from shardrules._sharding.shardings import spec_for
     from shardrules._suggesting.api import *
     from shardrules._verifying.api import audit, verify
 else:
     _OFFERED = {
-        "_files.public": ("RuleFile", "read_hardware", "read_model", "read_rules"),
-        "_moving.api": (
-            "DEEPSEEK_STACKED", "DEEPSEEK_UNSTACKED", "HF_TO_FLAX", "Rename", "load", "reshard",
-        ),
-        "_suggesting.api": ("Comparison", "CutReason", "Reason", "Suggestion", "suggest"),
-        "_verifying.api": ("audit", "verify"),
-    }  # fmt: skip
-    _MODULES = {name: module for module, names in _OFFERED.items() for name in names}
+        "_correction": "Correction RuleSpec",
+        "_file_error": "FileError",
+        "_files.public": "RuleFile read_hardware read_model read_rules",
+        "_hardware": "Hardware",
+        "_logical.compare": "Decision Difference compare",
+        "_logical.context": "logical_axis_rules",
+        "_logical.dialects": "FLAX_CORE HALIAX LINEN MAXTEXT LogicalDialect",
+        "_logical.rules": "LogicalRules",
+        "_matching.coverage": "Coverage",
+        "_matching.dialects": "BIG_VISION EASYLM EFORMER KERAS KEYSTR NNX SPECTRAX TP_PLAN WINDOW "
+        "Dialect",
+        "_matching.rules": "Rules match_partition_rules",
+        "_moving.api": "DEEPSEEK_STACKED DEEPSEEK_UNSTACKED HF_TO_FLAX Rename load reshard",
+        "_patching.patch": "patch unpatch",
+        "_shape_specs": "fsdp",
+        "_sharding.by_names": "RulesFallback explain_logical logical_to_mesh "
+        "logical_to_mesh_sharding with_logical_constraint",
+        "_sharding.constraints": "with_sharding_constraint",
+        "_sharding.fingerprint": "fingerprint",
+        "_sharding.leaf_shardings": "named_shardings",
+        "_sharding.local_data": "shard_local",
+        "_sharding.mesh": "resolve_mesh",
+        "_sharding.placement": "gather shard",
+        "_sharding.shardings": "spec_for",
+        "_suggesting.api": "Comparison CutReason Reason Suggestion suggest",
+        "_verifying.api": "audit verify",
+    }
+    _MODULES = {name: module for module, names in _OFFERED.items() for name in names.split()}
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -18,7 +18,7 @@ from shardrules import demo
 pytest.importorskip("typer", reason="typer is not installed")
 
 from shardrules._cli import app as cli
-from shardrules._cli import process
+from shardrules._cli import loading, process
 from tests.support.contexts import pseudo_terminal
 from tests.support.slow import slow, some
 
@@ -198,7 +198,7 @@ class TestWhatMayGoWrongInside:
         def fails(*_, **__):
             raise error
 
-        monkeypatch.setattr(cli, "load_plan", fails)
+        monkeypatch.setattr(loading, "load_plan", fails)
         monkeypatch.setattr(sys, "argv", ["shardrules", "plan", "m", "-r", "r", "-m", "tp=2"])
         code = cli.run()
         told = capsys.readouterr()

@@ -70,7 +70,7 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
     key = template_of * (int(group_of.max()) + 1) + group_of
     folded: list[Folded] = []
     firsts = []
-    for count in np.unique(holes).tolist():
+    for count in _ranked(holes)[0].tolist():
         chosen = np.flatnonzero(holes == count)
         columns = [numbers[starts[chosen] + i] for i in range(count)]
         products = _products(_ranked(key[chosen])[1], columns)

@@ -1,0 +1,105 @@
+"""`shardrules check`: the findings of a plan, or a patch of its rules."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from shardrules._cli import values
+from shardrules._cli.findings import check_findings_options, exit_for, report_findings
+from shardrules._cli.inputs import load_patch
+from shardrules._cli.loading import load
+from shardrules._cli.options import (
+    MAX_MEMORY,
+    Companions,
+    DialectName,
+    FailOn,
+    FindingsFormat,
+    HeadDim,
+    MaxMemory,
+    Mesh,
+    MinSize,
+    NoFallbacks,
+    RulesFile,
+    Source,
+    Stacked,
+)
+from shardrules._cli.process import note
+from shardrules._declared import Declared
+from shardrules._format import byte_count
+
+__all__ = ["command"]
+
+
+def command(
+    source: Source,
+    rules: RulesFile,
+    mesh: Mesh,
+    dialect: DialectName = None,
+    min_size: MinSize = 0,
+    max_memory: MaxMemory = MAX_MEMORY,
+    no_fallbacks: NoFallbacks = False,
+    stacked: Stacked = None,
+    companions: Companions = None,
+    format_: FindingsFormat = "text",
+    fail_on: FailOn = "error",
+    large: Annotated[
+        str, typer.Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
+    ] = "16MiB",
+    replicated: Annotated[
+        list[str] | None,
+        typer.Option(help="Pattern of paths that are replicated on purpose; repeatable."),
+    ] = None,
+    optional_axes: Annotated[
+        str | None, typer.Option(help="Axes of the rules that a mesh may lack, such as sp,ep.")
+    ] = None,
+    data_axes: Annotated[
+        str | None, typer.Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
+    ] = None,
+    head_dim: HeadDim = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
+    ] = None,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Print a patch of the rule file instead: rules that decide nothing and the "
+            "catch-all go, missing rules come. Exits with 1 if there is one.",
+        ),
+    ] = False,
+) -> None:
+    """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
+    check_findings_options(format_, fail_on)
+    if fix and format_ != "text":
+        raise ValueError("--fix prints a patch, so leave out --format")
+    size, levels = byte_count(large), values.levels(level or ())
+    declared = Declared(
+        replicated=tuple(replicated or ()),
+        optional_axes=tuple(values.names(optional_axes)),
+        data_axes=tuple(values.names(data_axes)),
+    )
+    planned = load(
+        source, rules, mesh, dialect, min_size,
+        max_memory=max_memory, no_fallbacks=no_fallbacks,
+        companions=values.following(stacked, companions), declared=declared,
+    )  # fmt: skip
+    findings = planned.plan.check(
+        **planned.rules.declared,
+        large=size,
+        head_dim=head_dim,
+        levels=levels,
+    )
+    if not fix:
+        report_findings(findings, format_, fail_on, rules)
+    elif patch := load_patch(rules, planned, dialect, head_dim):
+        # As bytes: a file's line ends and characters, whatever those of standard output are.
+        sys.stdout.buffer.write(patch.encode())
+        if fail_on != "never":
+            raise typer.Exit(1)
+    elif findings.at_least("warning"):
+        note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
+        exit_for(findings, fail_on)

@@ -1,0 +1,14 @@
+"""`shardrules demo`: a tour in one command."""
+
+from __future__ import annotations
+
+import typer
+
+from shardrules.demo import main
+
+__all__ = ["command"]
+
+
+def command() -> None:
+    """Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
+    raise typer.Exit(main())

@@ -1,0 +1,41 @@
+"""Findings as a command's result: the options about them, their output and its exit code.
+
+Must not know who found them.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import typer
+
+from shardrules._cli.show import show_findings
+from shardrules._cli.values import one_of
+from shardrules._planning.asking.findings import LEVELS, Findings, Level
+
+__all__ = ["check_findings_options", "exit_for", "report_findings"]
+
+
+def check_findings_options(format_: str, fail_on: str) -> None:
+    """Checks --format and --fail-on."""
+    one_of("--format", format_, ("text", "json", "github"))
+    one_of("--fail-on", fail_on, (*LEVELS, "never"))
+
+
+def report_findings(
+    findings: Findings, format_: str, fail_on: str, file: str | None = None
+) -> None:
+    """Shows findings, and exits with 1 if there are any of at least the level."""
+    if format_ == "json":
+        print(findings.to_json())
+    elif format_ == "github":
+        print(findings.to_github(file))
+    else:
+        show_findings(findings)
+    exit_for(findings, fail_on)
+
+
+def exit_for(findings: Findings, fail_on: str) -> None:
+    """Exits with 1 if there are findings of at least the level."""
+    if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
+        raise typer.Exit(1)

@@ -1,0 +1,76 @@
+"""What a process of the command line imports: no more than what it is asked for needs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from shardrules._cli.app import COMMANDS
+
+HEAVY = ("numpy", "jax", "plotly")
+
+
+COMMAND_LINE = "from shardrules._cli import main; main()"
+
+
+def imported_by(code, *words):
+    """The modules of a process that runs this code with these arguments."""
+    told = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    command = [sys.executable, "-c", told + code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def ours(modules):
+    return {name for name in modules if name.startswith("shardrules.")}
+
+
+def test_the_help_imports_typer_and_no_command():
+    modules = imported_by(COMMAND_LINE, "--help")
+    assert not modules.intersection(HEAVY)
+    assert {"typer", "shardrules._cli.app"} <= modules
+    assert ours(modules) <= {
+        "shardrules._cli",
+        "shardrules._cli.app",
+        "shardrules._cli.process",
+        "shardrules._file_error",
+        "shardrules._printable",
+    }
+
+
+def test_importing_the_package_imports_none_of_it():
+    modules = imported_by("import shardrules")
+    assert "shardrules" in modules
+    assert ours(modules) == set()
+    assert not modules.intersection(HEAVY)
+
+
+def test_matching_needs_neither_jax_nor_planning():
+    modules = imported_by("import shardrules as sr; sr.Rules([('a', None)])")
+    assert "shardrules._matching.rules" in modules
+    assert not [name for name in modules if "_planning" in name or "_files" in name]
+    assert "jax" not in modules
+
+
+def test_a_plan_imports_no_other_command_and_no_suggestion(tmp_path):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text('{"params": [["a/w", [8, 8], "F32"]]}')
+    rules.write_text('{"rules": [["w", ["tp"]]]}')
+    words = ["plan", str(model), "-r", str(rules), "-m", "tp=2"]
+    modules = imported_by(COMMAND_LINE, *words)
+    commands = {name for name in modules if name.startswith("shardrules._cli.commands.")}
+    assert commands == {"shardrules._cli.commands.plan"}
+    others = ("_suggesting", "_verifying", "_moving", "_patching", "compat")
+    assert not [name for name in ours(modules) if name.split(".")[1] in others]
+    # numpy.unique imports it, for 10 ms.
+    assert not modules & {"jax", "plotly", "rich", "numpy.ma"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_all_commands_is_that_of_each(name):
+    command = import_module(f"shardrules._cli.commands.{name}").command
+    assert inspect.getdoc(command) == COMMANDS[name]
