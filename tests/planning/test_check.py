@@ -700,6 +700,12 @@ class TestUnusedAxes:
         assert findings(tree, SHARDED, mesh, data_axes=["dp"]) == ()
 
 
+FACTORS = {
+    "up": {"kernel": array(64, 256), "lora_a": array(64, 8), "lora_b": array(8, 256)},
+    "norm": array(64),
+}
+
+
 class TestCompanion:
     def found(self, tree, rules, companions, **options):
         return of_kind(
@@ -758,6 +764,38 @@ class TestCompanion:
         plan = sr.plan(tree, [("layers/wo", "tp")], MESH, companions=[sr.stacked("layers")])
         assert len(of_kind(plan.on_mesh({"tp": 2}).check(), "companion")) == 1
         assert of_kind(sr.Plan.from_lock(plan.lock()).check(), "companion") == []
+
+    def test_a_rule_for_kernels_that_cuts_the_rank_of_lora(self):
+        loose = [("up", P("fsdp", "tp")), ("norm", P())]
+        (one,) = self.found(FACTORS, loose, [])
+        assert (one.level, one.rule, one.bytes) == ("warning", 0, 0)
+        assert set(one.paths) == {"up/lora_a", "up/lora_b"}
+        assert "rule 0 'up' -> P('fsdp', 'tp') is for kernels" in one.message
+        assert "it cuts their rank" in one.message
+        assert "companions=shardrules.LORA" in one.fix
+        assert self.found(FACTORS, loose, sr.LORA) == []
+
+    def test_factors_whose_rank_is_not_cut_or_that_have_a_rule_of_their_own(self):
+        for rules in (
+            [("up", P("fsdp", None)), ("norm", P())],  # cuts the rank of lora_b alone
+            [("lora_b", P()), ("up", P("fsdp", None)), ("norm", P())],
+            [("lora_", P("fsdp", "tp")), ("up", P("fsdp", "tp")), ("norm", P())],
+        ):
+            found = self.found(FACTORS, rules, [])
+            expected = [("up/lora_b",)] if len(rules) == 2 else []
+            assert [one.paths for one in found] == expected
+        alone = {"up": {"lora_a": array(64, 8)}}  # the kernel is in another tree
+        assert self.found(alone, [("up", P("fsdp", "tp"))], [])[0].paths == ("up/lora_a",)
+
+    def test_unmatched_leaves_that_a_table_would_find(self):
+        tree = FACTORS | {"down": {"kernel": array(64, 8), "kernel_scale": array(1, 8)}}
+        rules = [("kernel$", P("fsdp", "tp")), ("norm", P())]
+        fix = only(findings(tree, rules), "unmatched").fix
+        assert "; or give companions=shardrules.LORA: 2 of them then follow other" in fix
+        assert "; or give companions=shardrules.QUANTIZED: 1 of them then follow other" in fix
+        assert "companions" not in only(findings(tree, [("norm", P())]), "unmatched").fix
+        other = {"up": {"kernel": array(64, 8), "lora_c": array(8, 8)}}
+        assert "companions" not in only(findings(other, rules), "unmatched").fix
 
 
 EVERYTHING = {

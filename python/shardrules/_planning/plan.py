@@ -333,8 +333,8 @@ class Plan:
         | taken | info | dimensions that nothing cuts, since the axes of their logical rules cut
           others |
         | companion | warning | leaves that a companion finds, but no rule for their base, so that
-          their own rule counts; and companions that find nothing: of `LORA` and `QUANTIZED`, if
-          none of their records does |
+          their own rule counts; companions that find nothing: of `LORA` and `QUANTIZED`, if none
+          of their records does; and factors of LoRA whose rank a rule for their kernel cuts |
         | unused-axis | warning, info | mesh axes that cut no leaf and are not declared to be for
           data; info if little could be saved by them |
 

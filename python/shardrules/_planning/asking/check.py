@@ -27,6 +27,7 @@ from shardrules._planning.asking.checks.nnx import nnx_values
 from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.checks.replication import catch_alls, replicated
 from shardrules._planning.asking.checks.rules import dead_rules, shadowed_rules, siblings
+from shardrules._planning.asking.checks.tables import cut_ranks
 from shardrules._planning.asking.findings import CHECK_KINDS, LEVELS, Findings
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ DEFAULT_LARGE: Final = 16 * 2**20
 _CHECKS: Final = (
     unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections, unpinned,
     unknown_names, unnamed, fewer_names, taken, dead_names,
-    dead_rules, shadowed_rules, siblings, following, half_heads, nnx_values, unused_axes,
+    dead_rules, shadowed_rules, siblings, following, cut_ranks, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
+from shardrules._planning.asking.checks.tables import advice
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import axes_named
@@ -33,7 +34,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
             "unmatched",
             f"no rule matches {leaves} of {len(queries.columns.paths):,}",
             f"add rules for them, such as {queries.example(folded[0])}; or replicate them by a "
-            f"last rule {queries.example_of_a_catch_all}",
+            f"last rule {queries.example_of_a_catch_all}{advice(queries, folded)}",
             folded=folded,
             bytes=queries.device_bytes(folded),
         )
