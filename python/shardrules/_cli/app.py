@@ -374,7 +374,13 @@ def verify_command(
 @_ended
 def explain(
     source: Source,
-    path: Annotated[str, typer.Argument(help="The path of the array.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="The path of the array; or what several arrays that are alike have in common: a "
+            "folded path, a glob such as 'layers/*/wq', or the end of their paths."
+        ),
+    ],
     rules: RulesFile,
     mesh: Mesh,
     dialect: DialectName = None,
