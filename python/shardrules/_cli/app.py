@@ -41,6 +41,7 @@ from shardrules._file_error import FileError
 from shardrules._files.companions import TABLES
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import load_object
+from shardrules._files.rule_places import NOWHERE, RulePlaces, rule_places
 from shardrules._files.rules import DIALECTS
 from shardrules._format import and_more, byte_count, shown
 from shardrules._hardware import Hardware, public_hardware
@@ -327,7 +328,8 @@ def check(
         levels=levels,
     )
     if not fix:
-        _report_findings(findings, format_, fail_on, rules)
+        places = rule_places(rules, len(planned.plan.rules)) if format_ == "github" else NOWHERE
+        _report_findings(findings, format_, fail_on, places)
     elif patch := load_patch(rules, planned, dialect, head_dim):
         # As bytes: a file's line ends and characters, whatever those of standard output are.
         sys.stdout.buffer.write(patch.encode())
@@ -789,13 +791,13 @@ def _check_findings_options(format_: str, fail_on: str) -> None:
 
 
 def _report_findings(
-    findings: Findings, format_: str, fail_on: str, file: str | None = None
+    findings: Findings, format_: str, fail_on: str, places: RulePlaces = NOWHERE
 ) -> None:
     """Shows findings, and exits with 1 if there are any of at least the level."""
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
-        print(findings.to_github(file))
+        print(findings.to_github(*places))
     else:
         show_findings(findings)
     _exit_for(findings, fail_on)
