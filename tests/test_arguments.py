@@ -72,6 +72,7 @@ NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.EFORMER)
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
+    "lines": (3, 0, "12", [0], [2.5], [None], THING, HUGE),
     "tree": NOT_TREE,
     "model": NOT_TREE,
     "like": tuple(value for value in NOT_RULES if value is not None),
@@ -319,7 +320,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rank": "keep", "unmatched": "error", "hidden_key": None}),
     "Findings.at_least": (PLAN.check().at_least, {"level": "error"}),
     "Findings.raise_for": (PLAN.check().raise_for, {"level": "error"}),
-    "Findings.to_github": (PLAN.check().to_github, {"file": None}),
+    "Findings.to_github": (PLAN.check().to_github, {"file": None, "lines": ()}),
     "Findings.to_json": (PLAN.check().to_json, {}),
     "Hardware": (sr.Hardware, {
         "name": "x", "flops_per_second": {"bfloat16": 1.0}, "memory_bytes": 1,

@@ -225,7 +225,9 @@ def test_check_for_programs(small):
         1,
     )
     annotated = run(*args, "--format", "github").stdout
-    assert annotated.startswith(f"::error file={rules},title=shardrules catch-all::1 leaf of 4")
+    assert annotated.startswith(
+        f"::error file={rules},line=5,title=shardrules catch-all::1 leaf of 4"
+    )
 
 
 def test_explain(small):

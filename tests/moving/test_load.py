@@ -196,6 +196,13 @@ def test_a_plan_is_rules_tree_and_mesh(checkpoint):
         sr.load(checkpoint, on_sizes)
 
 
+def test_a_missing_array_is_near_one_that_is_left_over(checkpoint):
+    own = sr.read_model(checkpoint)
+    own["lm_haed.weight"] = own.pop("lm_head.weight")
+    with pytest.raises(sr.FileError, match=r"missing: .*; near it: lm_head\.weight\n"):
+        sr.load(checkpoint, P(), mesh_of(), tree=own)
+
+
 def test_what_does_not_fit_is_one_error(checkpoint):
     own = sr.read_model(checkpoint)
     del own["lm_head.weight"]

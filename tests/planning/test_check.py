@@ -893,6 +893,17 @@ def test_github():
     )
 
 
+def test_github_annotations_stand_at_the_line_of_the_rule():
+    found = findings({"w": LARGE}, [("w", "tp"), ("gone", "tp"), ("v", "tp")])
+    assert {one.rule for one in found} >= {1, 2}
+    for line, one in zip(found.to_github("r.toml", [3, 7, 11]).split("\n"), found, strict=True):
+        at = "" if one.rule is None else f",line={[3, 7, 11][one.rule]}"
+        assert f" file=r.toml{at},title=shardrules {one.kind}::" in line
+    assert "line=" not in found.to_github(None, [3, 7, 11])
+    with pytest.raises(ValueError, match="lines: there are 1, and a finding is about rule 1"):
+        found.to_github("r.toml", [3])
+
+
 def test_many_paths_are_cut_short():
     (one, *_) = findings({f"{c}/x": array(8) for c in "abcdefg"}, [])
     lines = str(one).split("\n")

@@ -268,6 +268,9 @@ def test_a_plan_that_does_not_fit_is_an_error(compiled_step, plan, mesh):
         sr.verify(compiled_step(), planned_as(less))
     with pytest.raises(ValueError, match=r"inputs\[0\].*there is no leaf more"):
         sr.verify(compiled_step(), planned_as({**PARAMS, "more": PARAMS["head"]}))
+    renamed = {**less, "layer": PARAMS["layers"]}
+    with pytest.raises(ValueError, match="no leaf layers/w; near it: layer/w"):
+        sr.verify(compiled_step(), planned_as(renamed))
     other = {**PARAMS, "head": jax.ShapeDtypeStruct((32, 16), "float32")}
     with pytest.raises(ValueError, match=r"head is planned as \(32, 16\), and there is \(64, 16\)"):
         sr.verify(compiled_step(), planned_as(other))

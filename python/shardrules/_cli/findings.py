@@ -11,6 +11,7 @@ import typer
 
 from shardrules._cli.show import show_findings
 from shardrules._cli.values import one_of
+from shardrules._files.rule_places import NOWHERE, RulePlaces
 from shardrules._planning.asking.findings import LEVELS, Findings, Level
 
 __all__ = ["check_findings_options", "exit_for", "report_findings"]
@@ -23,13 +24,13 @@ def check_findings_options(format_: str, fail_on: str) -> None:
 
 
 def report_findings(
-    findings: Findings, format_: str, fail_on: str, file: str | None = None
+    findings: Findings, format_: str, fail_on: str, places: RulePlaces = NOWHERE
 ) -> None:
     """Shows findings, and exits with 1 if there are any of at least the level."""
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
-        print(findings.to_github(file))
+        print(findings.to_github(*places))
     else:
         show_findings(findings)
     exit_for(findings, fail_on)

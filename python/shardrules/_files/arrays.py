@@ -17,6 +17,7 @@ from shardrules._file_error import FileError
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, types_of
 from shardrules._format import shown
+from shardrules._near import near_shown
 
 __all__ = ["Arrays", "nested", "read_arrays"]
 
@@ -126,7 +127,9 @@ def _names(
         raise FileError(f'{path}: key logical_axes: it is {shown(names)}; write {{"w": ["embed"]}}')
     for name, axes in names.items():
         if name not in leaves:
-            raise FileError(f"{path}: logical_axes: there is no array {name!r}")
+            raise FileError(
+                f"{path}: logical_axes: there is no array {name!r}{near_shown(name, leaves)}"
+            )
         if not isinstance(axes, list) or not types_of(axes) <= {str, type(None)}:
             raise FileError(
                 f"{path}: logical_axes: {name!r} has {shown(axes)}; write a list with a name or "

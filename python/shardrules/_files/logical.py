@@ -15,7 +15,10 @@ from shardrules._logical import dialects as _dialects
 from shardrules._logical.dialects import LogicalDialect
 from shardrules._logical.rules import LogicalRules
 
-__all__ = ["LOGICAL_DIALECTS", "logical_rules", "parse_yaml", "rules_of_maxtext"]
+__all__ = [
+    "LOGICAL_DIALECTS", "MAXTEXT_KEY", "logical_rules", "parse_yaml", "rules_of_maxtext",
+    "yaml_nodes",
+]  # fmt: skip
 
 LOGICAL_DIALECTS: Final = {
     value.name: value for value in vars(_dialects).values() if isinstance(value, LogicalDialect)
@@ -23,7 +26,8 @@ LOGICAL_DIALECTS: Final = {
 """Dialects of logical rules by their names in files."""
 
 _RULE_KEYS: Final = ("name", "axes")
-_MAXTEXT_KEY: Final = "logical_axis_rules"
+MAXTEXT_KEY: Final = "logical_axis_rules"
+"""The key of the rules in MaxText's YAML."""
 
 
 def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
@@ -64,10 +68,10 @@ def rules_of_maxtext(path: Path, content: object, dialect: LogicalDialect) -> Lo
     Raises:
         FileError: There are none.
     """
-    rules = content.get(_MAXTEXT_KEY) if isinstance(content, dict) else None
+    rules = content.get(MAXTEXT_KEY) if isinstance(content, dict) else None
     if not isinstance(rules, list):
         raise FileError(
-            f"{path}: key {_MAXTEXT_KEY!r}: there is no list of rules, as MaxText's YAML has one; "
+            f"{path}: key {MAXTEXT_KEY!r}: there is no list of rules, as MaxText's YAML has one; "
             "rules of other kinds are in TOML or JSON"
         )
     return logical_rules(path, rules, dialect)
@@ -93,6 +97,13 @@ def parse_yaml(path: Path, data: bytes) -> Any:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
     except ValueError as error:  # such as a date that does not exist
         raise FileError(f"{path}: this is not YAML: {error}; correct it there") from None
+
+
+def yaml_nodes(text: str) -> Any:
+    """The nodes of YAML that `parse_yaml` has read, which know their lines."""
+    import yaml
+
+    return yaml.compose(text, yaml.SafeLoader)
 
 
 def _loader(yaml: Any) -> type[Any]:

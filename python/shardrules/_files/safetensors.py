@@ -31,6 +31,7 @@ from shardrules._files.leaves import (
     types_of,
 )
 from shardrules._format import shown
+from shardrules._near import near_shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
 
@@ -213,8 +214,8 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
         for name in names:
             if name not in arrays:
                 raise FileError(
-                    f"{path}: array {name!r}: file {shard!r} should have it and has not; download "
-                    "the index and its files again"
+                    f"{path}: array {name!r}: file {shard!r} should have it and has not"
+                    f"{near_shown(name, arrays)}; download the index and its files again"
                 )
             found[name] = arrays[name]
     return {name: found[name] for name in weight_map}

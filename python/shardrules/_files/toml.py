@@ -14,7 +14,7 @@ from typing import Any, Final
 from shardrules._file_content import text_of
 from shardrules._file_error import FileError
 
-__all__ = ["parse_toml"]
+__all__ = ["parse_toml", "without_strings"]
 
 # Five more than a rule needs.
 _MOST_LEVELS: Final = 8
@@ -26,6 +26,7 @@ _NO_KEY: Final = re.compile(
     re.DOTALL,
 )
 _KEY: Final = re.compile(r"[\w\-. \t]+")
+_CHARACTER: Final = re.compile(r"[^\n]")
 
 
 def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
@@ -43,3 +44,12 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
         raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
     except RecursionError:
         raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
+
+
+def without_strings(text: str) -> str:
+    """The TOML with strings made underscores and comments spaces, of the same length and lines."""
+
+    def blank(found: re.Match[str]) -> str:
+        return _CHARACTER.sub(" " if found[0].startswith("#") else "_", found[0])
+
+    return _NO_KEY.sub(blank, text)

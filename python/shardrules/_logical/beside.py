@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardrules._core import values_beside
-from shardrules._format import and_more, counted, nearest, shown
+from shardrules._format import and_more, counted, shown
+from shardrules._near import near_shown
 from shardrules._printable import printable_lines
 from shardrules._specs import is_partition_spec
 
@@ -41,8 +42,8 @@ def _of_paths(paths: list[str], names: Mapping[Any, Any]) -> list[Any]:
     if unknown:
         lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
         for path in unknown[:_SHOWN]:
-            near = nearest(path, paths) if isinstance(path, str) else None
-            lines.append(f"    {shown(path)}" + (f"; did you mean {near!r}?" if near else ""))
+            near = near_shown(path, paths) if isinstance(path, str) else ""
+            lines.append(f"    {shown(path)}{near}")
         lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
         raise ValueError(printable_lines(lines))
     return list(map(names.get, paths))

@@ -20,6 +20,7 @@ from shardrules._file_error import FileError
 from shardrules._format import counted
 from shardrules._moving.arrangement import Arrangement, Box, Piece, Sized, identity
 from shardrules._moving.renames import Rename
+from shardrules._near import near_shown
 from shardrules._planning.fold import fold
 
 __all__ = ["Problems", "SourcePart", "Target", "targets_of"]
@@ -27,6 +28,7 @@ __all__ = ["Problems", "SourcePart", "Target", "targets_of"]
 Shape = tuple[int, ...]
 
 _PLAIN: Final = Rename("", "")
+_MOST_NEAR: Final = 5
 
 
 class Spec(Protocol):
@@ -88,10 +90,12 @@ class Problems:
     def __init__(self, name: str) -> None:
         self._name = name
         self._paths: dict[str, list[str]] = defaultdict(list)
+        self._among: dict[str, Sequence[str]] = {}
 
-    def add(self, what: str, path: str) -> None:
-        """Notes that this is wrong with the path."""
+    def add(self, what: str, path: str, among: Sequence[str] = ()) -> None:
+        """Notes that this is wrong with the path, which may have been one of others."""
         self._paths[what].append(path)
+        self._among[what] = among
 
     def raise_all(self) -> None:
         """Raises a FileError with all of them, if there are any."""
@@ -100,9 +104,15 @@ class Problems:
         count = sum(map(len, self._paths.values()))
         lines = [f"{self._name}: {counted(count, 'problem')} with the arrays:"]
         for what, paths in self._paths.items():
-            for folded in fold(paths, np.zeros(len(paths), np.int32)):
-                lines.append(f"  {folded.pattern}: {what}")
+            for pattern in _folded(paths):
+                # More of them would cost seconds, and tell no more.
+                others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
+                lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
         raise FileError(*lines)
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    return [one.pattern for one in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
 class _Use(NamedTuple):

@@ -105,11 +105,12 @@ def _in_tree(
     """The targets by the tree's paths; notes what is missing, left over, or something else."""
     by_path = {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
     found: dict[str, Target] = {}
+    unused: list[str] = []
     for path, (shape, dtype) in zip(paths, wanted, strict=True):
         # A box of flax has its array under `value`.
         target = by_path.get(path) or by_path.get(path.replace(".", "/").removesuffix("/value"))
         if target is None:
-            problems.add(f"missing: the tree wants {dtype}{list(shape)}", path)
+            problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
         found[path] = target
         if target.shape != shape:
@@ -128,6 +129,7 @@ def _in_tree(
     for path, target in targets.items():
         if id(target) not in taken:
             problems.add(left_over, path)
+            unused.append(path)
     return found
 
 

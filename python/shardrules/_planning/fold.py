@@ -19,7 +19,7 @@ from shardrules._core import templates
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Folded", "fold", "parts_of"]
+__all__ = ["Folded", "fold", "parts_of", "runs_of"]
 
 _HOLE: Final = "\0#"
 _NUL: Final = "\0" + "0"
@@ -196,3 +196,24 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
         yield ("", part[1]) if part[1] is not None else (text[0] if text[0] in "{}" else text, None)
     if end != len(pattern):
         raise ValueError(f"its braces make no sense from character {end} on")
+
+
+def runs_of(numbers: str) -> list[range]:
+    """The runs of a set without its braces.
+
+    Raises:
+        ValueError: It is not a set of numbers.
+
+    Example:
+        >>> runs_of("0..3,7")
+        [range(0, 4), range(7, 8)]
+    """
+    return [_range(run) for run in numbers.split(",")]
+
+
+def _range(run: str) -> range:
+    first, _, last = run.partition("..")
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(f"no numbers are {run}")
+    return numbers

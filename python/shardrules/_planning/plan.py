@@ -43,7 +43,7 @@ from shardrules._planning.asking.collectives.schedule import schedule_of
 from shardrules._planning.asking.diff import PlanDiff, diff
 from shardrules._planning.asking.explain import Explanation, explanation
 from shardrules._planning.asking.findings import Findings
-from shardrules._planning.asking.rows import row_of
+from shardrules._planning.asking.rows import meant_by, row_of
 from shardrules._planning.asking.step_time import OVERLAP, StepTime, run_of, step_time
 from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
 from shardrules._planning.asking.traffic import Traffic, traffic
@@ -954,12 +954,24 @@ class Plan:
         """Why the leaf of this path gets its spec: how each rule met it, and each correction.
 
         Args:
-            path: A leaf's path; or a folded path of the table, for the first of its leaves.
+            path: A leaf's path; or what stands for leaves that are alike, the first of which is
+                explained: a folded path of the table, a glob with `*` and `?`, which may be
+                separators too, or the end of paths, from one component on.
 
         Raises:
-            KeyError: No leaf has this path; the message has the nearest ones.
+            KeyError: No leaf has this path, and the message has the nearest ones; or leaves of
+                several folded paths have it, and the message has these.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> layer = {"up": {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}}
+            >>> plan = sr.plan({"layers": [layer] * 4}, [("w", "tp")], {"tp": 2})
+            >>> found = plan.explain("up/w")
+            >>> found.path, found.leaves, plan.explain("layers/*/w") == found
+            ('layers/0/up/w', 4, True)
         """
-        return explanation(self._columns, self._row(path))
+        check_type("path", path, str, "a string")
+        return explanation(self._columns, *meant_by(self._columns, path))
 
     def to_html(
         self,

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._format import brief, counted
-from shardrules._planning.fold import Folded, parts_of
+from shardrules._planning.fold import Folded, parts_of, runs_of
 
 __all__ = ["DIM_ROLES", "DimRole", "Part", "parts_of_model", "with_roles"]
 
@@ -375,5 +375,4 @@ def _block(one: _Seen) -> tuple[str, int]:
 
 def _numbers(shown: str) -> int:
     """How many numbers a set such as 0..3,7 has."""
-    ends = [run.split("..") for run in shown.split(",")]
-    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+    return sum(run.stop - run.start for run in runs_of(shown))

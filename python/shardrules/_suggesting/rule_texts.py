@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._correction import rule_spec
+from shardrules._files.rule_places import after_separators, json_spans
 from shardrules._shape_specs import Fsdp
 from shardrules._specs import entries_of, entry_axes
 from shardrules._suggesting.texts import plain_pattern, toml_list, toml_rule
@@ -24,8 +25,6 @@ __all__ = ["Amendment", "json_changed", "lines_of", "toml_changed"]
 
 # Other tables, such as [rules.spec], belong to the rule above them.
 _HEADER: Final = re.compile(r"\s*\[(?:(?P<rule>\[\s*rules\s*\])|\s*correction\s*)\]\s*(?:#|$)")
-# Between the values of valid JSON.
-_BETWEEN: Final = re.compile(r"[\s,:]*")
 
 
 class Amendment(NamedTuple):
@@ -137,11 +136,11 @@ def json_changed(text: str, change: Amendment) -> str | None:
     Each rule that stays is written as it was, and what stands between two rules separates the new
     ones.
     """
-    start = _after(text, 0)
+    start = after_separators(text, 0)
     keys: dict[str, int] = {}
     at = start
     if text[start] == "{":
-        spans = _spans(text, start)
+        spans = json_spans(text, start)
         keys = {
             json.loads(text[key[0] : key[1]]): value[0]
             for key, value in zip(spans[::2], spans[1::2], strict=True)
@@ -149,7 +148,7 @@ def json_changed(text: str, change: Amendment) -> str | None:
         at = keys["rules"]
     elif any(change.declared.values()):
         return None
-    rules = _spans(text, at)
+    rules = json_spans(text, at)
     if len(rules) != change.rules or not rules:
         return None
     first, last = rules[0][0], rules[-1][1]
@@ -158,11 +157,11 @@ def json_changed(text: str, change: Amendment) -> str | None:
         listed = _json(list(values))
         if values and key in keys:
             place = keys[key] + 1
-            comma = "" if text[_after(text, place)] == "]" else ", "
+            comma = "" if text[after_separators(text, place)] == "]" else ", "
             edits.append((place, place, listed[1:-1] + comma))
         elif values:
-            space = text[start + 1 : _after(text, start + 1)] or " "
-            place = _after(text, start + 1)
+            space = text[start + 1 : after_separators(text, start + 1)] or " "
+            place = after_separators(text, start + 1)
             edits.append((place, place, f'"{key}": {listed},{space}'))
     for begin, end, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[end:]
@@ -180,23 +179,6 @@ def _rules_text(text: str, at: int, rules: list[tuple[int, int]], change: Amendm
     return "".join(before + rule for before, rule in written)[
         len(written[0][0]) if written else 0 :
     ]
-
-
-def _spans(text: str, at: int) -> list[tuple[int, int]]:
-    """Where each value of the array that begins there stands; in an object, each key and value."""
-    decoder = json.JSONDecoder()
-    spans, at = [], _after(text, at + 1)
-    while text[at] not in "]}":
-        _, end = decoder.raw_decode(text, at)
-        spans.append((at, end))
-        at = _after(text, end)
-    return spans
-
-
-def _after(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
-    assert found is not None
-    return found.end()
 
 
 def _json_rule(pattern: Pattern, value: Any) -> str:

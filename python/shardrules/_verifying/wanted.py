@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._format import brief, mesh_shown, nearest, shown
+from shardrules._format import brief, mesh_shown, shown
 from shardrules._matching.rules import Rules
+from shardrules._near import near_shown
 from shardrules._planning.asking.trees import kind_specs
 from shardrules._planning.placing.on_mesh import axis_sizes_of
 from shardrules._planning.placing.survey import survey
@@ -226,16 +227,16 @@ class _Filled:
         there = survey(treedef.unflatten(arrays), Rules((), leaves.paths_dialect), 0)
         for path in there.paths:
             if path not in leaves.rows:
-                near = nearest(path, leaves.paths)
                 raise _misfit(
                     f"{at}: the plan is for another tree: it has no leaf {path}"
-                    f"{f', but {near}' if near else ''}; plan the tree that the function takes"
+                    f"{near_shown(path, leaves.paths)}; plan the tree that the function takes"
                 )
         for path in leaves.paths:
             if path not in there.rows:
                 raise _misfit(
                     f"{at}: the plan is for another tree: there is no leaf {path} in the "
-                    f"{self._side.name}; plan the tree that the function takes"
+                    f"{self._side.name}{near_shown(path, there.paths)}; plan the tree that the "
+                    "function takes"
                 )
         return [leaves.rows[there.paths[row]] for row in tree_util.tree_leaves(there.tree)]
 

@@ -28,6 +28,7 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._declared import Declared
+from shardrules._files.rule_places import NOWHERE, rule_places
 from shardrules._format import byte_count
 
 __all__ = ["command"]
@@ -94,7 +95,8 @@ def command(
         levels=levels,
     )
     if not fix:
-        report_findings(findings, format_, fail_on, rules)
+        places = rule_places(rules, len(planned.plan.rules)) if format_ == "github" else NOWHERE
+        report_findings(findings, format_, fail_on, places)
     elif patch := load_patch(rules, planned, dialect, head_dim):
         # As bytes: a file's line ends and characters, whatever those of standard output are.
         sys.stdout.buffer.write(patch.encode())

@@ -26,7 +26,13 @@ __all__ = ["command"]
 
 def command(
     source: Source,
-    path: Annotated[str, typer.Argument(help="The path of the array.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="The path of the array; or what several arrays that are alike have in common: a "
+            "folded path, a glob such as 'layers/*/wq', or the end of their paths."
+        ),
+    ],
     rules: RulesFile,
     mesh: Mesh,
     dialect: DialectName = None,

@@ -79,11 +79,14 @@ class Explanation(NamedTuple):
     """The companions that find the leaf; each but the first finds the base of the one before."""
     bases: tuple[str, ...] = ()
     """Per companion the path to which it leads."""
+    leaves: int = 1
+    """How many leaves are meant, of which this is the first; all get the same."""
 
     def __str__(self) -> str:
         kind = self.kind
         lines = [
             f"{self.path}  shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}",
+            *self._leaves_line(),
             *self._companion_lines(),
             *(self._rule_lines() if kind.names is None else self._name_lines()),
         ]
@@ -103,6 +106,9 @@ class Explanation(NamedTuple):
             lines.append(f"  PROBLEM        {kind.message}")
             lines += [f"  fix            {kind.fix}"] if kind.fix else []
         return printable_lines(lines)
+
+    def _leaves_line(self) -> list[str]:
+        return [] if self.leaves == 1 else [f"  the first of   {counted(self.leaves, 'leaf')}"]
 
     def _companion_lines(self) -> list[str]:
         lines = []
@@ -159,15 +165,16 @@ def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
     return words[tried.outcome]
 
 
-def explanation(columns: Columns, row: int) -> Explanation:
-    """The explanation of the leaf of this row."""
+def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
+    """The explanation of the leaf of this row, which stands for so many that are like it."""
     kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
     rules = columns.leaves.path_rules
     tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
     links = columns.leaves.links.get(row, ())
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
     mesh = mesh_shown(columns.axis_sizes)
-    return Explanation(columns.paths[row], source, kind, tried, mesh, companions, bases)
+    path = columns.paths[row]
+    return Explanation(path, source, kind, tried, mesh, companions, bases, leaves)
 
 
 def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:

@@ -5,10 +5,10 @@ Costs nothing but text. Must not know how a finding is found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from shardrules._arguments import check_choice, check_file
+from shardrules._arguments import check_choice, check_file, integer, listed
 from shardrules._format import and_more, bytes_shown, counted
 from shardrules._printable import printable, printable_json, printable_lines
 
@@ -179,18 +179,39 @@ class Findings(tuple[Finding, ...]):
         """A JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
         return printable_json({"findings": [one._asdict() for one in self]})
 
-    def to_github(self, file: str | None = None) -> str:
+    def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
         """Workflow commands, which GitHub shows as annotations.
 
         Args:
             file: The rules' file, for the annotations to stand at.
+            lines: Per rule the line of the file on which it begins, from 1 on. Default: not known.
+
+        Raises:
+            ValueError: There is no line for the rule of a finding.
         """
         check_file("file", file)
-        return "\n".join(_github_command(one, file) for one in self)
+        given = listed("lines", lines, "line numbers")
+        known = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(given)]
+        return "\n".join(_github_command(one, file, _line_of(one, known)) for one in self)
 
 
-def _github_command(finding: Finding, file: str | None) -> str:
-    properties = {"file": file, "title": f"shardrules {finding.kind}"}
+def _line_of(finding: Finding, lines: list[int]) -> int | None:
+    if finding.rule is None or not lines:
+        return None
+    if finding.rule >= len(lines):
+        raise ValueError(
+            f"lines: there are {len(lines)}, and a finding is about rule {finding.rule}; give one "
+            "for each rule"
+        )
+    return lines[finding.rule]
+
+
+def _github_command(finding: Finding, file: str | None, line: int | None) -> str:
+    properties = {
+        "file": file,
+        "line": None if file is None or line is None else str(line),
+        "title": f"shardrules {finding.kind}",
+    }
     listed = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
     message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
     what = printable(f"{listed}::{_escaped(message)}")

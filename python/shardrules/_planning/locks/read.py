@@ -26,7 +26,7 @@ from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._planning.columns import Columns
-from shardrules._planning.fold import parts_of
+from shardrules._planning.fold import parts_of, runs_of
 from shardrules._planning.kinds import Kind
 from shardrules._planning.leaves import LeafType, Leaves
 from shardrules._planning.locks.format import (
@@ -345,7 +345,7 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
         if numbers is None:
             choices.append([text])
             continue
-        ranges = [_range(one) for one in numbers.split(",")]
+        ranges = runs_of(numbers)
         # Not `len`, which is for numbers of 63 bits.
         count *= sum(numbers.stop - numbers.start for numbers in ranges)
         if count > most or count * characters > most_text:
@@ -354,11 +354,3 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
     if count > most or count * characters > most_text:
         raise ValueError("there are more leaves than a lock may have")
     return ["".join(texts) for texts in itertools.product(*choices)]
-
-
-def _range(text: str) -> range:
-    first, _, last = text.partition("..")
-    numbers = range(int(first), int(last or first) + 1)
-    if not numbers:
-        raise ValueError(f"no numbers are {text}")
-    return numbers

@@ -1,0 +1,169 @@
+"""On which lines of a file its rules begin, for annotations.
+
+The text is searched, not parsed again: where it does not have as many rules as were read of it, no
+line is known. Costs a pass over the text. Must not know what a rule says.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from shardrules._file_content import read_bytes, text_of
+from shardrules._file_error import FileError
+from shardrules._files.logical import MAXTEXT_KEY, yaml_nodes
+from shardrules._files.modules import is_module_form
+from shardrules._files.toml import without_strings
+
+__all__ = ["NOWHERE", "RulePlaces", "after_separators", "json_spans", "rule_places"]
+
+# Between the values of valid JSON.
+_BETWEEN: Final = re.compile(r"[\s,:]*")
+_TABLES: Final = re.compile(r"^[ \t]*(?=\[\[[ \t]*rules[ \t]*\]\])", re.MULTILINE)
+_LIST: Final = re.compile(r"^[ \t]*rules[ \t]*=[ \t]*(?=\[)", re.MULTILINE)
+
+
+class RulePlaces(NamedTuple):
+    """A file, and the line on which each of its rules begins."""
+
+    file: str | None
+    """None if the rules are not in a file of the current directory or a given one."""
+    lines: tuple[int, ...]
+    """Per rule a number from 1 on; empty if they are not known."""
+
+
+NOWHERE: Final = RulePlaces(None, ())
+
+
+def rule_places(source: str, rules: int) -> RulePlaces:
+    """Where the rules of a source stand.
+
+    Args:
+        source: As `read_rules` takes it.
+        rules: How many rules were read of it.
+    """
+    if is_module_form(source):
+        return _in_module(source, rules)
+    path = Path(source)
+    if not path.is_file():  # standard input
+        return NOWHERE
+    lines: list[int] = []
+    # A line of gzipped JSON means nothing.
+    if path.suffix != ".gz":
+        # What was read once is read again: all that can come is a file that has changed.
+        with suppress(FileError, ValueError, LookupError, StopIteration, RecursionError):
+            text = text_of(path, read_bytes(path))
+            lines = list(_LINES_OF.get(path.suffix, _json_lines)(text))
+    return RulePlaces(source, tuple(lines) if len(lines) == rules else ())
+
+
+def _line_at(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def _toml_lines(text: str) -> Iterator[int]:
+    bare = without_strings(text)
+    if found := _LIST.search(bare):
+        starts: Iterator[int] = _items_of(bare, found.end())
+    else:
+        starts = (found.end() for found in _TABLES.finditer(bare))
+    return (_line_at(bare, start) for start in starts)
+
+
+def _items_of(bare: str, start: int) -> Iterator[int]:
+    """Where each item of the list that begins there stands, in a text without strings."""
+    depth, expected = 0, False
+    for place in range(start, len(bare)):
+        char = bare[place]
+        if expected and char not in ", \t\r\n]":
+            yield place
+            expected = False
+        depth += (char in "[{") - (char in "]}")
+        if depth == 0:
+            return
+        expected = expected or (depth == 1 and (char == "," or place == start))
+
+
+def _json_lines(text: str) -> Iterator[int]:
+    at = after_separators(text, 0)
+    if text[at] == "{":
+        spans = json_spans(text, at)
+        keys = zip(spans[::2], spans[1::2], strict=True)
+        at = next(
+            value for (begin, end), (value, _) in keys if json.loads(text[begin:end]) == "rules"
+        )
+    return (_line_at(text, begin) for begin, _ in json_spans(text, at))
+
+
+def json_spans(text: str, at: int) -> list[tuple[int, int]]:
+    """Where each value of the array that begins there stands; in an object, each key and value."""
+    decoder = json.JSONDecoder()
+    spans, at = [], after_separators(text, at + 1)
+    while text[at] not in "]}":
+        _, end = decoder.raw_decode(text, at)
+        spans.append((at, end))
+        at = after_separators(text, end)
+    return spans
+
+
+def after_separators(text: str, at: int) -> int:
+    """Where the next value of valid JSON begins, or an array or object ends."""
+    found = _BETWEEN.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _yaml_lines(text: str) -> Iterator[int]:
+    nodes = yaml_nodes(text)
+    rules = next(value for key, value in nodes.value if key.value == MAXTEXT_KEY)
+    return (one.start_mark.line + 1 for one in rules.value)
+
+
+_LINES_OF: Final = {".toml": _toml_lines, ".yml": _yaml_lines, ".yaml": _yaml_lines}
+
+
+def _in_module(source: str, rules: int) -> RulePlaces:
+    """The lines of a list, as it is or as an argument, that a name of a module is given."""
+    module, _, name = source.partition(":")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    path = Path(file or "")
+    if path.suffix != ".py" or not path.is_relative_to(Path.cwd()):
+        return NOWHERE
+    shown = path.relative_to(Path.cwd()).as_posix()
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return RulePlaces(shown, ())
+    for value in filter(None, (_value_of(one, name) for one in reversed(body))):
+        lists = [one for one in (value, *getattr(value, "args", ())[:1]) if _is_plain(one, rules)]
+        if lists:
+            return RulePlaces(shown, tuple(one.lineno for one in lists[0].elts))
+        break
+    return RulePlaces(shown, ())
+
+
+def _value_of(statement: ast.stmt, name: str) -> ast.expr | None:
+    """What a statement makes the value of the name, or what a function of that name returns."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+            return statement.value
+    if isinstance(statement, ast.FunctionDef) and statement.name == name:
+        returned = [one.value for one in ast.walk(statement) if isinstance(one, ast.Return)]
+        return returned[0] if len(returned) == 1 else None
+    return None
+
+
+def _is_plain(value: Any, rules: int) -> bool:
+    """Whether it is a list whose elements are these rules."""
+    return (
+        isinstance(value, ast.List | ast.Tuple)
+        and len(value.elts) == rules
+        and not any(isinstance(one, ast.Starred) for one in value.elts)
+    )

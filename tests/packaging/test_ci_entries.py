@@ -1,0 +1,134 @@
+"""The GitHub action and the pre-commit hook: parsed, and run as their runners would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import shardrules
+from tests.support.folders import ROOT
+from tests.support.slow import slow
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+pytest.importorskip("typer", reason="typer is not installed")
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+(HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+MODEL = '{"params": [["wq", [8, 8], "F32"], ["norm", [8], "F32"]]}'
+RIGHT = '[[rules]]\npattern = "wq"\nspec = ["tp"]\n\n[[rules]]\npattern = "norm"\nspec = []\n'
+DEAD = RIGHT + '[[rules]]\npattern = "gone"\nspec = []\n'
+# Our own Python in the place of the job's; pip writes down what it is to install.
+PYTHON = f"""#!/bin/sh
+if [ "$2" = pip ]; then shift 2; echo "$@" >>pip.log; exit 0; fi
+exec {shlex.quote(sys.executable)} "$@"
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A directory with a model, and `python` and `shardrules` on the path."""
+    (tmp_path / "model.json").write_text(MODEL)
+    (tmp_path / "rules.toml").write_text(RIGHT)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (
+        ("python", PYTHON),
+        ("shardrules", '#!/bin/sh\nexec python -m shardrules "$@"\n'),
+    ):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setenv("GITHUB_ACTION_PATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def given(**inputs):
+    """The inputs with defaults, as GitHub has them."""
+    known = ACTION["inputs"]
+    named = {name.replace("_", "-"): value for name, value in inputs.items()}
+    assert named.keys() <= known.keys()
+    required = {name for name, one in known.items() if one.get("required")}
+    assert required <= named.keys()
+    return {name: one.get("default", "") for name, one in known.items()} | named
+
+
+def run_step(step, inputs):
+    """A step of the action as GitHub runs it: `bash -e`, with the inputs in the environment."""
+
+    def filled(text):
+        return re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], text)
+
+    environment = os.environ | {name: filled(text) for name, text in step.get("env", {}).items()}
+    assert step["shell"] == "bash"
+    assert "${{" not in step["run"]  # an input would be code for the shell
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+INSTALL, CHECK = ACTION["runs"]["steps"]
+CASE = {"model": "model.json", "rules": "rules.toml", "mesh": "tp=2"}
+
+
+def test_the_action_is_composite_and_uses_no_other():
+    assert ACTION["runs"]["using"] == "composite"
+    assert not [step for step in ACTION["runs"]["steps"] if "uses" in step]
+    assert all(one["description"] for one in ACTION["inputs"].values())
+
+
+@pytest.mark.parametrize(("version", "wanted"), [("", shardrules.__version__), ("0.1.0", "0.1.0")])
+def test_the_action_installs_its_own_version(job, version, wanted):
+    result = run_step(INSTALL, given(**CASE, version=version))
+    assert result.returncode == 0, result.stderr
+    assert (job / "pip.log").read_text().split()[-1] == f"shardrules[cli,yaml]=={wanted}"
+
+
+@pytest.mark.parametrize(("rules", "code"), [(RIGHT, 0), (DEAD, 1)])
+def test_the_action_annotates_the_rule(job, rules, code):
+    (job / "rules.toml").write_text(rules)
+    result = run_step(CHECK, given(**CASE, fail_on="warning"))
+    assert result.returncode == code, result.stderr
+    dead = "::warning file=rules.toml,line=8,title=shardrules dead::rule 2 'gone'"
+    assert (dead in result.stdout) is bool(code)
+
+
+def test_inputs_of_the_action_are_no_code(job):
+    (job / "$(touch hacked)").write_text(MODEL)
+    hostile = {**CASE, "model": "$(touch hacked)", "options": "--data-axes `touch` --replicated *"}
+    result = run_step(CHECK, given(**hostile))
+    assert not (job / "hacked").exists()
+    assert "--replicated" not in result.stderr
+    assert "replicated[0]" in result.stderr  # the star is the pattern, not the files
+
+
+@pytest.mark.parametrize(("rules", "code"), [(RIGHT, 0), slow(RIGHT.replace('"wq"', '"wk"'), 1)])
+def test_the_hook_runs_the_command(job, rules, code):
+    """pre-commit runs the entry with the arguments of the user's configuration, without files."""
+    assert HOOK["pass_filenames"] is False
+    (job / "rules.toml").write_text(rules)
+    command = [*shlex.split(HOOK["entry"]), "model.json", "--rules=rules.toml", "--mesh=tp=2"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == code
+
+
+def test_the_hook_has_what_the_extras_have():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert (HOOK["language"], HOOK["id"]) == ("python", "shardrules-check")
+    assert HOOK["additional_dependencies"] == [*extras["cli"], *extras["yaml"]]
+    assert HOOK["entry"].split()[0] in project["scripts"]
+
+
+def test_the_page_uses_inputs_and_hooks_that_exist():
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    workflow, config = (
+        yaml.safe_load(block) for block in re.findall(r"```yaml[^\n]*\n(.*?)```", page, re.S)
+    )
+    (step,) = [s for s in workflow["jobs"]["check"]["steps"] if "shardrules@" in s["uses"]]
+    assert given(**{name.replace("-", "_"): value for name, value in step["with"].items()})
+    assert [hook["id"] for repo in config["repos"] for hook in repo["hooks"]] == [HOOK["id"]]
