@@ -282,6 +282,35 @@ def test_a_plan_that_does_not_fit_is_an_error(compiled_step, plan, mesh):
         sr.verify(compiled_step(), (sr.plan(PARAMS, [], mesh), None, None))
 
 
+def test_a_plan_of_boxes_is_for_arguments_in_boxes_and_without(mesh):
+    spmd = pytest.importorskip("flax.linen.spmd", reason="flax is not installed")
+    array = jax.ShapeDtypeStruct((8, 16), "float32", sharding=NamedSharding(mesh, P("data")))
+    boxed = {"w": spmd.LogicallyPartitioned(array, ("embed", "mlp"))}
+    plans = {
+        axes: sr.plan(boxed, sr.LogicalRules([("embed", axes), ("mlp", None)]), mesh)
+        for axes in ("data", "model")
+    }
+    for argument, at in ((boxed, "inputs/0/w/value"), ({"w": array}, "inputs/0/w")):
+        compiled = jax.jit(lambda tree: jax.tree.map(jnp.sin, tree)).lower(argument).compile()
+        assert sr.verify(compiled, (plans["data"],)) == ()
+        assert found(sr.verify(compiled, (plans["model"],)), "input") == [("error", (at,))]
+    with pytest.raises(
+        ValueError, match=r"inputs\[0\]: the plan is for another tree.*no leaf v/value"
+    ):
+        sr.verify(jax.jit(lambda tree: tree).lower({"v": boxed["w"]}).compile(), (plans["data"],))
+
+
+def test_a_plan_of_named_arrays_is_for_named_arrays(mesh):
+    hax = pytest.importorskip("haliax", reason="haliax is not installed", exc_type=ImportError)
+    axes = hax.make_axes(embed=8, mlp=16)
+    array = jax.device_put(np.ones((8, 16), "f4"), NamedSharding(mesh, P("data")))
+    compiled = jax.jit(lambda tree: tree["w"] * 2).lower({"w": hax.named(array, axes)}).compile()
+    for axis, expected in (("data", []), ("model", ["input"])):
+        rules = sr.LogicalRules({"embed": axis, "mlp": None}, sr.HALIAX)
+        plan = sr.plan({"w": hax.named(array, axes)}, rules, mesh)
+        assert [one.kind for one in sr.verify(compiled, (plan,))] == expected
+
+
 def test_what_is_not_compiled_is_an_error(plan):
     jitted = jax.jit(lambda x: x)
     for given in (None, jitted, jitted.lower(np.ones(3))):

@@ -30,6 +30,7 @@ __all__ = [
     "has_names",
     "unboxed",
     "unboxed_with_names",
+    "without_boxes",
 ]
 
 _PLAIN: Final = re.compile(r"[\w-]+")
@@ -118,6 +119,14 @@ def _no_names(leaf: Any, instead: str) -> str:
         f"{shown(leaf)}. Give {instead}, such as ('embed', 'mlp') for each array; or boxes or nnx "
         "Variables with names, before they are unboxed"
     )
+
+
+def without_boxes(tree: Any) -> Any:
+    """The tree with the array in the place of each box, Variable and NamedArray."""
+    from jax import tree_util
+
+    forms = NodeForms()
+    return tree_util.tree_map(forms.array_in, tree, is_leaf=forms.holds_array)
 
 
 class Unboxed(NamedTuple):

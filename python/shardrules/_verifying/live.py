@@ -11,7 +11,7 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._core import values_beside
-from shardrules._logical.leaves import NodeForms
+from shardrules._logical.leaves import NodeForms, without_boxes
 from shardrules._matching.rules import Rules
 from shardrules._planning.placing.survey import survey
 
@@ -98,7 +98,7 @@ def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
     here, rows = _by_path(tree, leaves), leaves.rows
     if here.keys() != rows.keys():
         # What is in a box has a longer path, unless the plan was made of boxes with names.
-        without = _by_path(_unboxed(tree), leaves)
+        without = _by_path(without_boxes(tree), leaves)
         here = max(here, without, key=lambda one: len(one.keys() & rows.keys()))
     both = [path for path in here if path in rows]
     return LiveLeaves(
@@ -107,13 +107,6 @@ def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
         [row for path, row in rows.items() if path not in here],
         {path: leaf for path, leaf in here.items() if path not in rows},
     )
-
-
-def _unboxed(tree: Any) -> Any:
-    from jax import tree_util
-
-    forms = NodeForms()
-    return tree_util.tree_map(forms.array_in, tree, is_leaf=forms.holds_array)
 
 
 def _by_path(tree: Any, leaves: Leaves) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._format import brief, mesh_shown, shown
+from shardrules._logical.leaves import without_boxes
 from shardrules._matching.rules import Rules
 from shardrules._near import near_shown
 from shardrules._planning.asking.trees import kind_specs
@@ -224,7 +225,13 @@ class _Filled:
 
         begin = len(self.wanted)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
-        there = survey(treedef.unflatten(arrays), Rules((), leaves.paths_dialect), 0)
+        tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
+        there = survey(tree, rules, 0)
+        if there.rows.keys() != leaves.rows.keys():
+            # What is in a box has a longer path, unless the plan was made of boxes with names.
+            without = survey(without_boxes(tree), rules, 0)
+            if without.rows.keys() == leaves.rows.keys():
+                there = without
         for path in there.paths:
             if path not in leaves.rows:
                 raise _misfit(
