@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from itertools import groupby, product
 from time import perf_counter, process_time
@@ -18,13 +17,10 @@ import pytest
 import shardrules as sr
 from shardrules._format import bytes_shown, seconds_shown
 from tests.support import corpus
+from tests.support.browser import chromium, metrics_of
 from tests.support.slow import slow, some
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
-CHROMIUM_ARGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 HOSTILE = [
     "<script>window.hacked=1</script>",
     "</script><script>window.hacked=1</script>",
@@ -376,14 +372,10 @@ def test_notebook(deepseek, hostile):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+    with chromium() as started:
+        if started is None:
+            pytest.skip("chromium or playwright is not installed")
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -413,15 +405,6 @@ def opened(browser, tmp_path):
     for page in pages:
         page.close()
     assert troubles == []
-
-
-def metrics_of(page):
-    """Asks Chromium for its metrics of the page, in processor time of its main thread."""
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    return lambda: {
-        one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]
-    }
 
 
 def leaf_rows(page, kind="leaf"):
