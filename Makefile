@@ -136,7 +136,7 @@ test-dist: dist
 	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: $(WHEEL) \
 	  $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
-	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli,report]"
+	$(IN_CLEAN) -m pip $(INSTALL) --only-binary :all: "$$(echo $(WHEEL))[cli]"
 	$(IN_CLEAN) -I $(abspath tests/packaging/smoke.py)
 	rm -rf $(CLEAN)
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
 from shardrules import demo
 from tests.support import corpus
+from tests.support.browser import chromium, metrics_of
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
 RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
@@ -29,6 +32,7 @@ def rows() -> Iterator[Row]:
         yield from _sweeps()
         yield from _suggestions()
         yield from _logical_plans()
+    yield from _reports()
     yield from _processes()
 
 
@@ -118,6 +122,25 @@ def _logical_plans() -> Iterator[Row]:
 def _names_of(leaf: Any) -> tuple[str | None, ...]:
     """Names for an array of this rank, as MaxText has them."""
     return {1: ("norm",), 2: ("embed", "mlp")}.get(len(leaf.shape), (None,) * len(leaf.shape))
+
+
+def _reports() -> Iterator[Row]:
+    """A report of a million leaves that do not fold, in Chromium, if there is one."""
+    names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    planned = sr.plan(dict.fromkeys(names, dict.fromkeys(names, leaf)), [("", "tp")], {"tp": 4})
+    with TemporaryDirectory() as folder, chromium() as browser:
+        if browser is None:
+            return
+        file = Path(folder) / "report.html"
+        planned.to_html(file, findings=sr.Findings(()))
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        metrics = metrics_of(page)
+        page.goto(file.as_uri())
+        page.wait_for_selector("#treemap .slice")
+        note = f"processor time of the page's main thread; {file.stat().st_size / 1e6:.0f} MB"
+        name = "opening the report of 1,000,000 leaves that do not fold"
+        yield Row(name, metrics()["TaskDuration"], "s", 2.0, note)
 
 
 def _processes() -> Iterator[Row]:

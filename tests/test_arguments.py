@@ -563,8 +563,6 @@ def test_every_public_callable_and_parameter_is_here():
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_right_is_taken(name):
     function, arguments = CALLS[name]
-    if name == "Plan.to_html":
-        pytest.importorskip("plotly")
     if name != "patch":
         function(**arguments)
 

@@ -130,14 +130,11 @@ def _print_suggestion(console: Any, found: Suggestion, took: float) -> None:
 def _report(fixed: Plan, suggestion: Suggestion) -> str:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
-    try:
-        found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
-        hbm = _HARDWARE.memory_bytes
-        fixed.to_html(
-            path, sweep=found, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
-        )
-    except ImportError as error:
-        return str(error)
+    found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
+    hbm = _HARDWARE.memory_bytes
+    fixed.to_html(
+        path, sweep=found, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
+    )
     return f"{path}: open it in a browser; it works offline"
 
 

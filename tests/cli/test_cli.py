@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import subprocess
@@ -146,9 +145,8 @@ def test_memory_of_the_host_is_counted_apart(small, tmp_path):
     assert "the host's memory" not in run(*args, "--hbm", "1GB").stdout
     assert json.loads(run(*moved, "1MB", "--format", "json").stdout)["fits"] is False
     page = tmp_path / "plan.html"
-    if importlib.util.find_spec("plotly"):
-        assert run(*moved, "1MB", "--html", page).exit_code == 0
-        assert "1.00 GB and 1.00 MB of the host's memory" in page.read_text()
+    assert run(*moved, "1MB", "--html", page).exit_code == 0
+    assert "1.00 GB and 1.00 MB of the host's memory" in page.read_text()
     sweep = ("sweep", model, "-r", rules, "--devices", 2, "--axes", "fsdp", *args[6:])
     told = run(*sweep, "--optimizer-memory", "pinned_host", "--host-memory", "1MB").stdout
     assert "on the host" in told
@@ -628,7 +626,20 @@ def test_suggested_rules_in_other_forms(small, more, told):
     assert told in result.stdout
 
 
-@pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="reports need plotly")
+def test_a_report_that_fails_leaves_nothing_behind(small, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise ValueError("no report")
+
+    monkeypatch.setattr(sr.Plan, "to_html", fails)
+    lock, page = tmp_path / "plan.lock", tmp_path / "plan.html"
+    model, rules = small
+    result = run("plan", model, "-r", rules, "-m", "fsdp=2", "--lock", lock, "--html", page)
+    assert result.exit_code == 2
+    assert "no report" in result.stderr
+    assert not lock.exists()
+    assert not page.exists()
+
+
 def test_the_report_ends_with_suggested_rules(small, tmp_path):
     model, rules = small
     page = tmp_path / "plan.html"

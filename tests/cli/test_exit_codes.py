@@ -129,21 +129,6 @@ def test_what_nohup_ignores_stays_ignored():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
-def test_a_report_without_plotly_leaves_nothing_behind(small, tmp_path):
-    (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError('none', name='plotly')")
-    lock, html = tmp_path / "plan.lock", tmp_path / "plan.html"
-    written = ["--lock", str(lock), "--html", str(html)]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    code, out, err = run(
-        ["plan", *small, NOTHING, *written], env={**os.environ, "PYTHONPATH": path}
-    )
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert "pip install 'shardrules[report]'" in err
-    assert not lock.exists()
-    assert not html.exists()
-
-
 @POSIX
 @pytest.mark.parametrize("command", ["plan", "check", "explain", "sweep"])
 def test_brackets_in_a_path_are_no_markup(small, tmp_path, command):

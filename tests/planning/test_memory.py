@@ -237,7 +237,6 @@ class TestShown:
         assert "rule 3 'never' -> P('tp') in pinned_host matches no leaf" in dead.message
 
     def test_in_reports(self):
-        pytest.importorskip("plotly")
         from tests.planning.test_report import Page
 
         plan = sr.plan(TREE, RULES, SIZES)

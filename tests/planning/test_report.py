@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import sys
 from html.parser import HTMLParser
 from itertools import groupby, product
 from time import perf_counter, process_time
@@ -19,14 +17,10 @@ import pytest
 import shardrules as sr
 from shardrules._format import bytes_shown, seconds_shown
 from tests.support import corpus
-
-plotly = pytest.importorskip("plotly", reason="reports need plotly")
+from tests.support.browser import chromium, metrics_of
+from tests.support.slow import slow, some
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
-CHROMIUM_ARGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 HOSTILE = [
     "<script>window.hacked=1</script>",
     "</script><script>window.hacked=1</script>",
@@ -153,11 +147,18 @@ class Page(HTMLParser):
     def data(self):
         return json.loads(self.scripts[0])
 
+    @property
+    def rows(self):
+        """(pattern, kind, number of leaves) of each folded row."""
+        columns = self.data["rows"]
+        patterns = ["".join(parts) for parts in columns["paths"]]
+        kinds = [self.data["kinds"][kind] for kind in columns["kinds"]]
+        return list(zip(patterns, kinds, columns["leaves"], strict=True))
+
 
 def test_content(deepseek):
-    data = Page(
-        deepseek.to_html(findings=FINDINGS, sweep=sweep_of(deepseek), title="DeepSeek-V3")
-    ).data
+    page = Page(deepseek.to_html(findings=FINDINGS, sweep=sweep_of(deepseek), title="DeepSeek-V3"))
+    data, rows = page.data, page.rows
     assert (data["title"], data["mesh"], data["devices"]) == ("DeepSeek-V3", MESH, 512)
     assert (data["leaves"], data["bytes"]) == (45_395, deepseek.bytes.sum())
     assert data["fullest"] == deepseek.bytes_per_device().max
@@ -166,17 +167,18 @@ def test_content(deepseek):
     ]  # fmt: skip
     assert [r["leaves"] for r in data["rules"]] == [1, 0, 61, *[14909] * 3, 58, 61, 61, 1, 1, 424]
     assert sum(r["bytes"] for r in data["rules"]) == data["bytes"]
-    assert sum(leaves for _, _, leaves in data["rows"]) == 45_395
-    assert sum(n * data["kinds"][kind]["held"] for _, kind, n in data["rows"]) == data["fullest"]
+    assert sum(leaves for _, _, leaves in rows) == 45_395
+    assert sum(n * kind["held"] for _, kind, n in rows) == data["fullest"]
     assert [row["current"] for row in data["sweep"]] == [True, False, False]
     assert [row["time"] for row in data["sweep"]] == [None, None, None]
-    large = {"".join(p) for p, kind, _ in data["rows"] if data["kinds"][kind]["large"]}
+    large = {pattern for pattern, kind, _ in rows if kind["large"]}
     assert large == {
         f"model/layers/{{0..60}}/self_attn/{name}/kernel"
         for name in ("q_a_proj", "q_b_proj", "kv_b_proj")
     }
 
 
+GRADIENTS, ADAM_OPTION = ["--gradients", "float32"], ["--optimizer", "adam"]
 ADAM = {"gradients": "bfloat16", "optimizer": ("float32", "float32")}
 
 
@@ -197,14 +199,19 @@ spec = []
 """
 
 
-@pytest.mark.parametrize("gradients", [[], ["--gradients", "float32"]])
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        [],
-        ["--optimizer", "adam"],
-        ["--optimizer", "adam", "--optimizer-memory", "pinned_host"],
-    ],
+    ("gradients", "optimizer"),
+    some(
+        [
+            ([], []),
+            (GRADIENTS, []),
+            ([], ADAM_OPTION),
+            (GRADIENTS, [*ADAM_OPTION, "--optimizer-memory", "pinned_host"]),
+            (GRADIENTS, ADAM_OPTION),
+            ([], [*ADAM_OPTION, "--optimizer-memory", "pinned_host"]),
+        ],
+        every=3,
+    ),
 )
 def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer):
     """Its bytes and whether they fit, to the byte, as text, JSON, page and row of the sweep."""
@@ -271,6 +278,7 @@ def test_a_suggestion_for_something_else_is_refused(deepseek):
         other.plan.to_html(suggestion=other, optimizer=other.plan)
 
 
+@pytest.mark.slow
 def test_browser_says_whether_it_fits(opened, deepseek):
     page = opened(deepseek, sweep=deepseek.sweep(hbm=16 * 10**9, **ADAM), **ADAM)
     held = deepseek.bytes_per_device(**ADAM)
@@ -299,6 +307,7 @@ def test_the_page_fetches_nothing(deepseek):
     assert not [a for a in page.attributes if a[1].startswith("on")]
     policy = next(v for t, _, v in page.attributes if t == "meta" and "default-src" in (v or ""))
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
     assert "http" not in policy
     for script in page.scripts[1:]:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -317,21 +326,19 @@ def test_hostile_names_are_data(hostile):
     assert raw.isascii()
     assert not set("<>&") & set(raw)
     assert page.title == shown["title"]
-    patterns = {"".join(parts) for parts, _, _ in page.data["rows"]}
+    patterns = {pattern for pattern, _, _ in page.rows}
     assert patterns >= {f"{name}/w" for name in HOSTILE}
     text.replace("\ud800", "").encode()  # the surrogate is escaped where it is data
 
 
 def test_size_and_time(train_state):
-    """A report of 146,000 leaves costs what plotly.js costs, and a little per folded row."""
-    from plotly.offline import get_plotlyjs
-
+    """A report of 146,000 leaves costs a little per folded row."""
     _ = train_state.folded
     start = process_time()  # whatever else the machine does
     page = train_state.to_html(findings=FINDINGS, sweep=sweep_of(train_state))
     seconds = process_time() - start
     assert len(train_state.paths) == 146_185
-    assert len(page) - len(get_plotlyjs()) < 1_500_000
+    assert len(page) < 1_500_000
     assert seconds < 3
 
 
@@ -343,12 +350,6 @@ def test_file_is_replaced_at_once(deepseek, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
     with pytest.raises(FileNotFoundError):
         deepseek.to_html(tmp_path / "missing" / "plan.html", findings=sr.Findings(()))
-
-
-def test_without_plotly(deepseek, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'shardrules[report]'")):
-        deepseek.to_html(findings=sr.Findings(()))
 
 
 def test_notebook(deepseek, hostile):
@@ -371,14 +372,10 @@ def test_notebook(deepseek, hostile):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+    with chromium() as started:
+        if started is None:
+            pytest.skip("chromium or playwright is not installed")
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -398,8 +395,9 @@ def opened(browser, tmp_path):
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", requested)
+        page.metrics = metrics_of(page)
         page.goto(file.as_uri())
-        page.wait_for_selector("#treemap svg .slice")
+        page.wait_for_selector("#treemap .slice")
         pages.append(page)
         return page
 
@@ -430,7 +428,7 @@ def test_browser_shows_all_parts(opened, deepseek, tmp_path):
     assert "self_attn/(q_proj" in page.inner_text("tr.wins-nothing")
     assert page.locator("#legend button").count() == 5
     assert "q_b_proj/kernel" in page.inner_text("#treemap")
-    assert page.locator("#sweep-chart svg .bars path").count() == 6
+    assert page.locator("#sweep-chart .bar-track span[title]").count() == 6
     assert "memory of a device: 16.0 GB" in page.inner_text("#sweep-chart")
     assert page.locator("#leaf-table tr.large").count() == 3
     shot = tmp_path / "report.png"
@@ -451,6 +449,7 @@ def test_browser_shows_the_time_of_a_step_and_what_takes_longest(opened, deepsee
     assert "assumed: hardware=H100" in page.inner_text("#sweep")
 
 
+@pytest.mark.slow
 def test_browser_shows_suggested_rules_last(opened, deepseek):
     suggestion = sr.suggest(deepseek)
     page = opened(deepseek, suggestion=suggestion)
@@ -463,6 +462,7 @@ def test_browser_shows_suggested_rules_last(opened, deepseek):
         assert text in last
 
 
+@pytest.mark.slow
 def test_browser_without_a_sweep(opened, deepseek):
     page = opened(deepseek, sweep=None, findings=sr.Findings(()))
     assert not page.is_visible("#sweep")
@@ -551,13 +551,14 @@ def test_browser_folding(opened, deepseek):
     assert leaf_rows(page, "single") == ["model/layers/20/mlp/experts/77/gate_proj/kernel"]
 
 
-def test_browser_expands_to_the_paths_of_the_tree(opened, hostile, deepseek):
-    for plan in (deepseek, hostile[0]):
-        page = opened(plan)
-        paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
-        want = {p for p in plan.paths if "\ud800" not in p}
-        assert want <= set(paths)
-        assert len(paths) == len(plan.paths)
+@pytest.mark.parametrize("model", ["hostile", slow("deepseek")])
+def test_browser_expands_to_the_paths_of_the_tree(opened, model, request):
+    plan = request.getfixturevalue(model)
+    plan = plan[0] if model == "hostile" else plan
+    paths = opened(plan).evaluate("allRows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+    want = {p for p in plan.paths if "\ud800" not in p}
+    assert want <= set(paths)
+    assert len(paths) == len(plan.paths)
 
 
 def test_browser_numbers_beyond_2_to_the_53(opened):
@@ -565,7 +566,7 @@ def test_browser_numbers_beyond_2_to_the_53(opened):
     leaf = jax.ShapeDtypeStruct((2**53 + 1, 4), "int8")
     numbers = [2**53 + 1 + i for i in range(4)] + [10**18 - 2, 10**18 - 1]
     page = opened(sr.plan({f"l/{i}/w": leaf for i in numbers}, [("", (None, "tp"))], {"tp": 4}))
-    paths = page.evaluate("report.rows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
+    paths = page.evaluate("allRows.flatMap((row) => singlePaths(row, '', Infinity).paths)")
     assert paths == [f"l/{i}/w" for i in numbers]
     assert f"({2**53 + 1}, 4)" in page.inner_text("#leaf-table")
     for number, found in ((numbers[1], 6), (10**18 - 1, 6), (2**53, 0), (10**30, 0)):
@@ -589,7 +590,7 @@ def test_browser_a_name_of_thousands_of_components(opened):
 @pytest.mark.parametrize(
     ("dialect", "tree", "shown"),
     [
-        (
+        slow(
             sr.EFORMER,
             {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
             ["m.layers", "{0,1}.up.w", "1.norm", "head"],
@@ -609,6 +610,7 @@ def test_browser_modules_of_other_paths(opened, dialect, tree, shown):
     assert sorted(labels) == sorted(shown)
 
 
+@pytest.mark.slow
 def test_browser_unfoldable(opened):
     """100,000 leaves that do not fold at all: rows are made for what is open, and as much as fits."""
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -620,6 +622,28 @@ def test_browser_unfoldable(opened):
     assert 500 < page.locator("#leaf-table tr").count() < 3000
     search(page, "jjj/t_t")
     assert leaf_rows(page) == ["jjj/t_t"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [1, 2])
+def test_browser_opens_a_million_leaves(opened, levels):
+    """A million leaves, of which none fold, in a thousand modules or in none."""
+    names = ["".join(letters) for letters in product("abcdefghij", repeat=3)]
+    leaf = jax.ShapeDtypeStruct((8, 8), "float32")
+    if levels == 2:
+        tree = dict.fromkeys(names, dict.fromkeys(names, leaf))
+    else:
+        tree = {f"{a}{b}": leaf for a, b in product(names, repeat=2)}
+    page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}), findings=sr.Findings(()))
+    # Of the thread alone, so that a busy machine does not count. One second and two.
+    spent = page.metrics()["TaskDuration"]
+    print(f"{spent:.2f} s")
+    assert spent < 6
+    assert "1,000,000 of 1,000,000 leaves" in page.inner_text("#count")
+    assert page.locator("#leaf-table tr").count() < 200
+    assert page.locator("#treemap .slice").count() < 3000
+    search(page, "jja")
+    assert 0 < len(leaf_rows(page)) <= 100
 
 
 def test_browser_sorting(opened, deepseek):
@@ -647,7 +671,8 @@ def test_browser_hostile_names(opened, hostile):
     page = opened(plan, **shown)
     page.click("#expand")
     page.hover("#treemap .slice >> nth=-1")
-    page.wait_for_selector("#treemap .hoverlayer text")
+    page.wait_for_selector("#tip:not([hidden])")
+    assert len(page.locator("#tip div").all_inner_texts()) >= 3
     drawn = page.text_content("#treemap")
     assert "<b>bold</b>&lt;i&gt;&amp;" in drawn
     assert '<a href="javascript:window.hacked=1">click</a>' in drawn
@@ -683,6 +708,43 @@ def test_browser_large(opened, train_state):
     # Two seconds and less than one, on a machine with nothing else to do.
     assert loaded < 60
     assert max(searched, expanded) < 20
+
+
+def test_browser_treemap(opened, deepseek):
+    """Areas are bytes; a module is looked into and left again; what is pointed at is told."""
+    page = opened(deepseek)
+
+    def area(name):
+        box = page.locator(f"#treemap .leaf:has(> span:text-is('{name}'))").first.bounding_box()
+        return box["width"] * box["height"]
+
+    held = {kind: n * one["held"] for kind, one, n in Page(deepseek.to_html()).rows}
+    names = ("q_b_proj/kernel", "q_a_proj/kernel")
+    whole = [held[f"model/layers/{{0..60}}/self_attn/{name}"] for name in names]
+    assert area(names[0]) / area(names[1]) == pytest.approx(whole[0] / whole[1], rel=0.06)
+    page.hover(f"#treemap .leaf:has(> span:text-is('{names[0]}'))")
+    told = page.locator("#tip div").all_inner_texts()
+    assert told[:3] == [
+        "model/layers/{0..60}/self_attn/q_b_proj/kernel",
+        "4.61 GB per device, 4.61 GB in all",
+        "61 leaves",
+    ]
+    assert "P(), rule 11" in told
+    module = "#treemap .module:has(> span:text-matches('^self_attn'))"
+    page.locator(module).last.click(position={"x": 5, "y": 5})
+    path = page.locator("#treemap-path button")
+    assert path.all_inner_texts() == ["all", "self_attn"]
+    assert not page.is_visible("#tip")
+    assert page.locator("#treemap .leaf").count() == 5
+    assert page.locator("#treemap :text('experts')").count() == 0
+    path.first.click()
+    assert path.count() == 0
+    assert page.locator("#treemap :text('experts')").count() > 0
+    before = page.locator("#treemap > .slice").bounding_box()["width"]
+    page.set_viewport_size({"width": 700, "height": 900})
+    page.wait_for_function(
+        f"document.querySelector('#treemap > .slice').offsetWidth < {before} - 300"
+    )
 
 
 def test_browser_dark_and_print(opened, deepseek):

@@ -987,7 +987,7 @@ class Plan:
         optimizer_memory_kind: MemoryKind | None = None,
         suggestion: Proposal | None = None,
     ) -> str:
-        """The plan as one HTML page that works offline; needs `shardrules[report]`.
+        """The plan as one HTML page that works offline.
 
         Args:
             path: The file to write, if any; it is replaced in one step.
@@ -1010,7 +1010,6 @@ class Plan:
             ValueError: The sweep counts other bytes for the plan's mesh; the suggestion is for
                 other leaves; or as `bytes_per_device`.
             TypeError: A suggestion comes with an optimizer that is a Plan.
-            ModuleNotFoundError: plotly is not installed; the message says how to get it.
             OSError: The file cannot be written.
 
         Example:

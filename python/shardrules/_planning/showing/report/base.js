@@ -72,8 +72,10 @@ const PALETTE = ["#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#f0e442
 // Of each class of specs its colour, label and bytes; `classOf` has that of each spec.
 const [specClasses, classOf] = (() => {
   const held = report.specs.map(() => 0);
-  for (const [, kind, leaves] of report.rows)
-    held[report.kinds[kind].spec] += leaves * report.kinds[kind].held;
+  report.rows.kinds.forEach((index, row) => {
+    const kind = report.kinds[index];
+    held[kind.spec] += report.rows.leaves[row] * kind.held;
+  });
   const classes = new Map();
   const classOf = [];
   const bySize = report.specs.map((_, i) => i).sort((a, b) => held[b] - held[a]);

@@ -1,141 +1,195 @@
 "use strict";
-// The charts, drawn by plotly.js, which reads some markup in its texts.
+// The charts: boxes whose places and colours are set by script. A treemap of what a module holds,
+// and bars for meshes.
 
 (() => {
-  const plain = (text) => {
-    const cut = text.length > 80 ? `${text.slice(0, 79)}…` : text;
-    return cut.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-  };
-  const config = { displayModeBar: false, responsive: true };
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const layout = (more) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: css("--text"), family: "system-ui, sans-serif", size: 13 },
-    hoverlabel: {
-      align: "left", bgcolor: css("--raised"), bordercolor: css("--hint"),
-      font: { color: css("--text"), family: "system-ui, sans-serif" },
-    },
-    ...more,
-  });
-
-  // Nodes smaller than this part of all cannot be seen, and are put together.
+  const place = document.getElementById("treemap");
+  const modulesAbove = document.getElementById("treemap-path");
+  const tip = document.getElementById("tip");
+  // Children smaller than this part of what is shown cannot be seen, and are put together.
   const SMALLEST = 1 / 2000;
+  // Heights and widths in pixels.
+  const HEAD = 20;
+  const GAP = 2;
+  const LEAST = 8; // of a box with children in it
+  const shown = new WeakMap();
+  let trail = []; // from the whole tree down to what is shown
 
-  function treemapNodes(tree) {
-    const nodes = [];
-    const add = (parent, label, held, spec, text, hover) => {
-      const id = String(nodes.length);
-      nodes.push({ id, parent, label, held, spec, text, hover });
-      return id;
-    };
-    (function visit(node, parent) {
-      const id = add(parent, node === tree ? "all" : plain(labelShown(node)), node.held,
-        node.row ? node.spec : null, tileText(node), hoverText(node));
-      const seen = (node.children ?? []).filter((child) => child.held >= SMALLEST * tree.held);
-      seen.forEach((child) => visit(child, id));
-      const rest = node.held - seen.reduce((total, child) => total + child.held, 0);
-      const unseen = (node.children?.length ?? 0) - seen.length;
-      if (rest > 0 && unseen > 0) {
-        const text = `${counted(unseen)} smaller`;
-        add(id, text, rest, null, bytesShown(rest), `${text}<br>${bytesShown(rest)}`);
+  // The rows of a treemap, each as square as can be: M. Bruls, K. Huizing and J. J. van Wijk,
+  // Squarified Treemaps, 2000. `sizes` are areas, the largest first.
+  function squarified(sizes, { x, y, width, height }) {
+    const boxes = [];
+    let begin = 0;
+    while (begin < sizes.length) {
+      const side = Math.max(Math.min(width, height), 1e-6);
+      const worst = (end, sum) =>
+        Math.max((side ** 2 * sizes[begin]) / sum ** 2, sum ** 2 / (side ** 2 * sizes[end - 1]));
+      let end = begin + 1;
+      let sum = sizes[begin];
+      while (end < sizes.length && worst(end + 1, sum + sizes[end]) <= worst(end, sum)) {
+        sum += sizes[end];
+        end += 1;
       }
-    })(tree, "");
-    return nodes;
+      const depth = sum / side;
+      let along = 0;
+      for (; begin < end; begin += 1) {
+        const length = sizes[begin] / depth;
+        boxes.push(width >= height
+          ? { x, y: y + along, width: depth, height: length }
+          : { x: x + along, y, width: length, height: depth });
+        along += length;
+      }
+      if (width >= height) [x, width] = [x + depth, width - depth];
+      else [y, height] = [y + depth, height - depth];
+    }
+    return boxes;
   }
 
-  const tileText = (node) => [
-    bytesShown(node.held),
-    node.row ? plain(report.specs[node.spec].text) : null,
-  ].filter((text) => text !== null).join("<br>");
+  // Black or white, whichever is told from the colour more easily.
+  function inkOn(colour) {
+    const [red, green, blue] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#000000" : "#ffffff";
+  }
 
-  function hoverText(node) {
+  function box(kind, { x, y, width, height }, about, ...lines) {
+    const made = element("div", { class: `slice ${kind}` }, lines.map((line) => element("span", {}, line)));
+    Object.assign(made.style, {
+      left: `${x}px`, top: `${y}px`, width: `${Math.max(1, width - GAP)}px`,
+      height: `${Math.max(1, height - GAP)}px`,
+    });
+    shown.set(made, about);
+    return made;
+  }
+
+  function leafBox(node, area) {
+    const { text } = report.specs[node.spec];
+    const made = box("leaf", area, { node, lines: () => hoverLines(node) },
+      labelShown(node), bytesShown(node.held), text);
+    made.style.backgroundColor = classOf[node.spec].colour;
+    made.style.color = inkOn(classOf[node.spec].colour);
+    return made;
+  }
+
+  function moduleBox(node, area, label) {
+    const made = box("module", area, { node, lines: () => hoverLines(node) },
+      `${label}  ${bytesShown(node.held)}`);
+    const inside = {
+      x: GAP, y: HEAD, width: area.width - 3 * GAP, height: area.height - HEAD - 2 * GAP,
+    };
+    if (Math.min(inside.width, inside.height) >= LEAST) made.append(...childBoxes(node, inside));
+    return made;
+  }
+
+  function childBoxes(node, area) {
+    const least = SMALLEST * trail.at(-1).held;
+    const seen = childrenOf(node).filter((child) => child.held >= least).sort((a, b) => b.held - a.held);
+    const held = seen.map((child) => child.held);
+    const rest = node.held - held.reduce((total, one) => total + one, 0);
+    const unseen = childrenOf(node).length - seen.length;
+    if (rest > 0 && unseen > 0) held.push(rest);
+    const scale = (area.width * area.height) / node.held;
+    // What is put together may be larger than what is seen.
+    const order = held.map((_, i) => i).sort((a, b) => held[b] - held[a]);
+    const boxes = squarified(order.map((i) => held[i] * scale), area);
+    return order.map((i, at) => {
+      if (i === seen.length) {
+        const lines = [`${counted(unseen)} smaller`, bytesShown(rest)];
+        return box("others", boxes[at], { node: null, lines: () => lines }, ...lines);
+      }
+      return seen[i].row === null ? moduleBox(seen[i], boxes[at], labelShown(seen[i]))
+        : leafBox(seen[i], boxes[at]);
+    });
+  }
+
+  function hoverLines(node) {
     const bytes = `${bytesShown(node.held)} per device, ${bytesShown(node.bytes)} in all`;
     const leaves = leavesShown(node.leaves);
-    if (!node.row) return [plain(node.key || report.title), bytes, leaves].join("<br>");
-    const { kind } = node;
+    if (node.row === null) return [keyOf(node) || report.title, bytes, leaves];
+    const kind = kindOf(node.row);
     const rule = kind.rule === null ? namesOf(kind) : `rule ${kind.rule}`;
     return [
-      plain(patternOf(node.row)), bytes, leaves,
-      plain(`shape ${shapeShown(kind.shape)}, ${kind.dtype}`),
-      plain(`${report.specs[kind.spec].text}, ${rule}`),
-      ...kind.notes.map(plain), ...(kind.problem ? [plain(kind.problem)] : []),
-    ].join("<br>");
+      patternOf(node.row), bytes, leaves, `shape ${shapeShown(kind.shape)}, ${kind.dtype}`,
+      `${report.specs[kind.spec].text}, ${rule}`, ...kind.notes, ...(kind.problem ? [kind.problem] : []),
+    ];
   }
 
-  const tree = report.rows.length ? treeOf(report.rows) : { held: 0 };
-  const nodes = tree.held > 0 ? treemapNodes(tree) : [];
+  const about = (event) => shown.get(event.target.closest?.(".slice"));
+
+  function hover(event) {
+    const found = about(event);
+    tip.hidden = found === undefined;
+    if (tip.hidden) return;
+    tip.replaceChildren(...found.lines().map((line) => element("div", {}, line)));
+    const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
+    const above = event.clientY + 18 + tip.offsetHeight > innerHeight;
+    tip.style.left = `${Math.max(4, left)}px`;
+    tip.style.top = `${above ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
+  }
+
+  function zoom(event) {
+    const node = about(event)?.node;
+    if (!node || node.row !== null) return;
+    if (node === trail.at(-1)) trail.pop();
+    else trail.push(node);
+    if (!trail.length) trail = [node];
+    tip.hidden = true;
+    drawTreemap();
+  }
 
   function drawTreemap() {
-    const place = document.getElementById("treemap");
-    if (!nodes.length) {
-      place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
-      return;
-    }
-    const column = (name) => nodes.map((node) => node[name]);
-    Plotly.react(place, [{
-      type: "treemap", branchvalues: "total",
-      ids: column("id"), parents: column("parent"), labels: column("label"),
-      values: column("held"), text: column("text"), textinfo: "label+text",
-      hovertext: column("hover"), hoverinfo: "text", sort: true,
-      marker: {
-        colors: nodes.map(({ spec }) => (spec === null ? css("--module") : classOf[spec].colour)),
-        line: { color: css("--page"), width: 1 }, pad: { t: 20, l: 3, r: 3, b: 3 },
-      },
-      pathbar: { thickness: 22 }, tiling: { pad: 2 },
-    }], layout({ margin: { t: 26, l: 0, r: 0, b: 0 } }), config);
-  }
-
-  // A round number that fits into the length at most six times.
-  function tickStep(length) {
-    const power = 10 ** Math.floor(Math.log10(Math.max(length, 1) / 6));
-    return [1, 2, 5, 10].map((factor) => factor * power).find((step) => 6 * step >= length);
+    const [root] = trail;
+    const name = (node) => (node === root ? "all" : keyOf(node));
+    modulesAbove.replaceChildren(...(trail.length > 1 ? trail : []).map((node, i) => element("button", {
+      type: "button", disabled: i === trail.length - 1,
+      onclick: () => { trail = trail.slice(0, i + 1); drawTreemap(); },
+    }, element("code", {}, i === 0 ? "all" : labelShown(node)))));
+    const node = trail.at(-1);
+    const area = { x: 0, y: 0, width: place.clientWidth, height: place.clientHeight };
+    place.replaceChildren(moduleBox(node, area, name(node)));
   }
 
   function drawSweep() {
     const BARS = 60;
     const rows = report.sweep.slice(0, BARS);
-    const places = rows.map((_, i) => i);
-    const bar = (name, colour, x, text) => ({
-      type: "bar", orientation: "h", name, x, y: places, text, textposition: "outside",
-      cliponaxis: false, marker: { color: colour },
-      hovertext: x.map((value, i) => `${plain(meshShown(rows[i].mesh))}<br>${name}: ${bytesShown(value)}`),
-      hoverinfo: "text",
-    });
-    const replicated = rows.map((row) => row.replicated);
-    const sharded = rows.map((row) => Math.max(0, row.bytes - row.replicated));
-    const totals = rows.map((row) =>
-      bytesShown(row.bytes) + (row.fits === false ? " does not fit" : ""));
     const longest = Math.max(report.hbm ?? 0, ...rows.map((row) => row.bytes));
-    const step = tickStep(longest);
-    const ticks = Array.from({ length: Math.floor(longest / step) + 1 }, (_, i) => i * step);
-    const line = { type: "line", xref: "x", yref: "paper", x0: report.hbm, x1: report.hbm, y0: 0, y1: 1,
-      line: { color: css("--text"), dash: "dash", width: 2 } };
-    const name = { xref: "x", yref: "paper", x: report.hbm, y: 1, yanchor: "bottom", yshift: 24,
-      showarrow: false, text: `memory of a device: ${bytesShown(report.hbm ?? 0)}` };
-    const place = document.getElementById("sweep-chart");
-    place.style.height = `${130 + 30 * rows.length}px`;
-    Plotly.react(place, [
-      bar("replicated", REPLICATED, replicated),
-      bar("sharded", PALETTE[0], sharded, totals),
-    ], layout({
-      barmode: "stack", margin: { t: 60, l: 10, r: 20, b: 40 },
-      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", traceorder: "normal" },
-      xaxis: { range: [0, longest * 1.2], tickvals: ticks, ticktext: ticks.map(bytesShown),
-        gridcolor: css("--line"), fixedrange: true },
-      yaxis: { autorange: "reversed", automargin: true, fixedrange: true, tickvals: places,
-        ticktext: rows.map((row) => (row.current ? "● " : "") + plain(meshShown(row.mesh))) },
-      shapes: report.hbm === null ? [] : [line],
-      annotations: report.hbm === null ? [] : [name],
-    }), config);
+    const percent = (bytes) => `${(100 * bytes) / longest}%`;
+    const part = (name, colour, bytes) => {
+      const made = element("span", { title: `${name}: ${bytesShown(bytes)}` });
+      made.style.width = percent(bytes);
+      made.style.backgroundColor = colour;
+      return made;
+    };
+    const bar = (row) => {
+      const line = element("span", { class: "bar-line" });
+      line.style.left = percent(report.hbm);
+      return element("div", { class: "bar-row" },
+        element("code", {}, (row.current ? "● " : "") + meshShown(row.mesh)),
+        element("div", { class: "bar-track" },
+          part("replicated", REPLICATED, row.replicated),
+          part("sharded", PALETTE[0], Math.max(0, row.bytes - row.replicated)),
+          report.hbm === null ? null : line),
+        element("span", { class: "bar-total" },
+          bytesShown(row.bytes) + (row.fits === false ? " does not fit" : "")));
+    };
+    const memory = `┆ memory of a device: ${bytesShown(report.hbm ?? 0)}`;
+    document.getElementById("sweep-chart").replaceChildren(
+      element("div", { class: "legend" },
+        element("span", {}, swatch(REPLICATED), "replicated"),
+        element("span", {}, swatch(PALETTE[0]), "sharded"),
+        report.hbm === null ? null : element("span", {}, memory)),
+      ...rows.map(bar));
   }
 
-  function draw() {
-    drawTreemap();
-    if (report.sweep?.length) drawSweep();
+  if (report.sweep?.length) drawSweep();
+  if (!wholeTree || wholeTree.held === 0) {
+    place.replaceWith(element("p", { class: "hint" }, "No leaf has any bytes."));
+  } else {
+    trail = [wholeTree];
+    place.addEventListener("pointermove", hover);
+    place.addEventListener("pointerleave", () => { tip.hidden = true; });
+    place.addEventListener("click", zoom);
+    // Draws at once, and whenever the page's width changes.
+    new ResizeObserver(drawTreemap).observe(place);
   }
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  document.getElementById("footer").append(
-    `Made by shardrules; charts by plotly.js ${Plotly.version} (MIT licence). ` +
-    "This file fetches nothing.");
+  document.getElementById("footer").append("Made by shardrules. This file fetches nothing.");
 })();

@@ -84,7 +84,7 @@ def report_data(
         "rules": _rules(columns),
         "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
         "specs": [{"text": text, "replicated": whole} for text, whole in specs],
-        "rows": [[row.parts, row.group, len(row.rows)] for row in columns.folded],
+        "rows": _rows(columns),
         "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "suggestion": None if proposed is None else {
@@ -95,6 +95,17 @@ def report_data(
             ],
         },
     }  # fmt: skip
+
+
+def _rows(columns: Columns) -> dict[str, list[Any]]:
+    """The folded rows as columns, which a browser parses in a fraction of the time of rows."""
+    folded = columns.folded
+    return {
+        # A path, or the parts of a pattern: texts and sets of numbers by turns.
+        "paths": [row.parts if len(row.parts) > 1 else row.parts[0] for row in folded],
+        "kinds": [row.group for row in folded],
+        "leaves": [len(row.rows) for row in folded],
+    }
 
 
 def _plan_row(name: str, columns: Columns, held: DeviceBytes, room: Room) -> dict[str, Any]:

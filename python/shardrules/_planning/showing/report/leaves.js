@@ -6,7 +6,8 @@
   // How many rows modules are opened for, the upper ones first.
   const ROWS = { none: 0, some: 40, all: 2000 };
   const collator = new Intl.Collator("en", { numeric: true });
-  const ofLeaf = (value, otherwise = "") => (node) => (node.row ? value(node.kind) : otherwise);
+  const ofLeaf = (value, otherwise = "") => (node) =>
+    (node.row === null ? otherwise : value(kindOf(node.row)));
 
   // How a column is sorted, and what its cells hold.
   const columns = [
@@ -42,9 +43,12 @@
     const numbers = text.match(/\d+/g) ?? [];
     const literal = text.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&");
     const folded = new RegExp(literal.replace(/\d+/g, "(\\d+|\\{[\\d.,]+\\})"));
+    const kinds = kindTexts().map((one) => one.includes(text));
     return (row) => {
-      if (haystack(row).includes(text)) return true;
-      const found = numbers.length ? folded.exec(patternOf(row).toLowerCase()) : null;
+      if (kinds[report.rows.kinds[row]]) return true;
+      const pattern = patternOf(row).toLowerCase();
+      if (pattern.includes(text)) return true;
+      const found = numbers.length && cutsOf.has(row) ? folded.exec(pattern) : null;
       return found !== null && numbers.every((number, i) => contains(found[i + 1], number));
     };
   }
@@ -56,56 +60,54 @@
     })
     : shown === number);
 
-  const texts = new Map();
-  function haystack(row) {
-    if (!texts.has(row)) {
-      const kind = kindOf(row);
-      const rule = kind.rule === null ? namesOf(kind) : `rule ${kind.rule} ${report.rules[kind.rule].pattern}`;
-      const { text, replicated } = report.specs[kind.spec];
-      texts.set(row, [patternOf(row), text, replicated ? "replicated" : "", rule, kind.dtype,
-        kind.problem ?? "", ...kind.notes].join("\n").toLowerCase());
-    }
-    return texts.get(row);
-  }
+  // What is searched beside the path, per kind.
+  const kindTexts = () => report.kinds.map((kind) => {
+    const rule = kind.rule === null ? namesOf(kind) : `rule ${kind.rule} ${report.rules[kind.rule].pattern}`;
+    const { text, replicated } = report.specs[kind.spec];
+    return [text, replicated ? "replicated" : "", rule, kind.dtype, kind.problem ?? "", ...kind.notes]
+      .join("\n").toLowerCase();
+  });
 
   function pathCell(node) {
-    const label = element("code", { title: node.row ? patternOf(node.row) : node.key },
-      state.grouped ? labelShown(node) : patternOf(node.row));
-    const opens = node.children !== null || node.row[0].length > 1;
+    const pattern = node.row === null ? keyOf(node) : patternOf(node.row);
+    const label = element("code", { title: pattern }, state.grouped ? labelShown(node) : pattern);
+    const opens = node.row === null || partsOf(node.row).length > 1;
     if (!opens) return [element("span", { class: "no-toggle" }), label];
     const open = isOpen(node);
     return element("button", {
-      type: "button", class: "toggle", "aria-expanded": String(open), "data-key": node.key,
+      type: "button", class: "toggle", "aria-expanded": String(open), "data-key": keyOf(node),
       onclick: () => toggle(node),
     }, element("span", { class: "arrow", "aria-hidden": "true" }, open ? "▾" : "▸"), label);
   }
 
   function specCell(node) {
-    if (node.kind?.problem) return element("span", { class: "problem" }, node.kind.problem);
+    const kind = node.row === null ? null : kindOf(node.row);
+    if (kind?.problem) return element("span", { class: "problem" }, kind.problem);
     if (node.spec === null) return element("span", { class: "hint" }, "several");
     return [swatch(classOf[node.spec].colour), element("code", {}, report.specs[node.spec].text),
-      node.kind?.large ? element("span", { class: "badge" }, "replicated") : null];
+      kind?.large ? element("span", { class: "badge" }, "replicated") : null];
   }
 
   function correctionCell(node) {
-    if (!node.row) return node.lost ? leavesShown(node.lost) : "";
-    return [node.kind.origin, ...node.kind.notes].filter((note) => note !== null).join("; ");
+    if (node.row === null) return node.lost ? leavesShown(node.lost) : "";
+    const { origin, notes } = kindOf(node.row);
+    return [origin, ...notes].filter((note) => note !== null).join("; ");
   }
 
   let unfolded = new Set();
-  const isOpen = (node) => state.toggled.get(node.key) ?? unfolded.has(node.key);
+  const isOpen = (node) => state.toggled.get(keyOf(node)) ?? unfolded.has(keyOf(node));
 
   // The keys of the modules that these rows have room for, level by level.
   function unfoldedKeys(tree, rows) {
     const keys = new Set();
-    let room = rows - tree.children.length;
+    let room = rows - childrenOf(tree).length;
     let level = [tree];
-    while (level.length) {
-      level = level.flatMap((node) => node.children.filter((child) => child.children !== null));
+    while (level.length && room >= 0) {
+      level = level.flatMap((node) => childrenOf(node).filter((child) => child.row === null));
       for (const node of level.sort((a, b) => b.held - a.held)) {
-        room -= Math.min(PAGE, node.children.length);
+        room -= Math.min(PAGE, childrenOf(node).length);
         if (room < 0) return keys;
-        keys.add(node.key);
+        keys.add(keyOf(node));
       }
     }
     return keys;
@@ -125,27 +127,29 @@
     for (const node of ordered(nodes).slice(0, limit)) {
       lines.push(line(node, level));
       if (!isOpen(node)) continue;
-      if (node.children !== null) appendNodes(lines, node.children, node.key, level + 1);
+      if (node.row === null) appendNodes(lines, childrenOf(node), keyOf(node), level + 1);
       else appendSingles(lines, node, level + 1);
     }
     if (nodes.length > limit) lines.push(moreLine(parent, limit, nodes.length, level));
   }
 
   function appendSingles(lines, node, level) {
-    const limit = state.pages.get(node.key) ?? PAGE;
+    const key = keyOf(node);
+    const limit = state.pages.get(key) ?? PAGE;
     const { count, paths } = singlePaths(node.row, state.text, limit);
     for (const path of paths)
       lines.push(wideLine("single", level, element("code", {}, path)));
-    if (count > limit) lines.push(moreLine(node.key, limit, count, level));
+    if (count > limit) lines.push(moreLine(key, limit, count, level));
   }
 
   function line(node, level) {
     const cells = columns.map((column) =>
       element("td", { class: column.kind ?? null }, column.cell(node)));
     cells[0].style.setProperty("--level", level);
-    const kinds = [node.row ? "leaf" : "module", node.kind?.large ? "large" : null,
-      node.kind?.problem ? "broken" : null];
-    return element("tr", { class: kinds.filter((kind) => kind !== null).join(" ") }, cells);
+    const kind = node.row === null ? null : kindOf(node.row);
+    const kinds = [kind ? "leaf" : "module", kind?.large ? "large" : null,
+      kind?.problem ? "broken" : null];
+    return element("tr", { class: kinds.filter((one) => one !== null).join(" ") }, cells);
   }
 
   function wideLine(kind, level, content) {
@@ -163,7 +167,7 @@
   }
 
   function toggle(node) {
-    state.toggled.set(node.key, !isOpen(node));
+    state.toggled.set(keyOf(node), !isOpen(node));
     render();
   }
 
@@ -180,14 +184,14 @@
   }
 
   function render() {
-    const rows = report.rows.filter(matcher(state.text));
+    const rows = state.text ? allRows.filter(matcher(state.text)) : allRows;
     const lines = [];
-    if (state.grouped) {
-      const tree = treeOf(rows);
+    if (state.grouped && rows.length) {
+      const tree = state.text ? treeOf(rows) : wholeTree;
       unfolded = unfoldedKeys(tree, ROWS[state.unfolded]);
-      appendNodes(lines, tree.children, "", 0);
+      appendNodes(lines, childrenOf(tree), "", 0);
     } else {
-      appendNodes(lines, rows.map((row, i) => leafNode(row, patternOf(row), `${i}`)), "", 0);
+      appendNodes(lines, rows.map((row) => leafNode(row, 0)), "", 0);
     }
     // What has the focus is made anew.
     const focused = document.activeElement?.dataset?.key;
@@ -195,7 +199,7 @@
     if (focused !== undefined) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
     headings.forEach((heading, i) => heading.setAttribute("aria-sort",
       i !== state.column ? "none" : state.descending ? "descending" : "ascending"));
-    const leaves = rows.reduce((total, row) => total + row[2], 0);
+    const leaves = rows.reduce((total, row) => total + leavesOf(row), 0);
     document.getElementById("count").textContent =
       `${counted(leaves)} of ${leavesShown(report.leaves)}, in ${counted(rows.length)} folded ` +
       (rows.length === 1 ? "row" : "rows");

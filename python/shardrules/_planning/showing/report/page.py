@@ -1,6 +1,6 @@
 """The page of a report: data, styles and scripts put into one HTML file that fetches nothing.
 
-Costs the size of plotly.js, about 5 MB to write. Must not know what the data means.
+Costs the size of the data. Must not know what the data means.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["report_html"]
 
 _FILES: Final = resources.files(__name__.rpartition(".")[0])
-# The charts come last, so that the tables need not wait for plotly.js.
-_SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js")
-_CHARTS: Final = "charts.js"
-# Scripts run by their hashes alone. plotly.js sets style attributes, which cannot be named so.
+_SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js", "charts.js")
+# Scripts and styles count by their hashes alone.
 _POLICY: Final = (
-    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+    "default-src 'none'; script-src {scripts}; style-src {styles}; "
     "base-uri 'none'; form-action 'none'"
 )
 # None of them may be markup or end the element; in JSON they occur in strings only.
@@ -60,13 +58,12 @@ def report_html(
 
     Raises:
         ValueError: The sweep has other bytes for the plan's mesh.
-        ModuleNotFoundError: plotly is not installed; the message says how to get it.
     """
-    scripts = [*map(_text, _SCRIPTS), _plotly_js(), _text(_CHARTS)]
+    scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
     return Template(_text("page.html")).substitute(
-        policy=_POLICY.format(hashes=" ".join(map(_hash, scripts))),
+        policy=_POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(styles)),
         title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        styles=_text("page.css"),
+        styles=styles,
         data=_json(
             report_data(columns, findings, sweep, title, room=room, held=held, proposed=proposed)
         ),
@@ -78,19 +75,8 @@ def _text(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 
-def _plotly_js() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ModuleNotFoundError(
-            "an HTML report needs plotly for its charts: pip install 'shardrules[report]'"
-        ) from None
-    # A browser hashes the text as it has parsed it, with plain line ends.
-    return str(get_plotlyjs()).replace("\r\n", "\n")
-
-
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 

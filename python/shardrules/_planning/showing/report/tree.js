@@ -1,81 +1,141 @@
 "use strict";
-// Folded rows as a tree of modules, and a folded row as its single paths.
+// Folded rows as a tree of modules, and a folded row as its single paths. A module is split when it
+// is asked for its children, so that a million rows cost a pass for each level that is looked at.
 
-// A row is [parts, kind, leaves]; parts are texts and sets of numbers by turns.
-const patternOf = (row) => row[0].join("");
-const kindOf = (row) => report.kinds[row[1]];
+const rowCount = report.rows.paths.length;
+// What a row stands for: a pattern; and where its components begin, if it has sets of numbers.
+const patterns = report.rows.paths.map((path) => (typeof path === "string" ? path : path.join("")));
+const cutsOf = new Map(report.rows.paths.flatMap((path, row) =>
+  (typeof path === "string" ? [] : [[row, cutsOfParts(path)]])));
+const allRows = Array.from({ length: rowCount }, (_, row) => row);
 
-const boundary = new RegExp(
-  `(?=[${report.separators.replace(/[\]\\^[-]/g, "\\$&")}])`, "u");
+const patternOf = (row) => patterns[row];
+const partsOf = (row) => [report.rows.paths[row]].flat();
+const leavesOf = (row) => report.rows.leaves[row];
+const kindOf = (row) => report.kinds[report.rows.kinds[row]];
 
 // Modules are told apart as deep as this; what is below them keeps its separators.
 const DEEPEST = 50;
 
-// A pattern cut before each separator; a set is never cut.
-function components(row) {
-  const pieces = [""];
-  row[0].forEach((part, i) => {
-    const [first, ...more] = i % 2 === 0 ? part.split(boundary) : [part];
-    // What follows a set begins a component only if it begins with a separator.
-    if (i > 0 && first && i % 2 === 0 && report.separators.includes(first[0])) pieces.push(first);
-    else pieces[pieces.length - 1] += first ?? "";
-    for (const piece of more) pieces.push(piece);
+// Where components begin, but for the first: at separators that are not in a set.
+function cutsOfParts(parts) {
+  const cuts = [];
+  let place = 0;
+  parts.forEach((part, i) => {
+    if (i % 2 === 0) {
+      for (let j = 0; j < part.length; j += 1)
+        if (report.separators.includes(part[j]) && place + j > 0) cuts.push(place + j);
+    }
+    place += part.length;
   });
-  return pieces.length <= DEEPEST ? pieces
-    : [...pieces.slice(0, DEEPEST - 1), pieces.slice(DEEPEST - 1).join("")];
+  return cuts;
 }
 
-function leafNode(row, label, key) {
-  const kind = kindOf(row);
-  const leaves = row[2];
+// Where the component after this place begins; -1 if there is none.
+function nextCut(row, place) {
+  if (cutsOf.has(row)) return cutsOf.get(row).find((cut) => cut > place) ?? -1;
+  let first = -1;
+  for (const separator of report.separators) {
+    const found = patterns[row].indexOf(separator, place + 1);
+    if (found >= 0 && (first < 0 || found < first)) first = found;
+  }
+  return first;
+}
+
+// A module, or a leaf, which is a row: the part of patterns from `start` to `end`.
+function newNode(row, start, end, depth) {
   return {
-    label, key, row, kind, leaves, children: null, spec: kind.spec,
-    bytes: leaves * kind.bytes, held: leaves * kind.held, lost: kind.notes.length ? leaves : 0,
+    row: null, first: row, rows: null, children: null, start, end, depth,
+    leaves: 0, bytes: 0, held: 0, lost: 0, spec: kindOf(row).spec,
   };
 }
 
-// The tree of these rows: modules and their sums; leaves are the rows.
-function treeOf(rows) {
-  const root = moduleNode("", "");
-  for (const row of rows) {
-    const pieces = components(row);
-    let node = root;
-    let key = "";
-    for (const piece of pieces.slice(0, -1)) {
-      key += piece;
-      if (!node.modules.has(piece)) {
-        const made = moduleNode(piece, key);
-        node.modules.set(piece, made);
-        node.children.push(made);
-      }
-      node = node.modules.get(piece);
-    }
-    // Two rows may have one pattern, so that the row's number is part of the key.
-    node.children.push(leafNode(row, pieces.at(-1), `${key}${pieces.at(-1)}\n${row[1]}`));
-  }
-  return summed(root);
+function addRow(node, row) {
+  const kind = kindOf(row);
+  const leaves = leavesOf(row);
+  if (node.rows !== null) node.rows.push(row);
+  else if (node.first !== row) node.rows = [node.first, row];
+  node.leaves += leaves;
+  node.bytes += leaves * kind.bytes;
+  node.held += leaves * kind.held;
+  if (kind.notes.length) node.lost += leaves;
+  if (node.spec !== kind.spec) node.spec = null;
 }
 
-const moduleNode = (label, key) =>
-  ({ label, key, row: null, kind: null, children: [], modules: new Map() });
-
-// Sums of the children; a module with a single child is shown as one with it.
-function summed(node) {
-  if (node.children === null) return node;
-  node.children = node.children.map(summed);
-  if (node.children.length === 1 && node.key !== "") {
-    const [child] = node.children;
-    return { ...child, label: node.label + child.label };
-  }
-  for (const sum of ["leaves", "bytes", "held", "lost"])
-    node[sum] = node.children.reduce((total, child) => total + child[sum], 0);
-  const specs = new Set(node.children.map((child) => child.spec));
-  node.spec = specs.size === 1 ? node.children[0].spec : null;
+function leafNode(row, start) {
+  const node = newNode(row, start, patterns[row].length, 0);
+  addRow(node, row);
+  node.row = row;
   return node;
 }
 
+// The tree of these rows: its children are those of `childrenOf`.
+function treeOf(rows) {
+  if (!rows.length) return null;
+  const root = newNode(rows[0], 0, 0, 0);
+  for (const row of rows) addRow(root, row);
+  root.rows ??= [root.first];
+  return root;
+}
+
+const wholeTree = treeOf(allRows);
+
+function childrenOf(node) {
+  node.children ??= split(node);
+  return node.children;
+}
+
+function split({ rows, end, depth }) {
+  const modules = new Map();
+  const children = [];
+  let last = null;
+  let label = "";
+  for (const row of rows) {
+    const cut = depth + 1 < DEEPEST ? nextCut(row, end) : -1;
+    if (cut < 0) {
+      children.push(leafNode(row, end));
+      continue;
+    }
+    // Rows of one module often come together.
+    if (last === null || last.end !== cut || !patterns[row].startsWith(label, end)) {
+      label = patterns[row].slice(end, cut);
+      last = modules.get(label);
+      if (last === undefined) {
+        last = newNode(row, end, cut, depth + 1);
+        modules.set(label, last);
+        children.push(last);
+      }
+    }
+    addRow(last, row);
+  }
+  for (const child of children) joinOnly(child);
+  return children;
+}
+
+// Makes a module with a single child one with it.
+function joinOnly(node) {
+  if (node.row !== null) return;
+  if (node.rows === null) {
+    node.row = node.first;
+    node.end = patterns[node.row].length;
+    return;
+  }
+  while (node.depth + 1 < DEEPEST) {
+    const cut = nextCut(node.first, node.end);
+    const label = patterns[node.first].slice(node.end, cut);
+    const isOnly = (row) => nextCut(row, node.end) === cut && patterns[row].startsWith(label, node.end);
+    if (cut < 0 || !node.rows.every(isOnly)) return;
+    node.end = cut;
+    node.depth += 1;
+  }
+}
+
+// The pattern from the beginning on; two rows may have one.
+const keyOf = (node) =>
+  (node.row === null ? patterns[node.first].slice(0, node.end) : `${patterns[node.row]}\n${node.row}`);
 // Without the separator that it begins with, unless nothing else is left.
-const labelShown = (node) => node.label.replace(/^[/.](?=.)/su, "");
+const labelShown = (node) =>
+  patterns[node.first].slice(node.start, node.end).replace(/^[/.](?=.)/su, "");
 
 // {0,2..5} as runs [[0n, 1], [2n, 4]]: the first number, which may have 18 digits, and how many.
 const runsOf = (set) => set.slice(1, -1).split(",").map((run) => {
@@ -94,11 +154,12 @@ function memberOf(runs, index) {
 
 // How many paths a row stands for, and its path of a number: none is made before it is asked for.
 function singles(row) {
-  const runs = row[0].map((part, i) => (i % 2 ? runsOf(part) : null));
+  const parts = partsOf(row);
+  const runs = parts.map((part, i) => (i % 2 ? runsOf(part) : null));
   const sizes = runs.map((one) => (one ? sizeOf(one) : 1));
   const count = sizes.reduce((product, size) => product * size, 1);
   function at(index) {
-    const texts = [...row[0]];
+    const texts = [...parts];
     for (let i = texts.length - 1; i > 0; i -= 1) {
       if (!runs[i]) continue;
       texts[i] = memberOf(runs[i], index % sizes[i]);
