@@ -33,11 +33,11 @@ def record(cls: type[_T]) -> type[_T]:
     return _shown_in_notebooks(made) if has_text else made
 
 
-def without_defaults(made: Any) -> str:
+def without_defaults(self: Any) -> str:
     """The `repr` of a dataclass, without the fields that have their defaults."""
-    named = ((field, getattr(made, field.name)) for field in fields(made))
+    named = ((field, getattr(self, field.name)) for field in fields(self))
     given = (f"{field.name}={value!r}" for field, value in named if value != _default(field))
-    return f"{type(made).__name__}({', '.join(given)})"
+    return f"{type(self).__name__}({', '.join(given)})"
 
 
 def _default(field: Field[Any]) -> Any:
