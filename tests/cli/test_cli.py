@@ -230,6 +230,15 @@ def test_check_for_programs(small):
     )
 
 
+@pytest.mark.parametrize("format_", ["text", "github"])
+def test_a_check_that_finds_nothing_says_so(tmp_path, format_):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text(json.dumps(SLIP))
+    rules.write_text(json.dumps([["proj", ["fsdp", "tp"]]]))
+    result = run("check", model, "-r", rules, "-m", "fsdp=8,tp=4", "--format", format_)
+    assert result.stdout == "nothing found: 2 leaves, 1 rule, on fsdp=8,tp=4\n"
+
+
 def test_explain(small):
     model, rules = small
     result = run("explain", model, "layers/1/wq/kernel", "-r", rules, "-m", "fsdp=3,tp=4")
