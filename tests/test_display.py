@@ -12,7 +12,8 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -175,6 +176,10 @@ def test_what_users_write_is_shown_as_they_write_it(name):
         assert eval(shown, vars(sr)) == make()
 
 
+def test_a_field_that_cannot_be_compared_is_shown():
+    assert repr(sr.RuleSpec(np.ones(2))) == "RuleSpec(spec=array([1., 1.]))"
+
+
 def test_the_dialects_that_come_with_it_show_their_names():
     dialects = [
         name for name in sr.__all__ if isinstance(getattr(sr, name), sr.Dialect | sr.LogicalDialect)
@@ -281,6 +286,27 @@ def test_help_is_readable():
     assert {name: found for name, found in wrong.items() if found} == {}
     assert " = EFORMER" in pages["shardrules.Rules"]
     assert " = LINEN" in pages["shardrules.LogicalRules"]
+
+
+def signatures() -> Iterator[tuple[str, inspect.Signature]]:
+    """Of every public function, class and method."""
+    for name, one in public_callables():
+        members = vars(one) if inspect.isclass(one) else {}
+        methods = {key: value for key, value in members.items() if inspect.isfunction(value)}
+        for of, thing in {"": one, **methods}.items():
+            if not of.startswith("_"):
+                with suppress(ValueError, TypeError):  # of an enum, or one made in C
+                    yield f"{name}.{of}", inspect.signature(thing)
+
+
+def test_defaults_are_short():
+    defaults = {
+        f"{name}({parameter.name})": repr(parameter.default)
+        for name, signature in signatures()
+        for parameter in signature.parameters.values()
+    }
+    assert len(defaults) > 500
+    assert {name: default for name, default in defaults.items() if len(default) > 60} == {}
 
 
 def test_annotations_still_have_types():

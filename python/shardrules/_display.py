@@ -1,8 +1,8 @@
 """How values look at a prompt, in a notebook and in `help`.
 
-What a user asks for is an answer: a prompt and a notebook show its text. What stands in lists, such
-as one finding, is a record: its `repr` is one short line, as a list shows it. Costs nothing until
-something is shown. Must not know what a text says.
+A prompt calls `repr` for what was asked for, and a list for each of its items, so a class is one or
+the other: an answer, such as the findings of a check, shows its text; a record, such as one finding,
+a short line. Costs nothing until something is shown. Must not know what a text says.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def record(cls: type[_T]) -> type[_T]:
 def without_defaults(self: Any) -> str:
     """The `repr` of a dataclass, without the fields that have their defaults."""
     named = ((field, getattr(self, field.name)) for field in fields(self))
-    given = (f"{field.name}={value!r}" for field, value in named if value != _default(field))
+    given = (f"{field.name}={value!r}" for field, value in named if not _is_default(field, value))
     return f"{type(self).__name__}({', '.join(given)})"
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _is_default(field: Field[Any], value: object) -> bool:
+    made = field.default if field.default_factory is MISSING else field.default_factory()
+    return type(value) is type(made) and bool(value == made)
 
 
 def _first_lines(self: object) -> str:
