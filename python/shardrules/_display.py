@@ -1,8 +1,8 @@
 """How values look at a prompt, in a notebook and in `help`.
 
-A prompt calls `repr` for what was asked for, and a list for each of its items, so a class is one or
-the other: an answer, such as the findings of a check, shows its text; a record, such as one finding,
-a short line. Costs nothing until something is shown. Must not know what a text says.
+A prompt calls `repr` for what was asked for, and a list for each of its items, so a class is one of
+two things: an answer, such as the findings of a check, shows its text; a record, such as one
+finding, is a short line. Costs nothing until something is shown. Must not know what a text says.
 """
 
 from __future__ import annotations
