@@ -45,9 +45,9 @@ plan
 
 `check` lists mistakes. No rule is for the embedding and `up`, so the last rule silently
 replicates them. And 16 does not divide a dimension of `wk`.""",
-    "print(plan.check())",
+    "\nplan.check()\n",
     "`explain` gives the reasons for one array.",
-    'print(plan.explain("layers/3/wk/kernel"))',
+    '\nplan.explain("layers/3/wk/kernel")\n',
     "Two more rules fix the first finding. Norms are replicated on purpose, so we declare them.",
     """
 better = sr.plan(
@@ -55,18 +55,17 @@ better = sr.plan(
     [("embed", ("tp", "fsdp")), ("up/kernel", ("fsdp", "tp")), *rules],
     {"fsdp": 8, "tp": 16},
 )
-print(better.check(replicated=["norm"]))
+better.check(replicated=["norm"])
 """,
     "`diff` lists the changes. `bytes_per_device` counts the bytes for training with Adam:",
     """
-print(plan.diff(better))
-print()
 print(better.bytes_per_device(gradients="bfloat16", optimizer=("float32", "float32")))
+plan.diff(better)
 """,
     """`sweep` compares all meshes of 128 devices with 100 MB each. It does not walk the tree
 again.""",
     """
-print(better.sweep(hbm=100 * 10**6, gradients="bfloat16", optimizer=("float32", "float32")))
+better.sweep(hbm=100 * 10**6, gradients="bfloat16", optimizer=("float32", "float32"))
 """,
     """`plan.to_html("plan.html")` writes a report in one file, which works offline.
 `plan.lock("plan.lock")` writes a text file to keep under version control.""",
@@ -80,9 +79,8 @@ def main() -> None:
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}
         }
     )
-    code = ("\n", "print(")
     for number, text in enumerate(CELLS):
-        make = new_code_cell if text.startswith(code) else new_markdown_cell
+        make = new_code_cell if text.startswith("\n") else new_markdown_cell
         notebook.cells.append(make(text.strip(), id=f"cell-{number}"))
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     for cell in notebook.cells:

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from numbers import Number, Real
 from types import ModuleType, UnionType
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrules._format import brief, shown
 
 __all__ = [
     "MOST",
+    "Tree",
     "boolean",
     "check_choice",
     "check_choices",
@@ -32,6 +33,9 @@ __all__ = [
     "shape_of",
     "texts",
 ]
+
+Tree = TypeVar("Tree")
+"""The type of a tree, of what returns one of the same structure."""
 
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardrules._arguments import check_choice, check_choices, check_type, integer, listed, texts
+from shardrules._display import without_defaults
 from shardrules._memory_kinds import MemoryKind, check_memory_kind, in_memory
 from shardrules._specs import RankPolicy, spec_shown
 
@@ -62,6 +63,8 @@ class Correction:
     unconstrained: Literal["keep", "drop"] = "keep"
     pad: bool = True
 
+    __repr__ = without_defaults
+
     def __post_init__(self) -> None:
         check_choices(self)
         check_choice("pad", self.pad, (True, False))
@@ -100,6 +103,8 @@ class RuleSpec:
     units: tuple[int | None, ...] = ()
     memory_kind: MemoryKind | None = field(default=None, kw_only=True)
     optional_axes: tuple[str, ...] = field(default=(), kw_only=True)
+
+    __repr__ = without_defaults
 
     def __post_init__(self) -> None:
         units = listed("units", self.units, "integers or None")

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shardrules._format import shown
+from shardrules._format import counted, shown
+from shardrules._printable import printable_lines
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -32,6 +33,7 @@ __all__ = [
     "normalize_spec",
     "partition_spec",
     "plain_entries",
+    "rules_shown",
     "spec_for_rank",
     "spec_length",
     "spec_shown",
@@ -290,3 +292,12 @@ def spec_shown(spec: Any) -> str:
         return repr(spec)
     shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
     return f"P({', '.join([*shown, *tags_shown(spec)])})"
+
+
+def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
+    """A line for the dialect, and one for each rule."""
+    lines = [
+        f"rule {index}: {pattern!r} -> {spec_shown(spec)}"
+        for index, (pattern, spec) in enumerate(pairs)
+    ]
+    return printable_lines([f"{counted(len(lines), 'rule')}, dialect {dialect}", *lines])

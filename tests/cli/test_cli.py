@@ -83,10 +83,10 @@ SLIP = {
         (("-m", "tp=4"), "error[unknown-axis]", 1),
         (("-m", "tp=4", "--optional-axes", "sp,fsdp"), "0 errors, 0 warnings", 0),
         (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB"), "warning[unused-axis]", 1),
-        (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB", "--data-axes", "dp"), "0 errors, 0 warnings", 0),
-        (("-m", "fsdp=8,tp=4"), "0 errors, 0 warnings", 0),
+        (("-m", "fsdp=8,tp=4,dp=2", "--large", "500kB", "--data-axes", "dp"), "nothing found: 2 leaves", 0),
+        (("-m", "fsdp=8,tp=4"), "nothing found: 2 leaves", 0),
         (("-m", "fsdp=8,tp=4", "--head-dim", "128"), "1.5 heads", 1),
-        (("-m", "fsdp=8,tp=2", "--head-dim", "128"), "0 errors, 0 warnings", 0),
+        (("-m", "fsdp=8,tp=2", "--head-dim", "128"), "nothing found: 2 leaves", 0),
     ],
 )  # fmt: skip
 def test_a_slip_is_told_and_a_declaration_heard(tmp_path, more, told, code):
@@ -226,6 +226,15 @@ def test_check_for_programs(small):
     assert annotated.startswith(
         f"::error file={rules},line=5,title=shardrules catch-all::1 leaf of 4"
     )
+
+
+@pytest.mark.parametrize("format_", ["text", "github"])
+def test_a_check_that_finds_nothing_says_so(tmp_path, format_):
+    model, rules = tmp_path / "model.json", tmp_path / "rules.json"
+    model.write_text(json.dumps(SLIP))
+    rules.write_text(json.dumps([["proj", ["fsdp", "tp"]]]))
+    result = run("check", model, "-r", rules, "-m", "fsdp=8,tp=4", "--format", format_)
+    assert result.stdout == "nothing found: 2 leaves, 1 rule, on fsdp=8,tp=4\n"
 
 
 def test_explain(small):

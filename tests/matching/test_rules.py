@@ -23,7 +23,12 @@ def test_a_sequence_of_its_pairs():
     assert rules[0] == PAIRS[0]
     assert [pattern for pattern, _ in rules] == [pattern for pattern, _ in PAIRS]
     assert rules.dialect is sr.EFORMER
-    assert repr(rules) == "<Rules: 3 rules, dialect eformer>"
+    assert str(rules).splitlines() == [
+        "3 rules, dialect eformer",
+        "rule 0: 'wq/kernel' -> P('fsdp', 'tp')",
+        "rule 1: re.compile('BIAS', re.IGNORECASE) -> P()",
+        "rule 2: '(?=x)x' -> P()",
+    ]
 
 
 def test_equality_and_hash():

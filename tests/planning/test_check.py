@@ -60,7 +60,7 @@ SHARDED = [("w", ("fsdp", "tp"))]
 def test_nothing_to_say():
     found = findings({"w": LARGE}, SHARDED)
     assert found == ()
-    assert str(found) == "0 errors, 0 warnings, 0 info"
+    assert str(found) == "nothing found: 1 leaf, 1 rule, on fsdp=8,tp=4"
 
 
 class TestUnmatched:

@@ -467,7 +467,7 @@ def test_browser_without_a_sweep(opened, deepseek):
     page = opened(deepseek, sweep=None, findings=sr.Findings(()))
     assert not page.is_visible("#sweep")
     assert not page.is_visible("#suggestion")
-    assert "None." in page.inner_text("#findings")
+    assert "nothing found." in page.inner_text("#findings")
 
 
 def test_browser_shows_corrections_and_problems(opened):

@@ -5,11 +5,11 @@ An expected error is a `type: ignore` with its code: strict mypy reports one tha
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, assert_type
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardrules as sr
 from shardrules.compat import eformer
@@ -105,6 +105,47 @@ def planning() -> None:
     assert_type(plan.kinds[0].losses, tuple[sr.Loss, ...])
     assert plan.kinds[0].status != "misfits"  # type: ignore[comparison-overlap]
     _ = sr.no_such_name  # type: ignore[attr-defined]
+
+
+@dataclass
+class State:
+    """A train state of a user's."""
+
+    params: dict[str, jax.Array]
+    step: int
+
+
+# What keeps a tree's structure keeps its type; where leaves become others, it is Any.
+def trees(state: State, mesh: Mesh, plan: sr.Plan) -> None:
+    assert_type(sr.shard(state, RULES, mesh, donate=True), State)
+    assert_type(sr.shard(state.params, PartitionSpec("tp"))["kernel"], jax.Array)
+    assert_type(sr.gather(state), State)
+    assert_type(sr.gather(state).step, int)
+    assert_type(sr.with_sharding_constraint(state, plan.specs()), State)
+    assert_type(sr.with_logical_constraint(state.params["kernel"], ("embed", "mlp")), jax.Array)
+    assert_type(sr.reshard(state, RULES, mesh, dtype="bfloat16"), State)
+    assert_type(sr.reshard(state, plan), Any)
+    assert_type(sr.reshard(state, RULES, mesh, renames=sr.HF_TO_FLAX), Any)
+    assert_type(sr.load("model.safetensors", RULES, mesh, tree=state), Any)
+    assert_type(sr.shard_local({"tokens": 1}, PartitionSpec("dp")), Any)
+    assert_type(sr.named_shardings(state, RULES, mesh), Any)
+    assert_type(plan.specs(), Any)
+    assert_type(plan.shardings(), Any)
+    assert_type(plan.abstract(), Any)
+    _ = sr.shard(state, RULES, mesh).parms  # type: ignore[attr-defined]
+    _ = sr.gather(state).params["kernel"].shap  # type: ignore[attr-defined]
+    sr.reshard(state, RULES, mesh, donate="yes")  # type: ignore[call-overload]
+
+
+# The records that a decorator makes are the classes that they look like.
+def shown(plan: sr.Plan) -> None:
+    assert_type(plan.explain("kernel"), sr.Explanation)
+    assert_type(plan.explain("kernel").path, str)
+    assert_type(plan.check()[0], sr.Finding)
+    assert_type(plan.check()[0]._replace(level="info").leaves, int)
+    assert_type(plan.check().scope, str)
+    assert_type(sr.Rules(RULES).coverage(PARAMS).dead, tuple[int, ...])
+    sr.Change("a", 1, None, None, 3)  # type: ignore[call-arg]
 
 
 def placement(sharding: NamedSharding) -> None:

@@ -12,7 +12,7 @@ import typer
 from shardrules._cli.show import show_findings
 from shardrules._cli.values import one_of
 from shardrules._files.rule_places import NOWHERE, RulePlaces
-from shardrules._planning.asking.findings import LEVELS, Findings, Level
+from shardrules._planning.asking.findings import LEVELS, Findings, Level, conclusion
 
 __all__ = ["check_findings_options", "exit_for", "report_findings"]
 
@@ -30,7 +30,7 @@ def report_findings(
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
-        print(findings.to_github(*places))
+        print(findings.to_github(*places) or conclusion(findings))
     else:
         show_findings(findings)
     exit_for(findings, fail_on)

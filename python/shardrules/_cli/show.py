@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._format import and_more, bytes_shown, mesh_shown, seconds_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
-from shardrules._planning.asking.findings import finding_lines
+from shardrules._planning.asking.findings import conclusion, finding_lines
 from shardrules._planning.asking.sweep import Sweep, held_shown
 from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
@@ -77,7 +77,7 @@ def show_findings(findings: Findings) -> None:
         label, message, *lines = finding_lines(finding)
         console.print(Text.assemble((label, _STYLES[finding.level]), ": ", message))
         console.print(Text("\n".join(lines)), style="dim" if finding.level == "info" else None)
-    console.print(findings.summary, style="bold")
+    console.print(_plain(conclusion(findings)), style="bold")
 
 
 def show_sweep(found: Sweep, most: int) -> None:

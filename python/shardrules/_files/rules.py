@@ -46,6 +46,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import NOTHING, Declared
+from shardrules._display import record
 from shardrules._file_content import max_memory, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.companions import COMPANION_KEYS, companions_in
@@ -100,6 +101,7 @@ _PARSERS: Final = {
 _MOST_CHARACTERS: Final = 100_000
 
 
+@record
 class RuleFile(NamedTuple):
     """The rules in a file, with what the file says about them."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree
 from shardrules._core import resolve_all
+from shardrules._display import record
 from shardrules._logical.arrays import named_arrays, rows_and_paths
 from shardrules._logical.names import logical_names
 from shardrules._logical.resolver import repeated
@@ -34,6 +35,7 @@ __all__ = ["Decision", "Difference", "compare"]
 Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice"]
 
 
+@record
 class Decision(NamedTuple):
     """The decision of a rule list about a leaf."""
 
@@ -46,6 +48,7 @@ class Decision(NamedTuple):
     """Why there is no spec."""
 
 
+@record
 class Difference(NamedTuple):
     """A leaf that two rule lists decide differently."""
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from shardrules._arguments import boolean, check_type
 from shardrules._correction import Correction
+from shardrules._display import without_defaults
 
 __all__ = ["FLAX_CORE", "HALIAX", "LINEN", "MAXTEXT", "LogicalDialect"]
 
@@ -41,6 +42,9 @@ class LogicalDialect:
     correction: Correction = _DROP
     tries_next: bool = True
 
+    def __repr__(self) -> str:
+        return _NAMES.get(self) or without_defaults(self)
+
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
         check_type("correction", self.correction, Correction, "a Correction")
@@ -71,3 +75,6 @@ HALIAX: Final = LogicalDialect(
 )
 """The dialect of haliax's axis mappings, as of `haliax.partitioning.pspec_for_axis` of haliax 1.4:
 each name has one entry, whatever other dimensions use. What JAX would refuse later is an error."""
+
+_NAMES: Final = {globals()[name]: name for name in __all__ if name.isupper()}
+"""What the dialects above are called here: a whole record would hide the signatures in `help`."""

@@ -12,15 +12,17 @@ from typing import Any
 
 from shardrules._arguments import check_type
 from shardrules._correction import Correction
+from shardrules._display import answer
 from shardrules._format import shown
 from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.names import check_rules
 from shardrules._logical.resolver import Resolver, axes_in, resolver_for
-from shardrules._specs import is_partition_spec, is_unconstrained
+from shardrules._specs import is_partition_spec, is_unconstrained, rules_shown
 
 __all__ = ["LogicalRules", "resolver_of"]
 
 
+@answer
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class LogicalRules:
     """An ordered list of (logical name, mesh axes) rules. Immutable, hashable.
@@ -78,8 +80,8 @@ class LogicalRules:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         return self._pairs[index]
 
-    def __repr__(self) -> str:
-        return f"<LogicalRules: {len(self)} rules, dialect {self.dialect.name}>"
+    def __str__(self) -> str:
+        return rules_shown(self.dialect.name, self)
 
 
 def _checked_pair(index: int, rule: Any) -> tuple[Any, Any]:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardrules._display import answer
+from shardrules._format import counted
+
 __all__ = ["Coverage"]
 
 
+@answer
 class Coverage(NamedTuple):
     """The leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
 
@@ -36,3 +40,17 @@ class Coverage(NamedTuple):
             for rule, leaves in enumerate(self.matched)
             if leaves > 0 and self.won[rule] == 0
         }
+
+    def __str__(self) -> str:
+        heading = f"{counted(len(self.won), 'rule')}: {counted(self.unmatched, 'leaf')} unmatched"
+        return "\n".join([heading, *map(self._line, range(len(self.won)))])
+
+    def _line(self, rule: int) -> str:
+        if not self.matched[rule]:
+            return f"rule {rule}: dead, matches no leaf"
+        winners = ", ".join(f"rule {other}" for other in sorted(self.lost.get(rule, ())))
+        matched = counted(self.matched[rule], "leaf")
+        if not self.won[rule]:
+            return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
+        lost = f", the others {winners}" if winners else ""
+        return f"rule {rule}: wins {self.won[rule]:,} of {matched}{lost}"

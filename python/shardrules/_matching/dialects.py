@@ -11,6 +11,7 @@ from typing import Final, Literal, get_args
 
 from shardrules._arguments import check_choice, check_choices, check_type, texts
 from shardrules._correction import Correction
+from shardrules._display import without_defaults
 from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MATCH_MODES, ModeName
 from shardrules._specs import RankPolicy
 
@@ -82,6 +83,9 @@ class Dialect:
     rank: RankPolicy = "truncate"
     unmatched: Literal["error", "replicate"] = "error"
     hidden_key: str | None = None
+
+    def __repr__(self) -> str:
+        return _NAMES.get(self) or without_defaults(self)
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
@@ -173,3 +177,6 @@ TP_PLAN = Dialect(
     unmatched="replicate",
 )
 """The `tp_plan` of a transformers model, as of `_get_parameter_tp_plan` in transformers 5."""
+
+_NAMES: Final = {globals()[name]: name for name in __all__ if name.isupper()}
+"""What the dialects above are called here: a whole record would hide the signatures in `help`."""

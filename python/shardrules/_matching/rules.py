@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 from shardrules._arguments import boolean, check_tree, check_type, integer
 from shardrules._correction import RuleSpec
+from shardrules._display import answer
 from shardrules._format import shown
 from shardrules._matching.coverage import Coverage
 from shardrules._matching.dialects import EFORMER, Dialect
@@ -21,7 +22,13 @@ from shardrules._matching.given import GivenPairs
 from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree, rule_shown, too_long_message
-from shardrules._specs import Entries, as_partition_spec, is_partition_spec, normalize_spec
+from shardrules._specs import (
+    Entries,
+    as_partition_spec,
+    is_partition_spec,
+    normalize_spec,
+    rules_shown,
+)
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
@@ -36,6 +43,7 @@ __all__ = [
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
 
 
+@answer
 class Rules:
     r"""An ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
 
@@ -153,8 +161,8 @@ class Rules:
     def __hash__(self) -> int:
         return hash((self._matcher.pairs, self._matcher.dialect))
 
-    def __repr__(self) -> str:
-        return f"<Rules: {len(self)} rules, dialect {self.dialect.name}>"
+    def __str__(self) -> str:
+        return rules_shown(self.dialect.name, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         matcher = self._matcher

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardrules._arguments import check_type, integer, listed
+from shardrules._display import without_defaults
 from shardrules._dtypes import given_name
 from shardrules._format import shown
 from shardrules._moving.arrangement import Arrangement, arrangement
@@ -69,6 +70,8 @@ class Rename:
     scale: str | None = None
     blocks: tuple[int, ...] = ()
     dtype: Any = None
+
+    __repr__ = without_defaults
 
     def __post_init__(self) -> None:
         check_type("pattern", self.pattern, str | re.Pattern, "a pattern")

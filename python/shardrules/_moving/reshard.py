@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from shardrules._arguments import boolean, check_tree, each, integer, listed
+from shardrules._arguments import Tree, boolean, check_tree, each, integer, listed
 from shardrules._dtypes import bits_of, given_name, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._format import bytes_shown
@@ -50,6 +50,39 @@ class _Move(NamedTuple):
     """Makes it, on the devices of its sources."""
 
 
+# A plan or renames may give the result another structure.
+@overload
+def reshard(
+    tree: Any,
+    plan_or_rules: Plan,
+    mesh: MeshLike | None = None,
+    *,
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename] = (),
+    max_bytes_in_flight: int | None = None,
+) -> Any: ...
+@overload
+def reshard(
+    tree: Any,
+    plan_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename],
+    max_bytes_in_flight: int | None = None,
+) -> Any: ...
+@overload
+def reshard(
+    tree: Tree,
+    plan_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    donate: bool = False,
+    dtype: Any = None,
+    max_bytes_in_flight: int | None = None,
+) -> Tree: ...
 def reshard(
     tree: Any,
     plan_or_rules: Any,

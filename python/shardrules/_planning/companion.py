@@ -13,6 +13,7 @@ from types import EllipsisType
 from typing import NamedTuple
 
 from shardrules._arguments import check_type, integer, listed
+from shardrules._display import without_defaults
 from shardrules._format import shown
 from shardrules._specs import Dim
 
@@ -70,6 +71,8 @@ class Companion:
     base: str
     dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,)
     blocks: tuple[int, ...] = ()
+
+    __repr__ = without_defaults
 
     def __post_init__(self) -> None:
         check_type("pattern", self.pattern, str | re.Pattern, "a pattern")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from shardrules._display import record
 from shardrules._memory_kinds import in_memory
 from shardrules._shape_specs import Fsdp
 from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
@@ -43,6 +44,7 @@ __all__ = [
 Status = Literal["placed", "unmatched", "ambiguous", "misfit"]
 
 
+@record
 class Loss(NamedTuple):
     """Axes of the wanted spec that leaves do not get; in `Kind.losses`.
 

@@ -412,12 +412,19 @@ class Plan:
         return table(self._columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        if not isinstance(self._mesh, Mapping) and hasattr(self._mesh, "devices"):
+        if has_devices(self._mesh):
             raise TypeError(
-                "a plan on a Mesh of devices cannot be pickled, as devices cannot; pickle "
-                "plan.on_mesh(plan.axis_sizes), or keep plan.lock()"
+                "a plan on a Mesh of devices cannot be pickled, as devices cannot: pickle "
+                "plan.on_mesh(mesh.abstract_mesh), which the other process puts on its own mesh "
+                "with on_mesh; or keep plan.lock()"
             )
         return self.__dict__
+
+    def __copy__(self) -> Plan:
+        return self  # nothing changes a plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
 
     def on_mesh(self, mesh: MeshLike) -> Plan:
         """The same leaves and rules on another mesh; the tree is not walked again.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardrules._arguments import check_choices, check_type, texts
+from shardrules._display import without_defaults
 
 __all__ = ["Zero1"]
 
@@ -43,6 +44,8 @@ class Zero1:
     dim: Literal["largest", "first"] = "largest"
     place: Literal["inner", "outer"] = "inner"
     not_with: tuple[str, ...] = ()
+
+    __repr__ = without_defaults
 
     def __post_init__(self) -> None:
         check_type("axis", self.axis, str, "a mesh axis")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_choice, check_tree, check_type, shape_of
+from shardrules._arguments import Tree, check_choice, check_tree, check_type, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._format import mesh_shown, shown
@@ -158,12 +158,12 @@ def logical_to_mesh_sharding(
 
 
 def with_logical_constraint(
-    tree: Any,
+    tree: Tree,
     logical_names: Any,
     rules: LogicalRulesLike | None = None,
     mesh: MeshLike | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
-) -> Any:
+) -> Tree:
     """Constrain the arrays of a tree to the mesh axes of their logical names.
 
     Works as `with_sharding_constraint` on every type of mesh axis. Without rules or a mesh it

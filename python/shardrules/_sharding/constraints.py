@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from shardrules._arguments import Tree
 from shardrules._correction import Correction
 from shardrules._sharding.leaf_shardings import requested_shardings
 from shardrules._sharding.memory import moved_inside_jit
@@ -32,13 +33,13 @@ __all__ = ["is_tracing", "with_sharding_constraint"]
 
 
 def with_sharding_constraint(
-    tree: Any,
+    tree: Tree,
     specs_or_rules: Any,
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
     names: Any = None,
-) -> Any:
+) -> Tree:
     """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
 
     Semantics of `jax.lax.with_sharding_constraint`, with the correction of
@@ -95,7 +96,8 @@ def with_sharding_constraint(
             names=names,
         )
     apply = _constrain_traced if is_tracing(leaves) else _put
-    return treedef.unflatten(apply(leaves, shardings))
+    made: Tree = treedef.unflatten(apply(leaves, shardings))
+    return made
 
 
 def is_tracing(leaves: list[Any]) -> bool:

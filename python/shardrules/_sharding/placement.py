@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardrules._arguments import boolean, check_choice, check_tree
+from shardrules._arguments import Tree, boolean, check_choice, check_tree
 from shardrules._correction import Correction
 from shardrules._dtypes import given_name, is_plain_float
 from shardrules._format import shown
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def shard(
-    tree: Any,
+    tree: Tree,
     specs_or_rules: Any,
     mesh: MeshLike | None = None,
     *,
@@ -49,7 +49,7 @@ def shard(
     donate: bool = False,
     dtype: Any = None,
     scalars: Literal["place", "keep"] = "place",
-) -> Any:
+) -> Tree:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
     In several processes, each process calls this with the same tree. Each array needs correct
@@ -73,7 +73,8 @@ def shard(
             and None. Default: "place": numbers become arrays, and other leaves are errors.
 
     Returns:
-        A tree of the same structure, with jax.Arrays. As with `jax.device_put`, an array that is in
+        A tree of the same structure, with jax.Arrays; type checkers take it for one of the type of
+        `tree`. As with `jax.device_put`, an array that is in
         place already is returned itself, so donating the result deletes the input. The result may
         share its memory with a numpy array. With rules and specs an array stays in its memory kind.
         A NamedSharding has its own memory kind.
@@ -108,7 +109,8 @@ def shard(
     ready = [converted(leaves[i], dtype) for i in chosen]
     for index, array in zip(chosen, put(ready, shardings, donate=donate), strict=True):
         placed[index] = array
-    return treedef.unflatten(placed)
+    made: Tree = treedef.unflatten(placed)
+    return made
 
 
 def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
@@ -128,7 +130,7 @@ def converted(leaf: Any, dtype: Any) -> Any:
     return leaf.astype(np.dtype(dtype))
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: Tree) -> Tree:
     """Copy the jax.Arrays of a tree to this host, as whole numpy arrays.
 
     In several processes, each process calls this with the same tree. Arrays that are spread over
@@ -139,7 +141,7 @@ def gather(tree: Any) -> Any:
         tree: Any pytree. Leaves that are not jax.Arrays, and random keys, stay unchanged.
 
     Returns:
-        A tree of the same structure.
+        A tree of the same structure; type checkers take it for one of the type of `tree`.
 
     Raises:
         TypeError: The call is inside jit.
@@ -179,7 +181,8 @@ def gather(tree: Any) -> Any:
     fetched = jax.device_get([leaves[i] for i in at_once])
     for index, array in zip(at_once, fetched, strict=True):
         leaves[index] = array
-    return jax.tree_util.tree_unflatten(treedef, leaves)
+    made: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
+    return made
 
 
 def agreed_shardings(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._display import answer, record
 from shardrules._format import and_more, bytes_shown, counted, mesh_shown
 from shardrules._printable import printable
 from shardrules._suggesting.texts import pattern_shown, python_text, toml_text
@@ -25,6 +26,7 @@ __all__ = ["Comparison", "CutReason", "Reason", "Suggestion"]
 _MOST_SHOWN: Final = 3
 
 
+@record
 class CutReason(NamedTuple):
     """Why a dimension is cut, or not."""
 
@@ -42,6 +44,7 @@ class CutReason(NamedTuple):
         return f"{self.role} {self.size}{cut}"
 
 
+@record
 class Reason(NamedTuple):
     """Why a rule says what it says."""
 
@@ -67,6 +70,7 @@ class Reason(NamedTuple):
         )
 
 
+@answer
 class Comparison(NamedTuple):
     """Suggested rules beside others for the same leaves and mesh; `str` gives it in words."""
 
@@ -86,6 +90,7 @@ class Comparison(NamedTuple):
         return "\n".join(lines)
 
 
+@answer
 class Suggestion:
     """Rules for a model on a mesh; from `shardrules.suggest`.
 
@@ -244,6 +249,3 @@ class Suggestion:
 
     def __str__(self) -> str:
         return "\n".join([self._heading, *map(str, self._reasons)])
-
-    def __repr__(self) -> str:
-        return f"<Suggestion: {self._heading}>"

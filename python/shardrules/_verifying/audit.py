@@ -17,7 +17,7 @@ import numpy as np
 
 from shardrules._arguments import check_tree, check_type
 from shardrules._dtypes import bits_of
-from shardrules._format import mesh_shown
+from shardrules._format import counted, mesh_shown
 from shardrules._planning.asking.findings import Finding, Findings
 from shardrules._planning.fold import fold
 from shardrules._planning.kinds import axes_used, dtype_shown, placement_shown
@@ -100,7 +100,7 @@ def audit(tree: Any, plan: Plan) -> Findings:
         if call.joint and audited.is_of_this_process:
             call.alone()
         call.agree(audited.rows)
-    return Findings(audited.findings())
+    return Findings(audited.findings(), audited.scope)
 
 
 class _Audited:
@@ -118,6 +118,12 @@ class _Audited:
         """Whether all devices belong to this process."""
         mesh = self._planned.mesh
         return mesh is not None and has_own_devices(mesh)
+
+    @property
+    def scope(self) -> str:
+        """What is looked at, in words."""
+        mesh = mesh_shown(self._columns.axis_sizes) or "one device"
+        return f"{counted(len(self._pairs.found), 'leaf')}, on {mesh}"
 
     @cached_property
     def _cases(self) -> list[_Case]:

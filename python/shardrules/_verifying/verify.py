@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_real
-from shardrules._format import shown
+from shardrules._format import bytes_shown, counted, shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Findings
 from shardrules._verifying.executable import Executable
@@ -21,6 +21,8 @@ from shardrules._verifying.wanted import wanted
 
 if TYPE_CHECKING:
     from jax.stages import Compiled
+
+    from shardrules._verifying.wanted import Wanted
 
 __all__ = ["verify"]
 
@@ -78,7 +80,7 @@ def verify(
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
         >>> print(sr.verify(compiled, (plan, None)))
-        0 errors, 0 warnings, 0 info
+        nothing found: 1 of 2 inputs planned, 0 of 1 output planned; peak memory not asked for
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
     from jax.stages import Compiled
@@ -103,5 +105,16 @@ def verify(
             *undonated(executable, found),
             *gathered(executable, planned_in, planned_out, found, large),
             *peak(executable, hbm),
-        ]
+        ],
+        _scope(planned_in, planned_out, hbm),
     )
+
+
+def _scope(inputs: list[Wanted | None], outputs: list[Wanted | None], hbm: int | None) -> str:
+    """What is looked at, in words."""
+    sides = (
+        f"{sum(one is not None for one in planned):,} of {counted(len(planned), side)} planned"
+        for side, planned in (("input", inputs), ("output", outputs))
+    )
+    room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"
+    return f"{', '.join(sides)}; peak memory {room}"

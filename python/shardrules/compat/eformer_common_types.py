@@ -12,6 +12,8 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import numpy as np
 
+from shardrules._display import readable
+
 __all__ = [
     "BATCH",
     "BIAS_HEAD_SEQ",
@@ -142,6 +144,7 @@ GENERATION_MODES: Final = {MODE_DECODE, MODE_INSERT}
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 
+@readable
 class DynamicShardingAxes(NamedTuple):
     """Names of an array's dimensions, with the mode in which they are resolved.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_type
+from shardrules._display import record
 from shardrules._file_content import parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs
@@ -51,6 +52,7 @@ _NO_NAMES: Final = "Unknown"
 _ACTIVATION: Final = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[0-9,]*)\]")
 
 
+@record
 class DumpedArrays(NamedTuple):
     """Arrays with their names, and the specs that MaxText gave them.
 
@@ -96,6 +98,7 @@ class DumpedArrays(NamedTuple):
         )
 
 
+@record
 class Dump(NamedTuple):
     """What MaxText decided for a model on a mesh.
 

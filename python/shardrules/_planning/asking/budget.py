@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardrules._arguments import MOST
+from shardrules._display import answer
 from shardrules._dtypes import given_bits
 from shardrules._format import bytes_shown
 from shardrules._memory_kinds import is_on_host
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceBytes", "Room", "budget", "by_class"]
 
 
+@answer
 class DeviceBytes(NamedTuple):
     """Bytes for each device: one dimension for each mesh axis, in the mesh's order.
 

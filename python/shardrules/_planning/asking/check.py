@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardrules._arguments import check_choice
+from shardrules._format import counted, mesh_shown
 from shardrules._planning.asking.checks.axes import uncut, unused_axes
 from shardrules._planning.asking.checks.companions import following
 from shardrules._planning.asking.checks.corrections import corrections
@@ -62,4 +63,12 @@ def check(
     queries = Queries(columns, large, declared, head_dim)
     found = (one for each in _CHECKS for one in each(queries))
     levelled = ((one, chosen.get(one.kind, one.level)) for one in found)
-    return Findings(one._replace(level=level) for one, level in levelled if level != "off")
+    kept = (one._replace(level=level) for one, level in levelled if level != "off")
+    return Findings(kept, _scope(columns, [kind for kind in chosen if chosen[kind] == "off"]))
+
+
+def _scope(columns: Columns, off: list[FindingKind]) -> str:
+    """What is looked at, in words."""
+    counts = f"{counted(len(columns.paths), 'leaf')}, {counted(len(columns.rules), 'rule')}"
+    mesh = mesh_shown(columns.axis_sizes) or "one device"
+    return f"{counts}, on {mesh}" + (f"; not looked for: {', '.join(off)}" if off else "")

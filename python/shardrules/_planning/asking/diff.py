@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import rule_spec
+from shardrules._display import answer, record
 from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import is_on_host
@@ -36,6 +37,7 @@ __all__ = ["Change", "PlanDiff", "diff"]
 _MOST_RULES: Final = 8
 
 
+@record
 class Change(NamedTuple):
     """Leaves that changed alike."""
 
@@ -59,6 +61,7 @@ class Change(NamedTuple):
         return printable(f"~ {self.path}  {changes}  {cost}")
 
 
+@answer
 class PlanDiff(NamedTuple):
     """The differences of two plans; `str` gives them in words. False if there are none."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from shardrules._display import answer, record
 from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._planning.kinds import Kind, dtype_shown, placement_shown
 from shardrules._printable import printable_lines
@@ -25,6 +26,7 @@ __all__ = ["Explanation", "Tried", "TriedName", "explanation"]
 Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
 
 
+@record
 class Tried(NamedTuple):
     """The result of trying one rule on a path."""
 
@@ -38,6 +40,7 @@ class Tried(NamedTuple):
 NameOutcome = Literal["wins", "too late", "axis taken", "indivisible", "absent"]
 
 
+@record
 class TriedName(NamedTuple):
     """The result of trying one logical rule on a dimension with its name.
 
@@ -63,6 +66,7 @@ class TriedName(NamedTuple):
     """The rule or the dimension that it loses to."""
 
 
+@answer
 class Explanation(NamedTuple):
     """Why a leaf gets what it gets; `str` says it in words."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_file, integer, listed
+from shardrules._display import answer, record
 from shardrules._format import and_more, bytes_shown, counted
 from shardrules._printable import printable, printable_json, printable_lines
 
@@ -24,6 +25,7 @@ __all__ = [
     "Level",
     "VerifyKind",
     "at_stake",
+    "conclusion",
     "finding_lines",
 ]
 
@@ -76,6 +78,7 @@ _MOST_PATHS: Final = 5
 _GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
 
 
+@record
 class Finding(NamedTuple):
     """One finding of `Plan.check`, `verify` or `audit`."""
 
@@ -122,8 +125,11 @@ class FindingsError(Exception):
         self.findings: Final = findings
 
 
+@answer
 class Findings(tuple[Finding, ...]):
     """All findings together, the worst first; `str` lists them, and how many there are.
+
+    If there are none, it says so, and what was looked at.
 
     Example:
         >>> import jax, shardrules as sr
@@ -133,19 +139,29 @@ class Findings(tuple[Finding, ...]):
         [('error', 'unmatched'), ('warning', 'dead')]
         >>> findings.summary
         '1 error, 1 warning, 1 info'
+        >>> plan.with_rules([("w", "tp")]).check()
+        nothing found: 1 leaf, 1 rule, on tp=2
     """
 
-    __slots__ = ()
+    scope: str
+    """What was looked at, in words: "12 leaves, 3 rules, on tp=2"; and what was not."""
 
-    def __new__(cls, findings: Iterable[Finding]) -> Findings:
+    def __new__(cls, findings: Iterable[Finding], scope: str = "") -> Findings:
         """Sorted by level, then by bytes at stake."""
         worst_first = sorted(findings, key=lambda one: (LEVELS.index(one.level), -one.bytes))
-        return super().__new__(cls, worst_first)
+        made = super().__new__(cls, worst_first)
+        made.scope = scope
+        return made
 
     def at_least(self, level: Level) -> Findings:
         """The findings of this level and worse."""
         check_choice("level", level, LEVELS)
-        return Findings(one for one in self if LEVELS.index(one.level) <= LEVELS.index(level))
+        most = LEVELS.index(level)
+        kept = Findings(one for one in self if LEVELS.index(one.level) <= most)
+        if len(kept) < len(self):
+            below = Findings(one for one in self if LEVELS.index(one.level) > most)
+            return Findings(kept, f"{self.scope or 'all'}, but for {below.summary}")
+        return Findings(kept, self.scope)
 
     def raise_for(self, level: Level = "error") -> None:
         """Raises an error if there are findings of this level or worse: a line for a test.
@@ -166,7 +182,7 @@ class Findings(tuple[Finding, ...]):
             raise FindingsError(refused)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self), self.summary])
+        return "\n".join([*map(str, self), conclusion(self)])
 
     @property
     def summary(self) -> str:
@@ -193,6 +209,13 @@ class Findings(tuple[Finding, ...]):
         given = listed("lines", lines, "line numbers")
         known = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(given)]
         return "\n".join(_github_command(one, file, _line_of(one, known)) for one in self)
+
+
+def conclusion(findings: Findings) -> str:
+    """The last line of the text: how many findings there are, or what they are not in."""
+    if findings:
+        return findings.summary
+    return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
 
 
 def _line_of(finding: Finding, lines: list[int]) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_real, check_type, integer, texts
+from shardrules._display import answer
 from shardrules._dtypes import bits_of, given_dtype
 from shardrules._format import seconds_shown, shown
 from shardrules._hardware import Hardware, as_hardware
@@ -92,6 +93,7 @@ def run_of(
     )
 
 
+@answer
 class StepTime(NamedTuple):
     """Seconds of a training step on a device, and of what; from `Plan.step_time`.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._display import answer, record
 from shardrules._format import bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
@@ -34,6 +35,7 @@ _MOST_MESHES: Final = 10_000
 _TIE: Final = 0.05
 
 
+@record
 class SweepRow(NamedTuple):
     """Bytes and corrections on one mesh."""
 
@@ -59,6 +61,7 @@ class SweepRow(NamedTuple):
     """How long a training step takes; None if the tokens of one were not given."""
 
 
+@answer
 class Sweep(tuple[SweepRow, ...]):
     """A row for each mesh, the best first; `Plan.sweep` says which that is."""
 
@@ -81,7 +84,7 @@ class Sweep(tuple[SweepRow, ...]):
         return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
 
     def __str__(self) -> str:
-        return "\n".join([*map(_line, self), *self.notes])
+        return "\n".join([*map(_line, self), *self.notes]) or "no meshes"
 
 
 def held_shown(row: SweepRow) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardrules._display import answer
 from shardrules._format import bytes_shown
 from shardrules._planning.asking.collectives.activations import (
     of_activations,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Traffic", "Transmission", "traffic"]
 
 
+@answer
 class Traffic(tuple[Transmission, ...]):
     """The rows of what is sent in a training step; `str` is a table of them.
 

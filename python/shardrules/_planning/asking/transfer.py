@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._arguments import MOST
+from shardrules._display import answer, record
 from shardrules._dtypes import SAFETENSORS, bits_of
 from shardrules._format import aligned, and_more, bytes_shown, counted, mesh_shown
 from shardrules._memory_kinds import is_on_host
@@ -41,6 +42,7 @@ _HEADS: Final = ("path", "leaves", "shape", "dtype", "spec", "received", "most b
 _RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
 
 
+@record
 class TransferRow(NamedTuple):
     """Leaves that move alike; in `Transfer.rows`.
 
@@ -65,6 +67,7 @@ class TransferRow(NamedTuple):
     """Bytes of these leaves that all devices copy between their own memory and their hosts'."""
 
 
+@answer
 class Transfer(NamedTuple):
     """The bytes that devices receive and send between two plans; `str` gives a table.
 

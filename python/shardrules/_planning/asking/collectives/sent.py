@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
+from shardrules._display import record
+
 __all__ = ["CollectiveKind", "Of", "Row", "Transmission", "merged"]
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -17,6 +19,7 @@ Row = tuple[CollectiveKind, Iterable[str], Of, int, int]
 """(collective, axes, of, count, payload), as in `Transmission`."""
 
 
+@record
 class Transmission(NamedTuple):
     """Collectives of a training step that are alike; a row of `Traffic`.
 

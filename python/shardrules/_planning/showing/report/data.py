@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from shardrules._correction import rule_spec_shown
 from shardrules._format import seconds_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.findings import conclusion
 from shardrules._planning.kinds import (
     Kind,
     decided_shown,
@@ -81,6 +82,7 @@ def report_data(
         "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
         "separators": _separators(columns),
         "findings": [one._asdict() for one in findings],
+        "conclusion": conclusion(findings),
         "rules": _rules(columns),
         "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
         "specs": [{"text": text, "replicated": whole} for text, whole in specs],

@@ -31,7 +31,7 @@
   const SHOWN_PATHS = 6;
   const section = document.getElementById("findings");
   if (!report.findings.length) {
-    section.append(element("p", { class: "hint" }, "None."));
+    section.append(element("p", { class: "hint" }, `${report.conclusion}.`));
     return;
   }
   function card(finding) {

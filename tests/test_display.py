@@ -1,0 +1,385 @@
+"""What a prompt, a notebook, pickle and `help` show of every public value, in one table."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import html
+import importlib
+import inspect
+import pickle
+import pydoc
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import shardrules as sr
+from shardrules._display import answer, record
+from tests.support import api
+
+SIZES = {"fsdp": 2, "tp": 2}
+TREE = {
+    "layers": [{"wq": {"kernel": jax.ShapeDtypeStruct((64, 32), "float32")}}] * 2,
+    "<script>alert(1)</script>": jax.ShapeDtypeStruct((8, 8), "float32"),
+    "odd": jax.ShapeDtypeStruct((7,), "float32"),
+}
+RULES = [("kernel", ("fsdp", "tp")), ("script", ()), ("odd", "tp"), ("never", ())]
+LOGICAL = sr.LogicalRules([("embed", "fsdp"), ("mlp", ("tp",)), ("heads", None)])
+
+
+@cache
+def plan() -> sr.Plan:
+    return sr.plan(TREE, RULES, SIZES)
+
+
+@cache
+def named() -> sr.Plan:
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    return sr.plan(tree, LOGICAL, SIZES, names={"w": ("embed", "mlp")})
+
+
+@cache
+def swept() -> sr.Sweep:
+    return plan().sweep(tokens=4096, hardware="v5p")
+
+
+@cache
+def suggestion() -> sr.Suggestion:
+    return sr.suggest({"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}, {"tp": 4})
+
+
+def rule_file() -> sr.RuleFile:
+    return sr.RuleFile(plan().rules, {}, sr.LORA, "own.toml")
+
+
+# What is asked for: a prompt shows the text. Beside each, a part of that.
+ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Plan": (plan, "layers/{0,1}/wq/kernel"),
+    "Findings": (lambda: plan().check(), "warning[dead]: "),
+    "Explanation": (lambda: plan().explain("odd"), "rule 2: 'odd' wins"),
+    "Sweep": (swept, "assumed: hardware=v5p"),
+    "PlanDiff": (
+        lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})),
+        "~ odd  P() -> P('tp')",
+    ),
+    "Transfer": (lambda: plan().transfer(plan().on_mesh({"fsdp": 4, "tp": 1})), " received in all"),
+    "Suggestion": (suggestion, "rule 0 up/kernel: 1 leaf of 65.5 kB"),
+    "Comparison": (lambda: suggestion().compare([("up", ())]), "1 rule -> 1 rule"),
+    "Rules": (lambda: plan().rules, "rule 0: 'kernel' -> P('fsdp', 'tp')"),
+    "LogicalRules": (lambda: LOGICAL, "rule 1: 'mlp' -> ('tp',)"),
+    "Traffic": (lambda: plan().traffic(tokens=4096), "each device sends "),
+    "StepTime": (lambda: plan().step_time(tokens=4096, hardware="v5p"), " of the peak"),
+    "DeviceBytes": (lambda: plan().bytes_per_device(), " on the fullest device"),
+    "Coverage": (lambda: plan().coverage, "rule 3: dead, matches no leaf"),
+}
+# What stands in lists: one short line, as of any NamedTuple.
+RECORDS: dict[str, Callable[[], Any]] = {
+    "Finding": lambda: plan().check()[0],
+    "SweepRow": lambda: swept()[0],
+    "Change": lambda: plan().diff(plan().on_mesh({"fsdp": 4, "tp": 1})).changes[0],
+    "TransferRow": lambda: plan().transfer(plan().on_mesh({"fsdp": 4, "tp": 1})).rows[0],
+    "Transmission": lambda: plan().traffic(tokens=4096)[0],
+    "Reason": lambda: suggestion().reasons[0],
+    "CutReason": lambda: suggestion().reasons[0].dims[0],
+    "Tried": lambda: plan().explain("odd").tried[0],
+    "TriedName": lambda: named().explain("w").tried[0],
+    "Loss": lambda: plan().kind("odd").losses[0],
+    "Kind": lambda: plan().kind("odd"),
+    "Decision": lambda: sr.compare(TREE, RULES, [(".*", ())])[0].a,
+    "Difference": lambda: sr.compare(TREE, RULES, [(".*", ())])[0],
+    "RuleFile": rule_file,
+}
+# What users write: the `repr` is how, without what they leave out.
+WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "Correction": (lambda: sr.Correction(rank="keep"), "Correction(rank='keep')"),
+    "RuleSpec": (
+        lambda: sr.RuleSpec("tp", units=(2,)),
+        "RuleSpec(spec='tp', units=(2,))",
+    ),
+    "Dialect": (
+        lambda: sr.Dialect("own", ".", sr.Correction(), scalars="none"),
+        "Dialect(name='own', separator='.', correction=Correction(), scalars='none')",
+    ),
+    "LogicalDialect": (
+        lambda: sr.LogicalDialect("own", last_wins=True, keeps_unknown=False),
+        "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)",
+    ),
+    "Zero1": (lambda: sr.Zero1("dp", dim="first"), "Zero1(axis='dp', dim='first')"),
+    "Companion": (
+        lambda: sr.Companion("_scale$", "", dims=(0,)),
+        "Companion(pattern='_scale$', base='', dims=(0,))",
+    ),
+    "Rename": (lambda: sr.Rename("^model", "m"), "Rename(pattern='^model', path='m')"),
+    "Hardware": (lambda: sr.Hardware.named("v5p"), "Hardware(name='v5p', flops_per_second={"),
+}
+MADE: dict[str, Callable[[], Any]] = {
+    **{name: make for name, (make, _) in ANSWERS.items()},
+    **RECORDS,
+    **{name: make for name, (make, _) in WRITTEN.items()},
+}
+
+
+def public_classes() -> set[str]:
+    classes = ((name, getattr(sr, name)) for name in sr.__all__)
+    return {
+        name
+        for name, one in classes
+        if inspect.isclass(one) and not issubclass(one, Exception | enum.Enum)
+    }
+
+
+def test_the_table_has_every_public_class():
+    assert set(MADE) == public_classes()
+    assert all(type(make()).__name__ == name for name, make in MADE.items())
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_prompt_and_a_notebook_show_the_text_of_an_answer(name):
+    make, part = ANSWERS[name]
+    value = make()
+    assert part in str(value)
+    assert repr(value) == str(value)  # as these are short
+    page = value._repr_html_()
+    assert page.startswith("<pre>" if name != "Plan" else "<table>")
+    assert "<script" not in page
+    if name != "Plan":
+        assert html.unescape(page.removeprefix("<pre>").removesuffix("</pre>")) == str(value)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_one_short_line(name):
+    value = RECORDS[name]()
+    assert repr(value).startswith(f"{name}(")
+    assert "\n" not in repr(value)
+    assert len(repr(value)) < 800
+    if type(value).__str__ is not object.__str__:
+        assert "<script" not in value._repr_html_()
+        assert html.escape(str(value), quote=False) in value._repr_html_()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_users_write_is_shown_as_they_write_it(name):
+    make, shown = WRITTEN[name]
+    assert repr(make()).startswith(shown)
+    if shown.endswith(")"):
+        assert repr(make()) == str(make()) == shown
+        assert eval(shown, vars(sr)) == make()
+
+
+def test_a_field_that_cannot_be_compared_is_shown():
+    assert repr(sr.RuleSpec(np.ones(2))) == "RuleSpec(spec=array([1., 1.]))"
+
+
+def test_the_dialects_that_come_with_it_show_their_names():
+    dialects = [
+        name for name in sr.__all__ if isinstance(getattr(sr, name), sr.Dialect | sr.LogicalDialect)
+    ]
+    assert len(dialects) > 10
+    assert [repr(getattr(sr, name)) for name in dialects] == dialects
+
+
+def test_an_answer_of_pages_shows_its_first_lines_in_a_list():
+    rules = sr.Rules([(f"a{i}", ()) for i in range(10_000)])
+    lines = repr([rules]).split("\n")
+    assert len(lines) == 61
+    assert lines[-1] == "... and 9,941 more lines; print shows them]"
+    assert len(str(rules).split("\n")) == 10_001
+    assert rules._repr_html_().count("\n") == 60
+    coverage = rules.coverage({"w": np.ones(2)})
+    assert len(repr(coverage).split("\n")) == 61
+
+
+def test_a_record_with_long_fields_is_short():
+    finding = plan().check()[0]._replace(message="x" * 10**6, paths=("y" * 10**5,) * 10**4)
+    assert len(repr(finding)) < 800
+    assert "x" * 1000 in str(finding)
+    row = swept()[0]
+    assert isinstance(row.time, sr.StepTime)
+    assert "\n" in str(row.time)
+    assert "\n" not in repr([row])
+
+
+# They have arrays or kinds, which `==` does not compare.
+WITH_IDENTITY = {"Plan", "Explanation", "PlanDiff", "Transfer", "Suggestion", "Comparison", "DeviceBytes", "Change",
+                 "TransferRow", "Kind"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_everything_is_copied_and_pickled(name, duplicate):
+    value = MADE[name]()
+    again = duplicate(value)
+    assert type(again) is type(value)
+    assert (repr(again), str(again)) == (repr(value), str(value))
+    assert name in WITH_IDENTITY or again == value
+
+
+def test_a_plan_is_the_same_in_another_process(tmp_path: Path):
+    state = {"mu": TREE, "count": jax.ShapeDtypeStruct((), "int32")}
+    plans = [plan(), plan().for_optimizer(state, zero1="fsdp"), named()]
+    there = tmp_path / "plans.pickle"
+    there.write_bytes(pickle.dumps(plans))
+    program = (
+        "import pickle, sys; plans = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "print(*(one.fingerprint() for one in plans), plans[0].on_mesh({'fsdp': 4}).fingerprint())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, there], capture_output=True, text=True, check=True
+    )
+    wanted = [*plans, plan().on_mesh({"fsdp": 4})]
+    assert found.stdout.split() == [one.fingerprint() for one in wanted]
+
+
+class TestPlansOnMeshes:
+    MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+
+    def test_devices_are_copied_and_not_pickled(self):
+        live = sr.plan(TREE, RULES, self.MESH)
+        assert copy.copy(live).mesh is copy.deepcopy(live).mesh is self.MESH
+        with pytest.raises(TypeError, match=r"pickle plan\.on_mesh\(mesh\.abstract_mesh\)"):
+            pickle.dumps(live)
+
+    def test_an_abstract_mesh_is_pickled_and_put_on_devices_again(self):
+        live = sr.plan(TREE, RULES, self.MESH)
+        sent = pickle.loads(pickle.dumps(live.on_mesh(self.MESH.abstract_mesh)))
+        assert sent.fingerprint() == live.fingerprint()
+        assert sent.on_mesh(self.MESH).shardings() == live.shardings()
+
+
+# What no page of `help` shows: how typing keeps a name, where an object is, a record's every field.
+UNREADABLE = re.compile(r"ForwardRef|<object object| at 0x|= \w*Dialect\(|= Correction\(absent")
+
+
+def public_callables() -> list[tuple[str, Any]]:
+    found = [
+        (f"{module}.{name}", getattr(importlib.import_module(module), name))
+        for module in api.modules()
+        for name in importlib.import_module(module).__all__
+    ]
+    return [
+        (name, one)
+        for name, one in found
+        if callable(one) and getattr(one, "__module__", "").startswith("shardrules")
+    ]
+
+
+def test_help_is_readable():
+    pages = {name: pydoc.plain(pydoc.render_doc(one)) for name, one in public_callables()}
+    assert len(pages) > 150
+    # What a class inherits from Python is not ours to word.
+    ours = {name: re.split("inherited from collections", page)[0] for name, page in pages.items()}
+    wrong = {name: set(UNREADABLE.findall(page)) for name, page in ours.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+    assert " = EFORMER" in pages["shardrules.Rules"]
+    assert " = LINEN" in pages["shardrules.LogicalRules"]
+
+
+def signatures() -> Iterator[tuple[str, inspect.Signature]]:
+    """Of every public function, class and method."""
+    for name, one in public_callables():
+        members = vars(one) if inspect.isclass(one) else {}
+        methods = {key: value for key, value in members.items() if inspect.isfunction(value)}
+        for of, thing in {"": one, **methods}.items():
+            if not of.startswith("_"):
+                with suppress(ValueError, TypeError):  # of an enum, or one made in C
+                    yield f"{name}.{of}", inspect.signature(thing)
+
+
+def test_defaults_are_short():
+    defaults = {
+        f"{name}({parameter.name})": repr(parameter.default)
+        for name, signature in signatures()
+        for parameter in signature.parameters.values()
+    }
+    assert len(defaults) > 500
+    assert {name: default for name, default in defaults.items() if len(default) > 60} == {}
+
+
+def test_annotations_still_have_types():
+    assert get_type_hints(sr.CutReason)["axes"] == tuple[str, ...]
+
+
+class TestNothingFound:
+    def test_a_check_says_so_and_what_it_looked_at(self):
+        findings = plan().check(replicated=["script"], optional_axes=["tp"])
+        clean = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "tp")], {"tp": 2})
+        assert str(clean.check()) == "nothing found: 1 leaf, 1 rule, on tp=2"
+        assert repr(clean.check()) == str(clean.check())
+        assert clean.check()._repr_html_() == f"<pre>{clean.check()}</pre>"
+        assert "nothing found" not in str(findings)
+
+    def test_what_is_switched_off_is_told(self):
+        clean = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "tp")], {"tp": 2})
+        assert str(clean.check(levels={"dead": "off", "misfit": "warning"})).endswith(
+            "; not looked for: dead"
+        )
+
+    def test_what_is_left_out_is_told(self):
+        findings = plan().check(levels={"misfit": "info"})
+        assert findings.at_least("info").scope == findings.scope
+        errors = findings.at_least("error")
+        assert not errors
+        assert str(errors).startswith(
+            "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2, but for 0 "
+        )
+
+    def test_empty_findings_of_ones_own(self):
+        assert str(sr.Findings([])) == "nothing found"
+
+    def test_the_scope_is_kept(self):
+        findings = plan().check()
+        assert pickle.loads(pickle.dumps(findings)).scope == findings.scope
+        assert copy.deepcopy(findings).scope == findings.scope != ""
+
+    def test_verify_tells_how_much_is_planned(self):
+        mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+        x = jax.ShapeDtypeStruct((8, 8), "float32")
+        compiled = jax.jit(lambda x, y: x @ y).lower(x, x).compile()
+        spec = jax.sharding.PartitionSpec()
+        none = sr.verify(compiled, (None, None))
+        assert str(none) == (
+            "nothing found: 0 of 2 inputs planned, 0 of 1 output planned; peak memory not asked for"
+        )
+        planned = (jax.sharding.NamedSharding(mesh, spec), None)
+        found = sr.verify(compiled, planned, planned[0], hbm=10**9)
+        assert found.scope == (
+            "1 of 2 inputs planned, 1 of 1 output planned; peak memory within 1.00 GB"
+        )
+
+    def test_audit_tells_what_it_compared(self):
+        mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+        tree = {"w": np.ones((8, 8), "float32")}
+        live = sr.plan(tree, [("w", "tp")], mesh)
+        found = sr.audit(sr.shard(tree, live.shardings()), live)
+        assert str(found) == "nothing found: 1 leaf, on tp=2"
+
+    def test_other_answers_say_so_too(self):
+        assert repr(plan().diff(plan())) == "no differences"
+        assert "nothing moves" in repr(plan().transfer(plan()))
+        assert repr(sr.Sweep([])) == "no meshes"
+        assert repr(sr.Rules([])) == "0 rules, dialect eformer"
+        assert repr(sr.Traffic()).startswith("each device sends 0 B in a step")
+
+
+def test_the_decorators_leave_other_classes_alone():
+    @answer
+    class Own:
+        def __str__(self) -> str:
+            return "a <b>"
+
+    assert (repr(Own()), Own()._repr_html_()) == ("a <b>", "<pre>a &lt;b&gt;</pre>")  # type: ignore[attr-defined]
+    assert record(sr.Loss) is sr.Loss
