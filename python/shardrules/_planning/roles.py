@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 from shardrules._format import brief, counted
 from shardrules._planning.fold import Folded, parts_of, runs_of
 
-__all__ = ["DIM_ROLES", "DimRole", "Part", "parts_of_model", "with_roles"]
+__all__ = ["DIM_ROLES", "DimRole", "Part", "experts_dim", "parts_of_model", "with_roles"]
 
 DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
 DIM_ROLES: Final[tuple[DimRole, ...]] = ("stack", "experts", "in", "out", "lookup", "unknown")
@@ -168,6 +168,16 @@ def parts_of_model(
     return _with_logits([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
 
 
+def experts_dim(path: str, shape: Shape) -> int | None:
+    """The dimension of experts, by the path and the shape of a kernel alone; None without one.
+
+    Example:
+        >>> experts_dim("layers/0/experts/up", (8, 64, 256))
+        0
+    """
+    return len(shape) - 3 if _is_of_experts(_words(path)) and len(shape) > 2 else None
+
+
 def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
     """The same parts; the first pattern that a folded path has says what its dimensions are.
 
@@ -245,13 +255,14 @@ def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[i
             front[dim] = "stack"
             break
     rest = [dim for dim in range(len(one.shape)) if dim not in front]
-    is_expert = any(map(_EXPERTS.search, one.words)) and not any(
-        map(_NOT_EXPERTS.search, one.words)
-    )
     is_apart = len(rest) > (1 if one.is_vector else 2) and _numbered_experts(one.pattern) == 1
-    if is_expert and is_apart and "experts" not in front.values():
+    if _is_of_experts(one.words) and is_apart and "experts" not in front.values():
         front[rest[0]] = "experts"
     return front
+
+
+def _is_of_experts(words: tuple[str, ...]) -> bool:
+    return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
 
 
 def _rest(one: _Seen, front: dict[int, DimRole]) -> list[int]:
