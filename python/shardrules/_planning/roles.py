@@ -8,10 +8,11 @@ all [out, in], as torch's. Costs once per folded path. Must not know about meshe
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -161,7 +162,7 @@ def parts_of_model(
         for one in folded
         if (shape := shapes[one.group]) is not None
     ]
-    stacks = _stacks(seen)
+    stacks = [*_stacks(seen), *_stacks_by_name(seen)]
     fronts = [_front(one, stacks) for one in seen]
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
@@ -239,6 +240,25 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
             dim = one.shape.index(min(one.shape))
             stacks.append((block, dim, one.shape[dim]))
     return stacks
+
+
+def _stacks_by_name(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
+    """The same of blocks without a norm, by their names and sizes."""
+    blocks: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+    for one in seen:
+        for end, word in enumerate(one.words[:-1], 1):
+            if one.words[end] != "#" and not one.names and _STACK_NAMES.fullmatch(word):
+                blocks[one.words[:end]].append(one.shape)
+    return [(block, 0, shapes[0][0]) for block, shapes in blocks.items() if _are_stacked(shapes)]
+
+
+def _are_stacked(shapes: list[Shape]) -> bool:
+    """Whether arrays all begin with one size, which no other dimension of theirs has."""
+    ranks = list(map(len, shapes))
+    if len(shapes) < 2 or min(ranks) < 2 or max(ranks) < 3:
+        return False
+    first = {shape[0] for shape in shapes}
+    return len(first) == 1 and first.isdisjoint(chain(*(shape[1:] for shape in shapes)))
 
 
 def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
