@@ -29,7 +29,15 @@ WITHOUT_EXAMPLES = {
     "SweepRow", "Tried", "make_shard_and_gather_fns", "with_sharding_constraint",
 }  # fmt: skip
 # What takes more than three seconds.
-SLOW_PAGES = ["docs/cookbook/nnx.md"]
+SLOW_PAGES = [
+    "docs/cookbook/lora.md",
+    "docs/cookbook/moe.md",
+    "docs/cookbook/nnx.md",
+    "docs/cookbook/offload.md",
+    "docs/cookbook/pipeline.md",
+    "docs/cookbook/quantized.md",
+    "docs/cookbook/rl.md",
+]
 # The other pages are about today's JAX.
 FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
 NOT_RUN = {

@@ -127,3 +127,20 @@ def test_nnx_paths_have_roles():
     parts = roles(abstract({"layers": [layer] * 3}))
     kernel = parts["layers/{0..2}/up/kernel/value"]
     assert (kernel.dims, kernel.input_key, kernel.inputs) == (("in", "out"), "layers/{0..2}", 3)
+
+
+def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
+    kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
+    parts = roles(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))
+    assert parts["decoder/layers/up"].dims == ("stack", "in", "out")
+    assert parts["decoder/layers/down"].dims == ("stack", "in", "out")
+    assert parts["decoder/layers/bias"].dims == ("stack", "out")
+    for other in (
+        {"attention": kernels},  # not the name of a stack
+        {"layers": {**kernels, "scale": (64,)}},  # an array without the layers
+        {"layers": {"up": (8, 64, 256), "down": (9, 256, 64)}},
+        {"layers": {"up": (64, 4, 16), "down": (64, 64)}},  # the width
+        {"layers": {"q": (8, 64), "o": (8, 32)}},  # matrices
+    ):
+        found = roles(abstract({"embed": (512, 64), **other}))
+        assert all("stack" not in part.dims for part in found.values()), other

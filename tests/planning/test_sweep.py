@@ -246,3 +246,10 @@ def test_parameters_are_found_once_for_all_meshes():
     assert set(state.sources) == set(params)
     on_mesh = calls_by_file(lambda: state.on_mesh({"tp": 4}))
     assert sum(count for file, count in on_mesh.items() if file.endswith("optimizer.py")) < 50
+
+
+def test_moments_are_dtypes_and_no_plan_of_a_state():
+    plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", "tp")], {"tp": 2})
+    with pytest.raises(TypeError, match="dtypes, one for each moment") as caught:
+        plan.sweep(devices=2, optimizer=plan)
+    assert "for_optimizer" not in str(caught.value)

@@ -303,6 +303,13 @@ def test_layers_that_a_tensor_axis_cuts_are_not_known():
     assert plan.traffic(tokens=64).uncounted == ("layers/up/kernel",)
 
 
+def test_a_pipeline_without_norms_is_not_counted_as_tensor_parallelism():
+    stack = {"up": (8, 64, 256), "down": (8, 256, 64)}
+    tree = {"embed": (512, 64), "layers": stack}
+    rows = sent(tree, [("layers", "stage"), ("embed", ())], {"stage": 4, "data": 2})
+    assert {of for of, _, _ in rows} == {"gradients"}
+
+
 def test_all_assumptions_are_printed():
     plan = sr.plan({"w": np.ones((8, 8), np.float32)}, [("w", "fsdp")], {"fsdp": 8})
     rows = plan.traffic(tokens=64, capacity_factor=1.25)

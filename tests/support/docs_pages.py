@@ -131,9 +131,11 @@ def _run_python(page: str, block: Block, names: dict[str, Any]) -> str:
         for statement in ast.parse(block.code).body:
             where = f"{page}: {lines[statement.lineno - 1]}"
             if not isinstance(statement, ast.Expr):
-                exec(compile(ast.Module([statement], []), where, "exec"), names)
+                exec(compile(ast.Module([statement], []), where, "exec", dont_inherit=True), names)
                 continue
-            value = eval(compile(ast.Expression(statement.value), where, "eval"), names)
+            value = eval(
+                compile(ast.Expression(statement.value), where, "eval", dont_inherit=True), names
+            )
             comment = _COMMENT.search(lines[(statement.end_lineno or 0) - 1])
             if comment:
                 _check_value(where, value, comment[1], names)

@@ -46,6 +46,12 @@ ENTRY %main (a: s32[], w: f32[2,8], v: f32[4,2,8]) -> (f32[8,8], f32[8,8], f32[8
   %agd = f32[8,8]{1,0} all-gather-done(%ags)
   %narrow = bf16[2,8]{1,0} call(%w), to_apply=%wrapped
   %computed = f32[2,8]{1,0} add(%w, %w)
+  %c = f32[] constant(2)
+  %twos = f32[2,8]{1,0} broadcast(%c), dimensions={}
+  %moved = f32[2,8]{1,0} copy(%twos)
+  %scaled = f32[2,8]{1,0} multiply(%moved, %w)
+  %shifted = f32[2,8]{1,0} subtract(%scaled, %twos)
+  %fours = f32[2,8]{1,0} multiply(%twos, %moved)
   %two = (f32[8,8]{1,0}, bf16[8,8]{1,0}) all-gather(%flat, %narrow), replica_groups={{0,1,2,3}}, dimensions={0}
   %first = f32[8,8]{1,0} get-tuple-element(%two), index=0
   %chosen = f32[8,8]{1,0} conditional(%a, %w, %computed), branch_computations={%branch, %branch}
@@ -73,6 +79,8 @@ def hlo():
         (Value("main", "flat"), Origin(2, 4)),
         (Value("body", "whole"), Origin(1, 1)),
         (Value("wrapped", "to"), Origin(1, 1)),
+        (Value("main", "shifted"), Origin(1, 1, is_scaled=True)),
+        (Value("main", "fours"), None),
         (Value("main", "computed"), None),
         (Value("main", "total"), None),
         (Value("body", "sum"), None),

@@ -541,6 +541,74 @@ def test_a_product_in_parts_gathers_nothing(mesh):
     assert not sr.verify(compiled, (P("model"), None), large=1)
 
 
+def dequantized(weight, scale):
+    """A scale for each group of rows."""
+    grouped = weight.astype(scale.dtype).reshape(len(scale), -1, weight.shape[1])
+    return (grouped * scale[:, None]).reshape(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "is_wide"),
+    [("int8", 1, True), ("int8", 4, True), ("uint8", None, True), ("float32", 4, False)],
+)
+def test_quantized_weights_that_are_gathered_after_they_are_scaled(mesh, dtype, rows, is_wide):
+    def product(w, scale, x):
+        return x @ (w.astype(x.dtype) if scale is None else dequantized(w, scale))
+
+    def gathered_first(w, scale, x):
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        return product(w, scale, x)
+
+    cut = NamedSharding(mesh, P("data"))
+    w = jax.ShapeDtypeStruct((64, 256), dtype, sharding=cut)
+    scale = rows and jax.ShapeDtypeStruct((rows, 256), "float32", sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((512, 64), "float32", sharding=cut)
+    compiled = jax.jit(product).lower(w, scale, x).compile()
+    findings = sr.verify(compiled, (P("data"), None, None), large=1)
+    assert found(findings, "gathered") == [("warning", ("inputs/0",))] * is_wide
+    if is_wide:
+        assert findings[0].bytes == 64 * 256 * 4
+        assert "of a wider dtype than what is stored" in findings[0].message
+        assert "gather what is stored" in findings[0].fix
+    compiled = jax.jit(gathered_first).lower(w, scale, x).compile()
+    findings = sr.verify(compiled, (P("data"), None, None), large=1)
+    assert found(findings, "gathered") == [("info", ("inputs/0",))]
+    assert findings[0].bytes == 64 * 256 * np.dtype(dtype).itemsize
+
+
+def test_experts_that_are_gathered(mesh):
+    def by_index(params, chosen, x):
+        up = jax.lax.with_sharding_constraint(params["experts"]["up"], NamedSharding(mesh, P()))
+        return jnp.einsum("td,tdh->th", x, up[chosen]) @ params["head"]
+
+    def sent(params, chosen, x):
+        chosen = jax.nn.one_hot(chosen, 8)
+        inbox = jnp.einsum("te,td->etd", chosen, x)
+        inbox = jax.lax.with_sharding_constraint(inbox, NamedSharding(mesh, P("data")))
+        outbox = jnp.einsum("etd,edh->eth", inbox, params["experts"]["up"])
+        return jnp.einsum("te,eth->th", chosen, outbox) @ params["head"]
+
+    def levels(function, spec_of_head):
+        rules = [("experts", P("data")), ("head", spec_of_head)]
+        kernels = {"up": jax.ShapeDtypeStruct((8, 16, 16), "float32")}
+        tree = {"experts": kernels, "head": jax.ShapeDtypeStruct((16, 16), "float32")}
+        plan = sr.plan(tree, rules, mesh)
+        cut = NamedSharding(mesh, P("data"))
+        tokens = jax.ShapeDtypeStruct((512,), "int32", sharding=cut)
+        x = jax.ShapeDtypeStruct((512, 16), "float32", sharding=cut)
+        compiled = jax.jit(function).lower(plan.abstract(), tokens, x).compile()
+        return sr.verify(compiled, (plan, None, None), large=8 * 16 * 16 * 4)
+
+    findings = levels(by_index, P())
+    assert found(findings, "gathered") == [("warning", ("inputs/0/experts/up",))]
+    assert "which cut experts and nothing else" in findings[0].message
+    assert "all_to_all" in findings[0].fix
+    # The axis cuts another kernel as well: that is FSDP.
+    findings = levels(by_index, P("data"))
+    assert found(findings, "gathered") == [("info", ("inputs/0/experts/up",))]
+    assert not found(levels(sent, P()), "gathered")
+
+
 def test_what_is_returned_whole(compiled_step, planned):
     findings = sr.verify(compiled_step(replicated=True), planned, large=4096)
     errors = [one for one in findings if (one.level, one.kind) == ("error", "gathered")]

@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan"]
 
-_MOMENTS: Final = "dtypes, one for each moment such as Adam's two; or plan.for_optimizer(state)"
+_DTYPES: Final = "dtypes, one for each moment such as Adam's two"
+_MOMENTS: Final = f"{_DTYPES}; or plan.for_optimizer(state)"
 
 
 def plan(
@@ -561,7 +562,7 @@ class Plan:
             )
         check_memory_kind("optimizer_memory_kind", optimizer_memory_kind)
         check_type("fixed", fixed, Mapping | None, "a dict of axis sizes")
-        moments = None if optimizer is None else listed("optimizer", optimizer, _MOMENTS)
+        moments = None if optimizer is None else listed("optimizer", optimizer, _DTYPES)
         if meshes is None:
             sizes = checked_sizes(fixed) if fixed else {}
             left = tuple(name for name in axis_sizes_of(self._mesh) if name not in sizes)

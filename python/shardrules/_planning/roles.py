@@ -8,17 +8,18 @@ all [out, in], as torch's. Costs once per folded path. Must not know about meshe
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._format import brief, counted
 from shardrules._planning.fold import Folded, parts_of, runs_of
 
-__all__ = ["DIM_ROLES", "DimRole", "Part", "parts_of_model", "with_roles"]
+__all__ = ["DIM_ROLES", "DimRole", "Part", "experts_dim", "parts_of_model", "with_roles"]
 
 DimRole = Literal["stack", "experts", "in", "out", "lookup", "unknown"]
 DIM_ROLES: Final[tuple[DimRole, ...]] = ("stack", "experts", "in", "out", "lookup", "unknown")
@@ -161,11 +162,21 @@ def parts_of_model(
         for one in folded
         if (shape := shapes[one.group]) is not None
     ]
-    stacks = _stacks(seen)
+    stacks = [*_stacks(seen), *_stacks_by_name(seen)]
     fronts = [_front(one, stacks) for one in seen]
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
     return _with_logits([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
+
+
+def experts_dim(path: str, shape: Shape) -> int | None:
+    """The dimension of experts, by the path and the shape of a kernel alone; None without one.
+
+    Example:
+        >>> experts_dim("layers/0/experts/up", (8, 64, 256))
+        0
+    """
+    return len(shape) - 3 if _is_of_experts(_words(path)) and len(shape) > 2 else None
 
 
 def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
@@ -231,6 +242,25 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     return stacks
 
 
+def _stacks_by_name(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
+    """The same of blocks without a norm, by their names and sizes."""
+    blocks: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+    for one in seen:
+        for end, word in enumerate(one.words[:-1], 1):
+            if one.words[end] != "#" and not one.names and _STACK_NAMES.fullmatch(word):
+                blocks[one.words[:end]].append(one.shape)
+    return [(block, 0, shapes[0][0]) for block, shapes in blocks.items() if _are_stacked(shapes)]
+
+
+def _are_stacked(shapes: list[Shape]) -> bool:
+    """Whether arrays all begin with one size, which no other dimension of theirs has."""
+    ranks = list(map(len, shapes))
+    if len(shapes) < 2 or min(ranks) < 2 or max(ranks) < 3:
+        return False
+    first = {shape[0] for shape in shapes}
+    return len(first) == 1 and first.isdisjoint(chain(*(shape[1:] for shape in shapes)))
+
+
 def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
     """The dimensions of layers and experts."""
     front: dict[int, DimRole] = {}
@@ -245,13 +275,14 @@ def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[i
             front[dim] = "stack"
             break
     rest = [dim for dim in range(len(one.shape)) if dim not in front]
-    is_expert = any(map(_EXPERTS.search, one.words)) and not any(
-        map(_NOT_EXPERTS.search, one.words)
-    )
     is_apart = len(rest) > (1 if one.is_vector else 2) and _numbered_experts(one.pattern) == 1
-    if is_expert and is_apart and "experts" not in front.values():
+    if _is_of_experts(one.words) and is_apart and "experts" not in front.values():
         front[rest[0]] = "experts"
     return front
+
+
+def _is_of_experts(words: tuple[str, ...]) -> bool:
+    return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
 
 
 def _rest(one: _Seen, front: dict[int, DimRole]) -> list[int]:

@@ -13,8 +13,11 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._dtypes import bits_of
 from shardrules._format import bytes_shown, counted
 from shardrules._planning.kinds import axes_used
+from shardrules._planning.roles import experts_dim
+from shardrules._specs import entry_axes
 from shardrules._verifying.dataflow import Value, held_by_loops, origin_of, returned, source_of
 from shardrules._verifying.executable import sharding_shown
 from shardrules._verifying.hlo import axes_of_groups
@@ -28,6 +31,12 @@ if TYPE_CHECKING:
     from shardrules._verifying.wanted import Wanted
 
 __all__ = ["gathered"]
+
+
+# Bits of the numbers of quantized arrays, at most.
+_NARROW: Final = 8
+# What backends without collectives of narrower numbers gather for them.
+_CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
 
 class _Use(NamedTuple):
@@ -51,6 +60,18 @@ _USES: Final = {
         "may do the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
+    ),
+    "wide": _Use(
+        "warning",
+        "converted or scaled first: the copies are of a wider dtype than what is stored",
+        "gather what is stored: constrain the stored values, and their scales, to be whole along "
+        "these axes before they are converted",
+    ),
+    "experts": _Use(
+        "warning",
+        "which cut experts and nothing else of this argument: each device gets all experts",
+        "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
+        "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
     "slice": _Use("info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),
     "step": _Use(
@@ -94,6 +115,8 @@ class _Copy(NamedTuple):
     axes: tuple[str, ...]
     """The axes that are planned to cut the array, and do not cut the copy."""
     is_slice: bool
+    is_wide: bool
+    """Whether it is of a wider dtype than the argument, whose numbers have a byte or less."""
 
 
 def gathered(
@@ -148,6 +171,10 @@ def _of_arguments(
             use = "loop"
         elif others.are_not_cut_by(copy.axes, copy.leaf):
             use = "model axis"
+        elif copy.is_wide:
+            use = "wide"
+        elif _are_for_experts(executable, inputs[copy.leaf], copy):
+            use = "experts"
         else:
             use = "slice" if copy.is_slice else "step"
         spec = sharding_shown(executable.inputs.shardings[copy.leaf])
@@ -183,8 +210,33 @@ def _copy(
     shape = executable.inputs.shapes[leaf]
     if not is_same(planned.sharding, executable.inputs.shardings[leaf], len(shape)):
         return None  # which is a finding of its own
+    stored = bits_of(executable.inputs.dtypes[leaf])
+    if origin.is_scaled and stored > _NARROW:
+        return None  # a value of its own, as an activation is
+    result = gather.collective.results[gather.number]
+    is_wide = stored <= _NARROW and result.bits > stored
+    if not origin.is_scaled and result.dtype in _CARRIERS:
+        is_wide = False
     axes = _axes(gather, planned, shape, origin.layers)
-    return _Copy(leaf, axes, origin.layers > 1) if axes else None
+    return _Copy(leaf, axes, origin.layers > 1, is_wide) if axes else None
+
+
+def _are_for_experts(executable: Executable, planned: Wanted | None, copy: _Copy) -> bool:
+    """Whether the axes cut, of the argument that the leaf is in, experts and nothing else."""
+    side = executable.inputs
+    dim = experts_dim(side.paths[copy.leaf], side.shapes[copy.leaf])
+    if dim is None or planned is None:
+        return False
+    if set(copy.axes).isdisjoint(chain(*map(entry_axes, planned.sharding.spec[dim : dim + 1]))):
+        return False
+    part = next(part for part in side.parts if copy.leaf in part)
+    others = (
+        _axes_cutting(side.shardings[leaf])
+        for leaf in part
+        if side.shardings[leaf] is not None
+        and experts_dim(side.paths[leaf], side.shapes[leaf]) is None
+    )
+    return all(axes is not None and axes.isdisjoint(copy.axes) for axes in others)
 
 
 def _meant(

@@ -53,7 +53,7 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
     """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
     kinds = queries.columns.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = (one for one in queries.columns.folded if "lora_" in one.pattern)
+    named = (one for one in queries.columns.folded if "lora_" in "".join(one.parts))
     for one in _missed(queries, named, LORA):
         kind, dims = kinds[one.folded.group], one.companion.dims
         if kind.rule == one.rule and kind.spec is not None and not callable(dims):

@@ -79,7 +79,7 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
         raise ValueError(
             f"experts_per_token is not given, and {brief(most.pattern)} has "
             f"{counted(most.experts, 'expert')}; give the number that each token meets, such as "
-            "experts_per_token=8"
+            "experts_per_token=2"
         )
     return cuts
 
