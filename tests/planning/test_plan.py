@@ -104,7 +104,17 @@ def all_trees():
     }
 
 
-@pytest.mark.parametrize("name", all_trees())
+# They have numbers or None alone, which match_partition_rules takes.
+WITHOUT_ARRAYS = {"none", "empty containers", "dict subclass"}
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_ARRAYS))
+def test_trees_without_arrays_are_refused(name):
+    with pytest.raises(TypeError, match="no leaf"):
+        sr.plan(all_trees()[name], [("", "tp")], {"tp": 2})
+
+
+@pytest.mark.parametrize("name", sorted(all_trees().keys() - WITHOUT_ARRAYS))
 def test_trees_of_all_kinds(name, mesh):
     tree = all_trees()[name]
     rules = [("kernel|w|a", ("fsdp", "tp")), ("", "tp")]
