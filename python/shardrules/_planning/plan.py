@@ -62,7 +62,6 @@ from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
 from shardrules._planning.placing.by_plan import by_plan
 from shardrules._planning.placing.by_rules import by_rules
-from shardrules._planning.placing.by_specs import mesh_of_shardings, rules_of_specs
 from shardrules._planning.placing.derive import redecided, with_companions
 from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
 from shardrules._planning.placing.names import survey_named
@@ -166,6 +165,8 @@ def plan(
         planned = decider._columns.leaves
         return decider._for(beside(surveyed(tree, planned), planned), mesh)
     if decider is None and mesh is None:
+        from shardrules._planning.placing.by_specs import mesh_of_shardings
+
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
@@ -204,7 +205,12 @@ def _by_rules_of_leaves(
     leaves: Leaves, rules: Rules | Any, correction: Correction | None
 ) -> _OnMesh:
     """Leaves that were surveyed already, under rules of paths or under specs."""
-    compiled = rules if isinstance(rules, Rules) else rules_of_specs(leaves, rules)
+    if isinstance(rules, Rules):
+        compiled = rules
+    else:
+        from shardrules._planning.placing.by_specs import rules_of_specs
+
+        compiled = rules_of_specs(leaves, rules)
     decided = redecided(leaves, compiled)
     none = [None] * len(decided.types)
     return partial(by_rules, decided, compiled, none, correction or compiled.dialect.correction)

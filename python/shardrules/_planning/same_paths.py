@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._format import and_more, counted, nearest
+from shardrules._format import and_more, counted
 from shardrules._logical.leaves import unboxed
 from shardrules._matching.rules import Rules
+from shardrules._near import near_shown
 from shardrules._planning.fold import fold
 from shardrules._planning.leaves import Leaves
 from shardrules._planning.placing.survey import survey
@@ -21,8 +22,6 @@ from shardrules._printable import printable_lines
 __all__ = ["Beside", "beside", "surveyed"]
 
 _SHOWN: Final = 10
-# A search among 20,000 paths takes half a second.
-_COMPARED: Final = 3
 
 
 class Beside(NamedTuple):
@@ -82,16 +81,11 @@ def surveyed(tree: Any, planned: Leaves) -> Leaves:
 def _unknown_message(unknown: list[str], planned: Leaves) -> str:
     folded = [one.pattern for one in fold(unknown, np.zeros(len(unknown), np.int32))]
     known = [one.pattern for one in planned.folded]
-    near = [nearest(path, known) for path in folded[:_COMPARED]]
-    lines = [
-        f"{path}; near it: {like}" if like else path
-        for path, like in zip(folded, near, strict=False)
-    ]
     return _message(
         f"{counted(len(unknown), 'leaf')} of the tree {_have(unknown)} no place in the plan, which "
         "decides leaves by their paths; plan this tree with plan.rules, or the state of an "
         "optimizer with plan.for_optimizer(state)",
-        [*lines, *folded[_COMPARED:_SHOWN]],
+        [path + near_shown(path, known) for path in folded[:_SHOWN]],
         len(folded),
     )
 

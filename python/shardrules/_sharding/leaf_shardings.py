@@ -56,7 +56,7 @@ _SHOWN: Final = 20
 
 def named_shardings(
     tree: Any,
-    rules: RulesLike | Any,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -74,7 +74,8 @@ def named_shardings(
 
     Args:
         tree: Any pytree. Only `.shape` of its leaves is read. A leaf without a shape is replicated.
-        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs, as in `shard`.
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are found by
+            their paths; or specs or shardings, as in `shard`.
         mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
         min_size: As in `match_partition_rules`. For rules of paths alone.
         correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
@@ -137,7 +138,7 @@ def named_shardings(
 
 def requested_shardings(
     tree: Any,
-    specs_or_rules: Any,
+    specs_or_rules: RulesLike,
     mesh: MeshLike | None,
     correction: Correction | None,
     *,
@@ -150,8 +151,8 @@ def requested_shardings(
 
     Args:
         tree: Any pytree.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a PartitionSpec, a
-            NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`; a PartitionSpec,
+            a NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
             `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.

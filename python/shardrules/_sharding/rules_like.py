@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from shardrules._format import brief, shown
@@ -44,11 +44,19 @@ def as_decider(name: str, given: RulesLike) -> Decider:
     """What decides; `name` is the parameter's, for errors.
 
     Raises:
-        TypeError, re.error: As `Rules`, of what is neither specs nor rules.
+        TypeError: It is nothing of that.
+        re.error: As `Rules`.
     """
     if isinstance(given, _DECIDERS):
         return given
-    return None if _are_specs(given) else as_rules(name, given)
+    if _are_specs(given):
+        return None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"{name} is {shown(given)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
+            "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
+        )
+    return as_rules(name, given)
 
 
 def _are_specs(given: Any) -> bool:
