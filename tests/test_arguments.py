@@ -670,7 +670,7 @@ def test_a_plan_of_numbers_or_of_none_is_no_plan(tree):
 def test_a_tree_of_shapes_is_no_tree_of_arrays():
     shapes = {"layers": [{"w": (8, 8)}]}
     told = message(TAKING_TREES["plan"], shapes)
-    for part in ("tree", "'layers/0/w/0'", "no shape of one", "jax.eval_shape"):
+    for part in ("tree", "'layers/0/w/0'", "a tuple of them is no shape", "jax.eval_shape"):
         assert part in told
     abstract = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, "float32"),

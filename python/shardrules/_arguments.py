@@ -228,8 +228,9 @@ def check_shapes(name: str, tree: object, path: str | None) -> None:
     """
     if path is not None:
         raise TypeError(
-            f"{name}: no leaf has a shape, such as {brief(path)}; a number is no array, and a "
-            f"tuple of numbers is no shape of one: give {_ARRAYS}"
+            f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "
+            "a tuple of them is no shape of one, and JAX sees no leaves inside of types that it "
+            f"does not know: give {_ARRAYS}"
         )
     if any(leaf is None for _, leaf in _leaves(tree)):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")

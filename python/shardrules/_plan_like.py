@@ -5,13 +5,13 @@ Rooms that take a plan as rules know it by this class, and must not know plannin
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 __all__ = ["PlanLike"]
 
 
-class PlanLike(ABC):
+class PlanLike:
     """The shardings of the leaves of a tree, by their paths."""
 
     @property

@@ -29,7 +29,7 @@ from shardrules._planning.asking.budget import by_class
 from shardrules._sharding.device_bytes import device_bytes
 from tests.support import corpus, references
 from tests.support.slow import MODELS, slow
-from tests.support.trees import kinds_of_trees, trees_of_libraries
+from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
 
 MESHES = [
@@ -102,10 +102,6 @@ def all_trees():
         "keys": {"key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0), 4)},
         "nothing": {},
     }
-
-
-# They have numbers or None alone, which match_partition_rules takes.
-WITHOUT_ARRAYS = {"none", "empty containers", "dict subclass"}
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_ARRAYS))
