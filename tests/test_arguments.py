@@ -265,7 +265,9 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
     "Rules.match.tree": (),
-    "named_shardings.rules": tuple(x for x in NOT_RULES if not isinstance(x, P)),
+    **{name: tuple(x for x in NOT_RULES if not isinstance(x, P))
+       for name in ("named_shardings.rules", "plan.rules", "spec_for.rules", "compare.rules_a",
+                    "compare.rules_b", "Plan.with_rules.rules", "Suggestion.compare.rules")},
 }  # fmt: skip
 # What an error may say instead of the parameter's name.
 CALLED = {
@@ -620,6 +622,9 @@ def test_an_optimizer_is_no_state():
             assert "give the optimizer's state, jax.eval_shape(optimizer.init, params)" in message(
                 function, optimizer
             )
+            told = message(function, {"train": {"tx": optimizer}})
+            assert "at train/tx" in told
+            assert "jax.eval_shape(optimizer.init, params)" in told
         state = jax.eval_shape(optimizer.init, TREE)
         assert len(PLAN.for_optimizer(state)) == len(jax.tree.leaves(state))
 
@@ -640,14 +645,54 @@ def test_a_model_is_told_what_to_give_instead():
         assert sr.plan(layer, [(".*", ())], SIZES).paths == ["bias/value", "kernel/value"]
 
 
-@pytest.mark.parametrize("taking", ["plan", "for_optimizer", "named_shardings", "coverage"])
-@pytest.mark.parametrize(
-    "tree", [{}, [], (), None, 3, np.ones(()), {"a": None}, {"step": 3}], ids=str
-)
+MAY_BE_TREES: Any = ({}, [], (), None, 3, np.ones(()), {"a": None}, {"step": 3})
+
+
+@pytest.mark.parametrize("taking", ["for_optimizer", "named_shardings", "coverage"])
+@pytest.mark.parametrize("tree", MAY_BE_TREES, ids=str)
 def test_what_may_be_a_tree_is_taken(taking, tree):
     TAKING_TREES[taking](tree) if taking != "named_shardings" else sr.named_shardings(
         tree, [(".*", ())], SIZES
     )
+
+
+@pytest.mark.parametrize("tree", MAY_BE_TREES, ids=str)
+def test_a_plan_of_numbers_or_of_none_is_no_plan(tree):
+    has_arrays = isinstance(tree, np.ndarray) or tree in ({}, [], ())
+    if has_arrays:
+        assert len(TAKING_TREES["plan"](tree)) == (tree is MAY_BE_TREES[5])
+    else:
+        assert "no leaf" in message(TAKING_TREES["plan"], tree)
+
+
+def test_a_tree_of_shapes_is_no_tree_of_arrays():
+    shapes = {"layers": [{"w": (8, 8)}]}
+    told = message(TAKING_TREES["plan"], shapes)
+    for part in ("tree", "'layers/0/w/0'", "a tuple of them is no shape", "jax.eval_shape"):
+        assert part in told
+    abstract = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        shapes, is_leaf=lambda node: isinstance(node, tuple))  # fmt: skip
+    assert len(TAKING_TREES["plan"](abstract)) == 1
+
+
+@pytest.mark.parametrize("taking", TAKING_TREES)
+@pytest.mark.parametrize(
+    ("tree", "where", "instead"),
+    [
+        ({"model": {"path": "ckpt"}}, "'ckpt' (a str) at model/path", "read_model"),
+        ({"a": [None, {"f": print}]}, "at a/1/f", "pytree of arrays"),
+        ([[THING], "x"], "(a Thing) at 0/0", "pytree of arrays"),
+        ({"rows": iter([])}, "(a list_iterator) at rows", "pytree of arrays"),
+        ({"array": np.ndarray}, "(a type) at array", "pytree of arrays"),
+    ],
+    ids=["text", "function", "object", "generator", "class"],
+)
+def test_what_has_no_array_in_it_is_no_tree_of_arrays(taking, tree, where, instead):
+    told = message(TAKING_TREES[taking], tree)
+    assert where in told
+    assert "no array anywhere" in told
+    assert instead in told
 
 
 def test_functions_and_texts_inside_real_trees_are_taken():
@@ -664,6 +709,8 @@ def test_looking_at_a_tree_costs_nothing_for_each_leaf():
     looked_at = []
 
     class Leaf:
+        shape = (8,)
+
         def __getattribute__(self, name):
             looked_at.append(name)
             return super().__getattribute__(name)

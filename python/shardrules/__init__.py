@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardrules._file_error import FileError
     from shardrules._files.public import RuleFile, read_hardware, read_model, read_rules
     from shardrules._hardware import Hardware
-    from shardrules._logical.compare import Decision, Difference, compare
     from shardrules._logical.context import logical_axis_rules
     from shardrules._logical.dialects import FLAX_CORE, HALIAX, LINEN, MAXTEXT, LogicalDialect
     from shardrules._logical.rules import LogicalRules
@@ -43,13 +42,14 @@ if TYPE_CHECKING:
         logical_to_mesh_sharding,
         with_logical_constraint,
     )
+    from shardrules._sharding.compare import Decision, Difference, compare
     from shardrules._sharding.constraints import with_sharding_constraint
     from shardrules._sharding.fingerprint import fingerprint
     from shardrules._sharding.leaf_shardings import named_shardings
     from shardrules._sharding.local_data import shard_local
     from shardrules._sharding.mesh import resolve_mesh
     from shardrules._sharding.placement import gather, shard
-    from shardrules._sharding.shardings import spec_for
+    from shardrules._sharding.spec_for import spec_for
     from shardrules._suggesting.api import *
     from shardrules._verifying.api import audit, verify
 else:
@@ -58,7 +58,6 @@ else:
         "_file_error": "FileError",
         "_files.public": "RuleFile read_hardware read_model read_rules",
         "_hardware": "Hardware",
-        "_logical.compare": "Decision Difference compare",
         "_logical.context": "logical_axis_rules",
         "_logical.dialects": "FLAX_CORE HALIAX LINEN MAXTEXT LogicalDialect",
         "_logical.rules": "LogicalRules",
@@ -71,13 +70,14 @@ else:
         "_shape_specs": "fsdp",
         "_sharding.by_names": "RulesFallback explain_logical logical_to_mesh "
         "logical_to_mesh_sharding with_logical_constraint",
+        "_sharding.compare": "Decision Difference compare",
         "_sharding.constraints": "with_sharding_constraint",
         "_sharding.fingerprint": "fingerprint",
         "_sharding.leaf_shardings": "named_shardings",
         "_sharding.local_data": "shard_local",
         "_sharding.mesh": "resolve_mesh",
         "_sharding.placement": "gather shard",
-        "_sharding.shardings": "spec_for",
+        "_sharding.spec_for": "spec_for",
         "_suggesting.api": "Comparison CutReason Reason Suggestion suggest",
         "_verifying.api": "audit verify",
     }

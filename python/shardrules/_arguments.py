@@ -13,7 +13,7 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from numbers import Number, Real
 from types import ModuleType, UnionType
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrules._format import brief, shown
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_choices",
     "check_file",
     "check_real",
+    "check_shapes",
     "check_tree",
     "check_type",
     "each",
@@ -41,6 +42,8 @@ MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
 _PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
+# Nobody nests deeper by hand, and a list may be inside itself.
+_DEEPEST: Final = 100
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
     "those of a file"
@@ -192,29 +195,94 @@ def shape_of(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_tree(name: str, tree: object) -> None:
-    """Checks that it may be a tree of arrays, by a look at its root and the root's children.
+    """Checks that it may be a tree of arrays, by a look at its leaves up to the first array.
 
     Raises:
-        TypeError: It is a path, an optimizer, a model, a generator or the like; the message says
-            what to give.
+        TypeError: It is a path, an optimizer, a model, a generator or the like, or has nothing else
+            in it; the message says where, and what to give.
     """
-    if isinstance(tree, dict | list | tuple):
-        children = dict.values(tree) if isinstance(tree, dict) else tree
-        if not children or not all(map(_is_function, children)):
+    first = None
+    for keys, leaf in _leaves(tree):
+        if leaf is None:
+            continue
+        if _may_be_array(leaf):
             return
-    elif not isinstance(tree, type | ModuleType) and (
-        hasattr(tree, "shape")
-        or isinstance(tree, Number)
-        or not (isinstance(tree, _PLAIN) or _is_leaf(tree))
-    ):
+        first = first or (keys, leaf)
+    if first is None:
         return
-    classes = (f"{base.__module__}.{base.__qualname__}" for base in type.mro(type(tree)))
-    instead = next((_INSTEAD[known] for known in classes if known in _INSTEAD), _ARRAYS)
-    raise TypeError(f"{name} is {shown(tree)}, which is no tree of arrays; give {instead}")
+    keys, node, instead = _known_on_the_way(tree, *first)
+    if not keys:
+        raise TypeError(f"{name} is {shown(node)}, which is no tree of arrays; give {instead}")
+    raise TypeError(
+        f"{name} has {shown(node)} at {'/'.join(map(str, keys))}, and no array anywhere, so it is "
+        f"no tree of arrays; give {instead}"
+    )
 
 
-def _is_function(leaf: object) -> bool:
-    return callable(leaf) and _is_leaf(leaf) and not hasattr(leaf, "shape")
+def check_shapes(name: str, tree: object, path: str | None) -> None:
+    """Checks a tree none of whose leaves has a shape: it must have no leaf, and no None.
+
+    Args:
+        name: The parameter's name.
+        tree: The tree.
+        path: That of the first of its leaves, if it has any.
+
+    Raises:
+        TypeError: It is, say, a tree of shapes, or one of which only None is left.
+    """
+    if path is not None:
+        raise TypeError(
+            f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "
+            "a tuple of them is no shape of one, and JAX sees no leaves inside of types that it "
+            f"does not know: give {_ARRAYS}"
+        )
+    if any(leaf is None for _, leaf in _leaves(tree)):
+        raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")
+
+
+_Keyed: TypeAlias = tuple[tuple[Any, ...], object]
+
+
+def _leaves(tree: object) -> Iterator[_Keyed]:
+    """The leaves with their keys, and nodes of other types than Python's own as leaves."""
+    ways: list[Iterator[_Keyed]] = [iter([((), tree)])]
+    while ways:
+        for keys, node in ways[-1]:
+            if isinstance(node, dict | list | tuple) and len(keys) < _DEEPEST:
+                ways.append(_children(keys, node))
+                break
+            yield keys, node
+        else:
+            ways.pop()
+
+
+def _children(
+    keys: tuple[Any, ...], node: dict[Any, Any] | list[Any] | tuple[Any, ...]
+) -> Iterator[_Keyed]:
+    for key, child in dict.items(node) if isinstance(node, dict) else enumerate(node):
+        yield (*keys, key), child
+
+
+def _may_be_array(leaf: object) -> bool:
+    if isinstance(leaf, type | ModuleType | str | bytes):
+        return False
+    if hasattr(leaf, "shape") or isinstance(leaf, Number):
+        return True
+    return not (isinstance(leaf, _PLAIN) or _is_leaf(leaf))
+
+
+def _known_on_the_way(
+    tree: Any, keys: tuple[Any, ...], leaf: object
+) -> tuple[tuple[Any, ...], object, str]:
+    """(keys, node, what to give) of the first node on the way that is known, or of the leaf."""
+    node = tree
+    for depth in range(len(keys) + 1):
+        for base in type.mro(type(node)):
+            if (known := f"{base.__module__}.{base.__qualname__}") in _INSTEAD:
+                return keys[:depth], node, _INSTEAD[known]
+        if depth < len(keys):
+            node = node[keys[depth]]
+    return keys, leaf, _ARRAYS
 
 
 def _is_leaf(node: object) -> bool:

@@ -678,7 +678,7 @@ def test_the_advice_for_a_layout_map_keeps_the_dialect():
     shardings = sr.named_shardings(tree, layouts.rules, {"tp": 2})
     assert shardings["a"]["bias"].spec == P()
     with pytest.raises(TypeError, match=r"not dict; pass list\(rules\.items\(\)\)$"):
-        sr.named_shardings(tree, {".*": None}, {"tp": 2})
+        sr.named_shardings(tree, {".*": "tp"}, {"tp": 2})
 
 
 def test_pickled_and_compared():

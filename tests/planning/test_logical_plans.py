@@ -184,7 +184,7 @@ class TestWrongInput:
     )
     def test_what_is_for_paths_is_refused(self, options):
         tree, names = beside()
-        with pytest.raises(TypeError, match=next(iter(options))):
+        with pytest.raises(ValueError, match=next(iter(options))):
             sr.plan(tree, RULES, MESH, names=names, **options)
 
     def test_names_without_logical_rules_are_refused(self):

@@ -29,7 +29,7 @@ from shardrules._planning.asking.budget import by_class
 from shardrules._sharding.device_bytes import device_bytes
 from tests.support import corpus, references
 from tests.support.slow import MODELS, slow
-from tests.support.trees import kinds_of_trees, trees_of_libraries
+from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
 
 MESHES = [
@@ -104,7 +104,13 @@ def all_trees():
     }
 
 
-@pytest.mark.parametrize("name", all_trees())
+@pytest.mark.parametrize("name", sorted(WITHOUT_ARRAYS))
+def test_trees_without_arrays_are_refused(name):
+    with pytest.raises(TypeError, match="no leaf"):
+        sr.plan(all_trees()[name], [("", "tp")], {"tp": 2})
+
+
+@pytest.mark.parametrize("name", sorted(all_trees().keys() - WITHOUT_ARRAYS))
 def test_trees_of_all_kinds(name, mesh):
     tree = all_trees()[name]
     rules = [("kernel|w|a", ("fsdp", "tp")), ("", "tp")]

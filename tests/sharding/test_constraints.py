@@ -227,8 +227,15 @@ class TestErrors:
             constrain(jnp.zeros(8), P("tp"))
 
     def test_wrong_spec(self, mesh):
-        for specs in ("tp", {"a": 3}):
-            with pytest.raises(TypeError, match="it must be a PartitionSpec, a NamedSharding"):
+        for specs, told in (
+            ("tp", "it must be .*pairs, Rules, .* a PartitionSpec, a NamedSharding"),
+            ({"a": 3}, "pairs, not dict"),
+            (
+                {"a": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+                "it must be a PartitionSpec",
+            ),
+        ):
+            with pytest.raises(TypeError, match=told):
                 constrain({"a": jnp.zeros(8)}, specs, mesh)
 
     def test_an_axis_used_twice(self, mesh):

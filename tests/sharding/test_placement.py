@@ -271,7 +271,7 @@ def test_the_contexts_mesh(mesh):
 )  # fmt: skip
 def test_what_cannot_be_placed(mesh, leaf, shown):
     with pytest.raises(TypeError) as caught:
-        sr.shard({"a": {"w": leaf}}, RULES, mesh)
+        sr.shard({"a": {"w": leaf}, "step": 3}, RULES, mesh)
     assert "the leaf ['a']['w'] is " + shown in str(caught.value)
 
 

@@ -265,7 +265,7 @@ def test_a_tree_of_specs_of_another_structure(specs, place):
 
 def test_a_spec_is_no_list_of_rules():
     with pytest.raises(TypeError, match=r"pairs, not a spec; write \[\('\.\*', P"):
-        sr.plan({"w": np.ones(8)}, P("fsdp"), {"fsdp": 2})
+        sr.match_partition_rules(P("fsdp"), {"w": np.ones(8)})
 
 
 RULE = [("x", P("dp", "tp"))]

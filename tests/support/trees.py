@@ -66,6 +66,10 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
+# Those with None alone, or a type that JAX does not know, which functions that want arrays refuse.
+WITHOUT_ARRAYS = {"none", "empty containers", "dict subclass"}
+
+
 def kinds_of_trees():
     leaf = array(4, 8)
     return {

@@ -14,7 +14,7 @@ from shardrules._arguments import check_type
 from shardrules._format import shown
 from shardrules._logical.flax import loaded
 from shardrules._logical.names import last_wins
-from shardrules._logical.rules import LogicalRules
+from shardrules._logical.rules import LogicalRules, check_not_for_paths
 
 __all__ = [
     "LogicalRulesLike",
@@ -92,6 +92,7 @@ def _check(rules: Any) -> None:
             f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"
         )
     check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
+    check_not_for_paths(rules)
     last_wins(rules or ())
 
 

@@ -17,9 +17,10 @@ from shardrules._format import shown
 from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.names import check_rules
 from shardrules._logical.resolver import Resolver, axes_in, resolver_for
+from shardrules._matching.rules import Rules
 from shardrules._specs import is_partition_spec, is_unconstrained, rules_shown
 
-__all__ = ["LogicalRules", "resolver_of"]
+__all__ = ["LogicalRules", "check_not_for_paths", "resolver_of"]
 
 
 @answer
@@ -59,6 +60,7 @@ class LogicalRules:
         dialect: LogicalDialect = LINEN,
     ) -> None:
         check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
+        check_not_for_paths(rules)
         given = rules.items() if isinstance(rules, Mapping) else rules
         is_listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
         if not is_listed or is_partition_spec(given):
@@ -82,6 +84,19 @@ class LogicalRules:
 
     def __str__(self) -> str:
         return rules_shown(self.dialect.name, self)
+
+
+def check_not_for_paths(rules: object) -> None:
+    """Checks that rules for logical axis names are not rules of paths, whose pairs look alike.
+
+    Raises:
+        TypeError: They are.
+    """
+    if isinstance(rules, Rules):
+        raise TypeError(
+            f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}, which are for "
+            "paths; give them to named_shardings, shard or plan"
+        )
 
 
 def _checked_pair(index: int, rule: Any) -> tuple[Any, Any]:

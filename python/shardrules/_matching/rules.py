@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._arguments import boolean, check_tree, check_type, integer
 from shardrules._correction import RuleSpec
@@ -22,6 +22,7 @@ from shardrules._matching.given import GivenPairs
 from shardrules._matching.match_modes import MATCH_MODES, MatchMode, Pattern, checked_pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree, rule_shown, too_long_message
+from shardrules._plan_like import PlanLike
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -32,6 +33,7 @@ from shardrules._specs import (
 
 __all__ = [
     "DEFAULT_MEMORY_BUDGET",
+    "PathRules",
     "Rules",
     "as_rules",
     "match_partition_rules",
@@ -175,8 +177,12 @@ class Rules:
         raise AttributeError("Rules are immutable; make new ones")
 
 
+PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
+"""(pattern, spec) pairs, or rules that are compiled already."""
+
+
 def match_partition_rules(
-    rules: Rules | Iterable[tuple[Pattern, Any]],
+    rules: PathRules,
     tree: Any,
     min_size: int | None = 0,
     strict: bool = True,
@@ -238,7 +244,7 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
     return decided_tree(matcher, found, too_long_message)
 
 
-def as_rules(name: str, rules: Rules | Iterable[tuple[Pattern, Any]]) -> Rules:
+def as_rules(name: str, rules: PathRules) -> Rules:
     """The rules, compiled if they are pairs; `name` is the parameter's, for errors.
 
     Raises:
@@ -289,6 +295,11 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
             "names; give them to named_shardings, shard or plan"
         )
+    if isinstance(rules, PlanLike):
+        raise TypeError(
+            f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
+            "plan.rules, or take plan.specs()"
+        )
     if isinstance(rules, (str, bytes, Mapping)) or not isinstance(rules, Iterable):
         hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else ""
         raise TypeError(
@@ -306,6 +317,8 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
             "the .rules of a shardrules.compat.keras.LayoutMap(rules.device_mesh) after its "
             ".update(rules)"
         )
+    if any(is_partition_spec(value) for value in rules.values()):
+        return "list(rules.items()), if its keys are patterns; a tree of specs is no list of rules"
     return "list(rules.items())"
 
 

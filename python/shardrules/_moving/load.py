@@ -34,13 +34,14 @@ from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["load"]
 
 
 def load(
     source: str | os.PathLike[str],
-    rules: Any,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     tree: Any = None,

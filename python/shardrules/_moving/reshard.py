@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["reshard"]
 
@@ -85,7 +86,7 @@ def reshard(
 ) -> Tree: ...
 def reshard(
     tree: Any,
-    plan_or_rules: Any,
+    plan_or_rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     donate: bool = False,

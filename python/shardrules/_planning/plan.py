@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from shardrules._arguments import (
     check_file,
     check_real,
+    check_shapes,
     check_tree,
     check_type,
     each,
@@ -29,14 +30,15 @@ from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._dtypes import given_dtype
-from shardrules._format import mesh_shown, shown
+from shardrules._format import mesh_shown
 from shardrules._hardware import Hardware, as_hardware
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
-from shardrules._matching.rules import Rules, as_rules
+from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import MemoryKind, check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
+from shardrules._plan_like import PlanLike
 from shardrules._planning.asking.budget import DeviceBytes, Room, budget
 from shardrules._planning.asking.check import DEFAULT_LARGE, check
 from shardrules._planning.asking.collectives.schedule import schedule_of
@@ -51,12 +53,14 @@ from shardrules._planning.asking.transfer import Transfer, transfer
 from shardrules._planning.asking.trees import (
     abstract_tree,
     placement_tree,
+    placements_of,
     sharding_tree,
     spec_tree,
 )
 from shardrules._planning.companion import Companion
 from shardrules._planning.locks.write import fingerprint, lock_text
 from shardrules._planning.placing.by_names import by_names
+from shardrules._planning.placing.by_plan import by_plan
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import redecided, with_companions
 from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
@@ -64,11 +68,13 @@ from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
 from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
+from shardrules._planning.same_paths import beside, surveyed
 from shardrules._planning.showing.table import table
 from shardrules._planning.zero1 import Zero1
 from shardrules._sharding.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._sharding.planned import find_placements_by
-from shardrules._sharding.shardings import RulesLike, check_memory_on_mesh
+from shardrules._sharding.rules_like import RulesLike, as_decider, check_taken
+from shardrules._sharding.shardings import check_memory_on_mesh
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,9 +87,12 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
+    from shardrules._planning.leaves import Leaves
     from shardrules._planning.roles import DimRole
+    from shardrules._planning.same_paths import Beside
     from shardrules._planning.showing.report.data import Proposal, Proposed
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.shardings import Placement
 
     # The columns of the same leaves on another mesh.
     _OnMesh = Callable[[MeshLike], Columns]
@@ -111,8 +120,11 @@ def plan(
 
     Args:
         tree: Any pytree of arrays or abstract arrays; only `.shape` and `.dtype` are read.
-        rules: `Rules`, or (pattern, spec) pairs; or `LogicalRules`.
-        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: the mesh of the context.
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; PartitionSpecs or NamedShardings,
+            one for all leaves or a tree of them, as rules for exactly these paths; or another
+            `Plan`, which has leaves of the same paths and shapes.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the shardings or the
+            other plan, or else of the context.
         min_size: As in `match_partition_rules`.
         correction: Replaces the dialect's; a `RuleSpec` with a correction keeps its own.
         companions: Leaves that follow the rules of other paths, such as those of `LORA`,
@@ -146,21 +158,31 @@ def plan(
         "a Companion, such as those of shardrules.LORA",
     )
     smallest = checked_min_size(min_size)
+    decider = as_decider("rules", rules)
+    check_taken(
+        decider, min_size=smallest, companions=followers, names=names, correction=correction
+    )
+    if isinstance(decider, Plan):
+        planned = decider._columns.leaves
+        return decider._for(beside(surveyed(tree, planned), planned), mesh)
+    if decider is None and mesh is None:
+        from shardrules._planning.placing.by_specs import mesh_of_shardings
+
+        mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
     axis_sizes_of(chosen)  # a mesh that is wrong is refused before the walk
-    if isinstance(rules, LogicalRules):
-        for_paths = {"min_size": smallest, "companions": followers}
-        if given := [name for name, value in for_paths.items() if value]:
-            raise TypeError(f"{given[0]}: it is for rules of paths, not for LogicalRules: leave it")
-        on_mesh = _by_names(tree, rules, names, correction)
-    elif names is not None:
-        raise TypeError(f"names: they are for LogicalRules, not for rules of paths: {shown(rules)}")
+    if isinstance(decider, LogicalRules):
+        on_mesh = _by_names(tree, decider, names, correction)
+    elif isinstance(decider, Rules):
+        check_rules_are_for_paths(decider, tree)
+        on_mesh = _by_paths(tree, decider, smallest, followers, correction)
     else:
-        compiled = as_rules("rules", rules)
-        check_rules_are_for_paths(compiled, tree)
-        on_mesh = _by_paths(tree, compiled, smallest, followers, correction)
-    return Plan(on_mesh(chosen), on_mesh, chosen)
+        on_mesh = _by_rules_of_leaves(survey(tree, Rules(())), rules, correction)
+    columns = on_mesh(chosen)
+    if all(kind.shape is None for kind in columns.kinds):
+        check_shapes("tree", tree, next(iter(columns.paths), None))
+    return Plan(columns, on_mesh, chosen)
 
 
 def _by_names(tree: Any, rules: LogicalRules, names: Any, correction: Correction | None) -> _OnMesh:
@@ -180,6 +202,21 @@ def _by_paths(
     return partial(by_rules, leaves, rules, derivations, correction or rules.dialect.correction)
 
 
+def _by_rules_of_leaves(
+    leaves: Leaves, rules: Rules | Any, correction: Correction | None
+) -> _OnMesh:
+    """Leaves that were surveyed already, under rules of paths or under specs."""
+    if isinstance(rules, Rules):
+        compiled = rules
+    else:
+        from shardrules._planning.placing.by_specs import rules_of_specs
+
+        compiled = rules_of_specs(leaves, rules)
+    decided = redecided(leaves, compiled)
+    none = [None] * len(decided.types)
+    return partial(by_rules, decided, compiled, none, correction or compiled.dialect.correction)
+
+
 def _placements(*arguments: Any, **more: Any) -> Any:
     found = plan(*arguments, **more)
     return placement_tree(found._columns, found.mesh)
@@ -188,7 +225,7 @@ def _placements(*arguments: Any, **more: Any) -> Any:
 find_placements_by(_placements)
 
 
-class Plan:
+class Plan(PlanLike):
     """The sharding of each leaf of a tree on a mesh; from `shardrules.plan`.
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
@@ -449,7 +486,7 @@ class Plan:
         Companions are left out.
 
         Args:
-            rules: Rules of paths; `LogicalRules` if those of the plan are.
+            rules: As in `plan`; but `LogicalRules` if those of the plan are, and only then.
 
         Raises:
             ValueError: The rules' dialect has other paths.
@@ -462,23 +499,34 @@ class Plan:
             >>> plan.with_rules([("w", ("fsdp", "tp"))]).device_bytes
             array([16])
         """
-        if isinstance(self.rules, LogicalRules):
-            return self._with_logical_rules(rules)
-        compiled = as_rules("rules", rules)
-        leaves = redecided(self._columns.leaves, compiled)
-        correction = compiled.dialect.correction
-        none = [None] * len(leaves.types)
-        on_mesh = partial(by_rules, leaves, compiled, none, correction)
+        decider = as_decider("rules", rules)
+        leaves = self._columns.leaves
+        if isinstance(decider, Plan):
+            return decider._for(beside(leaves, decider._columns.leaves), self._mesh)
+        if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
+            raise TypeError(
+                "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
+                if isinstance(self.rules, LogicalRules)
+                else "rules: these are logical, and the plan's are of paths: plan the tree itself"
+            )
+        if isinstance(decider, LogicalRules):
+            named = replace(leaves, rules=decider)
+            on_mesh: _OnMesh = partial(by_names, named, decider, decider.dialect.correction)
+        else:
+            on_mesh = _by_rules_of_leaves(leaves, rules if decider is None else decider, None)
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
-    def _with_logical_rules(self, rules: Any) -> Plan:
-        if not isinstance(rules, LogicalRules):
-            raise TypeError(
-                "with_rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
-            )
-        leaves = replace(self._columns.leaves, rules=rules)
-        on_mesh = partial(by_names, leaves, rules, rules.dialect.correction)
-        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
+    def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
+        """The plan of another tree with leaves of this one, on this mesh or another."""
+        chosen = self if mesh is None else self.on_mesh(mesh)
+        follow = partial(by_plan, tree=tree)
+        on_mesh = partial(_followed, chosen._columns, self._on_mesh, follow, None)
+        return Plan(follow(chosen._columns), on_mesh, chosen._mesh)
+
+    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
+        chosen = self if mesh is None else self.on_mesh(mesh)
+        leaves, rows = beside(surveyed(tree, self._columns.leaves), self._columns.leaves)
+        return placements_of(chosen._columns, chosen.mesh, leaves.tree, rows)
 
     def sweep(
         self,

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
+    from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["is_tracing", "with_sharding_constraint"]
 
 
 def with_sharding_constraint(
     tree: Tree,
-    specs_or_rules: Any,
+    specs_or_rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
@@ -57,10 +58,10 @@ def with_sharding_constraint(
 
     Args:
         tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a PartitionSpec or
-            NamedSharding for all leaves; or a tree of these, which may be a prefix of `tree`. None
-            leaves a leaf unchanged.
-        mesh: The mesh for rules and PartitionSpecs. Default: the context's.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
+            found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
+            these, which may be a prefix of `tree`. None leaves a leaf unchanged.
+        mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
         names: For `LogicalRules`, as in `plan`.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardrules._arguments import check_tree, check_type
 from shardrules._format import mesh_shown
 from shardrules._sharding.memory import memory_apart
+from shardrules._sharding.rules_like import check_decided
 from shardrules._specs import entries_of, tags_shown
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     from jax.sharding import NamedSharding
 
     check_tree("tree", tree)
+    check_decided("shardings", shardings, "named_shardings(tree, rules, mesh) or plan.shardings()")
     leaves = tree_util.tree_flatten_with_path(tree)[0]
     wanted = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
     if len(leaves) != len(wanted):

@@ -5,7 +5,6 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,15 +14,24 @@ from shardrules._format import and_more, brief, shown
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
-from shardrules._matching.rules import Rules, as_rules, matcher_of
+from shardrules._matching.rules import Rules, matcher_of
+from shardrules._plan_like import PlanLike
 from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.memory import in_its_memory
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
 from shardrules._sharding.planned import checked_companions, planned_placements
-from shardrules._sharding.shardings import (
+from shardrules._sharding.rules_like import (
     RulesLike,
+    as_decider,
+    check_taken,
+    is_named_sharding,
+    is_spec,
+    is_spec_of_mesh,
+)
+from shardrules._sharding.shardings import (
+    Placement,
     corrected_sharding,
     mesh_for,
     placements_by_rules,
@@ -36,14 +44,19 @@ if TYPE_CHECKING:
 
     from shardrules._sharding.mesh import AnyMesh, MeshLike
 
-__all__ = ["asks_for_own_devices", "named_shardings", "requested_shardings", "spread_specs"]
+__all__ = [
+    "asks_for_own_devices",
+    "named_shardings",
+    "requested_shardings",
+    "spread_specs",
+]
 
 _SHOWN: Final = 20
 
 
 def named_shardings(
     tree: Any,
-    rules: RulesLike | Any,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -61,7 +74,8 @@ def named_shardings(
 
     Args:
         tree: Any pytree. Only `.shape` of its leaves is read. A leaf without a shape is replicated.
-        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs, as in `shard`.
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are found by
+            their paths; or specs or shardings, as in `shard`.
         mesh: A Mesh, an AbstractMesh, or a dict of axis sizes. Default: the context's mesh.
         min_size: As in `match_partition_rules`. For rules of paths alone.
         correction: The policies for specs that do not fit. A `RuleSpec` may have its own. Default:
@@ -95,48 +109,36 @@ def named_shardings(
     check_correction(correction)
     smallest = checked_min_size(min_size)
     followers = checked_companions(companions)
-    if isinstance(rules, LogicalRules):
-        _check_no_min_size(min_size, "LogicalRules")
-        _check_no_companions(followers, "LogicalRules")
-        on_mesh = resolve_mesh(mesh)
-        return shardings_by_names(tree, rules, on_mesh, names=names, correction=correction)[0]
-    _check_no_names(names)
-    if not _are_specs(rules):
-        compiled, on_mesh = as_rules("rules", rules), resolve_mesh(mesh)
-        if followers:
-            planned = planned_placements(
-                tree, followers, compiled, on_mesh, min_size=smallest, correction=correction
-            )
-            return tree_util.tree_map(lambda one: one.sharding, planned)
-        matcher = matcher_of(compiled)
-        on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, correction=correction)
-        return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
-    _check_no_min_size(min_size, "specs")
-    _check_no_companions(followers, "specs")
-    _, treedef, shardings = _shardings_by_specs(
-        "rules", tree, rules, mesh, correction, keep_memory=False
+    decider = as_decider("rules", rules)
+    check_taken(
+        decider, min_size=min_size, companions=followers, names=names, correction=correction
     )
-    return treedef.unflatten(shardings)
-
-
-def _check_no_min_size(min_size: object, given: str) -> None:
-    if min_size != 0:
-        raise ValueError(f"min_size is {brief(min_size)}; it is not for {given}: leave it")
-
-
-def _check_no_companions(companions: tuple[Any, ...], given: str) -> None:
-    if companions:
-        raise ValueError(f"companions are for rules of paths, not for {given}: leave them out")
-
-
-def _check_no_names(names: object) -> None:
-    if names is not None:
-        raise TypeError(f"names: they are for LogicalRules alone, and are {shown(names)}: leave it")
+    if isinstance(decider, LogicalRules):
+        on_mesh = resolve_mesh(mesh)
+        return shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)[0]
+    if isinstance(decider, PlanLike):
+        placed = decider._placements(tree, mesh)
+        treedef: Any = tree_util.tree_structure(tree)
+        return treedef.unflatten(one.sharding for one in placed)
+    if decider is None:
+        _, treedef, shardings = _shardings_by_specs(
+            "rules", tree, rules, mesh, correction, keep_memory=False
+        )
+        return treedef.unflatten(shardings)
+    on_mesh = resolve_mesh(mesh)
+    if followers:
+        planned = planned_placements(
+            tree, followers, decider, on_mesh, min_size=smallest, correction=correction
+        )
+        return tree_util.tree_map(lambda one: one.sharding, planned)
+    matcher = matcher_of(decider)
+    on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, correction=correction)
+    return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
 
 
 def requested_shardings(
     tree: Any,
-    specs_or_rules: Any,
+    specs_or_rules: RulesLike,
     mesh: MeshLike | None,
     correction: Correction | None,
     *,
@@ -149,8 +151,8 @@ def requested_shardings(
 
     Args:
         tree: Any pytree.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a PartitionSpec, a
-            NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`; a PartitionSpec,
+            a NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
             `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.
@@ -166,34 +168,45 @@ def requested_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     followers = checked_companions(companions)
-    if isinstance(specs_or_rules, LogicalRules):
-        _check_no_companions(followers, "LogicalRules")
-        leaves, treedef = tree_util.tree_flatten(tree)
-        on_mesh = local_view(resolve_mesh(mesh))
-        _, found = shardings_by_names(
-            tree, specs_or_rules, on_mesh, names=names, correction=correction
-        )
-        return leaves, treedef, list(map(in_its_memory, leaves, found))
-    _check_no_names(names)
-    if not _are_rules(specs_or_rules):
-        _check_no_companions(followers, "specs")
+    decider = as_decider("specs_or_rules", specs_or_rules)
+    check_taken(decider, companions=followers, names=names, correction=correction)
+    if decider is None:
         return _shardings_by_specs(
             "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True
         )
     leaves, treedef = tree_util.tree_flatten(tree)
-    compiled, on_mesh = as_rules("specs_or_rules", specs_or_rules), local_view(resolve_mesh(mesh))
-    if followers:
-        planned = planned_placements(tree, followers, compiled, on_mesh, correction=correction)
-        placements = tree_util.tree_leaves(planned)
+    if isinstance(decider, LogicalRules):
+        on_mesh = local_view(resolve_mesh(mesh))
+        _, found = shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)
+        return leaves, treedef, list(map(in_its_memory, leaves, found))
+    if isinstance(decider, PlanLike):
+        placements = decider._placements(tree, mesh)
     else:
-        matcher = matcher_of(compiled)
-        on_mesh = mesh_for(tree, matcher, on_mesh, correction=correction)
-        placements = placements_by_rules(tree, matcher, on_mesh, correction)
+        placements = _placements(
+            tree, decider, local_view(resolve_mesh(mesh)), correction, followers
+        )
     of_leaves = (
         one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
         for leaf, one in zip(leaves, placements, strict=True)
     )
     return leaves, treedef, list(of_leaves)
+
+
+def _placements(
+    tree: Any,
+    rules: Rules,
+    mesh: AnyMesh,
+    correction: Correction | None,
+    companions: tuple[Any, ...],
+) -> list[Placement]:
+    from jax import tree_util
+
+    if companions:
+        planned = planned_placements(tree, companions, rules, mesh, correction=correction)
+        return tree_util.tree_leaves(planned)
+    matcher = matcher_of(rules)
+    factored = mesh_for(tree, matcher, mesh, correction=correction)
+    return placements_by_rules(tree, matcher, factored, correction)
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
@@ -203,10 +216,12 @@ def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
     """
     from jax import tree_util
 
+    if isinstance(specs_or_rules, PlanLike):
+        specs_or_rules, mesh = [], specs_or_rules.mesh if mesh is None else mesh
     try:
-        specs = tree_util.tree_leaves(specs_or_rules, is_leaf=_is_spec)
-        meshes = {spec.mesh for spec in specs if _is_named_sharding(spec)}
-        if not meshes or not all(spec is None or _is_named_sharding(spec) for spec in specs):
+        specs = tree_util.tree_leaves(specs_or_rules, is_leaf=is_spec)
+        meshes = {spec.mesh for spec in specs if is_named_sharding(spec)}
+        if not meshes or not all(spec is None or is_named_sharding(spec) for spec in specs):
             meshes.add(resolve_mesh(mesh))
     except Exception:
         return False
@@ -235,10 +250,10 @@ def _shardings_by_specs(
         if spec is None:
             shardings_of_leaves.append(None)
             continue
-        if _is_spec_of_mesh(spec):
+        if is_spec_of_mesh(spec):
             resolved = resolved or local_view(resolve_mesh(mesh))
             wanted, on_mesh = spec, resolved
-        elif _is_named_sharding(spec):
+        elif is_named_sharding(spec):
             wanted, on_mesh = spec.spec, local_view(spec.mesh)
         else:
             raise TypeError(
@@ -274,7 +289,7 @@ def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[An
             lambda spec, part: spread.extend([spec] * len(tree_util.tree_leaves(part))),
             specs,
             tree,
-            is_leaf=_is_spec,
+            is_leaf=is_spec,
         )
     except (TypeError, ValueError) as error:
         place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
@@ -285,13 +300,9 @@ def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[An
     return spread
 
 
-def _is_spec(node: Any) -> bool:
-    return node is None or is_partition_spec(node)
-
-
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:
     """The first place where a tree of specs is not a prefix of the tree."""
-    here, there = _children(specs, _is_spec), _children(tree, lambda node: node is None)
+    here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
     if here is None:
         return None
     at = f"at {path}" if path else "at the root"
@@ -314,39 +325,6 @@ def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | Non
         return None
     flat = tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return {tree_util.keystr(path): child for path, child in flat}
-
-
-def _are_specs(given: Any) -> bool:
-    """Whether it is a spec or a tree of specs, and cannot be rules."""
-    from jax import tree_util
-
-    if _is_spec_of_mesh(given):
-        return True
-    specs = [one for one in tree_util.tree_leaves(given, is_leaf=_is_spec) if one is not None]
-    return bool(specs) and all(_is_spec_of_mesh(one) or _is_named_sharding(one) for one in specs)
-
-
-def _are_rules(given: Any) -> bool:
-    if isinstance(given, Rules):
-        return True
-    # A tree of specs has strings only inside PartitionSpecs, so a pair with a pattern is a rule.
-    return (
-        isinstance(given, (list, tuple))
-        and len(given) > 0
-        and not is_partition_spec(given)
-        and all(isinstance(rule, (tuple, list)) and len(rule) == 2 for rule in given)
-        and all(isinstance(rule[0], (str, re.Pattern)) for rule in given)
-    )
-
-
-def _is_spec_of_mesh(spec: Any) -> bool:
-    return is_partition_spec(spec) or isinstance(spec, Fsdp)
-
-
-def _is_named_sharding(spec: Any) -> bool:
-    from jax.sharding import NamedSharding
-
-    return isinstance(spec, NamedSharding)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

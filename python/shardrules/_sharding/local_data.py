@@ -17,6 +17,7 @@ from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, spread_specs
 from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.rules_like import check_decided
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
 
     with JointCall("shard_local") as call:
         check_tree("batch", batch)
+        check_decided("spec", spec, "a PartitionSpec such as P('dp'), which fits all of the batch")
         if call.joint and asks_for_own_devices(spec, mesh):
             call.alone()
         leaves, treedef = tree_util.tree_flatten(batch)

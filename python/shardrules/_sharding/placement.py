@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from shardrules._sharding.mesh import MeshLike
+    from shardrules._sharding.rules_like import RulesLike
 
 __all__ = [
     "agreed_shardings",
@@ -40,7 +41,7 @@ __all__ = [
 
 def shard(
     tree: Tree,
-    specs_or_rules: Any,
+    specs_or_rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
@@ -188,7 +189,7 @@ def gather(tree: Tree) -> Tree:
 def agreed_shardings(
     name: str,
     tree: Any,
-    specs_or_rules: Any,
+    specs_or_rules: RulesLike,
     mesh: MeshLike | None,
     *,
     correction: Correction | None,

@@ -10,31 +10,26 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from shardrules._arguments import shape_of
 from shardrules._core import ShardingTable
 from shardrules._correction import (
     Correction,
     RuleSpec,
-    check_correction,
     memory_kind_of,
     plain_spec,
     rule_spec,
 )
-from shardrules._dtypes import given_bits
 from shardrules._format import and_more, counted, mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
-from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
 from shardrules._printable import printable_lines
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
 from shardrules._sharding.memory import sharding_in_memory
-from shardrules._sharding.mesh import axes_of_type, context_mesh, on_axes, resolve_mesh
+from shardrules._sharding.mesh import axes_of_type, on_axes
 from shardrules._sharding.spec_by_shape import SpecByShape
 from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
 from shardrules._specs import (
@@ -52,12 +47,11 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from shardrules._memory_kinds import MemoryKind
-    from shardrules._sharding.mesh import AnyMesh, MeshLike
+    from shardrules._sharding.mesh import AnyMesh
 
 __all__ = [
     "ManualAxes",
     "Placement",
-    "RulesLike",
     "bound_spec",
     "check_memory_of_rules",
     "check_memory_on_mesh",
@@ -68,11 +62,8 @@ __all__ = [
     "mesh_for",
     "placements_by_rules",
     "shardings_by_rules",
-    "spec_for",
     "specs_on_mesh",
 ]
-
-RulesLike = Rules | Iterable[tuple[Pattern, Any]]
 
 
 def shardings_by_rules(
@@ -161,51 +152,6 @@ def mesh_for(
     )
     matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
     return on_axes(mesh, in_parts(mesh.shape, factors))
-
-
-def spec_for(
-    path: str,
-    shape: Sequence[int],
-    rules: RulesLike,
-    mesh: MeshLike | None = None,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    dtype: Any = None,
-) -> PartitionSpec:
-    """The PartitionSpec of one array.
-
-    It is the spec of `named_shardings`. Without a mesh, neither given nor in the context, it is the
-    spec of `match_partition_rules`.
-
-    Args:
-        path: The array's path.
-        shape: The array's shape.
-        rules: `Rules` or (pattern, spec) pairs.
-        mesh: As in `named_shardings`.
-        min_size: As in `match_partition_rules`.
-        correction: As in `named_shardings`.
-        dtype: The array's dtype, or its name; only specs that go by bytes need it, as `fsdp`.
-
-    Raises:
-        ValueError, TypeError: As `named_shardings`.
-
-    Example:
-        >>> mesh = {"fsdp": 8, "tp": 4}
-        >>> tuple(spec_for("layers/0/wk", (512, 30), [("wk", ("fsdp", "tp"))], mesh))
-        ('fsdp', None)
-    """
-    check_correction(correction)
-    matcher = matcher_of(as_rules("rules", rules)).for_whole_paths()
-    key = matcher.joined(path)
-    if dtype is not None:
-        given_bits("dtype", dtype)
-    tree = {key: SimpleNamespace(shape=shape_of("shape", shape), dtype=dtype)}
-    if mesh is None and context_mesh() is None:
-        return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
-    on_mesh = resolve_mesh(mesh)
-    shardings = shardings_by_rules(tree, matcher, on_mesh, min_size=min_size, correction=correction)
-    return shardings[key].spec  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.leaves import has_names
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect
-from shardrules._matching.rules import Rules, as_rules
+from shardrules._matching.rules import PathRules, Rules, as_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
@@ -32,7 +32,6 @@ from shardrules._suggesting.writing import Written, mended, written
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
-    from shardrules._sharding.shardings import RulesLike
 
 __all__ = ["suggest"]
 
@@ -59,7 +58,7 @@ def suggest(
     hardware: Hardware | str | None = None,
     head_dim: int | None = None,
     dialect: Dialect | LogicalDialect | None = None,
-    like: RulesLike | None = None,
+    like: PathRules | None = None,
     names: Any = None,
 ) -> Suggestion:
     r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
@@ -230,7 +229,7 @@ def _check_named(made: Plan, declared: Declared) -> None:
             raise ValueError(f"names: {one.message}: {one.fix}; or give a dialect for paths")
 
 
-def _in_dialect(like: RulesLike, dialect: Dialect) -> Rules:
+def _in_dialect(like: PathRules, dialect: Dialect) -> Rules:
     """The rules, in the dialect of the suggestion.
 
     Raises:

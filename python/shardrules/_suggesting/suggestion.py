@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardrules._matching.rules import Rules
     from shardrules._planning.asking.diff import PlanDiff
     from shardrules._planning.plan import Plan
-    from shardrules._sharding.shardings import RulesLike
+    from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["Comparison", "CutReason", "Reason", "Suggestion"]
 

@@ -20,6 +20,7 @@ from shardrules._planning.plan import Plan
 from shardrules._printable import printable
 from shardrules._sharding.memory import memory_apart
 from shardrules._sharding.mesh import has_devices, on_axes
+from shardrules._sharding.rules_like import check_decided
 from shardrules._specs import as_partition_spec, is_partition_spec
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class _Filled:
         elif isinstance(given, self._types):
             self.wanted += [self._record(at, given)] * count
         else:
+            check_decided(at, given, f"shardrules.plan(tree, rules, mesh); or {_WHAT}")
             leaves, structure = tree_util.tree_flatten(given)
             types = set(map(type, leaves))
             if structure == treedef and all(issubclass(one, self._types) for one in types):

@@ -26,6 +26,7 @@ __all__ = [
     "kind_specs",
     "placement_errors",
     "placement_tree",
+    "placements_of",
     "sharding_tree",
     "spec_tree",
 ]
@@ -47,8 +48,30 @@ def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
     Raises:
         ValueError: As `Plan.shardings`.
     """
+    return _mapped(columns, _placements(columns, mesh))
+
+
+def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
+    """The Placement of each leaf of another tree, in the order of JAX's leaves.
+
+    Args:
+        columns: The plan.
+        mesh: Its mesh.
+        tree: The tree, with the number of its row for each leaf.
+        rows: Per row of the tree, the row of the plan.
+
+    Raises:
+        ValueError: As `Plan.shardings`.
+    """
+    from jax import tree_util
+
+    of_kind = _placements(columns, mesh)
+    return [of_kind[columns.kind_of[rows[row]]] for row in tree_util.tree_leaves(tree)]
+
+
+def _placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
     kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
-    return _mapped(columns, [Placement(one, kind.memory_kind is not None) for kind, one in kinds])
+    return [Placement(one, kind.memory_kind is not None) for kind, one in kinds]
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:

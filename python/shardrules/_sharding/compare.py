@@ -1,4 +1,4 @@
-"""`compare`: the leaves of a tree that two rule lists, for paths or for names, decide differently.
+"""`compare`: the leaves of a tree that two rule lists, or trees of specs, decide differently.
 
 One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
 a dialect's choices mean.
@@ -6,7 +6,6 @@ a dialect's choices mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree
@@ -20,6 +19,9 @@ from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.rules import Rules, as_rules, matcher_of
+from shardrules._plan_like import PlanLike
+from shardrules._sharding.leaf_shardings import spread_specs
+from shardrules._sharding.rules_like import RulesLike, as_decider, is_named_sharding
 from shardrules._specs import (
     entries_of,
     entry_axes,
@@ -66,8 +68,8 @@ _NAME_TWICE: Final = Decision(None, None, None, "name twice")
 
 def compare(
     tree: Any,
-    rules_a: Rules | LogicalRules | Iterable[tuple[Pattern, Any]],
-    rules_b: Rules | LogicalRules | Iterable[tuple[Pattern, Any]],
+    rules_a: RulesLike,
+    rules_b: RulesLike,
     *,
     min_size: int | None = 0,
     names: Any = None,
@@ -79,8 +81,9 @@ def compare(
 
     Args:
         tree: Any pytree; of its leaves only `.shape` is read.
-        rules_a: `Rules` of any dialect, or (pattern, spec) pairs, which are eformer's; or
-            `LogicalRules`.
+        rules_a: `Rules` of any dialect, or (pattern, spec) pairs, which are eformer's;
+            `LogicalRules`; or specs or shardings, as in `named_shardings`. Of a Plan, its `rules`
+            or its `specs()`.
         rules_b: The same.
         min_size: As in `match_partition_rules`, for both. For rules of paths alone.
         names: For `LogicalRules`, as in `plan`.
@@ -107,9 +110,10 @@ def compare(
     check_tree("tree", tree)
     least = checked_min_size(min_size)
     given = {"rules_a": rules_a, "rules_b": rules_b}
+    deciders = {name: _unplanned(name, rules) for name, rules in given.items()}
     plain: Any = tree
     named: list[Any] = []
-    if any(isinstance(rules, LogicalRules) for rules in given.values()):
+    if any(isinstance(one, LogicalRules) for one in deciders.values()):
         if least:
             raise ValueError(f"min_size is {least}; it is not for LogicalRules: leave it")
         plain, named, _ = named_arrays(tree, names)
@@ -118,11 +122,14 @@ def compare(
     leaves: list[Any]
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(plain)
+
     decisions = [
-        _by_names(rules, named)
-        if isinstance(rules, LogicalRules)
-        else treedef.flatten_up_to(_by_paths(matcher_of(as_rules(name, rules)), plain, least))
-        for name, rules in given.items()
+        _by_names(decider, named)
+        if isinstance(decider, LogicalRules)
+        else list(map(_of_spec, spread_specs(name, tree, leaves, given[name])))
+        if decider is None
+        else treedef.flatten_up_to(_by_paths(matcher_of(decider), plain, least))
+        for name, decider in deciders.items()
     ]
     differing = [
         (index, a, b)
@@ -132,7 +139,8 @@ def compare(
     if not differing:
         return []
     # Only the paths are wanted here, whatever the rules say and the leaves are.
-    spelling = Rules(()) if isinstance(rules_a, LogicalRules) else as_rules("rules_a", rules_a)
+    decider = deciders["rules_a"]
+    spelling = decider if isinstance(decider, Rules) else Rules(())
     numbered = treedef.unflatten(range(len(leaves)))
     rows, paths = rows_and_paths(numbered, spelling)
     row_of = treedef.flatten_up_to(rows)
@@ -140,6 +148,12 @@ def compare(
         Difference(paths[row_of[index]], getattr(leaves[index], "shape", None), a, b)
         for index, a, b in differing
     ]
+
+
+def _unplanned(name: str, given: Any) -> Rules | LogicalRules | None:
+    decider = as_decider(name, given)
+    # It is two things: its rules, and what a mesh has made of them.
+    return as_rules(name, given) if isinstance(decider, PlanLike) else decider
 
 
 def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
@@ -152,6 +166,12 @@ def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
         return Decision(spec, None, None, None)
 
     return resolve_all(names, None, {}, decision)
+
+
+def _of_spec(given: Any) -> Decision:
+    """The decision of a spec or a sharding that was given for a leaf."""
+    spec = given.spec if is_named_sharding(given) else given
+    return Decision(spec, None, None, "unmatched" if given is None else None)
 
 
 def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:

@@ -1,0 +1,148 @@
+"""`RulesLike`: what may decide the leaves of a tree, told apart in one place.
+
+Costs a look at what is given, and a flattening of a tree of specs. Must not know what is done with
+the decision.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+from shardrules._format import brief, shown
+from shardrules._logical.rules import LogicalRules
+from shardrules._matching.rules import PathRules, Rules, as_rules
+from shardrules._plan_like import PlanLike
+from shardrules._shape_specs import Fsdp
+from shardrules._specs import is_partition_spec
+
+__all__ = [
+    "Decider",
+    "RulesLike",
+    "as_decider",
+    "check_decided",
+    "check_taken",
+    "is_named_sharding",
+    "is_spec",
+    "is_spec_of_mesh",
+]
+
+RulesLike: TypeAlias = "PathRules | LogicalRules | PlanLike | Any"
+"""(pattern, spec) pairs; `Rules`; `LogicalRules`; a `Plan`, whose leaves are found by their paths;
+or PartitionSpecs or NamedShardings: one for all leaves, or a tree of them, which may be a prefix of
+the tree that they are for."""
+
+Decider: TypeAlias = "Rules | LogicalRules | PlanLike | None"
+"""The same, with pairs compiled; None for specs and shardings, which are taken as they are."""
+
+_DECIDERS: Final = (Rules, LogicalRules, PlanLike)
+
+
+def as_decider(name: str, given: RulesLike) -> Decider:
+    """What decides; `name` is the parameter's, for errors.
+
+    Raises:
+        TypeError: It is nothing of that.
+        re.error: As `Rules`.
+    """
+    if isinstance(given, _DECIDERS):
+        return given
+    if _are_specs(given):
+        return None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"{name} is {shown(given)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
+            "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
+        )
+    return as_rules(name, given)
+
+
+def _are_specs(given: Any) -> bool:
+    """Whether it is a spec, a sharding, None, or a tree of them; pairs have a pattern in them."""
+    if given is None or is_spec_of_mesh(given):
+        return True
+    if isinstance(given, Iterator) or (
+        isinstance(given, list | tuple) and (not given or _is_pair(given[0]))
+    ):
+        return False
+    if "jax" not in sys.modules:  # then nobody has a spec
+        return False
+    from jax import tree_util
+    from jax.sharding import Sharding
+
+    leaves = tree_util.tree_leaves(given, is_leaf=is_spec)
+    if any(isinstance(leaf, str | re.Pattern) for leaf in leaves):
+        return False
+    says = [isinstance(leaf, Sharding) or is_spec_of_mesh(leaf) for leaf in leaves]
+    return any(says) or all(leaf is None for leaf in leaves)
+
+
+def _is_pair(rule: Any) -> bool:
+    return (
+        isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str | re.Pattern)
+    )
+
+
+def check_decided(name: str, given: Any, instead: str) -> None:
+    """Checks that something is not rules where specs or shardings are wanted.
+
+    Raises:
+        TypeError: It is; `instead` says in the message what to give.
+    """
+    is_listed = isinstance(given, list | tuple) and bool(given)
+    if isinstance(given, _DECIDERS) or (is_listed and _is_pair(given[0])):
+        raise TypeError(f"{name} is {shown(given)}, and must be decided already: give {instead}")
+
+
+def is_spec(node: Any) -> bool:
+    """Whether it is a leaf of a tree of specs that JAX takes for none."""
+    return node is None or is_partition_spec(node)
+
+
+def is_spec_of_mesh(spec: Any) -> bool:
+    """Whether it is a spec that needs a mesh."""
+    return is_partition_spec(spec) or isinstance(spec, Fsdp)
+
+
+def is_named_sharding(spec: Any) -> bool:
+    """Whether it is a spec with its mesh."""
+    from jax.sharding import NamedSharding
+
+    return isinstance(spec, NamedSharding)
+
+
+_NOT_TAKEN: Final = {
+    Rules: ("names",),
+    LogicalRules: ("min_size", "companions"),
+    PlanLike: ("min_size", "companions", "names", "correction"),
+    type(None): ("min_size", "companions", "names"),
+}
+_CALLED: Final = {PlanLike: "a Plan, which has decided already", type(None): "specs"}
+
+
+def check_taken(decider: Decider, **given: Any) -> None:
+    """Checks that no argument is given that is not for what decides.
+
+    Args:
+        decider: What decides.
+        given: Arguments by name; None, 0 and an empty tuple stand for nothing.
+
+    Raises:
+        TypeError: Names are given for other rules than `LogicalRules`.
+        ValueError: Another one is given in vain.
+    """
+    kind = next(one for one in _NOT_TAKEN if isinstance(decider, one))
+    what = _CALLED.get(kind, kind.__name__)
+    for name in _NOT_TAKEN[kind]:
+        value = given.get(name)
+        if value is None or (isinstance(value, int | float | tuple) and not value):
+            continue
+        if name == "names":
+            raise TypeError(
+                f"names: they are for LogicalRules alone, and are {shown(value)}: leave it"
+            )
+        if name == "companions":
+            raise ValueError(f"companions are for rules of paths, not for {what}: leave them out")
+        raise ValueError(f"{name} is {brief(value)}; it is not for {what}: leave it")

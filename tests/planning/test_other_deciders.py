@@ -1,0 +1,222 @@
+"""Plans whose leaves specs, shardings or another plan decide, and other functions that take a plan."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.support import corpus
+
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+SIZES = {"fsdp": 2, "tp": 2}
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layers(count=3, dtype="float32", width=8):
+    one = {"wq": array(width, 8, dtype=dtype), "norm": array(8, dtype=dtype)}
+    return {"layers": [one] * count, "head": array(8, 4, dtype=dtype)}
+
+
+RULES = [("wq", ("fsdp", "tp")), ("head", (None, "tp")), ("norm", ())]
+
+
+class TestSpecs:
+    @pytest.mark.parametrize(
+        ("model", "rules"),
+        [("easydel-deepseek-v3", "easydel__deepseek_v3-DeepseekV3Config-v0.2.0")],
+    )
+    def test_a_plan_of_a_plan_s_specs_is_the_same_plan(self, model, rules):
+        tree = corpus.manifest(model).nested(corpus.with_dtype)
+        mesh = {"dp": 1, "fsdp": 4, "ep": 2, "tp": 4, "sp": 1}
+        own = sr.plan(tree, [*corpus.rules(rules), (".*", P())], mesh)
+        found = sr.plan(tree, own.specs(), mesh)
+        assert found.specs() == own.specs()
+        assert found.device_bytes.tolist() == own.device_bytes.tolist()
+        assert {kind.status for kind in found.kinds} == {"placed"}
+        assert not found.coverage.dead
+        assert not found.coverage.shadowed
+
+    def test_each_leaf_has_the_spec_that_it_has_in_the_tree(self):
+        tree = layers()
+        specs = jax.tree.map(lambda leaf: P(), tree)
+        specs["layers"][1]["wq"] = P("tp")
+        specs["layers"][2]["wq"] = P(None, "fsdp")
+        plan = sr.plan(tree, specs, SIZES)
+        assert [tuple(plan.kind(f"layers/{i}/wq").wanted) for i in range(3)] == [
+            (), ("tp",), (None, "fsdp")]  # fmt: skip
+        assert plan.specs() == jax.tree.map(
+            lambda one: one.spec, sr.named_shardings(tree, specs, SIZES)
+        )
+
+    def test_what_is_wrong_with_specs_is_found(self):
+        specs = {"layers": P("tp", "tp"), "head": P("data")}
+        good = {"layers": P("tp"), "head": P("tp")}
+        for given, kinds in ((specs, {"misfit", "unknown-axis"}), (good, set())):
+            found = sr.plan(layers(), given, SIZES).check()
+            assert kinds == {one.kind for one in found if one.level == "error"}
+        assert sr.plan(layers(), good, SIZES).device_bytes.sum() < 3 * 8 * 8 * 4
+
+    def test_none_decides_nothing(self):
+        specs = {"layers": P("tp"), "head": None}
+        (found,) = sr.plan(layers(), specs, SIZES).check().at_least("error")
+        assert (found.kind, found.paths) == ("unmatched", ("head",))
+        with pytest.raises(TypeError, match="rules: no leaf has a spec"):
+            sr.plan(layers(), None, SIZES)
+
+    def test_rules_for_a_tree_of_another_structure_are_refused(self):
+        with pytest.raises(ValueError, match=r"rules: the tree of specs does not fit.*'head'"):
+            sr.plan(layers(), {"layers": P()}, SIZES)
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        with pytest.raises(TypeError, match="for the leaf head the spec is .*SingleDeviceSharding"):
+            sr.plan(layers(), {"layers": P(), "head": here}, SIZES)
+
+    def test_the_mesh_of_shardings_is_the_plan_s(self):
+        tree = {"w": array(8, 8)}
+        given = {"w": NamedSharding(MESH, P("fsdp", "tp"))}
+        assert sr.plan(tree, given).mesh == MESH
+        assert sr.plan(tree, given).shardings() == given
+        assert sr.plan(tree, given, {"fsdp": 8, "tp": 1}).device_bytes.tolist() == [32]
+        other = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), P())
+        with pytest.raises(ValueError, match="mesh"):
+            sr.plan(tree | {"v": array(8)}, given | {"v": other})
+
+    def test_memory_is_kept(self):
+        in_host = NamedSharding(MESH, P("tp", None), memory_kind="pinned_host")
+        plan = sr.plan({"w": array(8, 8)}, {"w": in_host})
+        assert plan.kind("w").memory_kind == "pinned_host"
+        assert plan.shardings() == {"w": in_host}
+
+    def test_it_goes_where_other_plans_go(self):
+        plan = sr.plan(layers(), layers_specs := sr.plan(layers(), RULES, SIZES).specs(), SIZES)
+        again = sr.Plan.from_lock(plan.lock())
+        assert again.fingerprint() == plan.fingerprint()
+        assert "wins" in str(plan.explain("layers/1/wq"))
+        assert plan.on_mesh({"fsdp": 4}).specs()["head"] == P()
+        assert plan.with_rules(layers_specs).fingerprint() == plan.fingerprint()
+        assert sr.compare(layers(), layers_specs, plan.rules) == []
+
+    def test_arguments_that_are_not_for_them_are_refused(self):
+        for more in ({"min_size": 8}, {"companions": sr.LORA}):
+            with pytest.raises(ValueError, match="not for specs"):
+                sr.plan(layers(), P(), SIZES, **more)
+
+    def test_numbers_in_a_pattern_are_those_of_the_leaves(self):
+        tree = {f"block{i}": array(8) for i in (*range(12), 20, 201)}
+        specs = {path: P("tp" if path in ("block1", "block20") else "fsdp") for path in tree}
+        rules = sr.plan(tree, specs, SIZES).rules
+        assert len(rules) == 2
+        assert sr.compare(tree, rules, specs) == []
+        assert rules.first_match("block21") is None
+        assert rules.first_match("x/block2") is None
+
+
+class TestPlans:
+    def test_arrays_go_where_the_plan_says(self):
+        tree = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), layers())
+        plan = sr.plan(layers(), RULES, MESH)
+        placed = sr.shard(tree, plan)
+        sr.audit(placed, plan).raise_for("warning")
+        for same in (
+            sr.with_sharding_constraint(tree, plan),
+            jax.jit(lambda one: sr.with_sharding_constraint(one, plan))(placed),
+        ):
+            sr.audit(same, plan).raise_for("warning")
+        assert sr.named_shardings(tree, plan) == plan.shardings()
+
+    def test_other_dtypes_and_parts_of_the_tree_are_decided_as_well(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        half = sr.plan(layers(dtype="bfloat16"), plan)
+        assert half.specs() == plan.specs()
+        assert (half.device_bytes * 2).tolist() == plan.device_bytes.tolist()
+        part = {"layers": layers()["layers"][:1]}
+        assert sr.plan(part, plan).paths == ["layers/0/wq", "layers/0/norm"]
+        assert sr.named_shardings(part, plan)["layers"][0] == plan.shardings()["layers"][0]
+
+    def test_on_another_mesh_it_decides_anew(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        wide = {"fsdp": 1, "tp": 8}
+        assert sr.plan(layers(), plan, wide).fingerprint() == plan.on_mesh(wide).fingerprint()
+        found = sr.plan(layers(), plan)
+        assert found.on_mesh(wide).fingerprint() == plan.on_mesh(wide).fingerprint()
+        shardings = sr.named_shardings(layers(), plan, wide)
+        assert shardings == plan.on_mesh(wide).shardings()
+
+    def test_a_leaf_that_the_plan_has_not_is_named_with_those_near_it(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        other = {"layers": [{"wk": array(8, 8)}] * 2, "head": array(8, 4)}
+        for call in (sr.named_shardings, sr.plan):
+            with pytest.raises(ValueError, match="2 leaves of the tree") as caught:
+                call(other, plan)
+            for part in (
+                "layers/{0..1}/wk",
+                "near it: layers/{0..2}/wq",
+                "plan.for_optimizer(state)",
+            ):
+                assert part.replace("{0..1}", "{0,1}") in str(caught.value)
+
+    def test_a_leaf_of_another_shape_is_named(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        with pytest.raises(ValueError, match=r"layers/0/wq: \(16, 8\), planned as \(8, 8\)"):
+            sr.shard(layers(width=16), plan)
+
+    def test_leaves_that_have_no_place_are_errors(self):
+        plan = sr.plan(layers(), RULES[:1], SIZES)
+        with pytest.raises(ValueError, match="unmatched"):
+            sr.named_shardings(layers(), plan)
+        assert {one.kind for one in sr.plan(layers(), plan).check().at_least("error")} == {
+            "unmatched"}  # fmt: skip
+
+    def test_states_and_names_are_decided_by_their_plans(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        state = {"mu": layers(), "count": array()}
+        of_state = plan.for_optimizer(state)
+        assert sr.named_shardings(state, of_state) == of_state.shardings()
+        assert sr.plan(state, of_state).specs() == of_state.specs()
+        names = {"w": ("embed", None)}
+        named = sr.plan({"w": array(8, 8)}, sr.LogicalRules([("embed", "tp")]), SIZES, names=names)
+        again = sr.plan({"w": array(8, 8)}, named)
+        assert again.specs() == named.specs()
+        assert again.kind("w").names == ("embed", None)
+
+    def test_a_lock_decides_on_its_mesh_alone(self):
+        plan = sr.Plan.from_lock(sr.plan(layers(), RULES, SIZES).lock())
+        assert sr.named_shardings(layers(), plan) == sr.named_shardings(layers(), RULES, SIZES)
+        with pytest.raises(ValueError, match="a locked plan is for the mesh"):
+            sr.named_shardings(layers(), plan, {"fsdp": 1, "tp": 4})
+
+    def test_arguments_that_are_not_for_them_are_refused(self):
+        plan = sr.plan(layers(), RULES, SIZES)
+        for more in ({"correction": sr.Correction()}, {"min_size": 8}, {"companions": sr.LORA}):
+            for call in (sr.plan, sr.named_shardings):
+                with pytest.raises(ValueError, match="a Plan, which has decided already"):
+                    call(layers(), plan, **more)
+
+    def test_arrays_stay_in_their_memory_unless_the_plan_has_one(self):
+        host = NamedSharding(MESH, P(), memory_kind="pinned_host")
+        tree = {"w": jax.device_put(np.ones((8, 8), np.float32), host)}
+        plan = sr.plan({"w": array(8, 8)}, [("w", "tp")], MESH)
+        assert sr.shard(tree, plan)["w"].sharding.memory_kind == "pinned_host"
+        said = sr.plan({"w": array(8, 8)}, [("w", sr.RuleSpec("tp", memory_kind="device"))], MESH)
+        assert sr.shard(tree, said)["w"].sharding.memory_kind == "device"
+
+    def test_boxes_and_variables(self):
+        nnx = pytest.importorskip("flax.nnx")
+        state = nnx.eval_shape(lambda: nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+        plan = sr.plan(state, [("kernel", "tp"), ("bias", ())], SIZES)
+        assert tree_util.tree_leaves(sr.named_shardings(state, plan)) == tree_util.tree_leaves(
+            plan.shardings()
+        )
+        pure = nnx.to_pure_dict(state)
+        of_arrays = sr.plan(pure, [("kernel", "tp"), ("bias", ())], SIZES)
+        found = sr.named_shardings(state, of_arrays)
+        assert [one.spec for one in tree_util.tree_leaves(found)] == [
+            one.spec for one in tree_util.tree_leaves(plan.shardings())
+        ]

@@ -1,0 +1,276 @@
+"""The census: each public callable that takes rules, with each kind of rules.
+
+A kind gives the same answer as pairs do, or a TypeError that says what to give instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules.compat.flax_core_meta import Partitioned
+from tests.support.files import header_file
+
+MESH = Mesh(np.array(jax.devices()[:2]), ("tp",))
+TREE = {"norm": np.ones(8, np.float32), "wq": np.ones((8, 8), np.float32)}
+PAIRS = [("norm", P()), ("wq", P("tp"))]
+RULES = sr.Rules(PAIRS)
+LOGICAL = sr.LogicalRules([("embed", "tp")])
+NAMES = {"norm": (None,), "wq": ("embed", None)}
+BOXED = {path: Partitioned(leaf, names=NAMES[path]) for path, leaf in TREE.items()}
+SPECS = {"norm": P(), "wq": P("tp")}
+PLAN = sr.plan(TREE, PAIRS, MESH)
+KINDS: dict[str, Any] = {
+    "pairs": PAIRS,
+    "Rules": RULES,
+    "LogicalRules": LOGICAL,
+    "Plan": PLAN,
+    "specs": SPECS,
+    "shardings": {path: NamedSharding(MESH, spec) for path, spec in SPECS.items()},
+}
+ANSWER = {"norm": (), "wq": ("tp",)}
+FILE = Path(tempfile.mkdtemp()) / "model.safetensors"
+FILE.write_bytes(
+    header_file(
+        {
+            "norm": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+            "wq": {"dtype": "F32", "shape": [8, 8], "data_offsets": [32, 288]},
+        },
+        bytes(288),
+    )
+)
+COMPILED = jax.jit(lambda tree: tree).lower(PLAN.abstract()).compile()
+NAMED_PLAN = sr.plan(TREE, LOGICAL, MESH, names=NAMES)
+
+
+def cut(spec: Any) -> tuple[Any, ...]:
+    """The entries up to the last that cuts."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def of_tree(shardings: Any) -> dict[str, Any]:
+    is_leaf = lambda node: isinstance(node, P | NamedSharding)  # noqa: E731
+    found = jax.tree.leaves(shardings, is_leaf=is_leaf)
+    specs = [cut(getattr(leaf, "spec", leaf)) for leaf in found]
+    return dict(zip(sorted(TREE), specs, strict=True))
+
+
+def of_arrays(arrays: Any) -> dict[str, Any]:
+    return of_tree(jax.tree.map(lambda array: array.sharding, arrays))
+
+
+def names_for(given: Any) -> dict[str, Any]:
+    return {"names": NAMES} if isinstance(given, sr.LogicalRules) else {}
+
+
+def tree_for(given: Any) -> Any:
+    """The tree with its names in boxes, where nothing else takes them."""
+    return BOXED if isinstance(given, sr.LogicalRules) else TREE
+
+
+def compared(given: Any, swapped: bool) -> dict[str, Any]:
+    others = [{path: P("other") for path in TREE}, given]
+    found = sr.compare(TREE, *(others[::-1] if swapped else others), **names_for(given))
+    return {one.path: cut((one.a if swapped else one.b).spec) for one in found}
+
+
+def suggested(given: Any) -> dict[str, Any]:
+    is_named = isinstance(given, sr.LogicalRules)
+    names = {"names": NAMES} if is_named else {}
+    sr.suggest(TREE, MESH, **names).compare(given)
+    # The rules of a suggestion differ; so that of the same rules is looked at.
+    return of_tree((NAMED_PLAN if is_named else PLAN).with_rules(given).specs())
+
+
+class Row(NamedTuple):
+    """A callable: what it answers, and the kinds of rules that it refuses."""
+
+    call: Callable[[Any], dict[str, Any]]
+    refused: Mapping[str, str] = MappingProxyType({})
+    """Per kind, what the message has of what to give instead."""
+    why: str = ""
+    """Why these kinds make no sense here."""
+
+
+PLAN_ONLY = dict.fromkeys(KINDS.keys() - {"Plan"}, "shardrules.plan")
+BY_PATTERNS = {
+    "LogicalRules": "named_shardings, shard or plan",
+    "Plan": "give plan.rules, or take plan.specs()",
+    "specs": r"pass list\(rules.items\(\)\), if its keys are patterns",
+    "shardings": "pass list",
+}
+
+CENSUS: dict[str, Row] = {
+    "named_shardings.rules": Row(
+        lambda given: of_tree(sr.named_shardings(TREE, given, MESH, **names_for(given)))
+    ),
+    "shard.specs_or_rules": Row(
+        lambda given: of_arrays(sr.shard(TREE, given, MESH, **names_for(given)))
+    ),
+    "with_sharding_constraint.specs_or_rules": Row(
+        lambda given: of_arrays(sr.with_sharding_constraint(TREE, given, MESH, **names_for(given)))
+    ),
+    "reshard.plan_or_rules": Row(
+        lambda given: of_arrays(sr.reshard(tree_for(given), given, MESH))
+    ),
+    "load.rules": Row(
+        lambda given: of_arrays(sr.load(
+            FILE, given, MESH,
+            tree=None if not isinstance(given, sr.LogicalRules) else jax.eval_shape(lambda: BOXED)))
+    ),
+    "plan.rules": Row(
+        lambda given: of_tree(sr.plan(TREE, given, MESH, **names_for(given)).specs())
+    ),
+    "Plan.with_rules.rules": Row(
+        lambda given: of_tree(
+            (NAMED_PLAN if isinstance(given, sr.LogicalRules) else PLAN).with_rules(given).specs()
+        )
+    ),
+    "Suggestion.compare.rules": Row(suggested),
+    "compare.rules_a": Row(
+        lambda given: compared(given, swapped=True),
+        {"Plan": "give plan.rules, or take plan.specs()"},
+        "a plan is two things: its rules, and what they are on its mesh; others have no mesh here",
+    ),
+    "compare.rules_b": Row(
+        lambda given: compared(given, swapped=False),
+        {"Plan": "give plan.rules, or take plan.specs()"},
+        "as rules_a",
+    ),
+    "spec_for.rules": Row(
+        lambda given: {
+            path: cut(sr.spec_for(path, leaf.shape,
+                                  given[path] if isinstance(given, dict) else given, MESH))
+            for path, leaf in TREE.items()
+        },
+        {"LogicalRules": r"give shardrules.logical_to_mesh\(names, rules\)"},
+        "one path has no names",
+    ),
+    "match_partition_rules.rules": Row(
+        lambda given: of_tree(sr.match_partition_rules(given, TREE)), BY_PATTERNS,
+        "it has no mesh, and its answer is the specs of patterns, not corrected: eformer's",
+    ),
+    "Rules.rules": Row(
+        lambda given: of_tree(sr.Rules(given).match(TREE)), BY_PATTERNS, "it compiles patterns"
+    ),
+    "suggest.like": Row(
+        lambda given: sr.suggest(TREE, MESH, like=given) and ANSWER, BY_PATTERNS,
+        "patterns are mended, and nothing else has any",
+    ),
+    "LogicalRules.rules": Row(
+        lambda given: sr.LogicalRules(given) and ANSWER,
+        {"pairs": "give an axis", "Rules": "named_shardings, shard or plan", "Plan": "write",
+         "specs": "give an axis", "shardings": "give an axis"},
+        "it has names and mesh axes; specs are for whole arrays",
+    ),
+    "logical_axis_rules.rules": Row(
+        lambda given: sr.logical_axis_rules(given).__enter__() or ANSWER,
+        {"Rules": "named_shardings, shard or plan", "Plan": "a tuple of",
+         "specs": "a pair", "shardings": "a pair"},
+        "as LogicalRules",
+    ),
+    "audit.plan": Row(
+        lambda given: sr.audit(sr.shard(TREE, PLAN), given).raise_for("error") or ANSWER, PLAN_ONLY,
+        "a plan says as well which leaves there must be, of which shape and dtype",
+    ),
+    "verify.inputs": Row(
+        lambda given: sr.verify(COMPILED, (given,)).raise_for("error") or ANSWER,
+        dict.fromkeys(("pairs", "Rules", "LogicalRules"), "shardrules.plan"),
+        "an executable has no paths of its own to decide by",
+    ),
+    "fingerprint.shardings": Row(
+        lambda given: sr.fingerprint(TREE, given) and ANSWER,
+        {**dict.fromkeys(("pairs", "Rules", "LogicalRules", "Plan"), "named_shardings"),
+         "specs": "a NamedSharding"},
+        "it is of what was decided, mesh and all; a plan has its own fingerprint",
+    ),
+    "shard_local.spec": Row(
+        lambda given: of_arrays(sr.shard_local(TREE, given, MESH)),
+        dict.fromkeys(("pairs", "Rules", "LogicalRules", "Plan"), "give a PartitionSpec"),
+        "a process has a part of the batch, whose shape says nothing about the whole",
+    ),
+}  # fmt: skip
+# What these take are rules of logical names, or plans for other purposes.
+FOR_OTHER_THINGS = {
+    "logical_to_mesh.rules", "logical_to_mesh_sharding.rules", "explain_logical.rules",
+    "with_logical_constraint.rules", "named_shardings.names",
+}  # fmt: skip
+PARAMETERS = {"rules", "specs_or_rules", "plan_or_rules", "rules_a", "rules_b", "like", "plan",
+              "inputs", "shardings", "spec"}  # fmt: skip
+
+
+def taking_rules() -> set[str]:
+    found = set()
+    for name in sr.__all__:
+        public = getattr(sr, name)
+        callables = {name: public} if callable(public) else {}
+        if inspect.isclass(public):
+            methods = inspect.getmembers(public, inspect.isfunction)
+            callables |= {f"{name}.{own}": it for own, it in methods if not own.startswith("_")}
+        for path, one in callables.items():
+            try:
+                parameters = inspect.signature(one).parameters
+            except ValueError:
+                continue
+            found |= {f"{path}.{parameter}" for parameter in parameters if parameter in PARAMETERS}
+    return found
+
+
+# Fields of records that we make.
+RECORDS = {"RuleFile.rules", "Comparison.rules", "RuleSpec.spec", "Decision.spec",
+           "PlanDiff.rules", "Kind.spec", "Suggestion.plan"}  # fmt: skip
+
+
+def test_every_callable_that_takes_rules_is_in_the_census():
+    assert taking_rules() - RECORDS - FOR_OTHER_THINGS == CENSUS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CENSUS)
+def test_each_kind_of_rules_gives_the_same_answer_or_says_what_to_give(name, kind):
+    call, refused, why = CENSUS[name]
+    if kind not in refused:
+        assert call(KINDS[kind]) == ANSWER
+        return
+    assert why
+    # Of a rule that is no pair, flax's error is a ValueError.
+    error = ValueError if refused[kind] == "a pair" else TypeError
+    with pytest.raises(error, match=refused[kind]) as caught:
+        call(KINDS[kind])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("kind", KINDS.keys() - {"LogicalRules"})
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: sr.logical_to_mesh(("embed",), given),
+        lambda given: sr.explain_logical(("embed",), given, {"tp": 2}),
+        lambda given: sr.with_logical_constraint(np.ones(8), ("embed",), given, MESH),
+    ],
+    ids=["logical_to_mesh", "explain_logical", "with_logical_constraint"],
+)
+def test_rules_of_names_are_pairs_of_names(call, kind):
+    if kind == "pairs":
+        pytest.skip("pairs of patterns look like pairs of names")
+    with pytest.raises((TypeError, ValueError), match="pairs"):
+        call(KINDS[kind])
+
+
+def test_pairs_in_an_iterator_are_pairs():
+    assert of_tree(sr.named_shardings(TREE, iter(PAIRS), MESH)) == ANSWER
+    assert of_tree(sr.plan(TREE, iter(PAIRS), MESH).specs()) == ANSWER
