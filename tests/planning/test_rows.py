@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 
 import shardrules as sr
+from shardrules._planning.asking.rows import _of_set
+from shardrules._planning.fold import runs_of
 
 LEAF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 
@@ -45,6 +49,24 @@ def test_what_is_meant(plan, asked, path, leaves):
     assert (found.path, found.leaves) == (path, leaves)
     assert found == plan.explain(path)._replace(leaves=leaves)
     assert ("the first of" in str(found)) is (leaves > 1)
+
+
+@pytest.mark.parametrize(
+    "numbers", ["0..9", "3..41", "0..120", "98..1002", "7", "5..5,8..12,100..209"]
+)
+def test_a_set_has_exactly_its_numbers(numbers):
+    regex = re.compile(_of_set(runs_of(numbers)))
+    found = {number for number in range(3000) if regex.fullmatch(str(number))}
+    assert found == {number for run in runs_of(numbers) for number in run}
+    assert not regex.fullmatch("01")
+
+
+def test_a_set_costs_no_more_than_its_digits():
+    """A regex of 256 numbers took minutes for a checkpoint's names."""
+    assert len(_of_set(runs_of("0..999999999999999999"))) < 1000
+    names = {f"m/{i}/{w}": LEAF for i in range(3000) for w in ("up", "down")}
+    plan = sr.plan(names, [("", ())], {"tp": 2})
+    assert plan.explain("{17..2999}/up").leaves == 2983
 
 
 def test_the_text_says_of_how_many_leaves_it_is_the_first(plan):

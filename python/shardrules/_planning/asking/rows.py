@@ -7,12 +7,12 @@ what is asked of the leaves.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from shardrules._format import brief
-from shardrules._matching.rules import Rules
 from shardrules._near import near_shown
 from shardrules._planning.fold import parts_of, runs_of
 from shardrules._printable import printable
@@ -26,8 +26,7 @@ _MOST_CANDIDATES: Final = 10
 _WILDCARDS: Final = {"*": ".*", "?": "."}
 # Components of a path begin or end with one of these, in all dialects.
 _SEPARATORS: Final = "/.[]"
-# As paths are folded: without a zero before it, and of at most 18 digits.
-_NUMBERS: Final = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
+_MOST_DIGITS: Final = 18
 
 
 class Meant(NamedTuple):
@@ -91,27 +90,57 @@ def _rows_like(path: str, paths: list[str]) -> list[int]:
     """The rows of the paths that this one fits as a whole, or else of those whose end it fits."""
     try:
         regex = "".join(
-            _of_wildcards(text) if numbers is None else _of_set(runs_of(numbers), paths)
+            _of_wildcards(text) if numbers is None else _of_set(runs_of(numbers))
             for text, numbers in parts_of(path)
         )
     except ValueError:  # a brace that is one of the path itself
         regex = _of_wildcards(path)
     # An end begins with a component: before a separator, or after one.
     begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
-    rules = Rules([(rf"(?s)\A(?:{regex})\Z", ()), (rf"(?s){begin}(?:{regex})\Z", ())])
-    found = list(map(rules.first_match, paths))
-    return [row for row, rule in enumerate(found) if rule == (0 if 0 in found else 1)]
+    for searched in (rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"):
+        fits = re.compile(searched, re.DOTALL).search
+        if rows := [row for row, one in enumerate(paths) if fits(one)]:
+            return rows
+    return []
 
 
 def _of_wildcards(text: str) -> str:
-    return "".join(_WILDCARDS.get(char) or re.escape(char) for char in text)
+    runs = re.sub(r"\*+", "*", text)
+    return "".join(_WILDCARDS.get(char) or re.escape(char) for char in runs)
 
 
-def _of_set(runs: list[range], paths: list[str]) -> str:
-    """A regex for those numbers of the set that paths have."""
-    there = {number for path in paths for number in _NUMBERS.findall(path)}
-    chosen = (number for number in there if any(int(number) in run for run in runs))
-    return f"(?:{'|'.join(chosen) or '(?!)'})"
+def _of_set(runs: list[range]) -> str:
+    """A regex for the numbers of a set, as they are folded: of at most 18 digits."""
+    regexes = [
+        one
+        for run in runs
+        for length in range(len(str(run.start)), min(len(str(run.stop - 1)), _MOST_DIGITS) + 1)
+        for one in _of_digits(
+            str(max(run.start, 10 ** (length - 1) if length > 1 else 0)),
+            str(min(run.stop - 1, 10**length - 1)),
+        )
+    ]
+    return f"(?:{'|'.join(regexes) or '(?!)'})"
+
+
+def _of_digits(first: str, last: str) -> Iterator[str]:
+    """Regexes for the numbers between these two, which have as many digits."""
+    if not first:
+        yield ""
+        return
+    (low, *_), (high, *_), more = first, last, len(first) - 1
+    if low == high:
+        yield from (low + rest for rest in _of_digits(first[1:], last[1:]))
+        return
+    begin, end = int(low), int(high)
+    if int(first[1:] or 0) > 0:
+        yield from (low + rest for rest in _of_digits(first[1:], "9" * more))
+        begin += 1
+    if last[1:] != "9" * more:
+        yield from (high + rest for rest in _of_digits("0" * more, last[1:]))
+        end -= 1
+    if begin <= end:
+        yield f"[{begin}-{end}]" + (f"[0-9]{{{more}}}" if more else "")
 
 
 def _no_such_path(columns: Columns, path: str) -> str:
