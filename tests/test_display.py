@@ -333,9 +333,11 @@ class TestNothingFound:
         assert findings.at_least("info").scope == findings.scope
         errors = findings.at_least("error")
         assert not errors
-        assert str(errors).startswith(
-            "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2, but for 0 "
+        assert str(errors) == (
+            "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2; "
+            f"{len(findings)} findings below error left out"
         )
+        assert sr.Findings(findings).at_least("error").scope.startswith(f"{len(findings)} findings")
 
     def test_empty_findings_of_ones_own(self):
         assert str(sr.Findings([])) == "nothing found"

@@ -157,11 +157,10 @@ class Findings(tuple[Finding, ...]):
         """The findings of this level and worse."""
         check_choice("level", level, LEVELS)
         most = LEVELS.index(level)
-        kept = Findings(one for one in self if LEVELS.index(one.level) <= most)
-        if len(kept) < len(self):
-            below = Findings(one for one in self if LEVELS.index(one.level) > most)
-            return Findings(kept, f"{self.scope or 'all'}, but for {below.summary}")
-        return Findings(kept, self.scope)
+        kept = [one for one in self if LEVELS.index(one.level) <= most]
+        left = len(self) - len(kept)
+        left_out = f"{counted(left, 'finding')} below {level} left out" if left else ""
+        return Findings(kept, "; ".join(filter(None, [self.scope, left_out])))
 
     def raise_for(self, level: Level = "error") -> None:
         """Raises an error if there are findings of this level or worse: a line for a test.
