@@ -274,3 +274,18 @@ def test_rules_of_names_are_pairs_of_names(call, kind):
 def test_pairs_in_an_iterator_are_pairs():
     assert of_tree(sr.named_shardings(TREE, iter(PAIRS), MESH)) == ANSWER
     assert of_tree(sr.plan(TREE, iter(PAIRS), MESH).specs()) == ANSWER
+
+
+def test_specs_that_look_like_pairs_are_specs():
+    """In old versions of JAX a PartitionSpec is a tuple."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+    tree = [TREE["wq"], TREE["wq"]]
+    for specs in ([P("fsdp", "tp"), P()], (P("fsdp", "tp"), P("tp", None))):
+        found = sr.named_shardings(tree, list(specs), mesh)
+        assert [one.spec for one in found] == [
+            sr.named_shardings(TREE["wq"], one, mesh).spec for one in specs
+        ]
+        assert sr.plan(tree, list(specs), mesh).specs() == [one.spec for one in found]
+    both = P(("fsdp", "tp"), None)
+    assert sr.named_shardings(TREE["wq"], both, mesh).spec == both
+    assert sr.shard_local(TREE["wq"], both, mesh).sharding.spec == both

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 from shardrules._format import brief, shown
@@ -37,6 +37,8 @@ the tree that they are for."""
 Decider: TypeAlias = "Rules | LogicalRules | PlanLike | None"
 """The same, with pairs compiled; None for specs and shardings, which are taken as they are."""
 
+_SEQUENCES: Final = (list, tuple)
+_PATTERNS: Final = (str, re.Pattern)
 _DECIDERS: Final = (Rules, LogicalRules, PlanLike)
 
 
@@ -51,7 +53,7 @@ def as_decider(name: str, given: RulesLike) -> Decider:
         return given
     if _are_specs(given):
         return None
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
         raise TypeError(
             f"{name} is {shown(given)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
             "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
@@ -63,9 +65,10 @@ def _are_specs(given: Any) -> bool:
     """Whether it is a spec, a sharding, None, or a tree of them; pairs have a pattern in them."""
     if given is None or is_spec_of_mesh(given):
         return True
-    if isinstance(given, Iterator) or (
-        isinstance(given, list | tuple) and (not given or _is_pair(given[0]))
-    ):
+    if isinstance(given, _SEQUENCES):
+        if not given or _begins_with_a_pair(given):
+            return False
+    elif isinstance(given, Iterator):
         return False
     if "jax" not in sys.modules:  # then nobody has a spec
         return False
@@ -73,16 +76,18 @@ def _are_specs(given: Any) -> bool:
     from jax.sharding import Sharding
 
     leaves = tree_util.tree_leaves(given, is_leaf=is_spec)
-    if any(isinstance(leaf, str | re.Pattern) for leaf in leaves):
+    if any(isinstance(leaf, _PATTERNS) for leaf in leaves):
         return False
     says = [isinstance(leaf, Sharding) or is_spec_of_mesh(leaf) for leaf in leaves]
     return any(says) or all(leaf is None for leaf in leaves)
 
 
-def _is_pair(rule: Any) -> bool:
-    return (
-        isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str | re.Pattern)
-    )
+def _begins_with_a_pair(given: Any) -> bool:
+    """Whether the first of a list or tuple is a (pattern, anything) pair."""
+    first = given[0]
+    is_pair = isinstance(first, _SEQUENCES) and len(first) == 2 and isinstance(first[0], _PATTERNS)
+    # In old versions of JAX a PartitionSpec is a tuple.
+    return is_pair and not is_partition_spec(first) and not is_partition_spec(given)
 
 
 def check_decided(name: str, given: Any, instead: str) -> None:
@@ -91,8 +96,8 @@ def check_decided(name: str, given: Any, instead: str) -> None:
     Raises:
         TypeError: It is; `instead` says in the message what to give.
     """
-    is_listed = isinstance(given, list | tuple) and bool(given)
-    if isinstance(given, _DECIDERS) or (is_listed and _is_pair(given[0])):
+    is_listed = isinstance(given, _SEQUENCES) and bool(given)
+    if isinstance(given, _DECIDERS) or (is_listed and _begins_with_a_pair(given)):
         raise TypeError(f"{name} is {shown(given)}, and must be decided already: give {instead}")
 
 
@@ -119,6 +124,7 @@ _NOT_TAKEN: Final = {
     PlanLike: ("min_size", "companions", "names", "correction"),
     type(None): ("min_size", "companions", "names"),
 }
+_NUMBER_OR_TUPLE: Final = (int, float, tuple)
 _CALLED: Final = {PlanLike: "a Plan, which has decided already", type(None): "specs"}
 
 
@@ -133,12 +139,19 @@ def check_taken(decider: Decider, **given: Any) -> None:
         TypeError: Names are given for other rules than `LogicalRules`.
         ValueError: Another one is given in vain.
     """
+    said = {
+        name: value
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, _NUMBER_OR_TUPLE) and not value)
+    }
+    if not said:
+        return
     kind = next(one for one in _NOT_TAKEN if isinstance(decider, one))
     what = _CALLED.get(kind, kind.__name__)
     for name in _NOT_TAKEN[kind]:
-        value = given.get(name)
-        if value is None or (isinstance(value, int | float | tuple) and not value):
+        if name not in said:
             continue
+        value = said[name]
         if name == "names":
             raise TypeError(
                 f"names: they are for LogicalRules alone, and are {shown(value)}: leave it"
