@@ -56,18 +56,57 @@ Determinizer::Determinizer(const Program& program, const Alphabet& alphabet, Sea
 
 void Determinizer::start(Frontier& out) {
     out = {};
-    new_round();
-    arrive(kRoot, {true, {}}, out);
-    finish(out);
+    new_round({true, {}});
+    arrive(kRoot, out);
+    drop_losers(kNoRule, out);
+    canonicalize(out);
+}
+
+inline bool Determinizer::visit(NodeId node, std::uint16_t ahead) {
+    if (ahead != kNothing)
+        return constrained_.insert((std::uint64_t{node} << 16) | ahead).second;
+    if (marks_[node] == round_) return false;
+    marks_[node] = round_;
+    return true;
+}
+
+// A thread. Most are at a node that does nothing but wait for a character.
+inline void Determinizer::add(NodeId node, std::uint16_t ahead, Frontier& out) {
+    if (program_.first_rule(node) >= out.best) return;
+    if (!program_.only_reads(node))
+        add_closure(node, ahead, out);
+    else if (visit(node, ahead))
+        out.threads.push_back({node, ahead, 0});
+}
+
+// Where the character leads from a thread; in the literal trie, literals are not its business.
+template <class Visit>
+void Determinizer::each_target(NodeId node, CharClass c, Visit visit) const {
+    const TestId literal = alphabet_.literal_of(c);
+    if (literal != kNoTest && !program_.in_literal_trie(node)) {
+        const NodeId target = program_.literal_child(node, literal);
+        if (target != kNoNode) visit(target);
+    }
+    const std::span<const CharEdge> edges = program_.class_edges(node);
+    const std::vector<TestId>& tests = alphabet_.tests_of(c);
+    if (edges.size() <= 4 * tests.size() + 4) {
+        for (const CharEdge& edge : edges)
+            if (alphabet_.accepts(c, edge.test)) visit(edge.target);
+        return;
+    }
+    // A wide node: look the few accepting tests up instead.
+    for (const TestId test : tests) {
+        auto edge = std::ranges::lower_bound(edges, test, {}, &CharEdge::test);
+        for (; edge != edges.end() && edge->test == test; ++edge) visit(edge->target);
+    }
 }
 
 void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
     const CharFacts& facts = alphabet_.facts(c);
-    const Behind behind{false, facts};
     out.best = from.best;
     if (search_ == Search::kAll) out.matched = from.matched;
     out.threads.clear();
-    new_round();
+    new_round({false, facts});
     for (const Thread& thread : from.threads) {
         const std::optional<std::uint16_t> ahead = consume(thread.ahead, facts);
         if (!ahead) continue;
@@ -78,11 +117,10 @@ void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
                 out.threads.push_back({thread.node, *ahead, 1});
             continue;
         }
-        each_target(thread.node, c,
-                    [&](NodeId target) { add_closure({target, *ahead, 0}, behind, out); });
+        each_target(thread.node, c, [&](NodeId target) { add(target, *ahead, out); });
     }
-    arrive(next_literal(from.literal, c), behind, out);
-    finish(out);
+    arrive(next_literal(from.literal, c), out);
+    drop_losers(from.best, out);
 }
 
 bool Determinizer::step_quietly(Frontier& at, CharClass c) const {
@@ -104,10 +142,11 @@ void Determinizer::all_at_end(const Frontier& frontier, std::vector<RuleId>& rul
     rules = frontier.matched;
     for (const Thread& thread : frontier.threads)
         if (thread.accepting && holds_at_end(thread.ahead))
-            add(program_.accepts(thread.node), rules);
+            add_rule(program_.accepts(thread.node), rules);
 }
 
-void Determinizer::new_round() {
+void Determinizer::new_round(const Behind& behind) {
+    behind_ = behind;
     if (++round_ == 0) {  // wrapped: old marks would look new
         std::fill(marks_.begin(), marks_.end(), 0);
         round_ = 1;
@@ -115,23 +154,15 @@ void Determinizer::new_round() {
     if (!constrained_.empty()) constrained_.clear();
 }
 
-bool Determinizer::visit(const Thread& thread) {
-    if (thread.ahead != kNothing)
-        return constrained_.insert((std::uint64_t{thread.node} << 16) | thread.ahead).second;
-    if (marks_[thread.node] == round_) return false;
-    marks_[thread.node] = round_;
-    return true;
-}
-
 void Determinizer::accept(RuleId rule, Frontier& out) const {
     if (search_ == Search::kFirst)
         out.best = std::min(out.best, rule);
     else
-        add(rule, out.matched);
+        add_rule(rule, out.matched);
 }
 
 // The rule, and those of the same pattern.
-void Determinizer::add(RuleId rule, std::vector<RuleId>& rules) const {
+void Determinizer::add_rule(RuleId rule, std::vector<RuleId>& rules) const {
     for (; rule != kNoRule; rule = program_.also_accepts(rule)) {
         const auto place = std::lower_bound(rules.begin(), rules.end(), rule);
         if (place == rules.end() || *place != rule) rules.insert(place, rule);
@@ -150,21 +181,21 @@ NodeId Determinizer::next_literal(NodeId from, CharClass c) const {
 
 // At a node of the literal trie, hence at its suffixes and, as a search may begin anywhere, at the
 // root.
-void Determinizer::arrive(NodeId literal, const Behind& behind, Frontier& out) {
+void Determinizer::arrive(NodeId literal, Frontier& out) {
     out.literal = literal;
     NodeId node = program_.eventful(literal);
     for (; node != kRoot; node = program_.eventful(program_.suffix(node)))
-        add_closure({node, kNothing, 0}, behind, out);
-    if (behind.start || restarts_) add_closure({kRoot, kNothing, 0}, behind, out);
+        add_closure(node, kNothing, out);
+    if (behind_.start || restarts_) add_closure(kRoot, kNothing, out);
 }
 
-// The epsilon closure of `first`: everything that it reaches without consuming a character.
-void Determinizer::add_closure(Thread first, const Behind& behind, Frontier& out) {
-    stack_.push_back(first);
+// A thread and its epsilon closure: everything that it reaches without consuming a character.
+void Determinizer::add_closure(NodeId node, std::uint16_t ahead, Frontier& out) {
+    stack_.push_back({node, ahead, 0});
     while (!stack_.empty()) {
         const Thread at = stack_.back();
         stack_.pop_back();
-        if (program_.first_rule(at.node) >= out.best || !visit(at)) continue;
+        if (program_.first_rule(at.node) >= out.best || !visit(at.node, at.ahead)) continue;
         if (const RuleId rule = program_.accepts(at.node); rule != kNoRule) {
             if (at.ahead == kNothing)
                 accept(rule, out);
@@ -175,20 +206,20 @@ void Determinizer::add_closure(Thread first, const Behind& behind, Frontier& out
                                ? !program_.class_edges(at.node).empty()
                                : program_.has_edges(at.node);
         if (alive) out.threads.push_back(at);
-        for (const EpsilonEdge& edge : program_.epsilon_edges(at.node)) cross(edge, at, behind);
+        for (const EpsilonEdge& edge : program_.epsilon_edges(at.node)) cross(edge, at);
     }
 }
 
-void Determinizer::cross(const EpsilonEdge& edge, const Thread& at, const Behind& behind) {
+void Determinizer::cross(const EpsilonEdge& edge, const Thread& at) {
     std::uint16_t ahead = at.ahead;
-    const CharFacts& last = behind.last;
+    const CharFacts& last = behind_.last;
     switch (edge.assertion) {
         case Assertion::kNone: break;
         case Assertion::kBegin:
-            if (!behind.start) return;
+            if (!behind_.start) return;
             break;
         case Assertion::kBeginLine:
-            if (!behind.start && !last.newline) return;
+            if (!behind_.start && !last.newline) return;
             break;
         case Assertion::kDollar: ahead |= kLastNewline; break;
         case Assertion::kEndLine: ahead |= kNewlineOrEnd; break;
@@ -206,43 +237,23 @@ void Determinizer::cross(const EpsilonEdge& edge, const Thread& at, const Behind
     }
     const bool non_boundary = edge.assertion == Assertion::kNotWordBoundary ||
                               edge.assertion == Assertion::kNotAsciiWordBoundary;
-    if (non_boundary && behind.start && program_.empty_text_has_no_non_boundary())
+    if (non_boundary && behind_.start && program_.empty_text_has_no_non_boundary())
         ahead |= kSomething;
     stack_.push_back({edge.target, ahead, 0});
 }
 
-void Determinizer::finish(Frontier& out) const {
-    // What was added before the best rule was known may be unable to win by now.
+// What was added before the best rule was known may be unable to win by now.
+void Determinizer::drop_losers(RuleId best_before, Frontier& out) const {
     const auto lost = [&](NodeId node) { return program_.first_rule(node) >= out.best; };
     while (out.literal != kRoot && lost(out.literal)) out.literal = program_.suffix(out.literal);
+    if (out.best == best_before) return;
     std::erase_if(out.threads, [&](const Thread& t) { return lost(t.node); });
-    if (out.threads.size() < 2) return;
-    std::sort(out.threads.begin(), out.threads.end());
-    out.threads.erase(std::unique(out.threads.begin(), out.threads.end()), out.threads.end());
 }
 
-// Where the character leads from a thread; in the literal trie, literals are not its business.
-template <class Visit>
-void Determinizer::each_target(NodeId node, CharClass c, Visit visit) const {
-    const TestId literal = alphabet_.literal_of(c);
-    if (literal != kNoTest && !program_.in_literal_trie(node)) {
-        const NodeId target = program_.literal_child(node, literal);
-        if (target != kNoNode) visit(target);
-    }
-    const std::span<const CharEdge> edges = program_.class_edges(node);
-    const std::vector<TestId>& tests = alphabet_.tests_of(c);
-    if (edges.size() <= 4 * tests.size() + 4) {
-        for (const CharEdge& edge : edges)
-            if (alphabet_.accepts(c, edge.test)) visit(edge.target);
-        return;
-    }
-    // A wide node: look the few accepting tests up instead.
-    for (const TestId test : tests) {
-        const auto found = std::lower_bound(
-            edges.begin(), edges.end(), test,
-            [](const CharEdge& edge, TestId wanted) { return edge.test < wanted; });
-        if (found != edges.end() && found->test == test) visit(found->target);
-    }
+void Determinizer::canonicalize(Frontier& frontier) {
+    std::vector<Thread>& threads = frontier.threads;
+    std::sort(threads.begin(), threads.end());
+    threads.erase(std::unique(threads.begin(), threads.end()), threads.end());
 }
 
 }  // namespace shardrules::automata

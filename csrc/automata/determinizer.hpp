@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "program.hpp"
+#include "stack.hpp"
 
 namespace shardrules::automata {
 
@@ -31,7 +32,7 @@ struct Frontier {
     NodeId literal = kRoot;
     RuleId best = kNoRule;         // Search::kFirst
     std::vector<RuleId> matched{};  // Search::kAll; ascending
-    std::vector<Thread> threads{};  // the others; sorted, without duplicates
+    std::vector<Thread> threads{};  // the others; in canonical form sorted, without duplicates
     bool operator==(const Frontier&) const = default;
 };
 
@@ -41,6 +42,8 @@ class Determinizer {
 
     void start(Frontier& out);
     void step(const Frontier& from, CharClass c, Frontier& out);  // &from != &out
+    // Brings it into the form that equal ones share.
+    static void canonicalize(Frontier& frontier);
     // Whether there is only the literal trie to step through.
     bool quiet(const Frontier& f) const { return !restarts_ && f.threads.empty(); }
     // A step from a quiet frontier, in place, if nothing happens there; or false, and nothing is
@@ -58,15 +61,16 @@ class Determinizer {
         bool start = false;
         CharFacts last{};
     };
-    void new_round();
+    void new_round(const Behind& behind);
     NodeId next_literal(NodeId from, CharClass c) const;
-    void arrive(NodeId literal, const Behind& behind, Frontier& out);
-    void add_closure(Thread first, const Behind& behind, Frontier& out);
-    void cross(const EpsilonEdge& edge, const Thread& at, const Behind& behind);
-    bool visit(const Thread& thread);
+    void arrive(NodeId literal, Frontier& out);
+    void add(NodeId node, std::uint16_t ahead, Frontier& out);
+    void add_closure(NodeId node, std::uint16_t ahead, Frontier& out);
+    void cross(const EpsilonEdge& edge, const Thread& at);
+    bool visit(NodeId node, std::uint16_t ahead);
     void accept(RuleId rule, Frontier& out) const;
-    void add(RuleId rule, std::vector<RuleId>& rules) const;
-    void finish(Frontier& out) const;
+    void add_rule(RuleId rule, std::vector<RuleId>& rules) const;
+    void drop_losers(RuleId best_before, Frontier& out) const;
     template <class Visit>
     void each_target(NodeId node, CharClass c, Visit visit) const;
 
@@ -76,8 +80,9 @@ class Determinizer {
     bool restarts_;  // the root has more to it, later than at the start, than literal edges
     std::vector<std::uint32_t> marks_;  // per node: the round that visited it with nothing ahead
     std::uint32_t round_ = 0;
+    Behind behind_;
     std::unordered_set<std::uint64_t> constrained_;  // visited with something ahead
-    std::vector<Thread> stack_;
+    Stack<Thread> stack_;
 };
 
 }  // namespace shardrules::automata

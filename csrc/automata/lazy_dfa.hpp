@@ -1,10 +1,11 @@
 // The rules' automaton made deterministic on demand, and a cursor into a tree of paths. A step
 // over a known transition is one table look-up. A transition is worth a state only once it has been
-// met a few times; until then it is simulated, as everything is when the memory budget is spent
+// met a few times, not too far apart; until then it is simulated, as everything is when the memory budget is spent
 // and clearing the states does not pay (linear in text times program, never exponential). One user
 // at a time: DfaPool lends them out.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -87,13 +88,19 @@ class LazyDfa {
     const DfaStats& stats() const { return stats_; }
 
   private:
-    // Entries of the table behind kLastState are unknown transitions; each simulation brings them
-    // nearer to it by its cost, and what has cost as much as a state becomes one. The unit is some 80
-    // instructions: by callgrind, with 1,260 literals and as many regexes on their own paths, a quiet
-    // step takes 79, another one 280 (literals) to 750 (regexes), and making a state 1,300.
-    static constexpr StateId kUnknown = 0xFFFFFFFF;
-    static constexpr StateId kCostOfQuietStep = 1, kCostOfStep = 8, kCostOfState = 16;
-    static constexpr StateId kLastState = kUnknown - kCostOfState;
+    static constexpr StateId kUnknown = 0xFFFFFFFF;  // in the table
+    static constexpr StateId kLastState = kUnknown - 1;
+
+    // An unknown transition that was met. What has cost as much as a state becomes one, if it comes
+    // back before another transition takes its place: states that are met once in ten thousand leaves
+    // would leave the processor's caches before they are met again, and then cost more than steps.
+    struct Candidate {
+        std::uint32_t transition = 0;
+        std::uint32_t cost = 0;
+    };
+    static constexpr std::size_t kCandidates = 1024;
+    // The unit is some 80 instructions: by callgrind a quiet step takes 79, another one 280 to 370.
+    static constexpr std::uint32_t kCostOfQuietStep = 1, kCostOfStep = 3, kCostOfState = 16;
 
     // In threads, of some 140 instructions each: a poll every 10 ms or so.
     static constexpr std::size_t kWorkPerPoll = std::size_t{1} << 18;
@@ -151,9 +158,9 @@ class LazyDfa {
     void run(const Unit* text, const Unit* end, std::vector<StateId>* trail);
     template <class Unit>
     void simulate(const Unit* text, const Unit* end);
-    bool worth_building(StateId& transition, const State& from) const;
+    bool worth_building(std::size_t transition, const State& from);
     StateId build_transition(StateId from, CharClass c);
-    StateId intern(const Frontier& frontier);
+    StateId intern(Frontier& frontier);  // canonicalizes it
     StateId add_state(const Frontier& frontier);
     void clear_cache();
     void widen_rows();
@@ -166,6 +173,7 @@ class LazyDfa {
 
     std::vector<State> states_;
     std::vector<StateId> table_;  // row-major: state << shift_ | class
+    std::array<Candidate, kCandidates> candidates_{};
     unsigned shift_ = 0;
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;

@@ -104,7 +104,9 @@ NodeId ProgramBuilder::insert_repeat(NodeId from, const Syntax& syntax) {
     const auto [to, is_new] = element(at, rest);
     if (!is_new) return to;
     add_epsilon_edge(at, to);
-    if (rest.max == kUnbounded) {
+    if (rest.max == kUnbounded && is_class(body)) {  // without nodes of its own
+        drafts_[to].loop = body.test;
+    } else if (rest.max == kUnbounded) {
         const NodeId loop = new_node();
         add_epsilon_edge(at, loop);
         const NodeId end = insert(loop, body);
@@ -137,6 +139,7 @@ void ProgramBuilder::add_epsilon_edge(NodeId from, NodeId to, Assertion assertio
 Program ProgramBuilder::build() && {
     lay_out_edges();
     link_literal_trie();
+    cut_short_edges();
     const auto& nodes = program_.nodes_;
     // Nothing is left to find from the root once the first of all rules has matched.
     RuleId first = kNoRule;
@@ -148,14 +151,15 @@ Program ProgramBuilder::build() && {
 void ProgramBuilder::lay_out_edges() {
     std::vector<Program::Node>& nodes = program_.nodes_;
     std::vector<CharEdge>& edges = program_.edges_;
-    const auto by_test = [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; };
     edges.reserve(edges_.size());
+    const auto by_test = [](const CharEdge& a, const CharEdge& b) { return a.test < b.test; };
     program_.epsilon_edges_.reserve(epsilon_edges_.size());
     for (NodeId n = 0; n < drafts_.size(); ++n) {
         nodes[n].edges = static_cast<std::uint32_t>(edges.size());
         nodes[n].epsilon_edges = static_cast<std::uint32_t>(program_.epsilon_edges_.size());
         for (std::uint32_t e = drafts_[n].edges; e != kNone; e = edges_[e].next)
             edges.push_back(edges_[e].value);
+        if (drafts_[n].loop != kNoTest) edges.push_back({drafts_[n].loop, n});
         for (std::uint32_t j = drafts_[n].epsilon_edges; j != kNone; j = epsilon_edges_[j].next)
             program_.epsilon_edges_.push_back(epsilon_edges_[j].value);
         const auto begin = edges.begin() + nodes[n].edges;
@@ -194,17 +198,28 @@ void ProgramBuilder::link_literal_trie() {
     }
 }
 
-NodeId Program::literal_child(NodeId n, TestId literal) const {
-    constexpr std::uint32_t kFew = 8;
-    const CharEdge* begin = edges_.data() + nodes_[n].edges;
-    const CharEdge* const end = edges_.data() + nodes_[n].classes;
-    if (end - begin > kFew)
-        begin = std::lower_bound(begin, end, literal, [](const CharEdge& edge, TestId wanted) {
-            return edge.test < wanted;
-        });
-    for (; begin != end && begin->test <= literal; ++begin)
-        if (begin->test == literal) return begin->target;
-    return kNoNode;
+bool ProgramBuilder::is_class(const Syntax& syntax) const {
+    return syntax.kind == Syntax::Kind::kChar && !program_.tests_.is_literal(syntax.test);
+}
+
+// An edge to a node from which a single epsilon edge leads on may as well lead there. This ends: where
+// epsilon edges go round in a circle, one of the nodes has a way out of it. Nodes of the literal trie
+// stay where they are.
+void ProgramBuilder::cut_short_edges() {
+    for (NodeId n = 0; n < program_.node_count(); ++n) {
+        const Program::Node& node = program_.nodes_[n];
+        std::uint32_t e = program_.in_literal_trie(n) ? node.classes : node.edges;
+        for (; e != program_.nodes_[n + 1].edges; ++e) {
+            NodeId& target = program_.edges_[e].target;
+            while (only_leads_on(target)) target = program_.epsilon_edges(target).front().target;
+        }
+    }
+}
+
+bool ProgramBuilder::only_leads_on(NodeId n) const {
+    const std::span<const EpsilonEdge> edges = program_.epsilon_edges(n);
+    return edges.size() == 1 && edges.front().assertion == Assertion::kNone &&
+           !program_.has_edges(n) && program_.accepts(n) == kNoRule;
 }
 
 }  // namespace shardrules::automata

@@ -5,6 +5,7 @@
 // between threads. Knows nothing of how a search steps through it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -44,8 +45,19 @@ class Program {
     // The next rule that matches wherever this one does.
     RuleId also_accepts(RuleId r) const { return also_accepts_[r]; }
     // Where a literal leads from the node, or kNoNode.
-    NodeId literal_child(NodeId n, TestId literal) const;
-    // The other edges, ascending by test.
+    NodeId literal_child(NodeId n, TestId literal) const {
+        constexpr std::uint32_t kFew = 8;
+        const CharEdge* begin = edges_.data() + nodes_[n].edges;
+        const CharEdge* const end = edges_.data() + nodes_[n].classes;
+        if (end - begin > kFew)
+            begin = std::lower_bound(begin, end, literal, [](const CharEdge& edge, TestId wanted) {
+                return edge.test < wanted;
+            });
+        for (; begin != end && begin->test <= literal; ++begin)
+            if (begin->test == literal) return begin->target;
+        return kNoNode;
+    }
+    // The other edges, ascending by test. Two may have the same test.
     std::span<const CharEdge> class_edges(NodeId n) const {
         return {edges_.data() + nodes_[n].classes, edges_.data() + nodes_[n + 1].edges};
     }
@@ -53,6 +65,10 @@ class Program {
     // Whether more can happen at the node than that a literal is read.
     bool has_more(NodeId n) const {
         return accepts(n) != kNoRule || !class_edges(n).empty() || !epsilon_edges(n).empty();
+    }
+    // Whether the node is outside the literal trie, and does nothing but wait for a character.
+    bool only_reads(NodeId n) const {
+        return !in_literal_trie(n) && accepts(n) == kNoRule && epsilon_edges(n).empty();
     }
     bool in_literal_trie(NodeId n) const { return nodes_[n].suffix != kNoNode; }
     // In the literal trie: the node of the longest proper suffix of what leads to this one. The
@@ -115,6 +131,7 @@ class ProgramBuilder {
     struct Draft {
         std::uint32_t edges = kNone, epsilon_edges = kNone;  // heads of lists, newest first
         RuleId last_accepted = kNoRule;
+        TestId loop = kNoTest;  // a class that leads from the node back to it
     };
 
     NodeId new_node();
@@ -128,6 +145,9 @@ class ProgramBuilder {
     void add_epsilon_edge(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
     void lay_out_edges();
     void link_literal_trie();
+    void cut_short_edges();
+    bool only_leads_on(NodeId node) const;
+    bool is_class(const Syntax& syntax) const;
 
     Program program_;
     RuleId rule_ = 0;

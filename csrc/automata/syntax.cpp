@@ -1,6 +1,7 @@
 #include "syntax.hpp"
 
 #include <stdexcept>
+#include <utility>
 
 namespace shardrules::automata {
 namespace {
@@ -54,7 +55,8 @@ class Decoder {
                 return out;
             case Op::kSequence:
                 children(out, word(), depth);
-                return out;
+                if (out.children.size() != 1) return out;
+                return Syntax(std::move(out.children.front()));
         }
         throw std::invalid_argument("pattern code: unknown operation");
     }

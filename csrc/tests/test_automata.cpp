@@ -152,6 +152,36 @@ void states_are_built_for_what_comes_back() {
     EXPECT(rules.dfa->stats().simulated_steps == learnt.simulated_steps);
 }
 
+void states_are_not_built_for_what_comes_back_seldom() {
+    // 3,000 paths in turn, and one that is between them each time.
+    std::vector<Words> patterns;
+    std::vector<std::string> paths;
+    for (int i = 0; i < 3000; ++i) {
+        paths.push_back(std::to_string(i) + "/kernel");
+        patterns.push_back(sequence({text(std::to_string(i) + "/"), repeat(0, kUnbounded, cls(kAny)),
+                                     text("l")}));
+    }
+    const Rules rules(patterns);
+    for (int round = 0; round < 10; ++round)
+        for (RuleId i = 0; i < paths.size(); ++i) EXPECT(rules.first(paths[i]) <= i);
+    const std::uint64_t built = rules.dfa->stats().states_built;
+    EXPECT(built < paths.size());
+    for (int i = 0; i < 40; ++i) rules.first("7/kernel");
+    EXPECT(rules.dfa->stats().states_built > built);
+}
+
+void loops_and_what_follows_them() {
+    // The loop of a class is an edge of a node that may have another one for the same class.
+    const Words any = repeat(0, kUnbounded, cls(kAny));
+    Rules rules({sequence({text("a"), any, cls(kAny), text("b")}), sequence({text("a"), any, text("b")}),
+                 sequence({text("a"), repeat(1, kUnbounded, cls(kAny)), text("c")})});
+    EXPECT((rules.all("ab") == std::vector<RuleId>{1}));
+    EXPECT((rules.all("axb") == std::vector<RuleId>{0, 1}));
+    EXPECT(rules.all("ac").empty());
+    EXPECT((rules.all("axxc") == std::vector<RuleId>{2}));
+    EXPECT(rules.all("xb").empty());
+}
+
 void texts_that_begin_alike() {
     const Rules rules({text("layers.1.b"), text("layers.1.a"), text("s.2")});
     const char* const names[] = {"layers.1.a", "layers.1.b", "layers.1.c", "layers.2.a", "layers.1.a",
@@ -171,7 +201,7 @@ void oracle_is_asked_once_a_code_point() {
     const Words pattern = sequence({cls(kAny), literal(0xE9)});
     const Rules rules({pattern}, 1 << 20, [&](std::uint32_t, char32_t) { return ++asked > 0; });
     const char16_t word[] = u"\u00e9\u00e9\u4e00\u00e9\u00e9";
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 10; ++i) {
         rules.dfa->begin();
         rules.dfa->enter({word, 5, 2});
         EXPECT(rules.dfa->winner() == 0);
@@ -225,6 +255,8 @@ int main() {
     cursor_resumes_and_leaves();
     suffixes_of_literals_are_found();
     states_are_built_for_what_comes_back();
+    states_are_not_built_for_what_comes_back_seldom();
+    loops_and_what_follows_them();
     texts_that_begin_alike();
     tiny_budget_gives_the_same_answers();
     oracle_is_asked_once_a_code_point();
