@@ -30,7 +30,12 @@ WITHOUT_EXAMPLES = {
 }  # fmt: skip
 # What takes more than three seconds.
 SLOW_PAGES = [
+    "docs/cookbook/equinox.md",
+    "docs/cookbook/haliax.md",
+    "docs/cookbook/keras.md",
+    "docs/cookbook/linen.md",
     "docs/cookbook/lora.md",
+    "docs/cookbook/maxtext.md",
     "docs/cookbook/moe.md",
     "docs/cookbook/nnx.md",
     "docs/cookbook/offload.md",

@@ -9,7 +9,8 @@ Blocks of one page share a namespace and a folder, in order:
   Markdown up to `<!-- /printed -->`. `python -m tests.support.docs_pages` writes it anew, in all pages,
   or in those named behind it.
 - Above a block, `<!-- not run: why -->`, `<!-- needs: flax, jax.set_mesh -->` (skipped without
-  them) and `<!-- exit: 1 -->` (of its commands) say what is special about it. At the top of a page,
+  them), `<!-- file: tests/data/x.json -->` (in the folder) and `<!-- exit: 1 -->` (of its commands) say what is
+  special about it. At the top of a page,
   `<!-- page needs: optax -->` says it of all its blocks.
 """
 
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
+os.environ.setdefault("KERAS_BACKEND", "jax")  # without one, Keras is not there for a page
 LANGUAGES = ("console", "json", "python", "text", "toml", "yaml")
 # Commands of others: tests of their own run what they do.
 OTHER_COMMANDS = ("g++", "make", "pip", "python")
@@ -89,10 +91,12 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
     missing = lacking(page)
     if missing:
         return missing, []
-    names: dict[str, Any] = {"__name__": page}
+    names: dict[str, Any] = {"__name__": "__main__"}  # as of a program; dataclasses ask for it
     printed = ""
     shown: list[tuple[tuple[int, int], str]] = []
     for block in blocks(page):
+        if "file" in block.markers:
+            shutil.copy(ROOT / block.markers["file"], folder)
         if block.title is not None:
             (folder / block.title).write_text(block.code)
         elif "printed" in block.markers or block.language == "markdown":
