@@ -144,7 +144,7 @@ def test_the_bound_on_memory(tmp_path):
 def test_files_are_imported_on_first_use():
     code = (
         "import sys, shardrules as sr; assert 'shardrules._files' not in sys.modules;"
-        "assert 'read_rules' in dir(sr); sr.plan({'a': 1}, [('a', ())], {'dp': 2});"
+        "assert 'read_rules' in dir(sr); sr.plan({'a': {}}, [], {'dp': 2});"
         "assert 'shardrules._files' not in sys.modules; sr.read_model, sr.RuleFile;"
         "assert 'jax' not in sys.modules"
     )

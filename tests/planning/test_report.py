@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import shardrules as sr
@@ -362,7 +363,7 @@ def test_notebook(deepseek, hostile):
     assert set(re.findall(r"<(\w+)", table)) == {
         "table", "caption", "thead", "tbody", "tr", "th", "td",
     }  # fmt: skip
-    many = sr.plan({chr(i): 0 for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
+    many = sr.plan({chr(i): np.ones(()) for i in range(300, 360)}, [], {"tp": 2})._repr_html_()
     assert many.count("<tr>") == 52
     assert "and 10 more rows" in many
 
