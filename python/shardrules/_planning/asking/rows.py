@@ -128,7 +128,7 @@ def _of_digits(first: str, last: str) -> Iterator[str]:
     if not first:
         yield ""
         return
-    (low, *_), (high, *_), more = first, last, len(first) - 1
+    low, high, more = first[0], last[0], len(first) - 1
     if low == high:
         yield from (low + rest for rest in _of_digits(first[1:], last[1:]))
         return
