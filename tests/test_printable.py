@@ -44,7 +44,9 @@ WORST = (
 )  # fmt: skip
 CONTROLS = re.compile(r"\x1b\[[0-9;]*m")  # the colours of our own tables
 COMMANDS = re.compile(r"^\s*::|##[\w.-]*\[", re.M)
-ANNOTATION = re.compile(r"::(error|warning|notice) (file=[^:,]*,)?title=shardrules [a-z-]+::")
+ANNOTATION = re.compile(
+    r"::(error|warning|notice) (file=[^:,]*,(line=[0-9]+,)?)?title=shardrules [a-z-]+::"
+)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._file_content import read_bytes, text_of
 from shardrules._file_error import FileError
@@ -160,7 +160,7 @@ def _value_of(statement: ast.stmt, name: str) -> ast.expr | None:
     return None
 
 
-def _is_plain(value: Any, rules: int) -> bool:
+def _is_plain(value: Any, rules: int) -> TypeGuard[ast.List | ast.Tuple]:
     """Whether it is a list whose elements are these rules."""
     return (
         isinstance(value, ast.List | ast.Tuple)

@@ -13,26 +13,22 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
+from operator import attrgetter
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
-from re._constants import (  # type: ignore[import-not-found]
-    ANY,
-    AT,
-    BRANCH,
-    FAILURE,
-    IN,
-    LITERAL,
-    MAX_REPEAT,
-    MAXREPEAT,
-    MIN_REPEAT,
-    NOT_LITERAL,
-    SUBPATTERN,
-)
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from shardrules._matching.match_modes import COMPONENT_SEPARATOR, MatchMode
 from shardrules._printable import printable
 
 __all__ = ["EMPTY_TEXT_HAS_NO_NON_BOUNDARY", "PatternCode", "compile_patterns", "parse"]
+
+# `re` names them when it is imported, where type checkers do not see it.
+ANY, AT, IN, LITERAL, NOT_LITERAL, BRANCH, SUBPATTERN = attrgetter(
+    "ANY", "AT", "IN", "LITERAL", "NOT_LITERAL", "BRANCH", "SUBPATTERN"
+)(_constants)
+FAILURE, MAX_REPEAT, MIN_REPEAT, MAXREPEAT = attrgetter(
+    "FAILURE", "MAX_REPEAT", "MIN_REPEAT", "MAXREPEAT"
+)(_constants)
 
 # Words of the encoding: csrc/automata/syntax.hpp.
 _LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)

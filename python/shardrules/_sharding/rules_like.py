@@ -158,4 +158,7 @@ def check_taken(decider: Decider, **given: Any) -> None:
             )
         if name == "companions":
             raise ValueError(f"companions are for rules of paths, not for {what}: leave them out")
-        raise ValueError(f"{name} is {brief(value)}; it is not for {what}: leave it")
+        taken_by = "rules of paths" if name == "min_size" else "rules"
+        raise ValueError(
+            f"{name} is {brief(value)}; it is not for {what}, but for {taken_by}: leave it"
+        )

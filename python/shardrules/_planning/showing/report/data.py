@@ -104,7 +104,7 @@ def _rows(columns: Columns) -> dict[str, list[Any]]:
     folded = columns.folded
     return {
         # A path, or the parts of a pattern: texts and sets of numbers by turns.
-        "paths": [row.parts if len(row.parts) > 1 else row.parts[0] for row in folded],
+        "paths": [row.parts[0] if len(row.parts) == 1 else row.parts for row in folded],
         "kinds": [row.group for row in folded],
         "leaves": [len(row.rows) for row in folded],
     }
