@@ -12,9 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._sharding import constraints, leaf_shardings
+from shardrules._sharding import mesh as meshes_of_jax
 from tests.support.contexts import legacy, needs_set_mesh
+from tests.support.work import calls_by_file
 
 constrain = sr.with_sharding_constraint
+bare = jax.lax.with_sharding_constraint
 
 
 @pytest.fixture(autouse=True)
@@ -317,3 +321,85 @@ class TestSymbolicDimensions:
         assert is_sharded(self.result(exported, mesh, 8, 7), mesh, "fsdp")
         with pytest.raises(ValueError, match="dim 0 of size b is not divisible by fsdp=4"):
             self.exported("b, 7", mesh, P("fsdp"), correction=error)
+
+
+def traced(x, *arguments, **more):
+    """The text of the jaxpr of a constraint."""
+    return str(jax.make_jaxpr(lambda x: constrain(x, *arguments, **more))(x))
+
+
+class TestWhatIsRemembered:
+    """A constraint on one array is decided once for each spec, shape, mesh and context."""
+
+    def test_the_second_call_costs_little(self):
+        x, spec = jnp.ones((4, 6)), P("a", "b")
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+        ours = constraints.__file__, leaf_shardings.__file__, meshes_of_jax.__file__
+        counted = []
+
+        def body(x):
+            for _ in range(2):
+                of_files = calls_by_file(lambda: constrain(x, spec, mesh))
+                counted.append(sum(of_files[file] for file in ours))
+            return x
+
+        jax.make_jaxpr(body)(x)
+        assert counted[1] <= 25 < counted[0]
+
+    def test_other_meshes_corrections_and_shapes_are_told_apart(self):
+        devices = np.array(jax.devices()[:4])
+        wide, square = (
+            Mesh(devices.reshape(4, 1), ("a", "b")),
+            Mesh(devices.reshape(2, 2), ("a", "b")),
+        )
+        spec, keep = P(("a", "b")), sr.Correction(indivisible="prefix")
+        texts = [
+            traced(jnp.ones(size), spec, mesh, correction=correction)
+            for size in (6, 8)
+            for mesh in (wide, square)
+            for correction in (None, keep)
+            for _ in range(2)
+        ]
+        fresh = [
+            str(jax.make_jaxpr(lambda x, sharding=sharding: bare(x, sharding))(jnp.ones(size)))
+            for size in (6, 8)
+            for mesh in (wide, square)
+            for correction in (None, keep)
+            for sharding in [sr.named_shardings(jnp.ones(size), spec, mesh, correction=correction)]
+            for _ in range(2)
+        ]
+        assert texts == fresh
+        assert len(set(texts)) > 3
+
+    def test_a_context_that_has_changed(self):
+        devices = np.array(jax.devices()[:4])
+        for sizes in ((4, 1), (2, 2), (4, 1)):
+            mesh = Mesh(devices.reshape(sizes), ("a", "b"))
+            with legacy(mesh):
+                made = jax.jit(lambda x: constrain(x, P("a")))(jnp.ones(8))
+            assert is_sharded(made, mesh, "a")
+
+    def test_without_a_context_it_is_refused_again(self):
+        with legacy(Mesh(np.array(jax.devices()[:4]), ("a",))):
+            traced(jnp.ones(8), P("a"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no mesh"):
+                traced(jnp.ones(8), P("a"))
+
+    def test_what_is_an_error_is_one_each_time(self):
+        mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"(?s)\(the tree\).*not divisible by a=4"):
+                traced(jnp.ones(6), P("a"), mesh, correction=sr.Correction(indivisible="error"))
+
+    @pytest.mark.parametrize(
+        ("arguments", "more", "said"),
+        [
+            ((P("a"), [4]), {}, "mesh is"),
+            ((P("a"), {"a": 4}), {"correction": "drop"}, "correction"),
+            ((P("a"), {"a": 4}), {"names": ("x",)}, "names"),
+        ],
+    )
+    def test_wrong_arguments_are_refused_as_ever(self, arguments, more, said):
+        with pytest.raises(TypeError, match=said):
+            traced(jnp.ones(8), *arguments, **more)

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._sharding import leaf_shardings, memory, placement
 from tests.support.contexts import legacy
+from tests.support.work import calls_by_file
 
 RULES = sr.Rules([("w", P("fsdp", "tp")), (".*", P())])
 
@@ -338,3 +340,66 @@ def test_donated_arrays_are_given_up(mesh):
     np.testing.assert_array_equal(again["host"], one["host"])
     same = sr.shard(again, [("w", P("tp", "fsdp")), ("", P("fsdp"))], mesh, donate=True)
     np.testing.assert_array_equal(same["w"], np.arange(64.0).reshape(8, 8))
+
+
+class TestWhatIsInPlace:
+    """JAX returns such an array itself; shard leaves it out of JAX's call."""
+
+    def test_it_is_returned_beside_what_is_moved(self, mesh):
+        placed = sr.shard({"w": np.ones((8, 8)), "b": np.ones(8)}, RULES, mesh)
+        elsewhere = jax.device_put(placed["b"], NamedSharding(mesh, P("tp")))
+        again = sr.shard({"w": placed["w"], "b": elsewhere, "n": np.ones(3)}, RULES, mesh)
+        assert again["w"] is placed["w"]
+        assert again["b"].sharding == placed["b"].sharding
+        np.testing.assert_array_equal(again["n"], np.ones(3))
+
+    def test_jax_is_not_asked(self, mesh, monkeypatch):
+        placed = sr.shard(tree(), RULES, mesh)
+        asked, put = [], jax.device_put
+
+        def device_put(arrays, *rest, **more):
+            asked.extend(arrays)
+            return put(arrays, *rest, **more)
+
+        monkeypatch.setattr(jax, "device_put", device_put)
+        sr.shard(placed, RULES, mesh)
+        assert asked == []
+        sr.shard({**placed, "more": 1.0}, RULES, mesh)
+        assert asked == [1.0]
+
+    def test_an_array_that_is_not_committed_becomes_so_as_in_jax(self):
+        one = Mesh(np.array(jax.devices()[:1]), ("x",))
+        made = jax.jit(lambda: jnp.ones(4), out_shardings=None)()
+        for function in (sr.shard, jax.device_put):
+            assert function(made, NamedSharding(one, P("x"))).committed
+
+    def test_random_keys_stay_keys(self, mesh):
+        keys = jax.random.split(jax.random.key(0), 8)
+        once = sr.shard({"w": keys}, [("w", P("fsdp"))], mesh)
+        again = sr.shard(once, [("w", P("fsdp"))], mesh)
+        assert again["w"].dtype == keys.dtype
+        assert again["w"].sharding.is_equivalent_to(once["w"].sharding, 1)
+
+
+def test_a_leaf_costs_few_calls(mesh):
+    """So placement costs little beside JAX's own call, whose calls are not counted."""
+    small, large = (
+        {str(i): {"w": np.ones((8, 8)), "b": np.ones(8)} for i in range(count)}
+        for count in (10, 110)
+    )
+    ours = (placement.__file__, leaf_shardings.__file__, memory.__file__)
+
+    def cost(tree, rules):
+        counted = calls_by_file(lambda: sr.shard(tree, rules, mesh))
+        return sum(counted[file] for file in ours)
+
+    for rules in (RULES, P("fsdp"), {str(i): P("fsdp") for i in range(110)}):
+        few = {key: rules[key] for key in small} if isinstance(rules, dict) else rules
+        cost(small, few)
+        assert cost(large, rules) - cost(small, few) <= 200 * 25
+
+
+def test_a_wrong_spec_is_told_by_the_first_leaf_that_has_it(mesh):
+    wrong = object()
+    with pytest.raises(TypeError, match=r"for the leaf \['b'\] the spec is"):
+        sr.shard(dict.fromkeys("abc", np.ones(8)), {"a": P(), "b": wrong, "c": wrong}, mesh)

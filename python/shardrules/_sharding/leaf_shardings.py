@@ -18,7 +18,7 @@ from shardrules._matching.rules import Rules, matcher_of
 from shardrules._plan_like import PlanLike
 from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
-from shardrules._sharding.memory import in_its_memory
+from shardrules._sharding.memory import memory_keeper
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
 from shardrules._sharding.planned import checked_companions, planned_placements
@@ -178,18 +178,19 @@ def requested_shardings(
     if isinstance(decider, LogicalRules):
         on_mesh = local_view(resolve_mesh(mesh))
         _, found = shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)
-        return leaves, treedef, list(map(in_its_memory, leaves, found))
+        return leaves, treedef, list(map(memory_keeper(), leaves, found))
     if isinstance(decider, PlanLike):
         placements = decider._placements(tree, mesh)
     else:
         placements = _placements(
             tree, decider, local_view(resolve_mesh(mesh)), correction, followers
         )
-    of_leaves = (
-        one.sharding if one.says_memory else in_its_memory(leaf, one.sharding)
+    keep = memory_keeper()
+    of_leaves = [
+        one.sharding if one.says_memory else keep(leaf, one.sharding)
         for leaf, one in zip(leaves, placements, strict=True)
-    )
-    return leaves, treedef, list(of_leaves)
+    ]
+    return leaves, treedef, of_leaves
 
 
 def _placements(
@@ -241,40 +242,63 @@ def _shardings_by_specs(
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
-    policy = correction or EFORMER.correction
-    resolved: AnyMesh | None = None
+    spread = spread_specs(name, tree, leaves, specs)
+    bound = _bound_specs(name, tree, spread, mesh)
+    policy, keep = correction or EFORMER.correction, memory_keeper()
+    # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
+    known: dict[tuple[int, tuple[int, ...], Any], NamedSharding] = {}
     shardings_of_leaves: list[NamedSharding | None] = []
     errors: list[str] = []
-    spread = spread_specs(name, tree, leaves, specs)
     for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
         if spec is None:
             shardings_of_leaves.append(None)
             continue
-        if is_spec_of_mesh(spec):
-            resolved = resolved or local_view(resolve_mesh(mesh))
-            wanted, on_mesh = spec, resolved
-        elif is_named_sharding(spec):
-            wanted, on_mesh = spec.spec, local_view(spec.mesh)
-        else:
-            raise TypeError(
-                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
-                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
-            )
+        wanted, on_mesh = bound[id(spec)]
+        dtype = getattr(leaf, "dtype", None) if isinstance(wanted, Fsdp) else None
+        key = id(spec), _shape(leaf), dtype
         try:
-            dtype = getattr(leaf, "dtype", None) if isinstance(wanted, Fsdp) else None
-            sharding = corrected_sharding(wanted, _shape(leaf), on_mesh, policy, dtype)
+            if key not in known:
+                known[key] = corrected_sharding(wanted, key[1], on_mesh, policy, dtype)
+                if wanted is not spec:
+                    known[key] = _in_memory_of(spec, known[key])
+            sharding = known[key]
             if keep_memory and wanted is spec:
-                sharding = in_its_memory(leaf, sharding)
+                sharding = keep(leaf, sharding)
         except ValueError as error:
             errors.append(f"{printable(f'the leaf {_path(tree, index)}')}: {error}")
             continue
-        kind = getattr(spec, "memory_kind", None)
-        if kind is not None and kind != sharding.memory_kind:
-            sharding = sharding.with_memory_kind(kind)
         shardings_of_leaves.append(sharding)
     if errors:
         raise ValueError("\n".join([*errors[:_SHOWN], *and_more(len(errors), _SHOWN, "leaf")]))
     return leaves, treedef, shardings_of_leaves
+
+
+def _bound_specs(
+    name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
+) -> dict[int, tuple[Any, AnyMesh]]:
+    """(its spec, its mesh), by the id of each distinct spec or sharding."""
+    resolved: AnyMesh | None = None
+    bound: dict[int, tuple[Any, AnyMesh]] = {}
+    for spec in {id(one): one for one in spread if one is not None}.values():
+        if is_spec_of_mesh(spec):
+            resolved = resolved or local_view(resolve_mesh(mesh))
+            bound[id(spec)] = spec, resolved
+        elif is_named_sharding(spec):
+            bound[id(spec)] = spec.spec, local_view(spec.mesh)
+        else:
+            index = next(index for index, one in enumerate(spread) if one is spec)
+            raise TypeError(
+                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
+                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+            )
+    return bound
+
+
+def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    kind = given.memory_kind
+    if kind is not None and kind != sharding.memory_kind:
+        sharding = sharding.with_memory_kind(kind)
+    return given if given == sharding else sharding  # JAX's caches know that one already
 
 
 def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
@@ -283,21 +307,20 @@ def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[An
 
     if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
         return [specs] * len(leaves)
-    spread: list[Any] = []
     try:
-        tree_util.tree_map(
-            lambda spec, part: spread.extend([spec] * len(tree_util.tree_leaves(part))),
-            specs,
-            tree,
-            is_leaf=is_spec,
-        )
+        given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
+        treedef: Any = structure  # JAX's types do not know its methods
+        parts = treedef.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
         place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
         raise ValueError(
             f"{name}: the tree of specs does not fit the tree: {place}; give one of the same "
             "structure, or one that ends earlier; rules are (pattern, spec) pairs"
         ) from None
-    return spread
+    if tree_util.all_leaves(parts):
+        return given
+    pairs = zip(given, parts, strict=True)
+    return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
 
 
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:

@@ -6,6 +6,7 @@ sharding constraints ignore them. Costs an attribute per array. Must not know ab
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from shardrules._memory_kinds import MemoryKind
     from shardrules._sharding.mesh import AnyMesh
 
-__all__ = ["in_its_memory", "memory_apart", "moved_inside_jit", "sharding_in_memory"]
+__all__ = ["memory_apart", "memory_keeper", "moved_inside_jit", "sharding_in_memory"]
 
 # The kinds inside jit, with their names in jax.memory.Space.
 _SPACES: Final = {"device": "Device", "pinned_host": "Host"}
@@ -49,15 +50,33 @@ def memory_apart(sharding: Sharding) -> str | None:
     return None if kind == sharding.with_memory_kind(None).memory_kind else kind  # type: ignore[arg-type]
 
 
-def in_its_memory(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding with the memory kind of the leaf, since a spec says nothing about memory."""
+def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
+    """keeper(leaf, sharding) is the sharding with the memory kind of the leaf.
+
+    A spec says nothing about memory. The keeper is for the leaves of one call: it remembers
+    shardings by their ids, and keeps them alive, so that no other object gets an id.
+    """
     from jax import Array
     from jax.core import Tracer
 
-    if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
-        return sharding
-    kind = memory_apart(leaf.sharding)
-    return sharding if kind is None else sharding.with_memory_kind(kind)
+    kinds: dict[int, tuple[Sharding, str | None]] = {}
+    made: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
+
+    def kept(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
+            return sharding
+        own = leaf.sharding
+        if id(own) not in kinds:
+            kinds[id(own)] = own, memory_apart(own)
+        kind = kinds[id(own)][1]
+        if kind is None:
+            return sharding
+        key = id(sharding), kind
+        if key not in made:
+            made[key] = sharding, sharding.with_memory_kind(kind)
+        return made[key][1]
+
+    return kept
 
 
 def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:

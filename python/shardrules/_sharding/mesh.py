@@ -6,6 +6,7 @@ public function, or where the public alias raises deprecation warnings. Must not
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from math import prod
@@ -26,6 +27,7 @@ __all__ = [
     "as_mesh",
     "axes_of_type",
     "context_mesh",
+    "contexts",
     "current_view",
     "has_devices",
     "has_own_devices",
@@ -110,6 +112,19 @@ def context_mesh() -> AnyMesh | None:
             + "; leave one of the two contexts, or pass mesh=..."
         )
     return current
+
+
+def contexts() -> tuple[Any, ...]:
+    """All that the functions here read of JAX's contexts: with equal ones they answer the same."""
+    abstract, concrete, threads = _readers()
+    return abstract(), concrete(), threads.env.physical_mesh
+
+
+@functools.cache  # imports of names take microseconds, even of modules that are there
+def _readers() -> tuple[Any, Any, Any]:
+    from jax._src.mesh import get_abstract_mesh, get_concrete_mesh, thread_resources
+
+    return get_abstract_mesh, get_concrete_mesh, thread_resources
 
 
 def legacy_mesh() -> Mesh | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,10 @@ __all__ = [
     "shard",
     "stays_in_part",
 ]
+
+
+_T = TypeVar("_T")
+_HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
 def shard(
@@ -104,12 +108,10 @@ def shard(
         chosen=partial(of_placeable, keep=scalars == "keep"),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
-    placed = list(leaves)
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
     shardings: list[Any] = [wanted[i] for i in chosen]
     ready = [converted(leaves[i], dtype) for i in chosen]
-    for index, array in zip(chosen, put(ready, shardings, donate=donate), strict=True):
-        placed[index] = array
+    placed = _replace(leaves, chosen, put(ready, shardings, donate=donate))
     made: Tree = treedef.unflatten(placed)
     return made
 
@@ -125,8 +127,10 @@ def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
 
 def converted(leaf: Any, dtype: Any) -> Any:
     """The leaf with this dtype, if it is a floating array of 16 bits or more."""
+    if dtype is None:
+        return leaf
     own = getattr(getattr(leaf, "dtype", None), "name", "")
-    if dtype is None or not is_plain_float(own) or isinstance(leaf, np.generic):
+    if not is_plain_float(own) or isinstance(leaf, np.generic):
         return leaf
     return leaf.astype(np.dtype(dtype))
 
@@ -246,21 +250,26 @@ def put(
     """
     import jax
 
-    elsewhere = [
-        i
-        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if sharding.is_fully_addressable and _is_plain_array_elsewhere(leaf, sharding)
-    ]
-    fetched = jax.device_get([leaves[i] for i in elsewhere])
-    on_host = dict(zip(elsewhere, fetched, strict=True))
-    ready = [
-        _from_own_parts(leaf, sharding)
-        if not sharding.is_fully_addressable and not is_spread(leaf)
-        else on_host.get(i, leaf)
-        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-    ]
-    alias = None if may_alias else False
-    made: list[Any] = jax.device_put(ready, shardings, may_alias=alias, donate=donate)
+    own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
+    ready, moved, elsewhere = list(leaves), [], []
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        is_array = isinstance(leaf, jax.Array)
+        if is_array and may_alias and not donate and _is_in_place(leaf, sharding):
+            continue
+        moved.append(index)
+        if own[id(sharding)]:
+            if is_array and _is_plain_array_elsewhere(leaf, sharding):
+                elsewhere.append(index)
+        elif not is_spread(leaf):
+            ready[index] = _from_own_parts(leaf, sharding)
+    _replace(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere]))
+    arrays = jax.device_put(
+        [ready[i] for i in moved],
+        [shardings[i] for i in moved],
+        may_alias=None if may_alias else False,
+        donate=donate,
+    )
+    made = _replace(ready, moved, arrays)
     if donate:
         jax.block_until_ready(made)
         for leaf, array in zip(leaves, made, strict=True):
@@ -278,13 +287,30 @@ def stays_in_part(leaf: Any, array: jax.Array) -> bool:
     return any(was.get(device) == index for device, index in is_now.items())
 
 
-def _is_plain_array_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
+def _distinct(objects: Iterable[_T]) -> Iterable[_T]:
+    """Each object once, told apart by identity."""
+    return {id(one): one for one in objects}.values()
+
+
+def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
+    """The list, with other objects in these places."""
+    for place, other in zip(places, others, strict=True):
+        listed[place] = other
+    return listed
+
+
+def _is_in_place(leaf: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
+    is_there = leaf.sharding is sharding or leaf.sharding == sharding
+    return is_there and getattr(leaf, "committed", False)
+
+
+def _is_plain_array_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
     import jax
     import jax.numpy as jnp
 
     return (
-        isinstance(leaf, jax.Array)
-        and leaf.sharding.device_set != sharding.device_set
+        leaf.sharding.device_set != sharding.device_set
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -299,8 +325,10 @@ def of_placeable(
     from jax.core import Tracer
     from jax.sharding import Mesh
 
-    stay = [keep and not (hasattr(leaf, "shape") and not isinstance(leaf, type)) for leaf in leaves]
-    chosen = [None if stays else one for stays, one in zip(stay, shardings, strict=True)]
+    chosen = list(shardings)
+    if keep:
+        arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
+        chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
     others = [index for index, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
         if chosen[index] is None:
@@ -314,14 +342,13 @@ def of_placeable(
             )
         chosen[index] = None
     for leaf, sharding in zip(leaves, chosen, strict=True):
-        if sharding is None:
-            continue
-        if isinstance(leaf, Tracer):
+        if sharding is not None and isinstance(leaf, Tracer):
             raise TypeError(
                 "shard places arrays on devices, and inside jit there are none yet: "
                 "use with_sharding_constraint, which takes the same arguments"
             )
-        if not isinstance(sharding.mesh, Mesh):
+    for sharding in _distinct(chosen):
+        if sharding is not None and not isinstance(sharding.mesh, Mesh):
             raise TypeError(
                 "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
                 f"{shown(sharding.mesh)}"
@@ -353,9 +380,9 @@ def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
 def _can_be_placed(leaf: Any) -> bool:
     import jax
 
-    return isinstance(
-        leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)
-    ) and not isinstance(leaf, bool)
+    if isinstance(leaf, _HOST_TYPES):
+        return not isinstance(leaf, bool)
+    return isinstance(leaf, jax.Array)
 
 
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:

@@ -73,13 +73,13 @@ def _are_specs(given: Any) -> bool:
     if "jax" not in sys.modules:  # then nobody has a spec
         return False
     from jax import tree_util
-    from jax.sharding import Sharding
+    from jax.sharding import PartitionSpec, Sharding
 
-    leaves = tree_util.tree_leaves(given, is_leaf=is_spec)
-    if any(isinstance(leaf, _PATTERNS) for leaf in leaves):
+    kinds = set(map(type, tree_util.tree_leaves(given, is_leaf=is_spec)))
+    if any(issubclass(kind, _PATTERNS) for kind in kinds):
         return False
-    says = [isinstance(leaf, Sharding) or is_spec_of_mesh(leaf) for leaf in leaves]
-    return any(says) or all(leaf is None for leaf in leaves)
+    says = any(issubclass(kind, (Sharding, PartitionSpec, Fsdp)) for kind in kinds)
+    return says or kinds <= {type(None)}
 
 
 def _begins_with_a_pair(given: Any) -> bool:
