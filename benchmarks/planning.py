@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,7 @@ from tests.support.browser import chromium, metrics_of
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
 RULES = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
+BARS = {"plan, then check": 2.0}
 
 
 def rows() -> Iterator[Row]:
@@ -64,7 +66,19 @@ def _plans() -> Iterator[Row]:
     for name, call in calls.items():
         ours, reference = interleaved_seconds([call, identity], runs=7)
         note = f"{ours * 1e3:.0f} ms; identity {reference * 1e3:.0f} ms, {len(planned):,} leaves"
-        yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", None, note)
+        yield Row(f"{name}, DeepSeek-V3, to identity", ours / reference, "x", BARS.get(name), note)
+    yield from _names_that_do_not_fold()
+
+
+def _names_that_do_not_fold() -> Iterator[Row]:
+    names = ["".join(word) for word in islice(product("abcdefghij", repeat=5), 20_000)]
+    tree = dict.fromkeys(names, jax.ShapeDtypeStruct((8, 8), "float32"))
+
+    def plan() -> sr.Plan:
+        return sr.plan(tree, [("", ("tp", None))], {"tp": 2})
+
+    both, alone = interleaved_seconds([lambda: str(plan()), plan], runs=7)
+    yield Row("str(plan), names that do not fold", both - alone, "s", 0.2, f"{len(tree):,} leaves")
 
 
 def _sweeps() -> Iterator[Row]:
@@ -154,12 +168,19 @@ def _processes() -> Iterator[Row]:
         # What typer imports when it runs a command.
         partial(_run, [sys.executable, "-c", "import numpy, typer, pydantic"]),
         partial(_run, [sys.executable, "-c", "import jax"]),
+        partial(_run, [*command, "--help"]),
+        partial(_run, [sys.executable, "-c", "pass"]),
     ]
-    plan, check, libraries, jax_alone = interleaved_seconds(calls, runs=15)
+    for call in calls:
+        call()  # writes the bytecode
+    plan, check, libraries, jax_alone, help_, nothing = interleaved_seconds(calls, runs=15)
     note = f"import numpy, typer, pydantic alone: {libraries:.2f} s; import jax: {jax_alone:.2f} s"
-    yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.5, note)
+    yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.4, note)
     yield Row("shardrules check, the same", check, "s", None, note)
+    yield Row("shardrules --help, over python -c pass", help_ - nothing, "s", 0.2, "")
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    # With its bytecode, which an installed package has.
+    environ = {key: os.environ[key] for key in os.environ.keys() - {"PYTHONDONTWRITEBYTECODE"}}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)

@@ -10,6 +10,7 @@ constexpr std::size_t kMostNumbers = 16;
 constexpr char kHole = '#', kOfThePath = '0';
 
 bool is_digit(char c) { return '0' <= c && c <= '9'; }
+bool is_plain(char c) { return !is_digit(c) && c != '\0'; }
 
 }  // namespace
 
@@ -25,13 +26,16 @@ void Templates::add(std::string_view path) {
 void Templates::take_numbers(std::string_view path) {
     const std::size_t most = numbers_.size() + kMostNumbers;
     for (std::size_t i = 0; i < path.size();) {
-        if (!is_digit(path[i])) {
-            text_.push_back(path[i]);
-            if (path[i] == '\0') text_.push_back(kOfThePath);
+        std::size_t end = i;
+        while (end < path.size() && is_plain(path[end])) ++end;
+        text_.append(path, i, end - i);
+        i = end;
+        if (i == path.size()) break;
+        if (path[i] == '\0') {
+            text_.append({'\0', kOfThePath});
             ++i;
             continue;
         }
-        std::size_t end = i;
         while (end < path.size() && is_digit(path[end])) ++end;
         const std::string_view digits = path.substr(i, end - i);
         const bool is_text = digits.size() > kMostDigits || (digits[0] == '0' && digits.size() > 1);

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._planning.asking.sweep import factorizations
+from shardrules._planning.state_paths import of_activations, of_optimizer, of_state
 from tests.support import corpus
 from tests.support.work import calls_by_file
 
@@ -225,8 +226,20 @@ def test_names_of_optimizer_state_are_looked_for_once():
     plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
     first, second = (calls_by_file(plan.sweep) for _ in range(2))
     once = {file: count for file, count in first.items() if file.endswith("state_paths.py")}
-    assert sum(once.values()) >= 100
+    assert once
     assert second.keys().isdisjoint(once)
+
+
+def test_siblings_of_optimizer_state_are_found_as_each_path_is():
+    """The names are looked for in paths without numbers, each once."""
+    tops = ["opt_state", "opt", "opt2", "2opt", "ema", "ema\0", "0", "params", "activations"]
+    inner = ["mu", "opt_state", "ema_params", "ema_params3", "w"]
+    tree = {top: {str(i): {name: array(8) for name in inner} for i in (0, 1, 17)} for top in tops}
+    leaves = sr.plan(tree, [("", None)], {"tp": 2})._columns.leaves
+    assert len(leaves.templates.texts) * 3 == len(leaves.paths) == 135
+    assert leaves.optimizer_rows == of_optimizer(leaves.paths) != []
+    assert leaves.state_rows.tolist() == of_state(leaves.paths) != leaves.optimizer_rows
+    assert leaves.activation_rows.tolist() == of_activations(leaves.paths) != []
 
 
 def test_companions_are_found_once_for_all_meshes():

@@ -115,6 +115,8 @@ class Columns:
         if rules is None:
             return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
         needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
+        if all(needed):
+            return coverage_of(rules, self.sources)
         rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
         return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._core import templates
+from shardrules import _core
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Folded", "fold", "parts_of", "runs_of"]
+__all__ = ["Folded", "Templates", "fold", "parts_of", "runs_of", "templates_of"]
 
 _HOLE: Final = "\0#"
 _NUL: Final = "\0" + "0"
@@ -44,16 +44,36 @@ class Folded(NamedTuple):
         return "".join(part if i % 2 else _escaped(part) for i, part in enumerate(self.parts))
 
 
+class Templates(NamedTuple):
+    """Paths with holes for their numbers, so that those of sibling layers are equal."""
+
+    texts: list[str]
+    """Each template once. A hole is a NUL and #; a NUL of a path itself is a NUL and 0."""
+    of_path: npt.NDArray[np.int32]
+    """Per path an index of `texts`."""
+    numbers: npt.NDArray[np.int64]
+    """The numbers of all paths in a row, as many for each as its template has holes."""
+
+
+def templates_of(paths: list[str]) -> Templates:
+    """The templates of the paths, in the order of their first paths."""
+    texts, of_path, numbers = _core.templates(paths)
+    return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
+
+
 def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
+def fold(
+    paths: list[str], group_of: npt.NDArray[np.int32], templates: Templates | None = None
+) -> list[Folded]:
     """The paths of each group as patterns, in the order of their first paths.
 
     Args:
         paths: Of all leaves.
         group_of: Per path the index of its group, such as its kind; not negative.
+        templates: `templates_of` the paths. Default: they are made.
 
     Example:
         >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
@@ -62,9 +82,8 @@ def fold(paths: list[str], group_of: npt.NDArray[np.int32]) -> list[Folded]:
     """
     if not paths:
         return []
-    names, of_path, all_numbers = templates(paths)
-    template_of = np.frombuffer(of_path, np.int32).astype(np.int64)
-    numbers = np.frombuffer(all_numbers, np.int64)
+    names, of_path, numbers = templates_of(paths) if templates is None else templates
+    template_of = of_path.astype(np.int64)
     holes = np.fromiter((name.count(_HOLE) for name in names), np.int64, len(names))[template_of]
     starts = np.cumsum(holes) - holes
     key = template_of * (int(group_of.max()) + 1) + group_of

@@ -6,7 +6,7 @@ know about meshes, nor how the rule of a leaf was decided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +16,9 @@ import numpy as np
 from shardrules._dtypes import is_inexact
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
-from shardrules._planning.fold import Folded, fold
+from shardrules._planning.fold import Folded, Templates, fold, templates_of
 from shardrules._planning.roles import Part, parts_of_model
-from shardrules._planning.state_paths import rows_of_activations, rows_of_optimizer, rows_of_state
+from shardrules._planning.state_paths import of_activations, of_optimizer, of_state
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -84,28 +84,49 @@ class Leaves:
         return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
+    def templates(self) -> Templates:
+        """The paths with holes for their numbers."""
+        return templates_of(self.paths)
+
+    @cached_property
     def optimizer_rows(self) -> list[int]:
         """The rows of an optimizer's state, by the names in their paths."""
-        return rows_of_optimizer(self.paths)
+        rows: list[int] = self._rows(of_optimizer).tolist()
+        return rows
+
+    @cached_property
+    def state_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of an optimizer's state and of averages of the parameters, likewise."""
+        return self._rows(of_state)
+
+    @cached_property
+    def activation_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of activations, likewise."""
+        return self._rows(of_activations)
+
+    def _rows(self, found: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
+        is_found = np.zeros(len(self.templates.texts), np.bool_)
+        is_found[found(self.templates.texts)] = True
+        return np.flatnonzero(is_found[self.templates.of_path])
 
     @cached_property
     def state_counts(self) -> npt.NDArray[np.int64]:
         """Per kind, how many leaves are an optimizer's state or averages of the parameters."""
-        kinds = self.kind_of[rows_of_state(self.paths)]
+        kinds = self.kind_of[self.state_rows]
         return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def activation_counts(self) -> npt.NDArray[np.int64]:
         """Per kind, how many leaves are activations."""
-        kinds = self.kind_of[rows_of_activations(self.paths)]
+        kinds = self.kind_of[self.activation_rows]
         return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def gradient_rows(self) -> npt.NDArray[np.intp]:
         """The rows of the leaves that have gradients: parameters of real or complex numbers."""
         has_gradient = np.array([is_inexact(one.dtype) for one in self.types], bool)[self.kind_of]
-        has_gradient[rows_of_state(self.paths)] = False
-        has_gradient[rows_of_activations(self.paths)] = False
+        has_gradient[self.state_rows] = False
+        has_gradient[self.activation_rows] = False
         return np.flatnonzero(has_gradient)
 
     @cached_property
@@ -117,12 +138,12 @@ class Leaves:
     @cached_property
     def folded(self) -> list[Folded]:
         """The leaves with siblings folded, a kind each."""
-        return fold(self.paths, self.kind_of)
+        return fold(self.paths, self.kind_of, self.templates)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parameters with siblings folded, and what their dimensions are."""
-        others = {*rows_of_state(self.paths), *rows_of_activations(self.paths)}
+        others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
         params = [one for one in self.folded if int(one.rows[0]) not in others]
         shapes = [leaf.shape for leaf in self.types]
         return parts_of_model(params, shapes, [leaf.names for leaf in self.types])
