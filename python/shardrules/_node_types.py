@@ -85,7 +85,7 @@ def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
     return None
 
 
-def _constructor_sets_fields(node_type: type, record: Record) -> bool:
+def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
     """Whether type(**everything) does nothing but set each attribute, in the record's order.
 
     That is so if its `__init__` is what `dataclasses` makes of plain fields of these names.
@@ -108,8 +108,8 @@ def _constructor_sets_fields(node_type: type, record: Record) -> bool:
 @functools.lru_cache(256)
 def _plain_init(names: tuple[str, ...], frozen: bool) -> CodeType:
     fields = [(name, object) for name in names]
-    init: Any = dataclasses.make_dataclass("Plain", fields, frozen=frozen).__init__
-    code: CodeType = init.__code__
+    plain: Any = dataclasses.make_dataclass("Plain", fields, frozen=frozen)
+    code: CodeType = plain.__init__.__code__
     return code
 
 
