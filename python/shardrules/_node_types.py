@@ -90,9 +90,10 @@ def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
 
     That is so if its `__init__` is what `dataclasses` makes of plain fields of these names.
     """
+    plain_type: Any = object
     init = vars(node_type).get("__init__")
     names = (*record.children, *record.rest)
-    if type(node_type) is not type or node_type.__new__ is not object.__new__:
+    if type(node_type) is not type or node_type.__new__ is not plain_type.__new__:
         return False
     if not isinstance(init, FunctionType) or init.__code__.co_varnames[1:] != names:
         return False
@@ -102,7 +103,7 @@ def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
         return False
     if cells:
         return all(cell.cell_contents is object for cell in cells)
-    return node_type.__setattr__ is object.__setattr__
+    return node_type.__setattr__ is plain_type.__setattr__
 
 
 @functools.lru_cache(256)
