@@ -53,6 +53,7 @@ RecordType::RecordType(PyTypeObject* type, PyObject* description)
     if (name == nullptr) throw PythonError{};
     const std::string_view word(name);
     layout_ = word == "call"         ? Layout::kCall
+              : word == "fields"     ? Layout::kFields
               : word == "attributes" ? Layout::kAttributes
                                      : Layout::kVariable;
     const Ref keys = attribute(description, "keys");
@@ -102,20 +103,36 @@ Ref RecordType::new_object() const {
                                                  no_arguments.get(), nullptr));
 }
 
+// What object.__setattr__ does, for each value.
+Ref RecordType::with_attributes(Ref* values) const {
+    Ref node = new_object();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
+        check(PyObject_GenericSetAttr(node.get(), PyTuple_GET_ITEM(names_.get(), i),
+                                      values[i + 1].get()));
+    return node;
+}
+
 Ref RecordType::make(Ref* values) const {
     switch (layout_) {
         case Layout::kCall: return call(values);
-        case Layout::kAttributes: {
-            Ref node = new_object();
-            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
-                check(PyObject_GenericSetAttr(node.get(), PyTuple_GET_ITEM(names_.get(), i),
-                                              values[i + 1].get()));
-            return node;
-        }
-        case Layout::kVariable:
-            return Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
+        case Layout::kFields:
+        case Layout::kAttributes: return with_attributes(values);
+        case Layout::kVariable: return variable(values);
     }
     throw std::logic_error("no such layout");
+}
+
+Ref RecordType::variable(Ref* values) const {
+    static PyObject* const name = interned("_trace_state");
+    if (!trace_state_) {
+        Ref node =
+            Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
+        trace_state_ = Ref::checked(PyObject_GenericGetAttr(node.get(), name));
+        return node;
+    }
+    Ref node = with_attributes(values);
+    check(PyObject_GenericSetAttr(node.get(), name, trace_state_.get()));
+    return node;
 }
 
 Ref RecordType::call(Ref* values) const {

@@ -25,12 +25,14 @@ class RecordType {
     Ref make(Ref* values) const;
 
   private:
-    enum class Layout : std::uint8_t { kCall, kAttributes, kVariable };
+    enum class Layout : std::uint8_t { kCall, kFields, kAttributes, kVariable };
 
     bool read_values(PyObject* node, std::vector<Ref>& values) const;
     bool read_attributes(PyObject* node, std::vector<Ref>& values) const;
     Ref new_object() const;
+    Ref with_attributes(Ref* values) const;
     Ref call(Ref* values) const;
+    Ref variable(Ref* values) const;
 
     Layout layout_;
     PyObject* type_;  // borrowed: the NodeType that has this record owns it
@@ -38,6 +40,9 @@ class RecordType {
     Ref names_;  // of all values
     Ref init_;   // kCall: the type's __init__, if calling the type does no more than that
     Ref new_;    // kVariable: the type's _new
+    // kVariable: what _new has put into the slot _trace_state. It says where the walk was called, so
+    // one object serves all nodes of the walk.
+    mutable Ref trace_state_;
 };
 
 }  // namespace shardrules::pytree

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "keystr_texts.hpp"
+#include "leaf_dicts.hpp"
 #include "node_types.hpp"
 #include "registry.hpp"
 #include "step_memo.hpp"
@@ -24,9 +25,6 @@ class CollectorPause {
   private:
     bool was_enabled_;
 };
-
-// Up to here a new dict with inserted keys is cheaper than a copy whose values are overwritten.
-constexpr Py_ssize_t kFewKeys = 3;
 
 class Walk {
   public:
@@ -140,16 +138,29 @@ class Walk {
     }
 
     Ref dict(PyObject* object) {
-        const bool few = PyDict_GET_SIZE(object) <= kFewKeys;
-        Ref out = Ref::checked(few ? PyDict_New() : PyDict_Copy(object));
-        map_values(few ? object : out.get(), out.get());
+        // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
+        if (PyDict_GET_SIZE(object) <= Py_ssize_t{LeafDict::kMostKeys}) return small_dict(object);
+        Ref out = Ref::checked(PyDict_Copy(object));
+        map_values(out.get(), out.get(), nullptr);
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
+        return out;
+    }
+
+    Ref small_dict(PyObject* object) {
+        if (!separator_waits_)
+            if (Ref out = leaf_dicts_.like(object, dfa_, visitor_)) return out;
+        Ref out = Ref::checked(PyDict_New());
+        LeafDict walked;
+        map_values(object, out.get(), &walked);
+        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
+        if (walked.known() && hidden_key_ == nullptr)
+            leaf_dicts_.remember(std::move(walked), dfa_, out);
         return out;
     }
 
     Ref default_dict(PyObject* object) {
         const Ref children = Ref::checked(PyDict_Copy(object));
-        map_values(children.get(), children.get());
+        map_values(children.get(), children.get(), nullptr);
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(children.get()), object);
         const Ref factory = Ref::checked(PyObject_GetAttrString(object, "default_factory"));
         return Ref::checked(PyObject_CallFunctionObjArgs(
@@ -157,7 +168,7 @@ class Walk {
     }
 
     // Sets each key of `from` in `to`, which may be the same dict, to what stands for its value.
-    void map_values(PyObject* from, PyObject* to) {
+    void map_values(PyObject* from, PyObject* to, LeafDict* walked) {
         PyObject *borrowed_key = nullptr, *borrowed_value = nullptr;
         Py_ssize_t at = 0;
         bool only_str = true;
@@ -170,6 +181,10 @@ class Walk {
             }
             const Ref result = child({key.get()}, value.get());
             check(PyDict_SetItem(to, key.get(), result.get()));
+            if (walked != nullptr && walked->known()) {
+                const bool is_leaf = types_.of(value.get()).kind == NodeKind::kLeaf;
+                walked->add(key.get(), is_leaf ? visitor_.last_kind() : Ref());
+            }
         }
     }
 
@@ -340,6 +355,7 @@ class Walk {
     TreePath path_;
     NodeTypes types_;
     StepMemo steps_;
+    LeafDicts leaf_dicts_;
     SignalChecks signals_;
     std::optional<KeystrTexts> keystrs_;
     std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open

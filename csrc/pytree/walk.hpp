@@ -19,13 +19,18 @@ struct LeafPlace {
 class LeafVisitor {
   public:
     virtual Ref visit(PyObject* leaf, const LeafPlace& place) = 0;
+    // What the last visit's answer depends on beside the automaton's state, if the visit did nothing
+    // but answer; else empty.
+    virtual Ref last_kind() const { return {}; }
+    // Whether a visit would find a leaf to be of this kind. Runs no Python code; no need to be sure.
+    virtual bool is_of_kind(PyObject*, PyObject*) const { return false; }
 
   protected:
     ~LeafVisitor() = default;
 };
 
-// The tree with each leaf replaced by the visitor's answer; dict keys keep the input's order, and
-// otherwise the structure is what jax.tree_util.tree_map_with_path gives. An error that arises on
+// The tree with each leaf replaced by the visitor's answer; dict keys keep the input's order (of
+// siblings with equal keys, one may get the other's key objects), and otherwise the structure is what jax.tree_util.tree_map_with_path gives. An error that arises on
 // the way carries a note that names the path.
 Ref map_tree(PyObject* tree, const PathStyle& path_style, automata::LazyDfa& dfa,
              LeafVisitor& visitor);

@@ -1,5 +1,7 @@
 #include "match_leaves.hpp"
 
+#include <algorithm>
+
 namespace shardrules::resolution {
 
 using pytree::check;
@@ -25,6 +27,22 @@ bool is_less(PyObject* left, PyObject* right) {
     return result == 1;
 }
 
+// Of plain ints; comparing them runs no Python code.
+bool same_sizes(PyObject* shape, PyObject* other) {
+    if (shape == other) return true;
+    const Py_ssize_t rank = PyTuple_GET_SIZE(shape);
+    if (rank != PyTuple_GET_SIZE(other)) return false;
+    for (Py_ssize_t i = 0; i < rank; ++i) {
+        PyObject *size = PyTuple_GET_ITEM(shape, i), *other_size = PyTuple_GET_ITEM(other, i);
+        if (size == other_size) continue;
+        if (!PyLong_CheckExact(size) || !PyLong_CheckExact(other_size)) return false;
+        const int equal = PyObject_RichCompareBool(size, other_size, Py_EQ);
+        check(equal);
+        if (equal == 0) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
@@ -40,6 +58,7 @@ MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& sear
       size_last_(options.strict && has_min_size_ && !choices.min_size_first) {}
 
 Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
+    last_depends_on_ = DependsOn::kMore;
     Ref shape;
     Py_ssize_t rank = kAnyRank;
     if (options_.strict) {
@@ -63,7 +82,24 @@ Ref MatchLeaves::visit(PyObject* leaf, const LeafPlace& place) {
     }
     if (answer.truncated && options_.record_events)
         report(events_, PY_SSIZE_T_MAX, place, answer.object);
+    else if (searched_.empty())
+        last_depends_on_ = has_min_size_ ? std::max(answer.depends_on, DependsOn::kShape) : answer.depends_on;
+    last_shape_ = std::move(shape);
     return std::move(answer.object);
+}
+
+Ref MatchLeaves::last_kind() const {
+    if (last_depends_on_ == DependsOn::kMore || !last_shape_ || !PyTuple_CheckExact(last_shape_.get()))
+        return {};
+    if (last_depends_on_ == DependsOn::kShape) return last_shape_;
+    return Ref::checked(PyLong_FromSsize_t(PyTuple_GET_SIZE(last_shape_.get())));
+}
+
+bool MatchLeaves::is_of_kind(PyObject* leaf, PyObject* kind) const {
+    PyObject* shape = shapes_.peek(leaf);
+    if (shape == nullptr || !PyTuple_CheckExact(shape)) return false;
+    if (PyTuple_CheckExact(kind)) return same_sizes(shape, kind);
+    return PyTuple_GET_SIZE(shape) == PyLong_AsSsize_t(kind);
 }
 
 automata::RuleId MatchLeaves::decide(const LeafPlace& place) {

@@ -40,6 +40,9 @@ class MatchLeaves final : public LeafVisitor {
     MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const MatchModes& modes,
                 const Choices& choices, const MatchOptions& options);
     Ref visit(PyObject* leaf, const LeafPlace& place) override;
+    // The rank, an int, or the shape.
+    Ref last_kind() const override;
+    bool is_of_kind(PyObject* leaf, PyObject* kind) const override;
 
     const Listing& unmatched() const { return unmatched_; }  // shape, or None
     // (rules, shape): several of them match, where only one may.
@@ -65,6 +68,8 @@ class MatchLeaves final : public LeafVisitor {
     bool has_min_size_;
     bool sizes_first_, size_last_;  // looked at before and after the match
     ShapeReader shapes_;
+    Ref last_shape_;
+    DependsOn last_depends_on_ = DependsOn::kMore;
     Listing unmatched_, ambiguous_, misfits_, events_;
     std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };

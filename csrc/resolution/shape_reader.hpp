@@ -19,6 +19,12 @@ class ShapeReader {
         return Ref::borrow(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(leaf) + slot_));
     }
 
+    // The same, borrowed, for an object of the last leaf's type that has its shape in a slot; else null.
+    PyObject* peek(PyObject* object) const {
+        if (slot_ == 0 || Py_TYPE(object) != type_) return nullptr;
+        return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot_);
+    }
+
     // The rank of the shape that read() gave; 0 without one.
     static Py_ssize_t rank_of(PyObject* leaf, const Ref& shape);
     // Whether an array of this shape has one element.

@@ -41,9 +41,10 @@ Answers::Answer ShardingTable::get(automata::RuleId rule, PyObject* leaf, PyObje
     const std::uint32_t index = spec_of_[rule];
     Spec& spec = specs_[index];
     if (!spec.corrector) [[unlikely]]
-        return {none_as_null(for_shape(index, leaf, shape)), false};
+        return {none_as_null(for_shape(index, leaf, shape)), false, DependsOn::kMore};
     const Key key{rank, kept_axes(*spec.corrector, shape, rank)};
-    return {none_as_null(Ref::borrow(key == spec.last ? spec.last_made : make(index, key))), false};
+    return {none_as_null(Ref::borrow(key == spec.last ? spec.last_made : make(index, key))), false,
+            DependsOn::kShape};
 }
 
 PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {

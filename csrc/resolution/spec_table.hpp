@@ -26,7 +26,8 @@ class SpecTable final : public Answers {
         const bool truncated = rank < row.length;
         const Py_ssize_t entries = truncated ? rank : row.length;
         const Ref& slot = specs_[row.start + static_cast<std::size_t>(entries)];
-        return {slot ? slot : Ref::borrow(make(rule, entries)), truncated};
+        return {slot ? slot : Ref::borrow(make(rule, entries)), truncated,
+                DependsOn::kRank};
     }
 
     // For the garbage collector.

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,8 @@ class Record(NamedTuple):
     """The way in which the core reads and rebuilds nodes of one type."""
 
     layout: str
-    """call: type(**everything); attributes: a new object whose __dict__ is everything;
+    """call: type(**everything); fields: a new object with each attribute set, in this order;
+    attributes: the same, of nodes whose __dict__ is everything;
     variable: type._new(child, metadata with sorted keys)."""
     children: tuple[str, ...]
     """Attributes that hold the children."""
@@ -38,6 +40,9 @@ _JAX_DATACLASS: Final = {
     ("jax._src.tree_util", f"{prefix}register_dataclass.<locals>.unflatten_func")
     for prefix in ("", "_")
 }
+
+# What a function does; the rest of its code says where it was written.
+_CODE: Final = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars")
 
 _known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 
@@ -61,6 +66,8 @@ def registration(
         if record is None or not _fits(record, example, unflatten):
             return unflatten, None
         _known[node_type] = record
+    if record.layout == "call" and _constructor_sets_fields(node_type, record):
+        record = record._replace(layout="fields")
     return unflatten, record
 
 
@@ -76,6 +83,35 @@ def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
         if _name(unflatten.func) == ("flax.nnx.variablelib", "_variable_unflatten"):
             return _nnx_variable(node_type)
     return None
+
+
+def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
+    """Whether type(**everything) does nothing but set each attribute, in the record's order.
+
+    That is so if its `__init__` is what `dataclasses` makes of plain fields of these names.
+    """
+    plain_type: Any = object
+    init = vars(node_type).get("__init__")
+    names = (*record.children, *record.rest)
+    if type(node_type) is not type or node_type.__new__ is not plain_type.__new__:
+        return False
+    if not isinstance(init, FunctionType) or init.__code__.co_varnames[1:] != names:
+        return False
+    cells = init.__closure__ or ()  # a frozen one holds `object`, to ask it for __setattr__
+    plain = _plain_init(names, bool(cells))
+    if any(getattr(init.__code__, part) != getattr(plain, part) for part in _CODE):
+        return False
+    if cells:
+        return all(cell.cell_contents is object for cell in cells)
+    return node_type.__setattr__ is plain_type.__setattr__
+
+
+@functools.lru_cache(256)
+def _plain_init(names: tuple[str, ...], frozen: bool) -> CodeType:
+    fields = [(name, object) for name in names]
+    plain: Any = dataclasses.make_dataclass("Plain", fields, frozen=frozen)
+    code: CodeType = plain.__init__.__code__
+    return code
 
 
 def _is_of_equinox(function: Callable[..., Any], node_type: type) -> bool:
@@ -124,8 +160,11 @@ def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
     if sorted(slots) != ["_raw_value", "_trace_state", "_var_metadata"]:
         return False
     metadata = getattr(node, "_var_metadata", {})
-    return again._raw_value is getattr(node, "_raw_value", None) and _same_items(
-        again._var_metadata, dict(sorted(metadata.items()))
+    return (
+        again._raw_value is getattr(node, "_raw_value", None)
+        and _same_items(again._var_metadata, dict(sorted(metadata.items())))
+        # The nodes of one walk share theirs.
+        and again._trace_state == unflatten(auxiliary, children)._trace_state
     )
 
 

@@ -100,24 +100,115 @@ class ManyFields:
     f: Any
 
 
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class MetaFirst:
+    name: str = dataclasses.field(metadata={"static": True})
+    kernel: Any
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenWithPostInit:
+    kernel: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "by_post_init", True)
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class WithSetattr:
+    kernel: Any
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, "set_before", name)
+        object.__setattr__(self, name, value)
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class WithProperty:
+    kernel: Any
+
+    @property
+    def bias(self):
+        return self.made_by_property
+
+    @bias.setter
+    def bias(self, value):
+        self.made_by_property = value
+
+
+WithProperty = tree_util.register_dataclass(
+    dataclasses.make_dataclass("WithBias", [("bias", Any)], bases=(WithProperty,))
+)
+
+
+@dataclasses.dataclass
+class WithFactory:
+    kernel: Any = dataclasses.field(default_factory=list)
+
+
+tree_util.register_dataclass(WithFactory, data_fields=["kernel"], meta_fields=[])
+
+
+class SetsAttributes:
+    def __init__(self, kernel, bias):
+        self.kernel = kernel
+        self.bias = bias
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+
+tree_util.register_dataclass(SetsAttributes, data_fields=["kernel", "bias"], meta_fields=[])
+
+
 DATACLASSES = [
-    Plain(LEAF, [LEAF, LEAF], name="kept"),
-    Frozen(LEAF, {"x": LEAF}),
-    Slots(LEAF),
-    Derived(LEAF),
-    WithMetaclass(LEAF),
-    WithNew(kernel=LEAF),
-    ManyFields(*[LEAF] * 6),
-    Plain(Plain(LEAF, Frozen(LEAF, LEAF)), None, name="outer"),
+    (Plain(LEAF, [LEAF, LEAF], name="kept"), "fields"),
+    (Frozen(LEAF, {"x": LEAF}), "fields"),
+    (Slots(LEAF), "fields"),
+    (ManyFields(*[LEAF] * 6), "fields"),
+    (Plain(Plain(LEAF, Frozen(LEAF, LEAF)), None, name="outer"), "fields"),
+    (WithProperty(LEAF, LEAF), "fields"),
+    (SetsAttributes(LEAF, LEAF), "fields"),
+    (Derived(LEAF), "call"),
+    (WithMetaclass(LEAF), "call"),
+    (WithNew(kernel=LEAF), "call"),
+    (MetaFirst("kept", LEAF), "call"),
+    (FrozenWithPostInit(LEAF), "call"),
+    (WithSetattr(LEAF), "call"),
+    (WithFactory(LEAF), "call"),
 ]
 
 
-@pytest.mark.parametrize("tree", DATACLASSES, ids=lambda tree: type(tree).__name__)
-def test_dataclasses(tree):
-    assert record_of(tree).layout == "call"
-    ours, theirs = match(tree), match_by_jax(tree)
+@pytest.mark.parametrize(("tree", "layout"), DATACLASSES, ids=lambda case: type(case).__name__)
+def test_dataclasses(tree, layout):
+    assert record_of(tree).layout == layout
+    ours, theirs = match([tree, tree]), match_by_jax([tree, tree])
     assert ours == theirs
-    assert getattr(ours, "__dict__", None) == getattr(theirs, "__dict__", None)
+    for made, expected in zip(ours, theirs, strict=True):
+        assert type(made) is type(tree)
+        by_name = getattr(made, "__dict__", {})
+        assert list(by_name.items()) == list(getattr(expected, "__dict__", {}).items())
+
+
+def test_a_constructor_that_is_replaced_after_the_first_walk():
+    @tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Changed:
+        kernel: Any
+
+    tree = Changed(LEAF)
+    assert match(tree) == match_by_jax(tree)
+
+    def init(self, kernel):
+        object.__setattr__(self, "kernel", [kernel])
+
+    Changed.__init__ = init
+    assert record_of(tree).layout == "call"
+    assert match(tree).kernel == match_by_jax(tree).kernel == [P("tp")]
 
 
 def test_a_constructor_that_returns_something():
