@@ -59,7 +59,7 @@ def test_min_size_of_none_is_the_default(match):
 
 
 def test_the_same_object_is_given_to_every_leaf():
-    spec = P("tp")
+    spec = P("of this test")  # an equal one would be there from an earlier call
     specs = sr.match_partition_rules([(".*", spec)], {"a": np.zeros(2), "b": np.zeros(3)})
     assert specs["a"] is spec
     assert specs["b"] is spec

@@ -11,6 +11,7 @@ from typing import Any, Final
 from shardrules._cli.inputs import Planned, load_plan
 from shardrules._cli.process import note
 from shardrules._cli.show import working
+from shardrules._cli.values import following
 from shardrules._file_content import memory_within
 from shardrules._format import and_more, byte_count
 from shardrules._printable import printable
@@ -20,8 +21,16 @@ __all__ = ["load", "tell_fallbacks"]
 _MOST_FALLBACKS: Final = 5
 
 
-def load(source: str, *args: Any, max_memory: str, **options: Any) -> Planned:
+def load(
+    source: str,
+    *args: Any,
+    max_memory: str,
+    stacked: list[str] | None,
+    companions: str | None,
+    **options: Any,
+) -> Planned:
     """As `load_plan`, with a spinner; patterns that `re` evaluates get a note on stderr."""
+    options["companions"] = following(stacked, companions)
     with working(f"reading {source}"), memory_within(byte_count(max_memory)):
         planned = load_plan(source, *args, **options)
     tell_fallbacks(planned.fallbacks)

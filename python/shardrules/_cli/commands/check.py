@@ -86,7 +86,7 @@ def command(
     planned = load(
         source, rules, mesh, dialect, min_size,
         max_memory=max_memory, no_fallbacks=no_fallbacks,
-        companions=values.following(stacked, companions), declared=declared,
+        stacked=stacked, companions=companions, declared=declared,
     )  # fmt: skip
     findings = planned.plan.check(
         **planned.rules.declared,

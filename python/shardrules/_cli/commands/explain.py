@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from shardrules._cli import values
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -45,6 +44,6 @@ def command(
     """Explain the spec of one array: the rules that match it, and each correction."""
     planned = load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
-        companions=values.following(stacked, companions),
+        stacked=stacked, companions=companions,
     )  # fmt: skip
     print(planned.plan.explain(path))

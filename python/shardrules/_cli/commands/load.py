@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from shardrules._cli import values
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -58,6 +57,6 @@ def command(
     most = None if in_flight is None else byte_count(in_flight)
     plan = load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
-        companions=values.following(stacked, companions),
+        stacked=stacked, companions=companions,
     ).plan  # fmt: skip
     print(forecast(plan._columns, processes=processes, in_flight=most, bandwidth=speed))

@@ -76,7 +76,7 @@ def command(
     _check_targets({"--lock": lock, "--html": html}, (source, rules))
     planned = load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
-        companions=values.following(stacked, companions),
+        stacked=stacked, companions=companions,
     )  # fmt: skip
     plan = planned.plan
     held = plan.bytes_per_device(**counted)

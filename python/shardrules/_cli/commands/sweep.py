@@ -80,14 +80,8 @@ def command(
     names, fixed = values.axes(axes or "")
     first = mesh[0] if mesh else f"{names[0]}={devices}"
     plan = load(
-        source,
-        rules,
-        first,
-        dialect,
-        min_size,
-        max_memory=max_memory,
-        no_fallbacks=no_fallbacks,
-        companions=values.following(stacked, companions),
+        source, rules, first, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
+        stacked=stacked, companions=companions,
     ).plan  # fmt: skip
     with working("trying meshes"):
         found = plan.sweep(

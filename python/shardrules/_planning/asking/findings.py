@@ -16,7 +16,6 @@ from shardrules._printable import printable, printable_json, printable_lines
 __all__ = [
     "CHECK_KINDS",
     "LEVELS",
-    "VERIFY_KINDS",
     "CheckKind",
     "Finding",
     "FindingKind",
@@ -71,7 +70,6 @@ VerifyKind = Literal[
     "unplaced",
     "sharding",
 ]
-VERIFY_KINDS: Final[tuple[VerifyKind, ...]] = get_args(VerifyKind)
 """In the order of the tables in `verify` and `audit`, which say what they are."""
 FindingKind = CheckKind | VerifyKind
 _MOST_PATHS: Final = 5
