@@ -183,4 +183,4 @@ __all__ = [
     "with_logical_constraint",
     "with_sharding_constraint",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
