@@ -304,6 +304,26 @@ class TestQuestions:
         unknown = sr.plan({"w": array((8,))}, RULES, MESH, names={"w": ("embd",)})
         assert "dim 0 'embd': no rule is for it" in str(unknown.explain("w"))
 
+    def test_a_leaf_without_names_has_no_rule_that_could_match(self):
+        tree = {"w": array((8,)), "b": array((8,)), "step": 3}
+        plan = sr.plan(tree, RULES, MESH, names={"w": ("embed",)})
+        assert str(plan.explain("b")).splitlines()[1:] == [
+            "  it has no logical axis names, so no rule is for it",
+            "  on dp=1,fsdp=2,tp=4  P(), 16 B on each device",
+        ]
+        assert str(plan.explain("step")).splitlines() == [
+            "step  not an array",
+            "  on dp=1,fsdp=2,tp=4  P(), 0 B on each device",
+        ]
+        state = plan.for_optimizer({"mu": {"w": array((8,))}, "count": array(())})
+        assert str(state.explain("mu/w")).splitlines()[1:] == [
+            "  follows        w",
+            "  the rules say  P('fsdp')",
+            "  derived        the parameter's, same shape",
+            "  on dp=1,fsdp=2,tp=4  P('fsdp'), 8 B on each device",
+        ]
+        assert "rule" not in str(state.explain("count"))
+
     def test_coverage_counts_leaves_by_name(self):
         coverage = planned().coverage
         assert coverage.matched == (0, 1, 3, 1, 2, 2, 2)
