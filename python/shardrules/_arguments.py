@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import islice
 from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -41,9 +42,12 @@ Tree = TypeVar("Tree")
 MOST: Final = 2**63 - 1
 """The largest number that the core and numpy's int64 hold."""
 
+_NODES: Final = (dict, list, tuple)
 _PLAIN: Final = (str, bytes, bytearray, os.PathLike, Iterator)
 # Nobody nests deeper by hand, and a list may be inside itself.
 _DEEPEST: Final = 100
+# What is put beside a model's arrays by mistake stands near the root.
+_LOOKED_AT: Final = 32
 _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
     "those of a file"
@@ -197,10 +201,17 @@ def shape_of(name: str, value: Any) -> tuple[Any, ...]:
 def check_tree(name: str, tree: object) -> None:
     """Checks that it may be a tree of arrays, by a look at its leaves up to the first array.
 
+    Beside arrays there may be functions and texts, as in equinox modules, but no optimizer, model,
+    class, path or generator among the first nodes.
+
     Raises:
-        TypeError: It is a path, an optimizer, a model, a generator or the like, or has nothing else
-            in it; the message says where, and what to give.
+        TypeError: It is a path, an optimizer, a model, a generator or the like, or has one in it,
+            or has no array; the message says where, and what to give.
     """
+    if (found := _never_an_array(tree)) is not None:
+        node, instead = found
+        keys = _keys_of(node, tree)
+        raise TypeError(_no_arrays(name, keys, node, "where an array is expected", instead))
     first = None
     for keys, leaf in _leaves(tree):
         if leaf is None:
@@ -210,13 +221,7 @@ def check_tree(name: str, tree: object) -> None:
         first = first or (keys, leaf)
     if first is None:
         return
-    keys, node, instead = _known_on_the_way(tree, *first)
-    if not keys:
-        raise TypeError(f"{name} is {shown(node)}, which is no tree of arrays; give {instead}")
-    raise TypeError(
-        f"{name} has {shown(node)} at {'/'.join(map(str, keys))}, and no array anywhere, so it is "
-        f"no tree of arrays; give {instead}"
-    )
+    raise TypeError(_no_arrays(name, *first, "and no array anywhere", _ARRAYS))
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
@@ -271,23 +276,56 @@ def _may_be_array(leaf: object) -> bool:
     return not (isinstance(leaf, _PLAIN) or _is_leaf(leaf))
 
 
-def _known_on_the_way(
-    tree: Any, keys: tuple[Any, ...], leaf: object
-) -> tuple[tuple[Any, ...], object, str]:
-    """(keys, node, what to give) of the first node on the way that is known, or of the leaf."""
-    node = tree
-    for depth in range(len(keys) + 1):
-        for base in type.mro(type(node)):
-            if (known := f"{base.__module__}.{base.__qualname__}") in _INSTEAD:
-                return keys[:depth], node, _INSTEAD[known]
-        if depth < len(keys):
-            node = node[keys[depth]]
-    return keys, leaf, _ARRAYS
+def _no_arrays(name: str, keys: tuple[Any, ...], node: object, inside: str, instead: str) -> str:
+    if not keys:
+        return f"{name} is {shown(node)}, which is no tree of arrays; give {instead}"
+    return f"{name} has {shown(node)} at {'/'.join(map(str, keys))}, {inside}; give {instead}"
+
+
+def _never_an_array(tree: object) -> tuple[object, str] | None:
+    """(node, what to give instead) of the first node that certainly has no array in it.
+
+    Looks at the nodes nearest to the root, level by level.
+    """
+    nodes: list[Any] = [tree]
+    for node in nodes:  # which grows
+        node_type: Any = type(node)
+        if (instead := _instead_of_objects(node_type)) is not None:
+            if issubclass(node_type, type):
+                return node, _instead_of_objects(node) or _ARRAYS
+            if issubclass(node_type, tuple) or _is_leaf(node):
+                return node, instead
+        elif issubclass(node_type, _NODES) and (room := _LOOKED_AT - len(nodes)) > 0:
+            children: Any = dict.values(node) if isinstance(node, dict) else node
+            nodes += islice(children, room)
+    return None
+
+
+def _keys_of(wanted: object, tree: object) -> tuple[Any, ...]:
+    nodes: list[_Keyed] = [((), tree)]
+    for keys, node in nodes:  # which grows
+        if node is wanted:
+            break
+        if isinstance(node, dict | list | tuple):
+            nodes += _children(keys, node)
+    return keys
+
+
+@functools.lru_cache(maxsize=256)
+def _instead_of_objects(of_type: Any) -> str | None:
+    """What to give instead of objects of this class, unless they are arrays or nodes of a tree."""
+    for base in type.mro(of_type):
+        if instead := _INSTEAD.get(f"{base.__module__}.{base.__qualname__}"):
+            return instead
+    if callable(getattr(of_type, "init", None)) and callable(getattr(of_type, "update", None)):
+        return _OPTIMIZER
+    never = type, ModuleType, os.PathLike, Iterator
+    return _ARRAYS if issubclass(of_type, never) else None
 
 
 def _is_leaf(node: object) -> bool:
     # Without JAX in the process nobody can have told it of a type.
     jax = sys.modules.get("jax.tree_util")
     if jax is None:
-        return node is not None and not isinstance(node, dict | list | tuple)
+        return node is not None and not isinstance(node, _NODES)
     return bool(jax.all_leaves([node]))

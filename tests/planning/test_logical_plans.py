@@ -157,6 +157,19 @@ class TestWrongInput:
         with pytest.raises(ValueError, match=r"names: 1 path of no leaf:\n.*near it: wte"):
             sr.plan(tree, RULES, MESH, names={**names, "wtee": ("embed",)})
 
+    def test_a_tree_of_names_whose_root_has_lists_is_a_tree(self):
+        layer, names = {"w": array((8, 4))}, {"w": ("embed", "mlp")}
+        for many in (list, tuple):
+            tree = {"embed": array((8,)), "layers": many([layer, layer])}
+            given = {"embed": ("embed",), "layers": many([names, names])}
+            specs = sr.plan(tree, RULES, MESH, names=given).specs()
+            assert specs["layers"][1]["w"] == P("fsdp", "tp")
+            with pytest.raises(ValueError, match="names: they do not fit the tree"):
+                sr.plan({**tree, "more": layer}, RULES, MESH, names=given)
+        flat = {"layers": [array((8, 4))] * 2}
+        specs = sr.plan(flat, RULES, MESH, names={"layers": [("embed", "mlp")] * 2}).specs()
+        assert specs["layers"] == [P("fsdp", "tp")] * 2
+
     def test_a_tree_of_another_structure(self):
         tree, names = beside()
         with pytest.raises(ValueError, match="names: they do not fit the tree"):
@@ -303,6 +316,26 @@ class TestQuestions:
         assert "dim 0 'embed': rule 2 -> 'fsdp' loses: the mesh lacks its mesh axes" in absent
         unknown = sr.plan({"w": array((8,))}, RULES, MESH, names={"w": ("embd",)})
         assert "dim 0 'embd': no rule is for it" in str(unknown.explain("w"))
+
+    def test_a_leaf_without_names_has_no_rule_that_could_match(self):
+        tree = {"w": array((8,)), "b": array((8,)), "step": 3}
+        plan = sr.plan(tree, RULES, MESH, names={"w": ("embed",)})
+        assert str(plan.explain("b")).splitlines()[1:] == [
+            "  it has no logical axis names, so no rule is for it",
+            "  on dp=1,fsdp=2,tp=4  P(), 16 B on each device",
+        ]
+        assert str(plan.explain("step")).splitlines() == [
+            "step  not an array",
+            "  on dp=1,fsdp=2,tp=4  P(), 0 B on each device",
+        ]
+        state = plan.for_optimizer({"mu": {"w": array((8,))}, "count": array(())})
+        assert str(state.explain("mu/w")).splitlines()[1:] == [
+            "  follows        w",
+            "  the rules say  P('fsdp')",
+            "  derived        the parameter's, same shape",
+            "  on dp=1,fsdp=2,tp=4  P('fsdp'), 8 B on each device",
+        ]
+        assert "rule" not in str(state.explain("count"))
 
     def test_coverage_counts_leaves_by_name(self):
         coverage = planned().coverage

@@ -642,7 +642,7 @@ class TestExplain:
         assert "the mesh has no axis 'sp', so 'fsdp' beside it is dropped too (costs 48 B on each device)" in str(
             self.plan().explain("b"))  # fmt: skip
         assert str(self.plan().explain("s")).splitlines()[1:] == [
-            "  no rule matches, of 4",
+            "  no rule matches, of 4; the leaf needs none",
             "  on fsdp=4,tp=4  P(), 4 B on each device",
         ]
         assert str(self.plan().explain("small")).splitlines()[-2:] == [

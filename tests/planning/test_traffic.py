@@ -275,6 +275,16 @@ def test_what_is_not_known_is_said():
     assert [(row.of, row.payload) for row in told] == [("activations", KB)]
 
 
+def test_roles_that_decide_nothing_are_told():
+    tree = {"layers": [{"up": jax.ShapeDtypeStruct((512, 2048), "float32")}] * 2}
+    plan = sr.plan(tree, [(".*", ())], TP)
+    with pytest.raises(ValueError, match="'layers/0/upp' is found in no path; near it: layers/"):
+        plan.traffic(tokens=64, roles={"layers/0/upp": ("in", "out")})
+    given = {"up": ("in", "out"), "layers": ("in", "out")}
+    with pytest.raises(ValueError, match="'layers' decides nothing: earlier patterns"):
+        plan.traffic(tokens=64, roles=given)
+
+
 def test_experts_that_read_something_else_are_not_known():
     # Experts of a narrower stream than the model's: nobody knows what is sent to them.
     experts = {"experts": {"up": {"kernel": (8, 128, 256)}, "down": {"kernel": (8, 256, 128)}}}

@@ -30,29 +30,33 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
     Raises:
         ValueError: The names do not fit the tree, or are for paths that are not there.
     """
-    is_by_path = isinstance(names, Mapping) and all(
-        isinstance(one, tuple | list) or is_partition_spec(one) for one in names.values()
-    )
-    return _of_paths(paths, names) if is_by_path else _of_tree(of_rows, len(paths), names)
+    found = values_beside(of_rows, names, len(paths))
+    if found is not None:
+        return found
+    is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))
+    if is_by_path and names.keys() <= set(paths):
+        return list(map(names.get, paths))
+    try:
+        return _by_jax(of_rows, names)
+    except ValueError as error:
+        raise (_unknown_paths(paths, names) if is_by_path else error) from None
 
 
-def _of_paths(paths: list[str], names: Mapping[Any, Any]) -> list[Any]:
+def _may_be_names(one: Any) -> bool:
+    if is_partition_spec(one):
+        return True
+    return isinstance(one, tuple | list) and not any(isinstance(x, Mapping | list) for x in one)
+
+
+def _unknown_paths(paths: list[str], names: Mapping[Any, Any]) -> ValueError:
     known = set(paths)
     unknown = [path for path in names if path not in known]
-    if unknown:
-        lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
-        for path in unknown[:_SHOWN]:
-            near = near_shown(path, paths) if isinstance(path, str) else ""
-            lines.append(f"    {shown(path)}{near}")
-        lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
-        raise ValueError(printable_lines(lines))
-    return list(map(names.get, paths))
-
-
-def _of_tree(of_rows: Any, leaves: int, names: Any) -> list[Any]:
-    """The names of each leaf, from a tree of names."""
-    found = values_beside(of_rows, names, leaves)
-    return _by_jax(of_rows, names) if found is None else found
+    lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
+    for path in unknown[:_SHOWN]:
+        near = near_shown(path, paths) if isinstance(path, str) else ""
+        lines.append(f"    {shown(path)}{near}")
+    lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
+    return ValueError(printable_lines(lines))
 
 
 def _by_jax(of_rows: Any, names: Any) -> list[Any]:

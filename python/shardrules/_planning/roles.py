@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._format import brief, counted
+from shardrules._near import near_shown
 from shardrules._planning.fold import Folded, parts_of, runs_of
 
 __all__ = ["DIM_ROLES", "DimRole", "Part", "experts_dim", "parts_of_model", "with_roles"]
@@ -188,7 +189,10 @@ def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) 
     found = {pattern: re.compile(pattern) for pattern in given}
     first = [next((p for p in found if found[p].search(part.pattern)), None) for part in parts]
     if unused := [pattern for pattern in given if pattern not in first]:
-        raise ValueError(f"roles: {brief(unused[0])} is found in no path, or an earlier pattern is")
+        why = f"is found in no path{near_shown(unused[0], (part.pattern for part in parts))}"
+        if any(found[unused[0]].search(part.pattern) for part in parts):
+            why = "decides nothing: earlier patterns are found in all of its paths; give it first"
+        raise ValueError(f"roles: {brief(unused[0])} {why}")
     return [
         part if pattern is None else _with_dims(part, pattern, given[pattern])
         for part, pattern in zip(parts, first, strict=True)

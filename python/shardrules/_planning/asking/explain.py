@@ -85,17 +85,20 @@ class Explanation(NamedTuple):
     """Per companion the path to which it leads."""
     leaves: int = 1
     """How many leaves are meant, of which this is the first; all get the same."""
+    by_names: bool = False
+    """Whether the rules are for logical axis names."""
 
     def __str__(self) -> str:
         kind = self.kind
+        what = f"shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}"
         lines = [
-            f"{self.path}  shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}",
+            f"{self.path}  {what if kind.shape is not None else 'not an array'}",
             *self._leaves_line(),
             *self._companion_lines(),
-            *(self._rule_lines() if kind.names is None else self._name_lines()),
+            *(self._name_lines() if self.by_names else self._rule_lines()),
         ]
         if kind.wanted is not None:
-            say = "rule says " if kind.names is None else "rules say "
+            say = "rules say " if self.by_names else "rule says "
             lines.append(f"  the {say} {spec_shown(kind.wanted)}")
         if kind.origin is not None:
             lines.append(f"  derived        {kind.origin}")
@@ -129,7 +132,8 @@ class Explanation(NamedTuple):
         met = [one for one in self.tried if isinstance(one, Tried) and one.outcome != "no match"]
         missed = len(self.tried) - len(met)
         if not met:
-            return [f"  no rule matches, of {missed}"]
+            needs_none = self.kind.status == "placed" and self.kind.origin is None
+            return [f"  no rule matches, of {missed}" + "; the leaf needs none" * needs_none]
         words = {
             "wins": "wins",
             "too late": f"matches, but comes after rule {self.kind.rule}",
@@ -142,7 +146,11 @@ class Explanation(NamedTuple):
         return [*lines, others] if missed else lines
 
     def _name_lines(self) -> list[str]:
-        names = self.kind.names or ()
+        names = self.kind.names
+        if names is None:
+            if self.kind.origin is not None or self.kind.shape is None:
+                return []
+            return ["  it has no logical axis names, so no rule is for it"]
         lines = []
         for dim, name in enumerate(names):
             tried = [one for one in self.tried if isinstance(one, TriedName) and one.dim == dim]
@@ -178,7 +186,9 @@ def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
     mesh = mesh_shown(columns.axis_sizes)
     path = columns.paths[row]
-    return Explanation(path, source, kind, tried, mesh, companions, bases, leaves)
+    return Explanation(
+        path, source, kind, tried, mesh, companions, bases, leaves, by_names=rules is None
+    )
 
 
 def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
