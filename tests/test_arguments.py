@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 import re
 import tempfile
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
 from shardrules._format import shown
+from shardrules._matching import matcher
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
 from tests.support import api
 from tests.support.files import header_file
@@ -562,11 +564,33 @@ def test_every_public_callable_and_parameter_is_here():
         assert name == "patch" or list(arguments) == PUBLIC[name], name
 
 
+# What compiles patterns in each call, and why.
+COMPILES_EACH_TIME = {
+    "Rules": "the object is the user's own",
+    "read_rules": "the same",
+    "Plan.from_lock": "the same",
+    "suggest": "it tries patterns that it writes, which nobody gave",
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_right_is_taken(name):
+def test_what_is_right_is_taken_and_its_pairs_are_compiled_once(name, monkeypatch):
     function, arguments = CALLS[name]
-    if name != "patch":
-        function(**arguments)
+    if name == "patch":
+        return
+    function(**arguments)
+    make, compiled = matcher.compile_patterns, []
+
+    def counted(patterns, modes):
+        compiled.extend(patterns)
+        return make(patterns, modes)
+
+    monkeypatch.setattr(matcher, "compile_patterns", counted)
+    # Equal pairs, in which nothing is the same object as before.
+    equal = {at: pickle.loads(pickle.dumps(it)) if isinstance(it, list) else it
+             for at, it in arguments.items()}  # fmt: skip
+    function(**equal)
+    assert bool(compiled) == (name in COMPILES_EACH_TIME)
 
 
 def named(case: tuple[str, str, Any]) -> str:

@@ -5,6 +5,7 @@ A dict, which rule files, the command line and `Plan.check` fill. Must not know 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Final, TypedDict
@@ -41,13 +42,18 @@ def all_declared(one: Declared, other: Declared) -> Declared:
 def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
     """The patterns as rules, which are searched in paths as they are printed, in every dialect.
 
-    They cost as much as rules. Patterns that are not regular are in `Rules.fallbacks`.
+    They cost as much as rules, the first time. Patterns that are not regular are in
+    `Rules.fallbacks`.
 
     Raises:
         re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
             its index.
     """
-    listed = list(patterns)
-    for index, pattern in enumerate(listed):
+    return _compiled(tuple(patterns))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
+    for index, pattern in enumerate(patterns):
         parse(f"replicated[{index}]", pattern, pattern)
-    return Rules([(pattern, None) for pattern in listed])
+    return Rules([(pattern, None) for pattern in patterns])

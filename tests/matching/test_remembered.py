@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import gc
 import re
@@ -18,8 +19,20 @@ import shardrules as sr
 from shardrules._matching import matcher, rules
 from shardrules._matching.dialects import EASYLM, EFORMER
 from shardrules._matching.rules import remembered_rules
-from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
+from shardrules.compat import (
+    axlearn,
+    big_vision,
+    easylm,
+    jaxseq,
+    kauldron,
+    keras,
+    openpi,
+    spectrax,
+    tp_plan,
+    windows,
+)
 from shardrules.compat import eformer as compat_eformer
+from tests.support.folders import ROOT
 
 TREE = {"wq": {"kernel": np.zeros((4, 4))}, "norm": np.zeros(4)}
 MESH = {"fsdp": 2, "tp": 2}
@@ -68,14 +81,100 @@ def test_equal_pairs_are_compiled_once(compiled, entry):
     assert ENTRIES[entry]([("wq", P("tp")), ("norm", P())]) != first
 
 
-def test_other_dialects_are_compiled_once(compiled):
-    for _ in range(3):
-        jaxseq.match_partition_rules([("kernel", P("tp")), (".*", P())], TREE)
-        windows.set_partitions(TREE, [(("kernel",), P("tp")), (("norm",), None)])
-        tp_plan.parameter_tp_plan("layers.3.up", {"layers.*.up": "colwise"})
-        tp_plan.parameter_tp_plan("layers.3.up", {"layers.*.up": "colwise"}, is_weight=False)
-    assert len(compiled) == 4
+def layouts():
+    layouts = keras.LayoutMap()
+    layouts["".join(["wq", "/kernel"])] = ("fsdp", "tp")
+    return layouts
+
+
+# Those of libraries whose pairs are not ours; tests/test_arguments.py has the others.
+OF_LIBRARIES = {
+    "axlearn.copy_partition": lambda: axlearn.copy_partition(
+        {"w": axlearn.TensorSpec((8,))}, pattern="".join(["w", ".*"]), memory_kind="pinned_host"
+    )["w"].memory_kind,
+    "big_vision.infer_sharding": lambda: big_vision.infer_sharding(
+        TREE, [(".*/kernel", 'fsdp(axis="fsdp", min_size_to_shard_mb=0)'), (".*", "replicate")], MESH
+    ),
+    "big_vision.rules": lambda: big_vision.rules(
+        [("".join(["wq", "/.*"]), 'shard_dim("tp", 0)|fsdp("fsdp")')]
+    ),
+    "easylm.TreePathShardingRule": lambda: easylm.TreePathShardingRule(*fresh_pairs()).apply(TREE),
+    "eformer.create_pattern_based_partition_spec": lambda: (
+        compat_eformer.create_pattern_based_partition_spec("wq|wk->fsdp.tp,norm->tp", MESH)("wq", None)
+    ),
+    "jaxseq.match_partition_rules": lambda: jaxseq.match_partition_rules(
+        [("".join(["ker", "nel"]), P("tp")), (".*", P())], TREE
+    ),
+    "kauldron.FSDPSharding": lambda: kauldron.FSDPSharding(min_size_to_shard_mb=0)(TREE),
+    "keras.LayoutMap.rules": lambda: layouts().rules,
+    "keras.LayoutMap.specs": lambda: layouts().specs(TREE),
+    "openpi.fsdp_sharding": lambda: openpi.fsdp_sharding(TREE, MESH, min_size_mbytes=0),
+    "openpi.rules": lambda: openpi.rules(min_size_mbytes=0),
+    "tp_plan.match_tp_plan": lambda: tp_plan.match_tp_plan(
+        {"".join(["wq", ".*"]): "colwise"}, {"wq.3": np.zeros((4, 4))}, ep_plan={"norm": "ep_router"}
+    ),
+    "tp_plan.parameter_tp_plan": lambda: tp_plan.parameter_tp_plan(
+        "layers.3.up", {"".join(["layers.*", ".up"]): "colwise"}, is_weight=False
+    ),
+    "windows.set_partitions": lambda: windows.set_partitions(
+        TREE, [(("".join(["ker", "nel"]),), P("tp")), (("norm",), None)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", OF_LIBRARIES)
+def test_pairs_of_libraries_are_compiled_once(compiled, entry):
+    first = OF_LIBRARIES[entry]()
+    assert len(compiled) == 1
+    assert OF_LIBRARIES[entry]() == first
+    assert len(compiled) == 1
+
+
+def test_companions_and_declarations_are_compiled_once(compiled):
+    tree = {"wq": {"kernel": np.zeros((4, 4)), "lora_a": np.zeros((4, 2))}}
+
+    def use():
+        sr.plan(tree, fresh_pairs(), MESH, companions=sr.LORA).check(
+            replicated=["".join(["n", "m"])]
+        )
+        sr.named_shardings(tree, fresh_pairs(), MESH, companions=sr.LORA)
+        return len([patterns for patterns in compiled if patterns])
+
+    assert use() == use() > 2
+
+
+def test_dialects_are_told_apart():
     assert remembered_rules([("a", "tp")], EFORMER) is not remembered_rules([("a", "tp")], EASYLM)
+
+
+# Where Rules are made of patterns in each call, and why. All else takes `remembered_rules`.
+MAKING_RULES = {
+    "_matching/rules.py": "what remembers, and pickles",
+    "_declared.py": "it remembers its own, whose errors have other names",
+    "_files/rules.py": "who reads a file gets an object of its own",
+    "_planning/locks/read.py": "the same",
+    "_planning/placing/by_specs.py": "patterns of a tree of specs, which nobody gave",
+    "_planning/asking/checks/tables.py": "made once",
+    "_moving/trees.py": "made once",
+    "compat/openpi.py": "made once",
+    "_suggesting/proving.py": "patterns that are being written",
+    "_suggesting/writing.py": "the same",
+    "demo.py": "shown as a user's own",
+}
+
+
+def test_nothing_else_makes_rules_of_patterns():
+    package = ROOT / "python/shardrules"
+    making = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Rules"
+        and ast.unparse(node.args[0]) != "()"
+    }
+    assert making == MAKING_RULES.keys()
 
 
 def test_rules_are_always_fresh(compiled):

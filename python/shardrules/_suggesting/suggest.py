@@ -19,7 +19,7 @@ from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.leaves import has_names
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect
-from shardrules._matching.rules import PathRules, Rules, as_rules
+from shardrules._matching.rules import PathRules, Rules, remembered_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
@@ -236,7 +236,7 @@ def _in_dialect(like: PathRules, dialect: Dialect) -> Rules:
         TypeError: They are for logical axis names.
         ValueError: They are in another dialect.
     """
-    given = like if isinstance(like, Rules) else Rules(as_rules("like", like), dialect)
+    given = like if isinstance(like, Rules) else remembered_rules(like, dialect, "like")
     if given.dialect != dialect:
         raise ValueError(
             f"like: the rules are in the dialect {given.dialect.name}, and dialect is "

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._correction import Correction
 from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import remembered_rules
 from shardrules._sharding.constraints import with_sharding_constraint as constrain
 from shardrules._sharding.mesh import axes_of_type, context_mesh, current_view, resolve_mesh
 from shardrules._specs import (
@@ -37,6 +37,11 @@ __all__ = [
 
 # What JAX would refuse is an error that names the leaf.
 _AS_WRITTEN = Correction(absent="error", indivisible="error", rank="error", pad=False)
+_WHOLE_PATHS: Final = dataclasses.replace(
+    EFORMER, match=("fullmatch",), scalars="none", unmatched="replicate"
+)
+# In the place of a spec: the path matches.
+_MOVED: Final = object()
 
 
 @dataclasses.dataclass
@@ -103,20 +108,13 @@ def copy_partition(
     """
     import jax
 
-    dialect = dataclasses.replace(EFORMER, match=("fullmatch",), scalars="none")
-    replicating = dataclasses.replace(dialect, unmatched="replicate")
-    rules = Rules([] if pattern is None else [(pattern, _Moved())], replicating)
+    rules = remembered_rules([] if pattern is None else [(pattern, _MOVED)], _WHOLE_PATHS)
 
     def copied(spec: Any, found: Any) -> TensorSpec:
-        kind = memory_kind if isinstance(found, _Moved) else spec.memory_kind
+        kind = memory_kind if found is _MOVED else spec.memory_kind
         return TensorSpec(spec.shape, spec.dtype, spec.mesh_axes, kind)
 
     return jax.tree_util.tree_map(copied, specs, rules.match(specs))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Moved:
-    """In the place of a spec: the path matches."""
 
 
 def with_sharding_constraint(x: Any, partition_spec: PartitionSpec | None) -> Any:

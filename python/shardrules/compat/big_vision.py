@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from shardrules._dtypes import given_bits
 from shardrules._format import shown
 from shardrules._matching.dialects import BIG_VISION
-from shardrules._matching.rules import Rules
+from shardrules._matching.rules import Rules, remembered_rules
 from shardrules._shape_specs import fsdp as fsdp_spec
 from shardrules._shape_specs import largest_dim
 from shardrules._sharding.mesh import resolve_mesh
@@ -59,15 +59,16 @@ def infer_sharding(params: Any, strategy: Iterable[tuple[str, str]], mesh: Any) 
     import jax
 
     on_mesh = resolve_mesh(mesh)
-    pairs = [(pattern, _Tactics(_parsed(tactics))) for pattern, tactics in strategy]
-    found = Rules(pairs, BIG_VISION).match(params)
+    parsed = [(pattern, _parsed(tactics)) for pattern, tactics in strategy]
+    numbers = [(pattern, number) for number, (pattern, _) in enumerate(parsed)]
+    found = remembered_rules(numbers, BIG_VISION).match(params)
     known: dict[Any, Any] = {}
 
-    def sharding(path: Any, leaf: Any, tactics: Any) -> Any:
-        key = tactics, getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+    def sharding(path: Any, leaf: Any, rule: Any) -> Any:
+        key = rule, getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
         if key not in known:
             entries: tuple[Any, ...] = (None,) * len(key[1])
-            for tactic in tactics.in_order if isinstance(tactics, _Tactics) else ():
+            for tactic in parsed[rule][1] if isinstance(rule, int) else ():
                 entries = tactic(entries, on_mesh, jax.tree_util.keystr(path), leaf)
             known[key] = jax.sharding.NamedSharding(on_mesh, partition_spec(*entries))
         return known[key]
@@ -89,7 +90,8 @@ def rules(strategy: Iterable[tuple[str, str]]) -> Rules:
         >>> [str(spec) for _, spec in rules([("wo", 'shard_dim("model", 0)|fsdp("data")')])]
         ["fsdp('data', min_bytes=4194305, within=P('model'))"]
     """
-    return Rules([(pattern, _spec(tactics)) for pattern, tactics in strategy], BIG_VISION)
+    pairs = [(pattern, _spec(tactics)) for pattern, tactics in strategy]
+    return remembered_rules(pairs, BIG_VISION)
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,6 @@ _TACTICS: Final[dict[str, Callable[..., Tactic]]] = {
     "fsdp": fsdp,
     "shard_dim": shard_dim,
 }
-
-
-class _Tactics(NamedTuple):
-    """The tactics of one pattern; a value that leaves get in place of a spec."""
-
-    in_order: tuple[Any, ...] = ()
 
 
 def _parsed(tactics: str) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardrules._arguments import boolean
 from shardrules._matching.dialects import EASYLM
 from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import Rules, remembered_rules
+from shardrules._matching.rules import remembered_rules
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 
@@ -72,7 +72,7 @@ class TreePathShardingRule:
         strict = boolean("strict", strict)
         self.rules = rules
         self.strict = strict
-        self._compiled = Rules(rules, EASYLM if strict else _NOT_STRICT)
+        self._compiled = remembered_rules(rules, EASYLM if strict else _NOT_STRICT)
 
     def apply(self, pytree: Any) -> Any:
         """Replace each leaf of a tree by its spec.

@@ -21,7 +21,13 @@ from shardrules._format import shown
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size, logs_moves
 from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import Rules, as_rules, matcher_of, specs_by_rules
+from shardrules._matching.rules import (
+    Rules,
+    as_rules,
+    matcher_of,
+    remembered_rules,
+    specs_by_rules,
+)
 from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes
@@ -331,7 +337,7 @@ def create_pattern_based_partition_spec(
         regexes, axes = rule.split("->")
         spec = PartitionSpec(*axes.split("."))
         pairs.extend((regex, spec) for regex in regexes.split("|"))
-    rules = Rules(pairs)
+    rules = remembered_rules(pairs, EFORMER)
 
     def get_partition_spec(name: str, array: Any) -> PartitionSpec:
         if pairs and not isinstance(name, str):

@@ -10,7 +10,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardrules._matching.rules import Rules
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import Rules, remembered_rules
 from shardrules._shape_specs import fsdp
 from shardrules._sharding.leaf_shardings import named_shardings
 
@@ -78,7 +79,7 @@ class FSDPSharding:
     def rules(self) -> Rules:
         """The rule, for `shardrules.plan` on a mesh with the axis "devices"."""
         least = int(self.min_size_to_shard_mb * 2**20) + 1
-        return Rules([("", fsdp(_AXIS, min_bytes=least))])
+        return remembered_rules([("", fsdp(_AXIS, min_bytes=least))], EFORMER)
 
     def __call__(self, tree: Any) -> Any:
         """Replace each leaf of a tree of arrays by its NamedSharding on all devices."""

@@ -13,7 +13,7 @@ from shardrules._arguments import check_type
 from shardrules._format import shown
 from shardrules._matching.dialects import KERAS
 from shardrules._matching.reports import ambiguous_message
-from shardrules._matching.rules import Rules, matcher_of
+from shardrules._matching.rules import Rules, matcher_of, remembered_rules
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
 
 __all__ = ["LayoutMap"]
@@ -52,7 +52,7 @@ class LayoutMap(MutableMapping[str, Any]):
     def rules(self) -> Rules:
         """The map as rules, for `shardrules.named_shardings` and others."""
         if self._rules is None:
-            self._rules = Rules(
+            self._rules = remembered_rules(
                 [(key, _spec(layout)) for key, layout in self._layouts.items()], KERAS
             )
         return self._rules

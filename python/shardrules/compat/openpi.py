@@ -9,7 +9,8 @@ import logging
 from typing import Any, Final
 
 from shardrules._arguments import boolean, integer
-from shardrules._matching.rules import Rules
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import Rules, remembered_rules
 from shardrules._shape_specs import fsdp
 from shardrules._sharding.leaf_shardings import named_shardings
 from shardrules._sharding.mesh import resolve_mesh
@@ -18,6 +19,7 @@ __all__ = ["FSDP_AXIS", "fsdp_sharding", "rules"]
 
 FSDP_AXIS: Final = "fsdp"
 """The mesh axis that cuts arrays."""
+_REPLICATED: Final = Rules([("", ())])
 
 
 def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool = False) -> Any:
@@ -49,7 +51,7 @@ def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool
     if FSDP_AXIS not in on_mesh.shape:
         raise ValueError(f"mesh: its axes are {on_mesh.axis_names}; one must be {FSDP_AXIS!r}")
     is_cut = on_mesh.shape[FSDP_AXIS] > 1
-    chosen = rules(min_size_mbytes=min_size_mbytes) if is_cut else Rules([("", ())])
+    chosen = rules(min_size_mbytes=min_size_mbytes) if is_cut else _REPLICATED
     if boolean("log", log):
         from shardrules._planning.plan import plan
 
@@ -65,4 +67,4 @@ def rules(*, min_size_mbytes: int = 4) -> Rules:
         ('', fsdp('fsdp', min_bytes=4194304, min_rank=2))
     """
     least = integer("min_size_mbytes", min_size_mbytes) * 2**20
-    return Rules([("", fsdp(FSDP_AXIS, min_bytes=least, min_rank=2))])
+    return remembered_rules([("", fsdp(FSDP_AXIS, min_bytes=least, min_rank=2))], EFORMER)

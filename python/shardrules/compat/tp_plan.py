@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_tree, check_type, each
 from shardrules._matching.dialects import TP_PLAN
-from shardrules._matching.rules import Rules, remembered_rules
+from shardrules._matching.rules import remembered_rules
 from shardrules._specs import partition_spec
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]
@@ -159,16 +159,15 @@ def match_tp_plan(
     }
     styles |= {name: _checked_style(name, style, ep_axis) for name, style in experts.items()}
     at = f"{prefix}." if prefix else ""
-    rules = Rules([(f"{at}{name}", style) for name, style in styles.items()], TP_PLAN)
+    numbers = [(f"{at}{name}", number) for number, name in enumerate(styles)]
+    listed = list(styles.values())
 
-    def spec(path: Any, style: Any, leaf: Any) -> Any:
-        if not isinstance(style, _Style):
-            return style
-        return _spec(style, _last_name(path), len(getattr(leaf, "shape", ())))
+    def spec(path: Any, rule: Any, leaf: Any) -> Any:
+        if not isinstance(rule, int):
+            return rule
+        return _spec(listed[rule], _last_name(path), len(getattr(leaf, "shape", ())))
 
-    return tree_util.tree_map_with_path(
-        spec, rules.match(tree), tree, is_leaf=lambda node: isinstance(node, _Style)
-    )
+    return tree_util.tree_map_with_path(spec, remembered_rules(numbers, TP_PLAN).match(tree), tree)
 
 
 def _last_name(path: tuple[Any, ...]) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardrules._matching.rules import Rules
+from shardrules._matching.dialects import EFORMER
+from shardrules._matching.rules import remembered_rules
 from shardrules._planning.companion import (
     Companion,
     Dims,
@@ -80,8 +81,8 @@ def _found(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[
             for number, companion in enumerate(companions)
             if number not in used and _fits(companion, rank)
         ]
-        patterns = Rules([(companions[number].pattern, None) for number in fitting])
-        first = first_rules(patterns, [place.path for place in group])
+        pairs = [(companions[number].pattern, None) for number in fitting]
+        first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
         indices = ((place, first[place.path]) for place in group)
         found += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
     return found
