@@ -25,7 +25,7 @@ PEERS: Final = ("eformer", "flax", "re loop")
 """The peers of the cases, in the order of the tables."""
 _PACKAGES: Final = (
     "shardrules", "jax", "jaxlib", "numpy", "eformer", "flax", "equinox", "optax", "google-re2",
-    "optree", "typer",
+    "optree",
 )  # fmt: skip
 
 

@@ -18,15 +18,9 @@ import pytest
 import shardrules as sr
 from shardrules._printable import printable, printable_json
 from tests.support import corpus
-
-pytest.importorskip("typer", reason="typer is not installed")
-
-import typer
-
-from shardrules._cli import app as cli
+from tests.support.command_line import ended
 from tests.support.slow import slow
 
-COMMAND = typer.main.get_command(cli.app)
 HOSTILE = (
     "\x1b[2J\x1b[1;1Howned", "\x1b]52;c;cm0gLXJmIC8=\x07", "\x1b]0;title\x1b\\", "\x9b31mred", "\x9d52;c;eA==\x9c",
     "\x07bell", "\x08\x08back", "\rover", "\x7fdel", "\0nul", "\ttab",
@@ -276,8 +270,7 @@ def run(monkeypatch, args, *, is_terminal=False):
         patched.setattr(sys, "stdout", out)
         patched.setattr(sys, "stderr", err)
         patched.setattr(sys, "argv", ["shardrules", *args])
-        patched.setattr(cli, "app", COMMAND)
-        code = cli.run()
+        code = ended()
     return code, out.getvalue(), err.getvalue()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,13 +12,10 @@ import pytest
 
 import shardrules as sr
 from shardrules import demo
+from shardrules._cli import show
 from tests.support import corpus
-
-pytest.importorskip("typer", reason="typer is not installed")
-
-from typer.testing import CliRunner
-
-from shardrules._cli.app import app
+from tests.support.command_line import ended
+from tests.support.command_line import invoke as run
 
 MODEL, RULES, MESH = str(demo.MODEL), str(demo.RULES), "fsdp=64,sp=1,tp=8"
 SMALL = {
@@ -31,10 +27,6 @@ SMALL = {
         ["embed", [4096, 4096], "F32"],
     ],
 }
-
-
-def run(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 @pytest.fixture
@@ -408,12 +400,16 @@ def test_a_reader_that_leaves_early_is_no_error(small):
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_without_typer_it_says_what_to_install(tmp_path):
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = shell("--help", env={**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 2
-    assert "pip install 'shardrules[cli]'" in done.stderr
+@pytest.mark.parametrize("command", ["plan", "check", "sweep"])
+def test_a_terminal_without_rich_is_shown_what_a_pipe_gets(small, command, monkeypatch, capsys):
+    model, rules = small
+    words = [command, str(model), "-r", str(rules), "-m", "fsdp=2,tp=4"]
+    monkeypatch.setattr(show, "find_spec", {}.get)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["shardrules", *words])
+    ended()
+    assert capsys.readouterr().out == run(*words).stdout
 
 
 def test_the_rules_of_a_file_are_those_of_the_library(small):

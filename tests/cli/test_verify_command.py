@@ -8,11 +8,7 @@ import textwrap
 
 import pytest
 
-pytest.importorskip("typer", reason="typer is not installed")
-
-from typer.testing import CliRunner
-
-from shardrules._cli.app import app
+from tests.support.command_line import invoke
 
 MODULE = textwrap.dedent(
     """
@@ -47,7 +43,7 @@ def verify(tmp_path, monkeypatch):
     """verify(function, *options): the command's result for a function of the module above."""
     (tmp_path / "verified.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda name, *options: CliRunner().invoke(app, ["verify", f"verified:{name}", *options])
+    return lambda name, *options: invoke("verify", f"verified:{name}", *options)
 
 
 @pytest.mark.parametrize(
@@ -85,4 +81,4 @@ def test_what_a_function_must_return(verify):
     message = verify("plan_alone").stderr
     assert "verified:plan_alone" in message
     assert "(compiled, inputs, outputs)" in message
-    assert "is not the name of an object" in CliRunner().invoke(app, ["verify", "step.py"]).stderr
+    assert "is not the name of an object" in invoke("verify", "step.py").stderr

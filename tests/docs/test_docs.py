@@ -109,7 +109,6 @@ def test_every_block_runs_or_says_why_not():
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path, monkeypatch):
-    pytest.importorskip("typer", reason="typer is not installed")
     monkeypatch.setattr(docs_pages, "ROOT", tmp_path)
     for text in (
         "```python\n1 + 1  # 3\n```\n",

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from shardrules import _file_content as content
-from shardrules._cli.app import app
 from shardrules._file_content import memory_within, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, nested, read_arrays
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
+from tests.support.command_line import invoke
 from tests.support.contexts import pseudo_terminal
 from tests.support.files import header_file, message
 from tests.support.slow import slow
@@ -223,7 +223,6 @@ def test_more_memory_can_be_allowed(tmp_path):
 
 
 def test_the_command_line_allows_more(tmp_path):
-    typer_testing = pytest.importorskip("typer.testing")
     path, rules = tmp_path / "m.json", tmp_path / "r.json"
     path.write_text(json.dumps({"params": [["a", [2], "F32"]]}) + " " * 2_000_000)
     rules.write_text('[[".*", []]]')
@@ -231,10 +230,10 @@ def test_the_command_line_allows_more(tmp_path):
         ("plan",), ("check",), ("explain", "a"), ("sweep",), ("diff", str(path)),
     ):  # fmt: skip
         command = [name, str(path), *more, "-r", str(rules), "-m", "tp=2", "--max-memory"]
-        done = typer_testing.CliRunner().invoke(app, [*command, "1MB"])
+        done = invoke(*command, "1MB")
         assert done.exit_code == 2
         assert "allow more with --max-memory" in done.output
-        assert typer_testing.CliRunner().invoke(app, [*command, "1GB"]).exit_code == 0
+        assert invoke(*command, "1GB").exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import shardrules as sr
-from shardrules._cli.app import app
 from shardrules._file_content import memory_within
 from shardrules._files.arrays import read_arrays
 from shardrules._files.rules import read_rules
+from tests.support.command_line import invoke as run
 
 DUMPS = Path(__file__).parents[1] / "data" / "maxtext-dumps"
 TOML = """
@@ -34,10 +33,6 @@ name = "kv"
 axes = []
 """
 RULES = sr.LogicalRules([("embed", ("fsdp", "expert")), ("mlp", "tp"), ("kv", None)])
-
-
-def run(*args):
-    return CliRunner().invoke(app, [str(one) for one in args], prog_name="shardrules")
 
 
 def written(folder, name, text):

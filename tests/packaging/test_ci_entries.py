@@ -16,7 +16,6 @@ from tests.support.folders import ROOT
 from tests.support.slow import slow
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-pytest.importorskip("typer", reason="typer is not installed")
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())

@@ -19,6 +19,7 @@ import shardrules as sr
 from shardrules._format import bytes_shown, seconds_shown
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
+from tests.support.command_line import invoke
 from tests.support.slow import slow, some
 
 MESH = {"fsdp": 64, "sp": 1, "tp": 8}
@@ -216,13 +217,9 @@ spec = []
 )
 def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer):
     """Its bytes and whether they fit, to the byte, as text, JSON, page and row of the sweep."""
-    pytest.importorskip("typer", reason="typer is not installed")
-    from typer.testing import CliRunner
-
-    from shardrules._cli.app import app
 
     def run(*more):
-        result = CliRunner().invoke(app, [*plan, *gradients, *optimizer, *map(str, more)])
+        result = invoke(*plan, *gradients, *optimizer, *more)
         assert result.exit_code == 0, result.output
         return result.stdout
 

@@ -11,12 +11,7 @@ import pytest
 import shardrules as sr
 from shardrules import demo
 from shardrules._suggesting.rule_texts import Amendment, json_changed, toml_changed
-
-pytest.importorskip("typer", reason="typer is not installed")
-
-from typer.testing import CliRunner
-
-from shardrules._cli.app import app
+from tests.support.command_line import invoke as run
 
 MESH = "fsdp=2,tp=4"
 MODEL = {
@@ -76,10 +71,6 @@ spec = [
 pattern = 'layers/\\d+/wo'
 spec = ["tp", "fsdp"]
 """
-
-
-def run(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def check(where, name, *more, mesh=MESH):

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.command_line import invoke
 from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
@@ -104,7 +105,7 @@ def run(page: str, folder: Path) -> tuple[list[str], list[tuple[tuple[int, int],
                 (block.span, printed if block.language != "markdown" else printed.rstrip())
             )
         elif "not run" not in block.markers and block.language in ("python", "console"):
-            needs = block.markers.get("needs", "typer" if block.language == "console" else "")
+            needs = block.markers.get("needs", "")
             not_there = list(_lacking(needs))
             missing += not_there
             if not not_there:
@@ -178,11 +179,7 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
 
 
 def _command_output(page: str, command: str, exit_code: int) -> str:
-    from typer.testing import CliRunner
-
-    from shardrules._cli.app import app
-
-    result = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+    result = invoke(*shlex.split(command, comments=True)[1:])
     assert result.exit_code == exit_code, f"{page}: {command}\n{result.output}"
     return result.output
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import typer
-
 from shardrules._cli.show import show_findings
 from shardrules._cli.values import one_of
 from shardrules._files.rule_places import NOWHERE, RulePlaces
 from shardrules._planning.asking.findings import LEVELS, Findings, Level, conclusion
 
-__all__ = ["check_findings_options", "exit_for", "report_findings"]
+__all__ = ["check_findings_options", "code_for", "report_findings"]
 
 
 def check_findings_options(format_: str, fail_on: str) -> None:
@@ -25,18 +23,17 @@ def check_findings_options(format_: str, fail_on: str) -> None:
 
 def report_findings(
     findings: Findings, format_: str, fail_on: str, places: RulePlaces = NOWHERE
-) -> None:
-    """Shows findings, and exits with 1 if there are any of at least the level."""
+) -> int:
+    """Shows findings, and returns the exit code."""
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
         print(findings.to_github(*places) or conclusion(findings))
     else:
         show_findings(findings)
-    exit_for(findings, fail_on)
+    return code_for(findings, fail_on)
 
 
-def exit_for(findings: Findings, fail_on: str) -> None:
-    """Exits with 1 if there are findings of at least the level."""
-    if fail_on != "never" and findings.at_least(cast(Level, fail_on)):
-        raise typer.Exit(1)
+def code_for(findings: Findings, fail_on: str) -> int:
+    """The exit code: 1 if there are findings of at least the level."""
+    return 1 if fail_on != "never" and findings.at_least(cast(Level, fail_on)) else 0

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-import typer
-
+from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.inputs import MOMENTS
 from shardrules._file_content import DEFAULT_MEMORY
 from shardrules._files.companions import TABLES
@@ -50,7 +49,7 @@ MAX_MEMORY: Final = f"{DEFAULT_MEMORY >> 20}MiB"
 
 Source = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
         "manifest, also gzipped; - for a manifest on standard input; or package.module:function, "
         "which returns a tree."
@@ -58,99 +57,91 @@ Source = Annotated[
 ]
 RulesFile = Annotated[
     str,
-    typer.Option(
+    Option(
         "--rules",
         "-r",
         help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME.",
     ),
 ]
 Mesh = Annotated[
-    str, typer.Option("--mesh", "-m", help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
+    str, Option("--mesh", "-m", help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
 ]
 DialectName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--dialect",
         help=f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical rules "
         f"{', '.join(LOGICAL_DIALECTS)}. Default: the rule file's "
         f"dialect, or else {EFORMER.name}, {LINEN.name} or, in YAML, {MAXTEXT.name}.",
     ),
 ]
-MinSize = Annotated[int, typer.Option(min=0, help="Replicate leaves with fewer elements.")]
+MinSize = Annotated[int, Option(min=0, help="Replicate leaves with fewer elements.")]
 MaxMemory = Annotated[
     str,
-    typer.Option(help="Maximum memory for reading a file, beyond the file's size, such as 2GB."),
+    Option(help="Maximum memory for reading a file, beyond the file's size, such as 2GB."),
 ]
 NoFallbacks = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--no-fallbacks",
         help="Refuse patterns that only Python's backtracking `re` can match, path by path.",
     ),
 ]
 Gradients = Annotated[
     str | None,
-    typer.Option(help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
+    Option(help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}. Default: none."),
+    Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}. Default: none."),
 ]
 OptimizerDtype = Annotated[
-    str | None, typer.Option(help="The dtype of the optimizer's moments. Default: float32.")
+    str | None, Option(help="The dtype of the optimizer's moments. Default: float32.")
 ]
 Stacked = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         help="Path of a stack of layers, for rules of single layers; repeatable. Beside those of "
         "the rule file."
     ),
 ]
 Companions = Annotated[
     str | None,
-    typer.Option(
-        help=f"Leaves that follow others: {', '.join(TABLES)}. Beside those of the rule file."
-    ),
+    Option(help=f"Leaves that follow others: {', '.join(TABLES)}. Beside those of the rule file."),
 ]
 OptimizerMemory = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help=f"The memory of the optimizer's moments: {', '.join(MEMORY_KINDS)}. Default: that of "
         "their parameters."
     ),
 ]
 HeadDim = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
     ),
 ]
-Hbm = Annotated[str | None, typer.Option(help="Memory of one device, such as 96GB or 80GiB.")]
+Hbm = Annotated[str | None, Option(help="Memory of one device, such as 96GB or 80GiB.")]
 HostMemory = Annotated[
-    str | None, typer.Option(help="The host's memory for each of its devices, such as 256GB.")
+    str | None, Option(help="The host's memory for each of its devices, such as 256GB.")
 ]
-FindingsFormat = Annotated[
-    str, typer.Option("--format", help="Output format: text, json or github.")
-]
+FindingsFormat = Annotated[str, Option("--format", help="Output format: text, json or github.")]
 FailOn = Annotated[
     str,
-    typer.Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
+    Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
 ]
-Tokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a training step, to reckon its time.")
-]
+Tokens = Annotated[int | None, Option(min=1, help="Tokens of a training step, to reckon its time.")]
 HardwareName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--hardware",
         help=f"The devices: {', '.join(public_hardware())}; or a TOML file. Without --hbm, their "
         "memory counts.",
     ),
 ]
-AxesOverDcn = Annotated[
-    str | None, typer.Option(help="Mesh axes between slices or nodes, such as dp.")
-]
+AxesOverDcn = Annotated[str | None, Option(help="Mesh axes between slices or nodes, such as dp.")]
 ExpertsPerToken = Annotated[
-    int | None, typer.Option(min=1, help="Experts of a layer that each token meets.")
+    int | None, Option(min=1, help="Experts of a layer that each token meets.")
 ]

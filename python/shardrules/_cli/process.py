@@ -59,7 +59,7 @@ def code_of(error: BaseException) -> int:
 
     In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
     """
-    if isinstance(error, BrokenPipeError | SystemExit):  # which rich or typer makes of it
+    if isinstance(error, BrokenPipeError | SystemExit):  # which rich makes of it
         return _OF_SIGNALS + _SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         return _OF_SIGNALS + signal.SIGINT

@@ -1,6 +1,7 @@
 """Plans, findings and sweeps as output: rich tables on a terminal, plain text in a pipe.
 
-Imports rich only for a terminal. Must not know where a plan comes from.
+Imports rich only for a terminal, and does without if it is not installed. Must
+not know where a plan comes from.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardrules._format import and_more, bytes_shown, mesh_shown, seconds_shown
 from shardrules._planning.asking.check import DEFAULT_LARGE
@@ -33,7 +35,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Shows a spinner with this text on a terminal while the body runs."""
-    if not sys.stderr.isatty():
+    if not _is_styled(sys.stderr):
         yield
         return
     from rich.console import Console
@@ -44,7 +46,7 @@ def working(what: str) -> Iterator[None]:
 
 def show_plan(plan: Plan) -> None:
     """Prints the heading and all folded paths."""
-    if not sys.stdout.isatty():
+    if not _is_styled(sys.stdout):
         print(repr(plan))
         return
     from rich.console import Console
@@ -66,7 +68,7 @@ def show_plan(plan: Plan) -> None:
 
 def show_findings(findings: Findings) -> None:
     """Prints all findings and their number."""
-    if not sys.stdout.isatty():
+    if not _is_styled(sys.stdout):
         print(findings)
         return
     from rich.console import Console
@@ -82,7 +84,7 @@ def show_findings(findings: Findings) -> None:
 
 def show_sweep(found: Sweep, most: int) -> None:
     """Prints the first `most` rows."""
-    if not sys.stdout.isatty():
+    if not _is_styled(sys.stdout):
         print(Sweep(found[:most]))
         return
     from rich.console import Console
@@ -162,6 +164,11 @@ def plan_json(plan: Plan, held: DeviceBytes, room: Room, time: StepTime | None) 
     if time is not None:
         content["time"] = {**_time_content(time), "assumptions": time.assumptions}
     return printable_json(content)
+
+
+def _is_styled(stream: TextIO) -> bool:
+    """Whether rich writes to the stream."""
+    return stream.isatty() and find_spec("rich") is not None
 
 
 def _plain(line: str) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from shardrules._cli import values
-from shardrules._cli.findings import check_findings_options, exit_for, report_findings
+from shardrules._cli.arguments import Option
+from shardrules._cli.findings import check_findings_options, code_for, report_findings
 from shardrules._cli.inputs import load_patch
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
@@ -47,32 +46,32 @@ def command(
     format_: FindingsFormat = "text",
     fail_on: FailOn = "error",
     large: Annotated[
-        str, typer.Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
+        str, Option(help="Minimum bytes per device for a replicated leaf to be a warning.")
     ] = "16MiB",
     replicated: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern of paths that are replicated on purpose; repeatable."),
+        Option(help="Pattern of paths that are replicated on purpose; repeatable."),
     ] = None,
     optional_axes: Annotated[
-        str | None, typer.Option(help="Axes of the rules that a mesh may lack, such as sp,ep.")
+        str | None, Option(help="Axes of the rules that a mesh may lack, such as sp,ep.")
     ] = None,
     data_axes: Annotated[
-        str | None, typer.Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
+        str | None, Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
     ] = None,
     head_dim: HeadDim = None,
     level: Annotated[
         list[str] | None,
-        typer.Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
+        Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
     ] = None,
     fix: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--fix",
             help="Print a patch of the rule file instead: rules that decide nothing and the "
             "catch-all go, missing rules come. Exits with 1 if there is one.",
         ),
     ] = False,
-) -> None:
+) -> int:
     """Find mistakes in the rules. Exits with 1 for findings of at least the level --fail-on."""
     check_findings_options(format_, fail_on)
     if fix and format_ != "text":
@@ -96,12 +95,12 @@ def command(
     )
     if not fix:
         places = rule_places(rules, len(planned.plan.rules)) if format_ == "github" else NOWHERE
-        report_findings(findings, format_, fail_on, places)
-    elif patch := load_patch(rules, planned, dialect, head_dim):
+        return report_findings(findings, format_, fail_on, places)
+    if patch := load_patch(rules, planned, dialect, head_dim):
         # As bytes: a file's line ends and characters, whatever those of standard output are.
         sys.stdout.buffer.write(patch.encode())
-        if fail_on != "never":
-            raise typer.Exit(1)
-    elif findings.at_least("warning"):
-        note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
-        exit_for(findings, fail_on)
+        return 0 if fail_on == "never" else 1
+    if not findings.at_least("warning"):
+        return 0
+    note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
+    return code_for(findings, fail_on)

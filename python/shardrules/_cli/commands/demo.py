@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import typer
-
 from shardrules.demo import main
 
 __all__ = ["command"]
 
 
-def command() -> None:
+def command() -> int:
     """Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
-    raise typer.Exit(main())
+    return main()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from shardrules._cli import values
+from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.inputs import is_lock, load_side
 from shardrules._cli.loading import tell_fallbacks
 from shardrules._cli.options import (
@@ -26,17 +25,17 @@ __all__ = ["command"]
 
 
 def command(
-    before: Annotated[str, typer.Argument(help="A lockfile or a model.")],
-    after: Annotated[str, typer.Argument(help="A lockfile or a model.")],
-    rules: Annotated[str | None, typer.Option("--rules", "-r", help="Rules for models.")] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", "-m", help="Mesh for models.")] = None,
+    before: Annotated[str, Argument(help="A lockfile or a model.")],
+    after: Annotated[str, Argument(help="A lockfile or a model.")],
+    rules: Annotated[str | None, Option("--rules", "-r", help="Rules for models.")] = None,
+    mesh: Annotated[str | None, Option("--mesh", "-m", help="Mesh for models.")] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = MAX_MEMORY,
     no_fallbacks: NoFallbacks = False,
     stacked: Stacked = None,
     companions: Companions = None,
-) -> None:
+) -> int:
     """Show the differences between two plans. Exits with 1 if there are any."""
     if is_lock(before) and is_lock(after):
         given = {
@@ -60,5 +59,4 @@ def command(
     tell_fallbacks(dict.fromkeys(line for _, fallbacks in sides for line in fallbacks))
     found = sides[0][0].diff(sides[1][0])
     print(found)
-    if found:
-        raise typer.Exit(1)
+    return 1 if found else 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from shardrules._cli.arguments import Argument
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -27,7 +26,7 @@ def command(
     source: Source,
     path: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="The path of the array; or what several arrays that are alike have in common: a "
             "folded path, a glob such as 'layers/*/wq', or the end of their paths."
         ),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from shardrules._cli.arguments import Option
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -30,16 +29,16 @@ def command(
     rules: RulesFile,
     mesh: Mesh,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Required: arrays are loaded in Python alone.")
+        bool, Option("--dry-run", help="Required: arrays are loaded in Python alone.")
     ] = False,
     processes: Annotated[
-        int, typer.Option(min=1, help="Processes that share the mesh's devices in their order.")
+        int, Option(min=1, help="Processes that share the mesh's devices in their order.")
     ] = 1,
     bandwidth: Annotated[
-        str, typer.Option(help="Bytes that a process reads in a second, such as 2GB.")
+        str, Option(help="Bytes that a process reads in a second, such as 2GB.")
     ] = "2GB",
     in_flight: Annotated[
-        str | None, typer.Option(help="Maximum bytes in flight, such as 512MiB. Default: 2GiB.")
+        str | None, Option(help="Maximum bytes in flight, such as 512MiB. Default: 2GiB.")
     ] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from shardrules._atomic_write import write_text
 from shardrules._cli import values
+from shardrules._cli.arguments import Option
 from shardrules._cli.inputs import Planned
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
@@ -62,10 +61,10 @@ def command(
     hardware: HardwareName = None,
     axes_over_dcn: AxesOverDcn = None,
     experts_per_token: ExpertsPerToken = None,
-    format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
-    lock: Annotated[Path | None, typer.Option(help="Write a lockfile to this path.")] = None,
+    format_: Annotated[str, Option("--format", help="Output format: text or json.")] = "text",
+    lock: Annotated[Path | None, Option(help="Write a lockfile to this path.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write an HTML report to this path; it works offline.")
+        Path | None, Option(help="Write an HTML report to this path; it works offline.")
     ] = None,
 ) -> None:
     """Show the spec of every array, its bytes on each device, and the time of a step."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from shardrules._cli import values
+from shardrules._cli.arguments import Option
 from shardrules._cli.inputs import load_hardware, load_model
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -33,14 +32,14 @@ __all__ = ["command"]
 def command(
     source: Source,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", "-m", help="The mesh, such as fsdp=64,tp=8.")
+        str | None, Option("--mesh", "-m", help="The mesh, such as fsdp=64,tp=8.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Choose a mesh of this many devices.")
+        int | None, Option(min=1, help="Choose a mesh of this many devices.")
     ] = None,
     axes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp, and ep if there are "
             "stacks of experts."
         ),
@@ -54,14 +53,14 @@ def command(
     head_dim: HeadDim = None,
     like: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="A rule file to mend: its rules that decide arrays stay, and others are added."
         ),
     ] = None,
     dialect: DialectName = None,
     max_memory: MaxMemory = MAX_MEMORY,
     format_: Annotated[
-        str, typer.Option("--format", help="Output format: toml, python, or text with reasons.")
+        str, Option("--format", help="Output format: toml, python, or text with reasons.")
     ] = "toml",
 ) -> None:
     """Write rules for a model. On standard output: shardrules suggest MODEL ... > rules.toml."""

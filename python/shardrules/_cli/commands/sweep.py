@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from shardrules._cli import values
+from shardrules._cli.arguments import Option
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -39,14 +38,14 @@ def command(
     source: Source,
     rules: RulesFile,
     mesh: Annotated[
-        list[str] | None, typer.Option("--mesh", "-m", help="A mesh to compare; repeatable.")
+        list[str] | None, Option("--mesh", "-m", help="A mesh to compare; repeatable.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Compare all meshes of this many devices.")
+        int | None, Option(min=1, help="Compare all meshes of this many devices.")
     ] = None,
     axes: Annotated[
         str | None,
-        typer.Option(help="Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."),
+        Option(help="Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."),
     ] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
@@ -64,8 +63,8 @@ def command(
     hardware: HardwareName = None,
     axes_over_dcn: AxesOverDcn = None,
     experts_per_token: ExpertsPerToken = None,
-    format_: Annotated[str, typer.Option("--format", help="Output format: text or json.")] = "text",
-    most: Annotated[int, typer.Option(min=1, help="Maximum number of rows to show.")] = 20,
+    format_: Annotated[str, Option("--format", help="Output format: text or json.")] = "text",
+    most: Annotated[int, Option(min=1, help="Maximum number of rows to show.")] = 20,
 ) -> None:
     """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
     values.one_of("--format", format_, ("text", "json"))

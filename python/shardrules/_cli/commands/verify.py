@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.findings import check_findings_options, report_findings
 from shardrules._cli.options import FailOn, FindingsFormat, Hbm
 from shardrules._file_error import FileError
@@ -19,7 +18,7 @@ __all__ = ["command"]
 def command(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="package.module:function, which returns (compiled, inputs, outputs) or (compiled, "
             "inputs), as shardrules.verify takes them."
         ),
@@ -27,10 +26,10 @@ def command(
     format_: FindingsFormat = "text",
     fail_on: FailOn = "error",
     large: Annotated[
-        str, typer.Option(help="Minimum bytes on a device of a gathered array to be reported.")
+        str, Option(help="Minimum bytes on a device of a gathered array to be reported.")
     ] = "16MiB",
     hbm: Hbm = None,
-) -> None:
+) -> int:
     """Compare a compiled function with its plan. Exits as check does."""
     check_findings_options(format_, fail_on)
     sizes = byte_count(large), None if hbm is None else byte_count(hbm)
@@ -41,4 +40,4 @@ def command(
             "(compiled, inputs)"
         )
     findings = verify(*arguments, large=sizes[0], hbm=sizes[1])
-    report_findings(findings, format_, fail_on)
+    return report_findings(findings, format_, fail_on)
