@@ -6,7 +6,6 @@ shapes or files.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any, Final
 
 from shardrules._format import brief, shown
@@ -78,6 +77,8 @@ def numpy_name(name: str) -> str:
     found = SAFETENSORS.get(name, name)
     if found in BITS:
         return found
+    from difflib import get_close_matches
+
     word = name[:100]
     near = get_close_matches(word, SAFETENSORS, n=3) + get_close_matches(word, BITS, n=3)
     known = near or ["float32", "bfloat16", "F32", "BF16"]

@@ -7,10 +7,8 @@ for. Must not know about meshes or plans.
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from math import inf
 from typing import Any
 
@@ -98,6 +96,9 @@ class Hardware:
 @functools.cache
 def public_hardware() -> dict[str, Hardware]:
     """The devices with public figures, by name."""
+    import tomllib
+    from importlib import resources
+
     text = (resources.files("shardrules") / "hardware.toml").read_text(encoding="utf-8")
     return {name: Hardware(name, **table) for name, table in tomllib.loads(text).items()}
 

@@ -11,6 +11,7 @@ import pytest
 
 from shardrules._cli.app import COMMANDS
 from shardrules._cli.arguments import Argument, Option, UsageError, parser_of
+from shardrules._hardware import public_hardware
 from tests.support.command_line import invoke
 
 
@@ -76,6 +77,12 @@ def test_each_command_has_its_help(name):
     for parameter in inspect.signature(function).parameters.values():
         option = "--" + parameter.name.strip("_").replace("_", "-")
         assert option in told.stdout or parameter.name.upper() in told.stdout
+
+
+def test_the_help_names_all_devices():
+    """As a text, since their figures are in a file that few commands need."""
+    told = " ".join(invoke("plan", "--help").stdout.split())
+    assert f"The devices: {', '.join(public_hardware())}; or" in told
 
 
 def test_the_overview_is_the_help_of_all():

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested, read_arrays
-from shardrules._files.hardware import read_hardware
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
-from shardrules._hardware import as_hardware
 from shardrules._logical.dialects import LINEN, LogicalDialect
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect, key_separator
@@ -107,6 +105,9 @@ def load_hardware(text: str) -> Hardware:
     Raises:
         ValueError: There is no such name, or the file is invalid.
     """
+    from shardrules._files.hardware import read_hardware
+    from shardrules._hardware import as_hardware
+
     is_file = text.endswith(".toml") or "/" in text
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
 

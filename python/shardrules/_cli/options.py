@@ -13,7 +13,6 @@ from shardrules._file_content import DEFAULT_MEMORY
 from shardrules._files.companions import TABLES
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.rules import DIALECTS
-from shardrules._hardware import public_hardware
 from shardrules._logical.dialects import LINEN, MAXTEXT
 from shardrules._matching.dialects import EFORMER
 from shardrules._memory_kinds import MEMORY_KINDS
@@ -137,8 +136,8 @@ HardwareName = Annotated[
     str | None,
     Option(
         "--hardware",
-        help=f"The devices: {', '.join(public_hardware())}; or a TOML file. Without --hbm, their "
-        "memory counts.",
+        help="The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200; or a TOML file. Without "
+        "--hbm, their memory counts.",
     ),
 ]
 AxesOverDcn = Annotated[str | None, Option(help="Mesh axes between slices or nodes, such as dp.")]

@@ -13,9 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardrules._format import and_more, bytes_shown, mesh_shown, seconds_shown
-from shardrules._planning.asking.check import DEFAULT_LARGE
-from shardrules._planning.asking.findings import conclusion, finding_lines
-from shardrules._planning.asking.sweep import Sweep, held_shown
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
 from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
 from shardrules._printable import printable, printable_json
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.step_time import StepTime
+    from shardrules._planning.asking.sweep import Sweep
     from shardrules._planning.plan import Plan
 
 __all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "sweep_json", "working"]
@@ -74,6 +73,8 @@ def show_findings(findings: Findings) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from shardrules._planning.asking.findings import conclusion, finding_lines
+
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         label, message, *lines = finding_lines(finding)
@@ -84,6 +85,8 @@ def show_findings(findings: Findings) -> None:
 
 def show_sweep(found: Sweep, most: int) -> None:
     """Prints the first `most` rows."""
+    from shardrules._planning.asking.sweep import Sweep, held_shown
+
     if not _is_styled(sys.stdout):
         print(Sweep(found[:most]))
         return

@@ -6,15 +6,17 @@ Raises an error that names the option. Must not read a model, nor print.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrules._cli.inputs import MOMENTS, load_hardware
 from shardrules._dtypes import numpy_name
 from shardrules._format import byte_count
-from shardrules._hardware import Hardware
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
 from shardrules._planning.asking.budget import Room
+
+if TYPE_CHECKING:
+    from shardrules._hardware import Hardware
 
 __all__ = ["axes", "counted", "following", "levels", "names", "one_of", "refuse", "room", "step"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._file_content import max_memory, parse_json, read_bytes, unreadable
 from shardrules._file_error import FileError
 from shardrules._files import orbax, safetensors
-from shardrules._files.leaves import ArraySpec, ArraySpecs, check_column, types_of
+from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
 from shardrules._format import shown
 from shardrules._near import near_shown
 
@@ -130,7 +130,7 @@ def _names(
             raise FileError(
                 f"{path}: logical_axes: there is no array {name!r}{near_shown(name, leaves)}"
             )
-        if not isinstance(axes, list) or not types_of(axes) <= {str, type(None)}:
+        if not isinstance(axes, list) or not set(map(type, axes)) <= {str, type(None)}:
             raise FileError(
                 f"{path}: logical_axes: {name!r} has {shown(axes)}; write a list with a name or "
                 "null for each dimension"
@@ -146,7 +146,7 @@ def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArrayS
         return make.of_columns(path, names, shapes, dtypes)
     if not isinstance(params, list):
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
-    if not (types_of(params) <= {list} and set(map(len, params)) <= {3}):
+    if not (all_are(list, params) and set(map(len, params)) <= {3}):
         _raise_odd_row(path, params)
     columns: Any = zip(*params, strict=True) if params else ((), (), ())
     return make.of_columns(path, *columns)

@@ -1,34 +1,28 @@
 """Companions as rule files and the command line name them: stacks of layers, and tables by name.
 
-Costs nothing but their making. Must not know how a companion is applied.
+Few files name any, so the tables are imported when one does. Must not know how a companion is
+applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._file_error import FileError
 from shardrules._format import shown
-from shardrules._planning.companion import Companion
-from shardrules._planning.companions import LORA, QUANTIZED, stacked, unstacked
+
+if TYPE_CHECKING:
+    from shardrules._planning.companion import Companion
 
 __all__ = ["COMPANION_KEYS", "TABLES", "companions_in"]
 
-TABLES: Final = {"lora": LORA, "quantized": QUANTIZED}
-"""Tables of companions by their names in files."""
-
-
-class _Stacks(NamedTuple):
-    """A key whose entries make stacks: paths, or tables of arguments."""
-
-    make: Callable[..., Companion]
-    arguments: tuple[str, ...]
-
-
+TABLES: Final = {"lora": "LORA", "quantized": "QUANTIZED"}
+"""Tables of `_planning/companions.py` by their names in files."""
+# Functions of it whose arguments are entries of these keys: the path of a stack, or a table.
 _STACKS: Final = {
-    "stacked": _Stacks(stacked, ("at", "layer", "axis", "mesh_axis")),
-    "unstacked": _Stacks(unstacked, ("at", "layer", "axis")),
+    "stacked": ("at", "layer", "axis", "mesh_axis"),
+    "unstacked": ("at", "layer", "axis"),
 }
 # In the order in which they find leaves: the base of a stacked leaf is one of a single layer, for
 # which the tables are; and rules for a stack have no single layers.
@@ -60,13 +54,18 @@ def companions_in(
 
 
 def _table(where: str, name: object) -> tuple[Companion, ...]:
+    from shardrules._planning import companions
+
     if isinstance(name, str) and name.lower() in TABLES:
-        return TABLES[name.lower()]
+        table: tuple[Companion, ...] = getattr(companions, TABLES[name.lower()])
+        return table
     raise FileError(f"{where}: there is no table {shown(name)}; there are {', '.join(TABLES)}")
 
 
 def _stack(where: str, key: str, entry: object) -> Companion:
-    make, arguments = _STACKS[key]
+    from shardrules._planning import companions
+
+    arguments = _STACKS[key]
     given = {"at": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or "at" not in given or not given.keys() <= set(arguments):
         raise FileError(
@@ -74,6 +73,7 @@ def _stack(where: str, key: str, entry: object) -> Companion:
             f"any of {', '.join(arguments[1:])}"
         )
     try:
-        return make(**given)
+        stack: Companion = getattr(companions, key)(**given)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
+    return stack

@@ -25,10 +25,10 @@ from shardrules._files.leaves import (
     ArraySpec,
     ArraySpecs,
     StoredFile,
+    all_are,
     check_column,
     check_text,
     state_of,
-    types_of,
 )
 from shardrules._format import shown
 from shardrules._near import near_shown
@@ -111,7 +111,7 @@ def _check_metadata(path: Path, metadata: object) -> None:
     if metadata is None:
         return
     words: list[Any] = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
-    if not types_of(words) <= {str}:
+    if not all_are(str, words):
         raise FileError(
             f"{path}: {_METADATA} is {shown(metadata)}, not an object of strings; write the file "
             "again"
@@ -146,7 +146,7 @@ def _check_offsets(
     """Checks that each array has the bytes it needs, and that the arrays fill the data."""
     names = list(leaves)
     check_column(path, names, offsets, list, _ODD_OFFSETS)
-    if not (set(map(len, offsets)) <= {2} and types_of(chain.from_iterable(offsets)) <= {int}):
+    if not (set(map(len, offsets)) <= {2} and all_are(int, chain.from_iterable(offsets))):
         pairs = [pair if list(map(type, pair)) == [int, int] else tuple(pair) for pair in offsets]
         check_column(path, names, pairs, list, _ODD_OFFSETS)
     flat = list(chain.from_iterable(offsets))

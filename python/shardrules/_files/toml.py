@@ -7,7 +7,6 @@ counted before it parses. Costs what `tomllib` costs. Must not know what the TOM
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +34,8 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
     Raises:
         FileError: They are not TOML, or a key has too many levels.
     """
+    import tomllib  # few processes read any
+
     text = text_of(path, data)
     if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
         raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")

@@ -17,7 +17,6 @@ from shardrules._dtypes import is_inexact
 from shardrules._matching.dialects import EFORMER
 from shardrules._matching.rules import Rules
 from shardrules._planning.fold import Folded, Templates, fold, templates_of
-from shardrules._planning.roles import Part, parts_of_model
 from shardrules._planning.state_paths import of_activations, of_optimizer, of_state
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from shardrules._logical.rules import LogicalRules
     from shardrules._matching.dialects import Dialect
     from shardrules._planning.companion import Companion, Link
+    from shardrules._planning.roles import Part
 
 __all__ = ["LeafType", "Leaves"]
 
@@ -143,6 +143,8 @@ class Leaves:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parameters with siblings folded, and what their dimensions are."""
+        from shardrules._planning.roles import parts_of_model
+
         others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
         params = [one for one in self.folded if int(one.rows[0]) not in others]
         shapes = [leaf.shape for leaf in self.types]

@@ -31,7 +31,6 @@ from shardrules._correction import Correction, check_correction
 from shardrules._declared import Declared
 from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown
-from shardrules._hardware import Hardware, as_hardware
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
@@ -39,38 +38,15 @@ from shardrules._matching.rules import Rules
 from shardrules._memory_kinds import MemoryKind, check_memory_kind
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan_like import PlanLike
-from shardrules._planning.asking.budget import DeviceBytes, Room, budget
-from shardrules._planning.asking.check import DEFAULT_LARGE, check
-from shardrules._planning.asking.collectives.schedule import schedule_of
-from shardrules._planning.asking.diff import PlanDiff, diff
-from shardrules._planning.asking.explain import Explanation, explanation
-from shardrules._planning.asking.findings import Findings
-from shardrules._planning.asking.rows import meant_by, row_of
-from shardrules._planning.asking.step_time import OVERLAP, StepTime, run_of, step_time
-from shardrules._planning.asking.sweep import Sweep, factorizations, sweep
-from shardrules._planning.asking.traffic import Traffic, traffic
-from shardrules._planning.asking.transfer import Transfer, transfer
-from shardrules._planning.asking.trees import (
-    abstract_tree,
-    placement_tree,
-    placements_of,
-    sharding_tree,
-    spec_tree,
-)
+from shardrules._planning import asking
+from shardrules._planning.asking.defaults import DEFAULT_LARGE, OVERLAP
 from shardrules._planning.companion import Companion
-from shardrules._planning.locks.write import fingerprint, lock_text
-from shardrules._planning.placing.by_names import by_names
-from shardrules._planning.placing.by_plan import by_plan
 from shardrules._planning.placing.by_rules import by_rules
 from shardrules._planning.placing.derive import redecided, with_companions
-from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
-from shardrules._planning.placing.names import survey_named
 from shardrules._planning.placing.on_mesh import axis_sizes_of, explicit_axes_of, mesh_on
-from shardrules._planning.placing.optimizer import by_parameters, find_parameters
 from shardrules._planning.placing.survey import survey
 from shardrules._planning.same_paths import beside, surveyed
 from shardrules._planning.showing.table import table
-from shardrules._planning.zero1 import Zero1
 from shardrules._sharding.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._sharding.planned import find_placements_by
 from shardrules._sharding.rules_like import RulesLike, as_decider, check_taken
@@ -80,10 +56,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from shardrules._hardware import Hardware
     from shardrules._matching.coverage import Coverage
+    from shardrules._planning.asking.budget import DeviceBytes, Room
     from shardrules._planning.asking.collectives.schedule import InputGradients, Reduce
     from shardrules._planning.asking.collectives.sent import Of
-    from shardrules._planning.asking.findings import CheckKind, Level
+    from shardrules._planning.asking.diff import PlanDiff
+    from shardrules._planning.asking.explain import Explanation
+    from shardrules._planning.asking.findings import CheckKind, Findings, Level
+    from shardrules._planning.asking.step_time import StepTime
+    from shardrules._planning.asking.sweep import Sweep
+    from shardrules._planning.asking.traffic import Traffic
+    from shardrules._planning.asking.transfer import Transfer
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
     from shardrules._planning.kinds import Kind
@@ -91,6 +75,7 @@ if TYPE_CHECKING:
     from shardrules._planning.roles import DimRole
     from shardrules._planning.same_paths import Beside
     from shardrules._planning.showing.report.data import Proposal, Proposed
+    from shardrules._planning.zero1 import Zero1
     from shardrules._sharding.mesh import MeshLike
     from shardrules._sharding.shardings import Placement
 
@@ -186,6 +171,9 @@ def plan(
 
 
 def _by_names(tree: Any, rules: LogicalRules, names: Any, correction: Correction | None) -> _OnMesh:
+    from shardrules._planning.placing.by_names import by_names
+    from shardrules._planning.placing.names import survey_named
+
     leaves = survey_named(tree, rules, names)
     return partial(by_names, leaves, rules, correction or rules.dialect.correction)
 
@@ -219,7 +207,7 @@ def _by_rules_of_leaves(
 
 def _placements(*arguments: Any, **more: Any) -> Any:
     found = plan(*arguments, **more)
-    return placement_tree(found._columns, found.mesh)
+    return asking.trees.placement_tree(found._columns, found.mesh)
 
 
 find_placements_by(_placements)
@@ -411,7 +399,9 @@ class Plan(PlanLike):
             data_axes=texts("data_axes", data_axes),
         )
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
-        return check(self._columns, large=large, declared=declared, head_dim=size, levels=levels)
+        return asking.check.check(
+            self._columns, large=large, declared=declared, head_dim=size, levels=levels
+        )
 
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
@@ -419,7 +409,7 @@ class Plan(PlanLike):
         Raises:
             ValueError: Some leaves get no spec; the message has the findings of `check`.
         """
-        return spec_tree(self._columns)
+        return asking.trees.spec_tree(self._columns)
 
     def shardings(self) -> Any:
         """The tree of NamedShardings; on a dict of axis sizes they have an AbstractMesh.
@@ -427,7 +417,7 @@ class Plan(PlanLike):
         Raises:
             ValueError: As `specs`.
         """
-        return sharding_tree(self._columns, self.mesh)
+        return asking.trees.sharding_tree(self._columns, self.mesh)
 
     def abstract(self) -> Any:
         """The tree of ShapeDtypeStructs with their shardings: what to restore a checkpoint into.
@@ -441,7 +431,7 @@ class Plan(PlanLike):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).abstract()["w"].sharding.spec[0]
             'tp'
         """
-        return abstract_tree(self._columns, self.mesh)
+        return asking.trees.abstract_tree(self._columns, self.mesh)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -510,6 +500,8 @@ class Plan(PlanLike):
                 else "rules: these are logical, and the plan's are of paths: plan the tree itself"
             )
         if isinstance(decider, LogicalRules):
+            from shardrules._planning.placing.by_names import by_names
+
             named = replace(leaves, rules=decider)
             on_mesh: _OnMesh = partial(by_names, named, decider, decider.dialect.correction)
         else:
@@ -518,6 +510,8 @@ class Plan(PlanLike):
 
     def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
+        from shardrules._planning.placing.by_plan import by_plan
+
         chosen = self if mesh is None else self.on_mesh(mesh)
         follow = partial(by_plan, tree=tree)
         on_mesh = partial(_followed, chosen._columns, self._on_mesh, follow, None)
@@ -526,7 +520,7 @@ class Plan(PlanLike):
     def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
         chosen = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = beside(surveyed(tree, self._columns.leaves), self._columns.leaves)
-        return placements_of(chosen._columns, chosen.mesh, leaves.tree, rows)
+        return asking.trees.placements_of(chosen._columns, chosen.mesh, leaves.tree, rows)
 
     def sweep(
         self,
@@ -584,6 +578,8 @@ class Plan(PlanLike):
             >>> [(row.mesh, row.bytes) for row in plan.sweep()]
             [({'dp': 1, 'tp': 4}, 32), ({'dp': 2, 'tp': 2}, 64), ({'dp': 4, 'tp': 1}, 128)]
         """
+        from shardrules._hardware import as_hardware
+
         device = None if hardware is None else as_hardware("hardware", hardware)
         if hbm is None and device is not None:
             hbm = device.memory_bytes
@@ -599,7 +595,7 @@ class Plan(PlanLike):
         elif device is None:
             raise ValueError("tokens: the time of a step needs hardware=, such as 'v5p'")
         else:
-            run = run_of(
+            run = asking.step_time.run_of(
                 tokens=tokens,
                 hardware=device,
                 axes_over_dcn=axes_over_dcn,
@@ -616,14 +612,14 @@ class Plan(PlanLike):
             left = tuple(name for name in axis_sizes_of(self._mesh) if name not in sizes)
             names = left if axes is None else texts("axes", axes)
             count = self.devices if devices is None else integer("devices", devices, 1)
-            meshes = factorizations(count, names, sizes)
+            meshes = asking.sweep.factorizations(count, names, sizes)
         else:
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
 
         def on_mesh(mesh: MeshLike) -> Columns:
             return self.on_mesh(mesh)._columns
 
-        return sweep(
+        return asking.sweep.sweep(
             on_mesh,
             meshes,
             room=room,
@@ -675,7 +671,7 @@ class Plan(PlanLike):
             >>> time.dominant, f"{time.total * 1e3:.1f} ms"
             ('compute', '106.7 ms')
         """
-        run = run_of(
+        run = asking.step_time.run_of(
             tokens=tokens,
             hardware=hardware,
             axes_over_dcn=axes_over_dcn,
@@ -687,7 +683,7 @@ class Plan(PlanLike):
         held = self.bytes_per_device(
             gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
         )
-        return step_time(self._columns, run, held)
+        return asking.step_time.step_time(self._columns, run, held)
 
     def bytes_per_device(
         self,
@@ -735,7 +731,7 @@ class Plan(PlanLike):
             moments = optimizer._columns
         elif optimizer is not None:
             moments = listed("optimizer", optimizer, _MOMENTS)
-        return budget(self._columns, gradients, moments, optimizer_memory_kind, made)
+        return asking.budget.budget(self._columns, gradients, moments, optimizer_memory_kind, made)
 
     def traffic(
         self,
@@ -804,6 +800,8 @@ class Plan(PlanLike):
             zero1=None, gradients=None, activations=bfloat16, sequence_parallel=False,
             input_gradients=once, experts_per_token=None, capacity_factor=1.0, roles=None
         """
+        from shardrules._planning.asking.collectives.schedule import schedule_of
+
         schedule = schedule_of(
             self.axis_sizes,
             tokens=tokens,
@@ -820,7 +818,7 @@ class Plan(PlanLike):
             capacity_factor=capacity_factor,
             roles=roles,
         )
-        return traffic(self._columns, schedule)
+        return asking.traffic.traffic(self._columns, schedule)
 
     def fingerprint(self) -> str:
         """64 hex digits that change with any path, shape, dtype, spec, memory kind or mesh axis.
@@ -834,6 +832,8 @@ class Plan(PlanLike):
             >>> sr.plan(tree, [("w", "tp")], {"tp": 2}).fingerprint()[:8]
             '229b934b'
         """
+        from shardrules._planning.locks.write import fingerprint
+
         return fingerprint(self._columns)
 
     def lock(self, path: str | Path | None = None) -> str:
@@ -853,6 +853,8 @@ class Plan(PlanLike):
             >>> sr.Plan.from_lock(plan.lock()).fingerprint() == plan.fingerprint()
             True
         """
+        from shardrules._planning.locks.write import lock_text
+
         check_file("path", path)
         text = lock_text(self._columns)
         if path is not None:
@@ -890,7 +892,7 @@ class Plan(PlanLike):
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
         check_type("other", other, Plan, "a Plan")
-        return diff(self._columns, other._columns)
+        return asking.diff.diff(self._columns, other._columns)
 
     def transfer(self, other: Plan) -> Transfer:
         """What moves from the shardings of this plan to those of another plan of the same leaves.
@@ -919,7 +921,9 @@ class Plan(PlanLike):
             (array([[48, 48]]), array([16, 16, 32, 32]), 48)
         """
         check_type("other", other, Plan, "a Plan")
-        return transfer(self._columns, other._columns, places_in(self.mesh, other.mesh))
+        return asking.transfer.transfer(
+            self._columns, other._columns, places_in(self.mesh, other.mesh)
+        )
 
     def for_optimizer(
         self, state: Any, *, zero1: str | Zero1 | None = None, memory_kind: MemoryKind | None = None
@@ -959,6 +963,9 @@ class Plan(PlanLike):
             >>> print(plan.for_optimizer(state, memory_kind="pinned_host").bytes_per_device())
             0 B on the fullest device: nothing; 28 B in the host's memory
         """
+        from shardrules._planning.placing.optimizer import by_parameters, find_parameters
+        from shardrules._planning.zero1 import Zero1
+
         check_tree("state", state)
         check_type("zero1", zero1, str | Zero1 | None, "a mesh axis, a Zero1 or None")
         cut = Zero1(zero1) if isinstance(zero1, str) else zero1
@@ -1000,6 +1007,8 @@ class Plan(PlanLike):
             path  leaves  shape   dtype    rule  spec             bytes  per device
             w          1  [8, 8]  float32     0  P('fsdp', None)  256 B        64 B
         """
+        from shardrules._planning.placing.gradients import gradients_of, leaves_with_gradients
+
         own = None if dtype is None else given_dtype("dtype", dtype)
         leaves = leaves_with_gradients(self._columns.leaves, own)
         follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
@@ -1027,7 +1036,7 @@ class Plan(PlanLike):
             ('layers/0/up/w', 4, True)
         """
         check_type("path", path, str, "a string")
-        return explanation(self._columns, *meant_by(self._columns, path))
+        return asking.explain.explanation(self._columns, *asking.rows.meant_by(self._columns, path))
 
     def to_html(
         self,
@@ -1079,8 +1088,10 @@ class Plan(PlanLike):
         from shardrules._planning.showing.report.page import report_html
 
         check_file("path", path)
-        check_type("findings", findings, Findings | None, "the Findings of Plan.check")
-        check_type("sweep", sweep, Sweep | None, "the Sweep of Plan.sweep")
+        check_type(
+            "findings", findings, asking.findings.Findings | None, "the Findings of Plan.check"
+        )
+        check_type("sweep", sweep, asking.sweep.Sweep | None, "the Sweep of Plan.sweep")
         check_type("title", title, str, "a string")
         room = _room(hbm, host_memory)
         shown = self.check() if findings is None else findings
@@ -1150,7 +1161,7 @@ class Plan(PlanLike):
 
     def _row(self, path: str) -> int:
         check_type("path", path, str, "a string")
-        return row_of(self._columns, path)
+        return asking.rows.row_of(self._columns, path)
 
 
 def _check_unused(**is_given: bool) -> None:
@@ -1164,7 +1175,7 @@ def _room(hbm: int | None, host_memory: int | None) -> Room:
     for name, size in (("hbm", hbm), ("host_memory", host_memory)):
         if size is not None:
             check_real(name, size)
-    return Room(hbm, host_memory)
+    return asking.budget.Room(hbm, host_memory)
 
 
 def _locked(columns: Columns, mesh: MeshLike) -> Columns:

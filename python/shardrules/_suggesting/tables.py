@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._suggesting.axes import uses_of
 from shardrules._suggesting.choosing import SLACK, Cuts, discomfort_of, parts_of_cuts
 

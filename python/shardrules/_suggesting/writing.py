@@ -17,8 +17,8 @@ from shardrules._declared import NOTHING
 from shardrules._format import brief
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
-from shardrules._planning.asking.check import DEFAULT_LARGE
 from shardrules._planning.asking.checks.queries import Queries
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._shape_specs import fsdp
 from shardrules._specs import Entries
 from shardrules._suggesting.axes import uses_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._format import bytes_shown, counted
-from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Finding, Level, VerifyKind
 
 if TYPE_CHECKING:

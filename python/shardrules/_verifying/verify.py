@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_real
 from shardrules._format import bytes_shown, counted, shown
-from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Findings
 from shardrules._verifying.executable import Executable
 from shardrules._verifying.gathered import gathered

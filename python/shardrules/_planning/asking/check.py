@@ -29,6 +29,7 @@ from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.checks.replication import catch_alls, replicated
 from shardrules._planning.asking.checks.rules import dead_rules, shadowed_rules, siblings
 from shardrules._planning.asking.checks.tables import cut_ranks
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import CHECK_KINDS, LEVELS, Findings
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.findings import CheckKind, FindingKind, Level
     from shardrules._planning.columns import Columns
 
-__all__ = ["DEFAULT_LARGE", "check"]
-
-DEFAULT_LARGE: Final = 16 * 2**20
+__all__ = ["check"]
 
 _CHECKS: Final = (
     unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections, unpinned,

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._planning.roles import DimRole
 
-__all__ = ["OVERLAP", "Run", "StepTime", "assumed_lines", "run_of", "step_time", "time_shown"]
-
-OVERLAP: Final[tuple[Of, ...]] = ("params", "gradients")
-"""What is sent while a device computes, unless another choice is given."""
+__all__ = ["Run", "StepTime", "assumed_lines", "run_of", "step_time", "time_shown"]
 
 # Each of the products of a kernel (forward, and the gradients of its input and of itself) reads two
 # of these three and writes the third: the kernel, its input, its output.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from shardrules._correction import rule_spec_shown
 from shardrules._format import seconds_shown
-from shardrules._planning.asking.check import DEFAULT_LARGE
+from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import conclusion
 from shardrules._planning.kinds import (
     Kind,
