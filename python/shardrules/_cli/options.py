@@ -132,7 +132,7 @@ FailOn = Annotated[
     str,
     Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
 ]
-Tokens = Annotated[int | None, Option(min=1, help="Tokens of a training step, to estimate its time.")]
+Tokens = Annotated[int | None, Option(min=1, help="Tokens of a step, to estimate its time.")]
 HardwareName = Annotated[
     str | None,
     Option(
