@@ -9,6 +9,7 @@ from typing import Annotated
 
 import pytest
 
+from shardrules import __version__
 from shardrules._cli.app import COMMANDS
 from shardrules._cli.arguments import Argument, Option, UsageError, parser_of
 from shardrules._hardware import public_hardware
@@ -93,3 +94,13 @@ def test_the_overview_is_the_help_of_all():
         assert line in " ".join(told.stdout.split())
     assert invoke() == told._replace(exit_code=2)
     assert "required: COMMAND; see --help" in invoke("--nothing").stderr
+
+
+def test_the_version_is_told():
+    assert invoke("--version").stdout == f"shardrules {__version__}\n"
+    assert "--version" in invoke("--help").stdout
+
+
+def test_the_help_of_suggest_has_one_default_for_the_optimizer():
+    told = " ".join(invoke("suggest", "--help").stdout.split())
+    assert "lion, adam, adamw. Default: adam. --optimizer-dtype" in told

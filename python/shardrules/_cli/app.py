@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from typing import Final
 
+from shardrules import __version__
 from shardrules._cli.arguments import Parser, UsageError, parser_of
 from shardrules._cli.process import FAILED, note
 from shardrules._printable import printable
@@ -49,6 +50,9 @@ def _run(name: str = "", *words: str) -> int:
         command = import_module(f"shardrules._cli.commands.{name}").command
         given = parser_of(name, command).parse(words)
         return 0 if given is None else command(**given) or 0
+    if name == "--version":
+        print(f"shardrules {__version__}")
+        return 0
     if name and not name.startswith("-"):
         raise UsageError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
     _overview().parse([name or "--help", *words])
@@ -59,6 +63,7 @@ def _overview() -> Parser:
     """The parser that knows commands by their names and lines of help alone."""
     about = "Plan, check and budget the sharding of a JAX model's arrays, without a device."
     parser = Parser(prog="shardrules", description=about)
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         commands.add_parser(name, help=line, add_help=False)

@@ -92,7 +92,7 @@ Gradients = Annotated[
 ]
 Optimizer = Annotated[
     str | None,
-    Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}. Default: none."),
+    Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}."),
 ]
 OptimizerDtype = Annotated[
     str | None, Option(help="The dtype of the optimizer's moments. Default: float32.")
@@ -131,7 +131,7 @@ FailOn = Annotated[
     str,
     Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
 ]
-Tokens = Annotated[int | None, Option(min=1, help="Tokens of a training step, to reckon its time.")]
+Tokens = Annotated[int | None, Option(min=1, help="Tokens of a step, to estimate its time.")]
 HardwareName = Annotated[
     str | None,
     Option(
@@ -142,5 +142,5 @@ HardwareName = Annotated[
 ]
 AxesOverDcn = Annotated[str | None, Option(help="Mesh axes between slices or nodes, such as dp.")]
 ExpertsPerToken = Annotated[
-    int | None, Option(min=1, help="Experts of a layer that each token meets.")
+    int | None, Option(min=1, help="Experts of a layer that each token is sent to.")
 ]

@@ -29,7 +29,11 @@ def command(
     rules: RulesFile,
     mesh: Mesh,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Required: arrays are loaded in Python alone.")
+        bool,
+        Option(
+            "--dry-run",
+            help="Required, as this command loads nothing: shardrules.load does, in Python.",
+        ),
     ] = False,
     processes: Annotated[
         int, Option(min=1, help="Processes that share the mesh's devices in their order.")
