@@ -109,28 +109,62 @@ def _done(call: Callable[[], Any]) -> Any:
 def _constraints(mesh: Mesh) -> Iterator[Row]:
     spec = P("fsdp", None, "tp")
     x = jax.device_put(np.zeros((8, 64, 64), "float32"), NamedSharding(mesh, spec))
-
-    def traced(constrain: Callable[[Any], Any]) -> Callable[[], Any]:
-        def body(x: Any) -> Any:
-            for _ in range(CALLS):
-                x = constrain(x)
-            return x
-
-        return lambda: jax.make_jaxpr(partial(body))(x)  # a new function: traced each time
-
-    def bare(x: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x, spec)
-
-    def ours(x: Any) -> Any:
-        return sr.with_sharding_constraint(x, spec)
-
     with jax.set_mesh(mesh):
-        nothing, a, b = interleaved_seconds(
-            [traced(lambda x: x), traced(ours), traced(bare)], runs=15
-        )
-        a, b = (a - nothing) / CALLS, (b - nothing) / CALLS
-        note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
-        yield Row("constraint inside jit, a call, ours / bare", a / b, "x", 1.1, note)
-        a, b = interleaved_seconds([lambda: ours(x), lambda: bare(x)], runs=301)
+        yield _inside_jit("one array, by a spec", x, (spec,), spec)
+        layer = dict.fromkeys(("wq", "wk", "wv", "wo", "scale"), x)
+        tree = {"0": layer, "1": dict(layer)}
+        for what, (given, shardings) in _ways_to_decide(tree, mesh).items():
+            yield _inside_jit(
+                f"{len(layer) * 2} arrays in a tree, by {what}", tree, given, shardings
+            )
+        calls = [
+            partial(sr.with_sharding_constraint, x, spec),
+            partial(jax.lax.with_sharding_constraint, x, spec),
+        ]
+        a, b = interleaved_seconds(calls, runs=301)
         note = f"ours {a * 1e6:.0f} us, bare {b * 1e6:.0f} us"
         yield Row("constraint outside of jit, a call, ours / bare", a / b, "x", None, note)
+
+
+def _ways_to_decide(tree: Any, mesh: Mesh) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """By name, the arguments of our function, and the shardings for JAX's own."""
+    pairs = [("w[qk]", P("fsdp", None, "tp")), ("w[vo]", P("tp", None, "fsdp")), ("scale", P())]
+    plan = sr.plan(tree, pairs, mesh)
+    given = {
+        "pairs": pairs,
+        "Rules": sr.Rules(pairs),
+        "a Plan": plan,
+        "specs": plan.specs(),
+        "shardings": plan.shardings(),
+    }
+    return {what: ((one,), plan.shardings()) for what, one in given.items()}
+
+
+def _inside_jit(what: str, tree: Any, given: tuple[Any, ...], to: Any) -> Row:
+    """A constraint beside JAX's own call, which gets what is decided."""
+    calls = CALLS // len(tree_util.tree_leaves(tree))
+
+    def ours(tree: Any) -> Any:
+        return sr.with_sharding_constraint(tree, *given)
+
+    def bare(tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, to)
+
+    def traced(constrain: Callable[[Any], Any]) -> Callable[[], Any]:
+        def body(tree: Any) -> Any:
+            for _ in range(calls):
+                tree = constrain(tree)
+            return tree
+
+        return lambda: jax.make_jaxpr(partial(body))(tree)  # a new function: traced each time
+
+    made, expected = (tree_util.tree_leaves(jax.jit(one)(tree)) for one in (ours, bare))
+    for array, other in zip(made, expected, strict=True):
+        if not array.sharding.is_equivalent_to(other.sharding, array.ndim):
+            raise AssertionError(f"constraint, {what}: JAX and shardrules disagree")
+    makers = [traced(lambda tree: tree), traced(ours), traced(bare)]
+    rounds = [interleaved_seconds(makers, runs=1) for _ in range(25)]
+    a, b = (median(one[i] - one[0] for one in rounds) / calls for i in (1, 2))
+    ratio = median((one[1] - one[0]) / (one[2] - one[0]) for one in rounds)
+    note = f"ours {a * 1e6:.0f} us, JAX {b * 1e6:.0f} us"
+    return Row(f"constraint inside jit, {what}, a call, ours / JAX's own", ratio, "x", 1.1, note)

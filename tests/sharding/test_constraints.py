@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding import constraints, leaf_shardings
+from shardrules._sharding import constraints, leaf_shardings, traced
 from shardrules._sharding import mesh as meshes_of_jax
 from tests.support.contexts import legacy, needs_set_mesh
 from tests.support.work import calls_by_file
@@ -323,18 +323,48 @@ class TestSymbolicDimensions:
             self.exported("b, 7", mesh, P("fsdp"), correction=error)
 
 
-def traced(x, *arguments, **more):
+def text_of(x, *arguments, **more):
     """The text of the jaxpr of a constraint."""
     return str(jax.make_jaxpr(lambda x: constrain(x, *arguments, **more))(x))
 
 
+def text_by_jax(tree, shardings):
+    """The same of JAX's own call."""
+    return str(jax.make_jaxpr(lambda tree: bare(tree, shardings))(tree))
+
+
+TREE = {
+    "q": {"w": np.zeros((8, 8), "float32"), "b": np.zeros(8, "float32")},
+    "o": [np.zeros((8, 6), "float32"), np.zeros((7, 4), "float32")],
+}
+RULES = [("w", P("fsdp", "tp")), ("b", P("tp")), ("o", P("tp", "fsdp"))]
+
+
+def _named(tree, mesh):
+    rules = sr.LogicalRules([("in", "fsdp"), ("out", "tp")])
+    names = {"q": {"w": ("in", "out"), "b": ("out",)}, "o": [("out", "in")] * 2}
+    return rules, {"names": names}
+
+
+FORMS = {
+    "pairs": lambda tree, mesh: RULES,
+    "rules": lambda tree, mesh: sr.Rules(RULES),
+    "plan": lambda tree, mesh: sr.plan(tree, RULES, mesh),
+    "specs": lambda tree, mesh: sr.plan(tree, RULES, mesh).specs(),
+    "shardings": lambda tree, mesh: sr.named_shardings(tree, RULES, mesh),
+    "logical rules": _named,
+}
+"""By name, what decides the tree, and further arguments."""
+
+
 class TestWhatIsRemembered:
-    """A constraint on one array is decided once for each spec, shape, mesh and context."""
+    """A constraint is decided once for each structure, shapes, rules, mesh and context."""
 
     def test_the_second_call_costs_little(self):
         x, spec = jnp.ones((4, 6)), P("a", "b")
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-        ours = constraints.__file__, leaf_shardings.__file__, meshes_of_jax.__file__
+        files = (module.__file__ for module in (constraints, traced, leaf_shardings, meshes_of_jax))
+        ours = list(files)
         counted = []
 
         def body(x):
@@ -354,7 +384,7 @@ class TestWhatIsRemembered:
         )
         spec, keep = P(("a", "b")), sr.Correction(indivisible="prefix")
         texts = [
-            traced(jnp.ones(size), spec, mesh, correction=correction)
+            text_of(jnp.ones(size), spec, mesh, correction=correction)
             for size in (6, 8)
             for mesh in (wide, square)
             for correction in (None, keep)
@@ -381,16 +411,16 @@ class TestWhatIsRemembered:
 
     def test_without_a_context_it_is_refused_again(self):
         with legacy(Mesh(np.array(jax.devices()[:4]), ("a",))):
-            traced(jnp.ones(8), P("a"))
+            text_of(jnp.ones(8), P("a"))
         for _ in range(2):
             with pytest.raises(ValueError, match="no mesh"):
-                traced(jnp.ones(8), P("a"))
+                text_of(jnp.ones(8), P("a"))
 
     def test_what_is_an_error_is_one_each_time(self):
         mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
         for _ in range(2):
             with pytest.raises(ValueError, match=r"(?s)\(the tree\).*not divisible by a=4"):
-                traced(jnp.ones(6), P("a"), mesh, correction=sr.Correction(indivisible="error"))
+                text_of(jnp.ones(6), P("a"), mesh, correction=sr.Correction(indivisible="error"))
 
     @pytest.mark.parametrize(
         ("arguments", "more", "said"),
@@ -402,4 +432,73 @@ class TestWhatIsRemembered:
     )
     def test_wrong_arguments_are_refused_as_ever(self, arguments, more, said):
         with pytest.raises(TypeError, match=said):
-            traced(jnp.ones(8), *arguments, **more)
+            text_of(jnp.ones(8), *arguments, **more)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_tree_is_constrained_as_by_jax_itself_each_time(self, mesh, form):
+        decided = FORMS[form](TREE, mesh)
+        shardings = sr.named_shardings(TREE, RULES, mesh)
+        expected = text_by_jax(TREE, shardings)
+        given, more = decided if isinstance(decided, tuple) else (decided, {})
+        counted = []
+
+        def body(tree):
+            made = []
+            files = calls_by_file(lambda: made.append(constrain(tree, given, mesh, **more)))
+            counted.append(files[leaf_shardings.__file__])
+            return made[0]
+
+        for _ in range(2):
+            assert str(jax.make_jaxpr(lambda tree: body(tree))(TREE)) == expected
+        assert counted[1] == 0 < counted[0]
+
+    def test_a_tree_of_other_structure_shapes_or_dtypes_is_decided_anew(self, mesh):
+        big = sr.fsdp("fsdp", min_bytes=200)
+        trees = [
+            {"w": jnp.zeros(shape, dtype), **more}
+            for shape in ((8, 8), (8, 6), (7, 8))
+            for dtype in ("float32", "bfloat16")
+            for more in ({}, {"v": jnp.zeros(8)})
+        ]
+        for rules in ([("w", big), ("", P())], [("w", P("tp", "fsdp")), ("", P("tp"))]):
+            for tree in [*trees, *trees]:
+                expected = text_by_jax(tree, sr.named_shardings(tree, rules, mesh))
+                assert text_of(tree, rules, mesh) == expected
+
+    def test_rules_that_come_and_go_are_told_apart(self, mesh):
+        """Other rules may get the address of those that are gone."""
+        tree = {"w": jnp.zeros(8)}
+        expected = {
+            entry: text_by_jax(tree, sr.named_shardings(tree, P(entry), mesh))
+            for entry in ("fsdp", "tp", None)
+        }
+        for _ in range(20):
+            for entry, text in expected.items():
+                assert text_of(tree, sr.Rules([("w", P(entry))]), mesh) == text
+
+    def test_pairs_that_can_be_read_once_are_not_remembered(self, mesh):
+        pairs = iter([("w", P("tp"))])
+        text_of({"w": jnp.zeros(8)}, pairs, mesh)
+        with pytest.raises(ValueError, match="matches none of the 0 rules"):
+            text_of({"w": jnp.zeros(8)}, pairs, mesh)
+
+    def test_what_is_changed_in_place_is_seen(self, mesh):
+        pairs = [("w", P("tp"))]
+        first = text_of({"w": jnp.zeros(8)}, pairs, mesh)
+        pairs[0] = ("w", P("fsdp"))
+        assert text_of({"w": jnp.zeros(8)}, pairs, mesh) != first
+
+    def test_arrays_beside_traced_ones_are_constrained_too(self, mesh):
+        here = jnp.ones(8)
+        for _ in range(2):
+            made = jax.jit(lambda x: constrain({"x": x, "y": here}, P("tp"), mesh))(jnp.ones(8))
+            assert is_sharded(made["x"], mesh, "tp")
+            assert is_sharded(made["y"], mesh, "tp")
+
+    def test_little_is_remembered(self, mesh, monkeypatch):
+        monkeypatch.setattr(traced, "_MOST_LEAVES", 10)
+        memory = traced._Memory()
+        monkeypatch.setattr(traced, "_memory", memory)
+        for size in range(1, 8):
+            text_of([jnp.zeros(size)] * 4, P("tp"), mesh)
+            assert len(memory._known) <= 3

@@ -126,7 +126,7 @@ def compare(
     decisions = [
         _by_names(decider, named)
         if isinstance(decider, LogicalRules)
-        else list(map(_of_spec, spread_specs(name, tree, leaves, given[name])))
+        else list(map(_of_spec, spread_specs(name, tree, treedef, given[name])))
         if decider is None
         else treedef.flatten_up_to(_by_paths(matcher_of(decider), plain, least))
         for name, decider in deciders.items()

@@ -5,7 +5,8 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_tree
@@ -121,10 +122,8 @@ def named_shardings(
         treedef: Any = tree_util.tree_structure(tree)
         return treedef.unflatten(one.sharding for one in placed)
     if decider is None:
-        _, treedef, shardings = _shardings_by_specs(
-            "rules", tree, rules, mesh, correction, keep_memory=False
-        )
-        return treedef.unflatten(shardings)
+        _, treedef, found = _placements_by_specs("rules", tree, rules, mesh, correction)
+        return treedef.unflatten(one and one.sharding for one in found)
     on_mesh = resolve_mesh(mesh)
     if followers:
         planned = planned_placements(
@@ -170,10 +169,12 @@ def requested_shardings(
     followers = checked_companions(companions)
     decider = as_decider("specs_or_rules", specs_or_rules)
     check_taken(decider, companions=followers, names=names, correction=correction)
+    placements: Sequence[Placement | None]
     if decider is None:
-        return _shardings_by_specs(
-            "specs_or_rules", tree, specs_or_rules, mesh, correction, keep_memory=True
+        leaves, treedef, placements = _placements_by_specs(
+            "specs_or_rules", tree, specs_or_rules, mesh, correction
         )
+        return leaves, treedef, _in_own_memory(leaves, placements)
     leaves, treedef = tree_util.tree_flatten(tree)
     if isinstance(decider, LogicalRules):
         on_mesh = local_view(resolve_mesh(mesh))
@@ -182,15 +183,23 @@ def requested_shardings(
     if isinstance(decider, PlanLike):
         placements = decider._placements(tree, mesh)
     else:
-        placements = _placements(
-            tree, decider, local_view(resolve_mesh(mesh)), correction, followers
-        )
+        on_mesh = local_view(resolve_mesh(mesh))
+        placements = _placements(tree, decider, on_mesh, correction, followers)
+    return leaves, treedef, _in_own_memory(leaves, placements)
+
+
+def _in_own_memory(
+    leaves: list[Any], placements: Sequence[Placement | None]
+) -> list[NamedSharding | None]:
+    """The shardings; where nothing is said about memory, that of the leaf."""
     keep = memory_keeper()
-    of_leaves = [
-        one.sharding if one.says_memory else keep(leaf, one.sharding)
-        for leaf, one in zip(leaves, placements, strict=True)
-    ]
-    return leaves, treedef, of_leaves
+
+    def own(leaf: Any, one: Placement | None) -> NamedSharding | None:
+        if one is None:
+            return None
+        return one.sharding if one.says_memory else keep(leaf, one.sharding)
+
+    return list(map(own, leaves, placements))
 
 
 def _placements(
@@ -229,48 +238,52 @@ def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
     return all(map(has_own_devices, meshes))
 
 
-def _shardings_by_specs(
-    name: str,
-    tree: Any,
-    specs: Any,
-    mesh: MeshLike | None,
-    correction: Correction | None,
-    *,
-    keep_memory: bool,
-) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """See `requested_shardings`; `name` is the name of the parameter `specs` in messages."""
+def _placements_by_specs(
+    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
+) -> tuple[list[Any], Any, list[Placement | None]]:
+    """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
-    spread = spread_specs(name, tree, leaves, specs)
+    spread = spread_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
-    policy, keep = correction or EFORMER.correction, memory_keeper()
+    policy = correction or EFORMER.correction
+    by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
+    dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
-    known: dict[tuple[int, tuple[int, ...], Any], NamedSharding] = {}
-    shardings_of_leaves: list[NamedSharding | None] = []
-    errors: list[str] = []
-    for index, (leaf, spec) in enumerate(zip(leaves, spread, strict=True)):
-        if spec is None:
-            shardings_of_leaves.append(None)
-            continue
-        wanted, on_mesh = bound[id(spec)]
-        dtype = getattr(leaf, "dtype", None) if isinstance(wanted, Fsdp) else None
-        key = id(spec), _shape(leaf), dtype
-        try:
-            if key not in known:
-                known[key] = corrected_sharding(wanted, key[1], on_mesh, policy, dtype)
-                if wanted is not spec:
-                    known[key] = _in_memory_of(spec, known[key])
-            sharding = known[key]
-            if keep_memory and wanted is spec:
-                sharding = keep(leaf, sharding)
-        except ValueError as error:
-            errors.append(f"{printable(f'the leaf {_path(tree, index)}')}: {error}")
-            continue
-        shardings_of_leaves.append(sharding)
-    if errors:
-        raise ValueError("\n".join([*errors[:_SHOWN], *and_more(len(errors), _SHOWN, "leaf")]))
-    return leaves, treedef, shardings_of_leaves
+    kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
+    of_kind = {
+        kind: None if spec is None else _of_kind(spec, kind, bound, policy)
+        for kind, spec in dict(zip(kinds, spread, strict=True)).items()
+    }
+    wrong = {kind: error for kind, error in of_kind.items() if isinstance(error, ValueError)}
+    if wrong:
+        places = [index for index, kind in enumerate(kinds) if kind in wrong]
+        lines = [
+            f"{printable(f'the leaf {_path(tree, index)}')}: {wrong[kinds[index]]}"
+            for index in places[:_SHOWN]
+        ]
+        raise ValueError("\n".join([*lines, *and_more(len(places), _SHOWN, "leaf")]))
+    placements: Any = list(map(of_kind.__getitem__, kinds))
+    return leaves, treedef, placements
+
+
+def _of_kind(
+    spec: Any,
+    kind: tuple[int, tuple[int, ...], Any],
+    bound: dict[int, tuple[Any, AnyMesh]],
+    policy: Correction,
+) -> Placement | ValueError:
+    """What leaves of one spec, shape and dtype get, or what is wrong."""
+    number, shape, dtype = kind
+    wanted, on_mesh = bound[number]
+    try:
+        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype)
+        if wanted is spec:
+            return Placement(sharding, says_memory=False)
+        return Placement(_in_memory_of(spec, sharding), says_memory=True)
+    except ValueError as error:
+        return error
 
 
 def _bound_specs(
@@ -301,16 +314,18 @@ def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedShardin
     return given if given == sharding else sharding  # JAX's caches know that one already
 
 
-def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[Any]:
+def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
     """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 
     if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
-        return [specs] * len(leaves)
+        return [specs] * treedef.num_leaves
+    if (alike := _leaves_alike(specs, treedef)) is not None:
+        return alike
     try:
         given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
-        treedef: Any = structure  # JAX's types do not know its methods
-        parts = treedef.flatten_up_to(tree)
+        node: Any = structure  # JAX's types do not know its methods
+        parts = node.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
         place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
         raise ValueError(
@@ -321,6 +336,17 @@ def spread_specs(name: str, tree: Any, leaves: list[Any], specs: Any) -> list[An
         return given
     pairs = zip(given, parts, strict=True)
     return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
+
+
+def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
+    """The specs, if they are in a tree of the same structure; that takes no call for each."""
+    from jax import tree_util
+
+    with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
+        given, structure = tree_util.tree_flatten(specs)
+        if structure == treedef:
+            return given
+    return None
 
 
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:

@@ -68,7 +68,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
             call.alone()
         leaves, treedef = tree_util.tree_flatten(batch)
         paths = [keys for keys, _ in tree_util.tree_flatten_with_path(batch)[0]]
-        specs = spread_specs("spec", batch, leaves, spec)
+        specs = spread_specs("spec", batch, treedef, spec)
         wanted = []
         for keys, leaf, one in zip(paths, leaves, specs, strict=True):
             path = tree_util.keystr(keys) or "(the tree)"

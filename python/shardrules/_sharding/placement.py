@@ -329,7 +329,9 @@ def of_placeable(
     if keep:
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
         chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
-    others = [index for index, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
+    of_types = {type(leaf): leaf for leaf in leaves}
+    can_all = all(map(_can_be_placed, of_types.values()))
+    others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
         if chosen[index] is None:
             continue

@@ -75,11 +75,11 @@ def _are_specs(given: Any) -> bool:
     from jax import tree_util
     from jax.sharding import PartitionSpec, Sharding
 
-    kinds = set(map(type, tree_util.tree_leaves(given, is_leaf=is_spec)))
+    kinds = set(map(type, tree_util.tree_leaves(given)))
     if any(issubclass(kind, _PATTERNS) for kind in kinds):
         return False
     says = any(issubclass(kind, (Sharding, PartitionSpec, Fsdp)) for kind in kinds)
-    return says or kinds <= {type(None)}
+    return says or not kinds
 
 
 def _begins_with_a_pair(given: Any) -> bool:

@@ -28,12 +28,12 @@ from shardrules._matching.rules import (
     remembered_rules,
     specs_by_rules,
 )
-from shardrules._sharding.constraints import is_tracing
 from shardrules._sharding.constraints import with_sharding_constraint as _with_sharding_constraint
 from shardrules._sharding.device_bytes import device_bytes
 from shardrules._sharding.mesh import context_mesh, legacy_mesh
 from shardrules._sharding.placement import gather
 from shardrules._sharding.shardings import corrected_sharding, correction_losses
+from shardrules._sharding.traced import is_tracing
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, is_unconstrained
 
 if TYPE_CHECKING:

@@ -66,7 +66,8 @@ def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) 
     from jax import tree_util
 
     of_kind = _placements(columns, mesh)
-    return [of_kind[columns.kind_of[rows[row]]] for row in tree_util.tree_leaves(tree)]
+    of_row = columns.kind_of[rows].tolist()
+    return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
 
 
 def _placements(columns: Columns, mesh: MeshLike) -> list[Placement]:

@@ -44,8 +44,8 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     """
     from jax import tree_util
 
-    rows = tree_util.tree_leaves(leaves.tree)
-    spread = spread_specs("rules", leaves.tree, rows, specs)
+    rows, treedef = tree_util.tree_flatten(leaves.tree)
+    spread = spread_specs("rules", leaves.tree, treedef, specs)
     spec_of = dict(zip(rows, spread, strict=True))
     if spread and all(one is None for one in spread):
         raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
