@@ -26,11 +26,13 @@ class Decoder {
         using Kind = Syntax::Kind;
         if (depth > kMaxDepth) throw std::invalid_argument("pattern code: nested too deeply");
         Syntax out;
-        switch (static_cast<Op>(word())) {
-            case Op::kLiteral:
-                out.kind = Kind::kChar;
-                out.test = tests_.literal(code_point(word()));
-                return out;
+        const std::uint32_t first = word();
+        if (first < kCodePointEnd) {
+            out.kind = Kind::kChar;
+            out.test = tests_.literal(static_cast<char32_t>(first));
+            return out;
+        }
+        switch (static_cast<Op>(first)) {
             case Op::kClass:
                 out.kind = Kind::kChar;
                 out.test = tests_.class_test(word());
@@ -65,11 +67,6 @@ class Decoder {
         if (count > code_.size() - at_) throw std::invalid_argument("pattern code: too short");
         parent.children.reserve(count);
         for (std::uint32_t i = 0; i < count; ++i) parent.children.push_back(item(depth + 1));
-    }
-
-    static char32_t code_point(std::uint32_t number) {
-        if (number >= kCodePointEnd) throw std::invalid_argument("pattern code: no code point");
-        return static_cast<char32_t>(number);
     }
 
     Assertion assertion(std::uint32_t number) {

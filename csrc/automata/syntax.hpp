@@ -27,15 +27,14 @@ enum class Assertion : std::uint8_t {
 inline constexpr std::uint32_t kLastAssertion = 9;
 
 // Leading words of the encoding (prefix form, 32-bit words); python/shardrules/_matching/patterns.py
-// writes it.
+// writes it. A code point is the literal; operations come behind the last one.
 enum class Op : std::uint32_t {
-    kLiteral = 0,    // code point
-    kClass = 1,      // number of a class given to CharTests::add_class
-    kAssert = 2,     // Assertion
-    kNever = 3,      // matches nothing
-    kAlternate = 4,  // n, then n items
-    kRepeat = 5,     // min, max, then one item
-    kSequence = 6,   // n, then n items
+    kClass = kCodePointEnd,  // number of a class given to CharTests::add_class
+    kAssert,                 // Assertion
+    kNever,                  // matches nothing
+    kAlternate,              // n, then n items
+    kRepeat,                 // min, max, then one item
+    kSequence,               // n, then n items
 };
 
 inline constexpr std::uint32_t kUnbounded = 0xFFFFFFFF;

@@ -63,7 +63,15 @@ resolution::Choices choices_of(const py::str& separator, const py::str& shown_se
 automata::EncodedPattern encoded(py::handle pattern) {
     if (pattern.is_none()) return std::monostate{};
     if (PyUnicode_Check(pattern.ptr())) return code_points(pattern);
-    return pattern.cast<std::vector<std::uint32_t>>();
+    const auto listed = pattern.cast<py::list>();
+    std::vector<std::uint32_t> words(listed.size());
+    for (std::size_t i = 0; i < words.size(); ++i) {
+        const unsigned long word = PyLong_AsUnsignedLong(PyList_GET_ITEM(listed.ptr(), i));
+        if (PyErr_Occurred()) throw py::error_already_set();
+        if (word > 0xFFFFFFFF) throw std::invalid_argument("a word of a pattern has over 32 bits");
+        words[i] = static_cast<std::uint32_t>(word);
+    }
+    return words;
 }
 
 std::optional<std::uint32_t> class_number(int number) {

@@ -1,5 +1,7 @@
 // Bytes as a pattern's code, decoded, built and matched. Malformed code is refused; well-formed code
 // means what the reference says, whatever the memory budget.
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -16,8 +18,19 @@ Words raw_words(std::span<const std::uint8_t> data) {
     return code;
 }
 
-// One word a byte: small numbers, so that the program stays small.
-Words small_words(std::span<const std::uint8_t> data) { return {data.begin(), data.end()}; }
+// One word a byte: an operation where one may stand, and small numbers, so that the program stays
+// small.
+Words small_words(std::span<const std::uint8_t> data) {
+    constexpr std::array<int, 6> kOperands = {1, 1, 0, 1, 2, 1};  // by the order of Op
+    Words code;
+    int operands = 0;
+    for (const std::uint8_t byte : data) {
+        const bool is_operation = operands == 0 && byte < kOperands.size();
+        code.push_back(is_operation ? operation(byte) : byte);
+        operands = is_operation ? kOperands[byte] : std::max(operands - 1, 0);
+    }
+    return code;
+}
 
 void only_decode(const Words& code) {
     CharTests tests;

@@ -63,6 +63,8 @@ inline std::u32string text_from(Bytes& bytes, std::size_t longest) {
     return text;
 }
 
+inline std::uint32_t operation(std::uint32_t number) { return kCodePointEnd + number; }
+
 // Appends the code of one item.
 inline void item_from(Bytes& bytes, int depth, Words& code) {
     const auto children = [&](std::uint32_t most) {
@@ -70,12 +72,14 @@ inline void item_from(Bytes& bytes, int depth, Words& code) {
         code.push_back(count);
         for (std::uint32_t i = 0; i < count; ++i) item_from(bytes, depth - 1, code);
     };
-    const std::uint32_t op = bytes.next(depth > 0 ? 7 : 4);
+    const std::uint32_t kind = bytes.next(depth > 0 ? 7 : 4);
+    if (kind == 0) {
+        code.push_back(kCharacters[bytes.next(static_cast<std::uint32_t>(kCharacters.size()))]);
+        return;
+    }
+    const std::uint32_t op = operation(kind - 1);
     code.push_back(op);
     switch (static_cast<Op>(op)) {
-        case Op::kLiteral:
-            code.push_back(kCharacters[bytes.next(static_cast<std::uint32_t>(kCharacters.size()))]);
-            break;
         case Op::kClass: code.push_back(bytes.next(kClasses)); break;
         case Op::kAssert: code.push_back(1 + bytes.next(kLastAssertion)); break;
         case Op::kNever: break;
@@ -103,11 +107,11 @@ class Reference {
   private:
     // Where the item at `at` ends if it begins at one of `from`; moves `at` behind it.
     std::uint32_t item(const Words& code, std::size_t& at, std::uint32_t from) {
-        const auto op = static_cast<Op>(code[at++]);
+        const std::uint32_t word = code[at++];
+        if (word < kCodePointEnd) return step(from, [&](char32_t c) { return c == word; });
+        const auto op = static_cast<Op>(word);
         const std::uint32_t first = op == Op::kNever ? 0 : code[at++];
         switch (op) {
-            case Op::kLiteral:
-                return step(from, [&](char32_t c) { return c == first; });
             case Op::kClass:
                 return step(from, [&](char32_t c) { return class_accepts(first, c); });
             case Op::kAssert: return holding(static_cast<Assertion>(first), from);

@@ -23,18 +23,19 @@ inline std::atomic<int> failures = 0;
         }                                                                        \
     } while (false)
 
-inline Words literal(char32_t c) { return {0, static_cast<std::uint32_t>(c)}; }
-inline Words cls(std::uint32_t number) { return {1, number}; }
-inline Words assertion(Assertion a) { return {2, static_cast<std::uint32_t>(a)}; }
+inline std::uint32_t word(Op op) { return static_cast<std::uint32_t>(op); }
+inline Words literal(char32_t c) { return {static_cast<std::uint32_t>(c)}; }
+inline Words cls(std::uint32_t number) { return {word(Op::kClass), number}; }
+inline Words assertion(Assertion a) { return {word(Op::kAssert), static_cast<std::uint32_t>(a)}; }
 inline Words joined(Words head, const std::vector<Words>& parts) {
     head.push_back(static_cast<std::uint32_t>(parts.size()));
     for (const Words& part : parts) head.insert(head.end(), part.begin(), part.end());
     return head;
 }
-inline Words sequence(const std::vector<Words>& parts) { return joined({6}, parts); }
-inline Words alternate(const std::vector<Words>& parts) { return joined({4}, parts); }
+inline Words sequence(const std::vector<Words>& parts) { return joined({word(Op::kSequence)}, parts); }
+inline Words alternate(const std::vector<Words>& parts) { return joined({word(Op::kAlternate)}, parts); }
 inline Words repeat(std::uint32_t min, std::uint32_t max, const Words& body) {
-    Words out{5, min, max};
+    Words out{word(Op::kRepeat), min, max};
     out.insert(out.end(), body.begin(), body.end());
     return out;
 }

@@ -228,11 +228,15 @@ void unrolling_is_bounded() {
 }
 
 void malformed_codes_are_refused() {
+    const std::uint32_t cls = word(Op::kClass), assert = word(Op::kAssert), never = word(Op::kNever),
+                        alternate = word(Op::kAlternate), repeat = word(Op::kRepeat),
+                        sequence = word(Op::kSequence);
     Words deep;
-    for (int i = 0; i < 1000; ++i) deep.insert(deep.end(), {6, 1});
-    deep.insert(deep.end(), {6, 0});
-    const std::vector<Words> bad = {{}, {9}, {0}, {0, 0x110000}, {0, 0xFFFFFFFF}, {1, 7}, {2, 0}, {2, 99}, {4, 5}, {5, 2, 1, 6, 0},
-                                    {6, 0, 6, 0}, {6, 0xFFFFFFFF}, deep};
+    for (int i = 0; i < 1000; ++i) deep.insert(deep.end(), {sequence, 1});
+    deep.insert(deep.end(), {sequence, 0});
+    const std::vector<Words> bad = {{}, {sequence + 1}, {0xFFFFFFFF}, {U'a', U'b'}, {cls}, {cls, 7}, {assert, 0},
+                                    {assert, 99}, {never, 0}, {alternate, 5}, {repeat, 2, 1, sequence, 0},
+                                    {repeat, 1, 2}, {sequence, 0, sequence, 0}, {sequence, 0xFFFFFFFF}, deep};
     for (const Words& code : bad) {
         CharTests tests;
         bool refused = false;

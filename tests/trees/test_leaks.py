@@ -77,7 +77,7 @@ def through_searches(payload):
         return payload and rules
 
     payload.other = _core.RuleSet(
-        patterns=[None, [1, 0]], classes=[0], accepts=call, word_class=-1, ascii_word_class=-1,
+        patterns=[None, [0x110000, 0]], classes=[0], accepts=call, word_class=-1, ascii_word_class=-1,
         empty_text_has_no_non_boundary=True, searched=[(0, call)], memory_budget=1 << 20, match_modes=1,
         choices=choices,
     )  # fmt: skip

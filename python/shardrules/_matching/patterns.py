@@ -30,8 +30,8 @@ FAILURE, MAX_REPEAT, MIN_REPEAT, MAXREPEAT = attrgetter(
     "FAILURE", "MAX_REPEAT", "MIN_REPEAT", "MAXREPEAT"
 )(_constants)
 
-# Words of the encoding: csrc/automata/syntax.hpp.
-_LITERAL, _CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(7)
+# Words of the encoding: csrc/automata/syntax.hpp. Code points are literals.
+_CLASS, _ASSERT, _NEVER, _ALTERNATE, _REPEAT, _SEQUENCE = range(0x110000, 0x110006)
 _UNBOUNDED: Final = 0xFFFFFFFF
 (
     _BEGIN,
@@ -164,17 +164,17 @@ class _Lowering:
         """Appends the code of a parse tree to `code`; returns its unrolled size in nodes."""
         if depth > _MAX_DEPTH:
             raise _NotRegularError("nested too deeply for the automaton")
-        code += (_SEQUENCE, len(items))
+        if len(items) != 1:
+            code += (_SEQUENCE, len(items))
         is_plain = not flags & (_IGNORECASE | _IN_COMPONENT)
-        size = 1
+        size = 1 + len(items)
         for op, argument in items:
-            if is_plain and op is LITERAL:  # nine of ten
-                code += (_LITERAL, argument)
-                size += 1
+            if op is LITERAL and is_plain:  # nine of ten
+                code.append(argument)
             else:
-                size += self._item(op, argument, flags, code, depth)
-            if size > _MAX_NODES_OF_PATTERN:
-                raise _NotRegularError("too large for the automaton once its repeats are unrolled")
+                size += self._item(op, argument, flags, code, depth) - 1
+        if size > _MAX_NODES_OF_PATTERN:
+            raise _NotRegularError("too large for the automaton once its repeats are unrolled")
         return size
 
     def window(self, components: Sequence[Any], code: list[int]) -> int:
@@ -184,7 +184,7 @@ class _Lowering:
         size = 0
         for position, tree in enumerate(components):
             if position > 0:
-                code += (_REPEAT, 0, _UNBOUNDED, _CLASS, not_separator, _LITERAL, _SEPARATOR)
+                code += (_REPEAT, 0, _UNBOUNDED, _CLASS, not_separator, _SEPARATOR)
             code += (_ASSERT, _BEGIN_LINE)
             size += 4 + self.sequence(tree.data, tree.state.flags | _IN_COMPONENT, code, 0)
         return size
@@ -208,7 +208,7 @@ class _Lowering:
             return 1 + sum(self.sequence(b.data, flags, code, depth + 1) for b in branches)
         if op is LITERAL and not flags & _IGNORECASE:
             is_foreign = flags & _IN_COMPONENT and argument == _SEPARATOR
-            code += (_NEVER,) if is_foreign else (_LITERAL, argument)
+            code.append(_NEVER if is_foreign else argument)
         elif op in (LITERAL, NOT_LITERAL, ANY):
             code += (_CLASS, self.number(op, argument, flags))
         elif op is IN:
