@@ -165,16 +165,15 @@ def _processes() -> Iterator[Row]:
     calls = [
         partial(_run, [*command, "plan", str(model), *options]),
         partial(_run, [*command, "check", str(model), *options, "--fail-on", "never"]),
-        # What typer imports when it runs a command.
-        partial(_run, [sys.executable, "-c", "import numpy, typer, pydantic"]),
+        partial(_run, [sys.executable, "-c", "import numpy"]),
         partial(_run, [sys.executable, "-c", "import jax"]),
         partial(_run, [*command, "--help"]),
         partial(_run, [sys.executable, "-c", "pass"]),
     ]
     for call in calls:
         call()  # writes the bytecode
-    plan, check, libraries, jax_alone, help_, nothing = interleaved_seconds(calls, runs=15)
-    note = f"import numpy, typer, pydantic alone: {libraries:.2f} s; import jax: {jax_alone:.2f} s"
+    plan, check, numpy_alone, jax_alone, help_, nothing = interleaved_seconds(calls, runs=15)
+    note = f"import numpy alone: {numpy_alone:.2f} s; import jax: {jax_alone:.2f} s"
     yield Row("shardrules plan, 91,991 tensors, whole process", plan, "s", 0.4, note)
     yield Row("shardrules check, the same", check, "s", None, note)
     yield Row("shardrules --help, over python -c pass", help_ - nothing, "s", 0.2, "")

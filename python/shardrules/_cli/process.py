@@ -6,6 +6,7 @@ shells. A closed pipe counts as SIGPIPE. Costs a few system calls. Must not know
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -51,6 +52,7 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
     for number in (signal.SIGINT, *_ENDING):
         signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     _drop_unwritten()
+    gc.freeze()  # else the interpreter would visit all leaves before it ends
     sys.exit(code)
 
 

@@ -148,8 +148,9 @@ def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArrayS
         raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
     if not (all_are(list, params) and set(map(len, params)) <= {3}):
         _raise_odd_row(path, params)
-    columns: Any = zip(*params, strict=True) if params else ((), (), ())
-    return make.of_columns(path, *columns)
+    # zip(*params) would make an iterator for each row.
+    names, shapes, dtypes = ([row[i] for row in params] for i in range(3))
+    return make.of_columns(path, names, shapes, dtypes)
 
 
 def _raise_odd_row(path: Path, rows: list[Any]) -> None:

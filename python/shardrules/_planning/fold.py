@@ -84,7 +84,7 @@ def fold(
         return []
     names, of_path, numbers = templates_of(paths) if templates is None else templates
     template_of = of_path.astype(np.int64)
-    holes = np.fromiter((name.count(_HOLE) for name in names), np.int64, len(names))[template_of]
+    holes = np.array([name.count(_HOLE) for name in names], np.int64)[template_of]
     starts = np.cumsum(holes) - holes
     key = template_of * (int(group_of.max()) + 1) + group_of
     folded: list[Folded] = []
@@ -100,10 +100,13 @@ def fold(
         sets = [_sets(products, column) for column in columns]
         limits = itertools.pairwise(bounds.tolist())
         for i, ((row, group), (begin, end)) in enumerate(zip(of_first, limits, strict=True)):
-            values = [one[i] for one in sets]
             # Its numbers are in the path as they are, if there is only one of each.
-            alone = end - begin == 1 or all(len(one) == 1 for one in values)
-            parts = (paths[row],) if alone else _parts(names[template_of[row]], values)
+            alone = end - begin == 1 or all(len(one[i]) == 1 for one in sets)
+            parts = (
+                (paths[row],)
+                if alone
+                else _parts(names[template_of[row]], [one[i] for one in sets])
+            )
             folded.append(Folded(parts, group, order[begin:end]))
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
