@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from benchmarks.harness import collector, interleaved_seconds
 from benchmarks.scaling import Row
+from benchmarks.trees import families
 
 LEAVES = 200
 MANY = 10_000
@@ -86,20 +87,40 @@ def _many(mesh: Mesh) -> Iterator[Row]:
     zeros = np.zeros((8, 8), "float32")
     tree = {str(i): {name: zeros.copy() for name in names} for i in range(MANY // len(names))}
     rules = sr.Rules([("w[qk]", P("fsdp", "tp")), ("w[vo]", P("tp", "fsdp")), (".*", P())])
-    shardings = tree_util.tree_leaves(sr.named_shardings(tree, rules, mesh))
-    for what, given in (("numpy arrays", tree), ("arrays in place", sr.shard(tree, rules, mesh))):
-        flat = tree_util.tree_leaves(given)
-        ours = partial(sr.shard, given, rules, mesh)
-        theirs = partial(jax.device_put, flat, shardings)
-        expected = [array.sharding for array in theirs()]
-        if [array.sharding for array in tree_util.tree_leaves(ours())] != expected:
+    plan = sr.plan(tree, rules, mesh)
+    flat = {f"{i}/{name}": leaf for i, layer in tree.items() for name, leaf in layer.items()}
+    state = families(tree)["nnx.State of Params"]
+    ways = {
+        "numpy arrays, by rules": (tree, rules),
+        "numpy arrays, by a Plan": (tree, plan),
+        "numpy arrays, by specs": (tree, plan.specs()),
+        "numpy arrays, by shardings": (tree, plan.shardings()),
+        "numpy arrays in a flat dict, by rules": (flat, rules),
+        "numpy arrays in nnx.State, by rules": (state, rules),
+    }
+    leaves, shardings = map(tree_util.tree_leaves, (tree, plan.shardings()))
+    yield from _placed_in_turns(mesh, ways, leaves, shardings)
+    placed = sr.shard(tree, rules, mesh)
+    there = {"arrays in place, by rules": (placed, rules)}
+    yield from _placed_in_turns(mesh, there, tree_util.tree_leaves(placed), shardings)
+
+
+def _placed_in_turns(
+    mesh: Mesh, ways: dict[str, tuple[Any, Any]], leaves: list[Any], shardings: list[Any]
+) -> Iterator[Row]:
+    """Trees with what decides them, by name, all of these leaves."""
+    ours = [partial(sr.shard, tree, given, mesh) for tree, given in ways.values()]
+    theirs = partial(jax.device_put, leaves, shardings)
+    for what, call in zip(ways, ours, strict=True):
+        if [array.sharding for array in tree_util.tree_leaves(call())] != shardings:
             raise AssertionError(f"shard: JAX and shardrules disagree on {what}")
-        calls = [partial(_done, ours), partial(_done, theirs)]
-        rounds = [interleaved_seconds(calls, runs=1) for _ in range(11)]
-        a, b = (median(each) for each in zip(*rounds, strict=True))
+    calls = [partial(_done, call) for call in (*ours, theirs)]
+    rounds = [interleaved_seconds(calls, runs=1) for _ in range(9)]
+    for i, what in enumerate(ways):
+        a, b = (median(one[k] for one in rounds) for k in (i, -1))
         note = f"ours {a * 1e3:.0f} ms, jax.device_put {b * 1e3:.0f} ms"
-        name = f"shard {MANY:,} {what}, ours / jax.device_put of the flat list"
-        yield Row(name, median(a / b for a, b in rounds), "x", 1.05, note)
+        name = f"shard {MANY:,} {what} / jax.device_put of the flat list"
+        yield Row(name, median(one[i] / one[-1] for one in rounds), "x", 1.05, note)
 
 
 def _done(call: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardrules._dtypes import bits_of
@@ -59,12 +60,12 @@ class Side:
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """Per leaf its shape."""
-        return [leaf.shape for leaf in self.leaves]
+        return list(map(attrgetter("shape"), self.leaves))
 
     @cached_property
     def dtypes(self) -> list[Any]:
         """Per leaf its dtype."""
-        return [leaf.dtype for leaf in self.leaves]
+        return list(map(attrgetter("dtype"), self.leaves))
 
     @cached_property
     def parts(self) -> list[range]:
@@ -74,7 +75,7 @@ class Side:
     @cached_property
     def subtrees(self) -> list[tuple[Any, range]]:
         """The structure and the leaves of each argument, or of each child of the output."""
-        children = self.treedef.children()
+        children = self._children
         if self.name == "inputs":
             children = [one for of_calls in children for one in of_calls.children()]
         ends = list(accumulate((one.num_leaves for one in children), initial=0))
@@ -83,7 +84,13 @@ class Side:
     @cached_property
     def keywords(self) -> tuple[str, ...]:
         """Of inputs, the names of the keyword arguments, which are the last subtrees."""
-        return tuple(self.treedef.children()[1].node_data()[1])
+        return tuple(self._children[1].node_data()[1])
+
+    @cached_property
+    def _children(self) -> list[Any]:
+        """Of the structure; JAX copies it for them."""
+        children: list[Any] = self.treedef.children()
+        return children
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
         """Bytes of a leaf on a device, with its own sharding or another one."""
@@ -114,7 +121,8 @@ class Executable:
             # The public property, which takes longer, knows which are dropped.
             shardings = self._in_tree.flatten_up_to(self._compiled.input_shardings)
         # The same shapes and dtypes, without a call of Python for each.
-        leaves = [getattr(info, "_aval", info) for info in self._infos]
+        has_own = all(hasattr(info, "_aval") for info in self._infos[:1])
+        leaves = list(map(attrgetter("_aval"), self._infos)) if has_own else self._infos
         return Side("inputs", self._in_tree, list(shardings), leaves)
 
     @cached_property
@@ -126,7 +134,7 @@ class Executable:
     @cached_property
     def donated(self) -> list[bool]:
         """Per leaf of the inputs, whether it is donated."""
-        return [info.donated for info in self._infos]
+        return list(map(attrgetter("donated"), self._infos))
 
     @cached_property
     def hlo(self) -> Hlo | None:
@@ -152,7 +160,10 @@ class Executable:
     @cached_property
     def kept(self) -> list[int]:
         """The leaves of the inputs that jit has not dropped."""
-        return [i for i, one in enumerate(self.inputs.shardings) if one is not None]
+        shardings = self.inputs.shardings
+        if type(None) not in set(map(type, shardings)):
+            return list(range(len(shardings)))
+        return [i for i, one in enumerate(shardings) if one is not None]
 
     @cached_property
     def parameter_of(self) -> dict[int, int]:

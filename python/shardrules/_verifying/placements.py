@@ -6,7 +6,7 @@ pair of shardings. Must not know how findings are shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -65,10 +65,9 @@ def _misplaced(
     """Leaves whose sharding in the executable is not equivalent to the planned one."""
     said = _SAID[side.name]
 
-    def alike(planned: Wanted, has: Any, position: Callable[[], int]) -> bool:
+    def alike(planned: Wanted, has: Any, leaf: int) -> bool:
         if planned.sharding == has:
             return True
-        leaf = position()
         _check_fits(planned, side, leaf)
         return is_same(planned.sharding, has, len(side.shapes[leaf]))
 
@@ -99,7 +98,7 @@ def _in_other_memory(
 ) -> Iterator[Finding]:
     """Leaves that are planned in a memory kind other than the executable's."""
 
-    def alike(planned: Wanted, has: Any, _: Callable[[], int]) -> bool:
+    def alike(planned: Wanted, has: Any, _: int) -> bool:
         if planned.memory_kind is None:
             return True
         kind = memory_apart(has)

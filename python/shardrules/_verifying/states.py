@@ -8,7 +8,7 @@ HLO. Costs a comparison of structures per argument and output. Must not know how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted
@@ -191,10 +191,10 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     if before == after:
         return
 
-    def alike(one: Any, other: Any, position: Callable[[], int]) -> bool:
+    def alike(one: Any, other: Any, row: int) -> bool:
         if one == other:
             return True
-        rank = len(inputs.shapes[state.inputs[position()]])
+        rank = len(inputs.shapes[state.inputs[row]])
         return is_same(one, other, rank) and one.memory_kind == other.memory_kind
 
     def texts(i: int) -> tuple[str, str]:

@@ -113,7 +113,7 @@ def verify(
 def _scope(inputs: list[Wanted | None], outputs: list[Wanted | None], hbm: int | None) -> str:
     """What is looked at, in words."""
     sides = (
-        f"{sum(one is not None for one in planned):,} of {counted(len(planned), side)} planned"
+        f"{len(planned) - planned.count(None):,} of {counted(len(planned), side)} planned"
         for side, planned in (("input", inputs), ("output", outputs))
     )
     room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,36 +46,31 @@ class ObjectPairs:
         self._seconds = seconds
         # A list of None says that nothing is planned.
         is_planned = firsts.count(None) < len(firsts)
-        both = zip(firsts, seconds, strict=True)
-        self._pairs = dict(zip(self._ids(), both, strict=True)) if is_planned else {}
+        count = len(firsts) if is_planned else 0
+        self._position_of = dict(zip(self._ids(), range(count), strict=False))
 
-    def unlike(self, alike: Callable[[Any, Any, Callable[[], int]], bool]) -> list[list[int]]:
+    def unlike(self, alike: Callable[[Any, Any, int], bool]) -> list[list[int]]:
         """The positions of what is not alike, those of the same two objects together.
 
         Args:
-            alike: Called once for each pair of the same objects, with them and a function that
-                gives one of its positions.
+            alike: Called once for each pair of the same objects, with them and one of its
+                positions.
         """
-        differ = {key for key in self._pairs if not self._is_like(key, alike)}
+        differ = {key for key, i in self._position_of.items() if not self._is_like(i, alike)}
         positions = defaultdict(list)
         for i, key in enumerate(self._ids()) if differ else ():
             if key in differ:
                 positions[key].append(i)
         return list(positions.values())
 
-    def _is_like(self, key: tuple[int, int], alike: Callable[..., bool]) -> bool:
-        first, second = self._pairs[key]
+    def _is_like(self, position: int, alike: Callable[[Any, Any, int], bool]) -> bool:
+        first, second = self._firsts[position], self._seconds[position]
         if first is None or second is None:
             return True
-        return alike(first, second, lambda: self._positions[key])
+        return alike(first, second, position)
 
     def _ids(self) -> Iterator[tuple[int, int]]:
         return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
-
-    @cached_property
-    def _positions(self) -> dict[tuple[int, int], int]:
-        """A position of each pair; takes longer than all the rest, and is seldom needed."""
-        return dict(zip(self._ids(), range(len(self._firsts)), strict=True))
 
 
 def is_same(one: Any, other: Any, rank: int) -> bool:
