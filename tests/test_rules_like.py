@@ -319,3 +319,10 @@ def test_errors_name_the_parameter_of_the_function():
         for wrong in (3, {"norm": P()}):
             with pytest.raises((TypeError, ValueError), match=f"^{parameter}\\b"):
                 TAKING_RULES[called](wrong)
+
+
+def test_arguments_in_another_order_are_told():
+    for given, told in (({"tp": 2}, "rules first, and then this mesh"), (TREE, "this tree first")):
+        for taking in TAKING_RULES.values():
+            with pytest.raises(TypeError, match=f"not dict; pass {told}"):
+                taking(given)

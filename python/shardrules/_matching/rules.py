@@ -330,6 +330,10 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
         )
     if any(is_partition_spec(value) for value in rules.values()):
         return "list(rules.items()), if its keys are patterns; a tree of specs is no list of rules"
+    if rules and all(isinstance(value, int) for value in rules.values()):
+        return "rules first, and then this mesh"
+    if any(hasattr(value, "shape") for value in rules.values()):
+        return "this tree first, and then rules"
     return "list(rules.items())"
 
 
