@@ -649,6 +649,8 @@ def test_an_optimizer_is_no_state():
             told = message(function, {"train": {"tx": optimizer}})
             assert "at train/tx" in told
             assert "jax.eval_shape(optimizer.init, params)" in told
+        told = message(PLAN.for_optimizer, optimizer.init)
+        assert "(a function), which is no tree of arrays; give what it returns" in told
         state = jax.eval_shape(optimizer.init, TREE)
         assert len(PLAN.for_optimizer(state)) == len(jax.tree.leaves(state))
 

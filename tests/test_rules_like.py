@@ -289,3 +289,40 @@ def test_specs_that_look_like_pairs_are_specs():
     both = P(("fsdp", "tp"), None)
     assert sr.named_shardings(TREE["wq"], both, mesh).spec == both
     assert sr.shard_local(TREE["wq"], both, mesh).sharding.spec == both
+
+
+TAKING_RULES = {
+    "plan": lambda given: sr.plan(TREE, given, MESH),
+    "shard": lambda given: sr.shard(TREE, given, MESH),
+    "load": lambda given: sr.load(FILE, given, MESH),
+    "reshard": lambda given: sr.reshard(TREE, given, MESH),
+    "match_partition_rules": lambda given: sr.match_partition_rules(given, TREE),
+}
+
+
+@pytest.mark.parametrize("taking", TAKING_RULES)
+def test_what_leads_to_rules_is_told_where_they_are(taking, tmp_path):
+    file = tmp_path / "rules.toml"
+    file.write_text('[[rules]]\npattern = "w"\nspec = ["tp"]\n')
+    for path in (file, str(file)):
+        with pytest.raises(TypeError, match=r"shardrules\.read_rules\(path\)\.rules"):
+            TAKING_RULES[taking](path)
+    for given in (sr.read_rules(file), sr.suggest(TREE, MESH)):
+        with pytest.raises(TypeError, match=r"give its \.rules"):
+            TAKING_RULES[taking](given)
+    TAKING_RULES[taking]([*sr.read_rules(file).rules, ("norm", P())])
+
+
+def test_errors_name_the_parameter_of_the_function():
+    for called in ("load", "reshard"):
+        parameter = next(row for row in CENSUS if row.startswith(f"{called}.")).partition(".")[2]
+        for wrong in (3, {"norm": P()}):
+            with pytest.raises((TypeError, ValueError), match=f"^{parameter}\\b"):
+                TAKING_RULES[called](wrong)
+
+
+def test_arguments_in_another_order_are_told():
+    for given, told in (({"tp": 2}, "rules first, and then this mesh"), (TREE, "this tree first")):
+        for taking in TAKING_RULES.values():
+            with pytest.raises(TypeError, match=f"not dict; pass {told}"):
+                taking(given)

@@ -52,6 +52,7 @@ _ARRAYS: Final = (
     "a pytree of arrays, or of abstract ones as jax.eval_shape gives; shardrules.read_model reads "
     "those of a file"
 )
+_RETURNED: Final = "what it returns, as jax.eval_shape(function, *arguments) does"
 _OPTIMIZER: Final = "the optimizer's state, jax.eval_shape(optimizer.init, params)"
 _INSTEAD: Final = {
     "flax.linen.module.Module": "its parameters, jax.eval_shape(model.init, key, inputs)['params']",
@@ -221,7 +222,8 @@ def check_tree(name: str, tree: object) -> None:
         first = first or (keys, leaf)
     if first is None:
         return
-    raise TypeError(_no_arrays(name, *first, "and no array anywhere", _ARRAYS))
+    instead = _RETURNED if callable(first[1]) and not first[0] else _ARRAYS
+    raise TypeError(_no_arrays(name, *first, "and no array anywhere", instead))
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:

@@ -37,7 +37,7 @@ DOCS = ROOT / "docs"
 os.environ.setdefault("KERAS_BACKEND", "jax")  # without one, Keras is not there for a page
 LANGUAGES = ("console", "json", "python", "text", "toml", "yaml")
 # Commands of others: tests of their own run what they do.
-OTHER_COMMANDS = ("g++", "make", "pip", "python")
+OTHER_COMMANDS = ("cd", "g++", "make", "pip", "python")
 
 _BLOCK = re.compile(
     r"^(?P<markers>(?:<!-- [^\n]* -->\n+)*)"

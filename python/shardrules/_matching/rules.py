@@ -7,6 +7,7 @@ Costs one call into the core for each tree. Must not know how a path is matched.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
@@ -40,6 +41,7 @@ __all__ = [
     "matcher_of",
     "remembered_rules",
     "specs_by_rules",
+    "where_rules_are",
 ]
 
 DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
@@ -300,12 +302,21 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
             "plan.rules, or take plan.specs()"
         )
-    if isinstance(rules, (str, bytes, Mapping)) or not isinstance(rules, Iterable):
-        hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else ""
+    hint = where_rules_are(rules)
+    if hint or isinstance(rules, (bytes, Mapping)) or not isinstance(rules, Iterable):
+        hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else hint
         raise TypeError(
             f"{name} must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
         )
     return list(rules)
+
+
+def where_rules_are(given: Any) -> str:
+    """The end of an error about what is no rules itself, but leads to some; or ""."""
+    if isinstance(given, str | os.PathLike):
+        return "; the rules of a file are shardrules.read_rules(path).rules"
+    has_rules = hasattr(getattr(given, "rules", None), "dialect")  # of paths, or of names
+    return "; give its .rules" if has_rules and not isinstance(given, Mapping) else ""
 
 
 def _pairs_of(rules: Mapping[Any, Any]) -> str:
@@ -319,6 +330,10 @@ def _pairs_of(rules: Mapping[Any, Any]) -> str:
         )
     if any(is_partition_spec(value) for value in rules.values()):
         return "list(rules.items()), if its keys are patterns; a tree of specs is no list of rules"
+    if rules and all(isinstance(value, int) for value in rules.values()):
+        return "rules first, and then this mesh"
+    if any(hasattr(value, "shape") for value in rules.values()):
+        return "this tree first, and then rules"
     return "list(rules.items())"
 
 

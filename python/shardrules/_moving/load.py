@@ -120,7 +120,9 @@ def load(
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
-        leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, None)
+        leaves, treedef, shardings = requested_shardings(
+            abstract, rules, mesh, None, called="rules"
+        )
         jobs = [
             Job(path, target, np.dtype(leaf.dtype), checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)

@@ -184,7 +184,7 @@ def _as_they_are(
     """(the tree, the move of each leaf that moves, by its index)."""
     from jax import tree_util
 
-    leaves, _, shardings = requested_shardings(tree, rules, mesh, None)
+    leaves, _, shardings = requested_shardings(tree, rules, mesh, None, called="plan_or_rules")
     chosen = of_placeable(tree, leaves, shardings)
     paths = [tree_util.keystr(keys) for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
     return tree, {
@@ -224,7 +224,7 @@ def _by_paths(
         plan = plan_or_rules if mesh is None else plan_or_rules.on_mesh(mesh)
         in_tree, rules, mesh = plan.abstract(), plan.shardings(), None
     abstract, targets = matched(arrays, in_tree, renames, dtype, Problems("the tree"))
-    specs, _, shardings = requested_shardings(abstract, rules, mesh, None)
+    specs, _, shardings = requested_shardings(abstract, rules, mesh, None, called="plan_or_rules")
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
     for i, ((path, target), spec, sharding) in enumerate(

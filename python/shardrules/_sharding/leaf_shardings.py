@@ -143,6 +143,7 @@ def requested_shardings(
     *,
     companions: Iterable[Any] = (),
     names: Any = None,
+    called: str = "specs_or_rules",
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
 
@@ -157,6 +158,7 @@ def requested_shardings(
         correction: The policies for specs that do not fit. Default: the dialect's.
         companions: As in `named_shardings`.
         names: As in `named_shardings`.
+        called: What the caller's parameter for specs or rules is called, for errors.
 
     Raises:
         ValueError: As `named_shardings`.
@@ -167,12 +169,12 @@ def requested_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     followers = checked_companions(companions)
-    decider = as_decider("specs_or_rules", specs_or_rules)
+    decider = as_decider(called, specs_or_rules)
     check_taken(decider, companions=followers, names=names, correction=correction)
     placements: Sequence[Placement | None]
     if decider is None:
         leaves, treedef, placements = _placements_by_specs(
-            "specs_or_rules", tree, specs_or_rules, mesh, correction
+            called, tree, specs_or_rules, mesh, correction
         )
         return leaves, treedef, _in_own_memory(leaves, placements)
     leaves, treedef = tree_util.tree_flatten(tree)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from shardrules._format import brief, shown
 from shardrules._logical.rules import LogicalRules
-from shardrules._matching.rules import PathRules, Rules, as_rules
+from shardrules._matching.rules import PathRules, Rules, as_rules, where_rules_are
 from shardrules._plan_like import PlanLike
 from shardrules._shape_specs import Fsdp
 from shardrules._specs import is_partition_spec
@@ -57,6 +57,7 @@ def as_decider(name: str, given: RulesLike) -> Decider:
         raise TypeError(
             f"{name} is {shown(given)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
             "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
+            f"{where_rules_are(given)}"
         )
     return as_rules(name, given)
 

@@ -1,0 +1,42 @@
+"""The table of the front page: its lines find the mistakes beside which they stand."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+import shardrules as sr
+from tests.support.folders import ROOT
+
+TABLE = re.compile(r"^\| what goes wrong .*?\n\n", re.M | re.S)
+MESH = {"fsdp": 4, "tp": 16}
+TREE = {
+    "q": jax.ShapeDtypeStruct((8192, 64, 128), "bfloat16"),
+    "k": jax.ShapeDtypeStruct((8192, 8, 128), "bfloat16"),
+}
+RIGHT = [("q", ("fsdp", "tp")), ("k", ("fsdp",))]
+WRONG = {
+    "catch-all": [("query|key", ("fsdp", "tp")), (".*", ())],
+    "unknown-axis": [("q", ("fsdp", "tpp")), ("k", ("fsdp",))],
+    "correction": [("q|k", (None, "tp"))],
+}
+
+
+def table(page):
+    return TABLE.search((ROOT / page).read_text(encoding="utf-8"))[0]
+
+
+def test_both_front_pages_have_the_same_table():
+    assert table("README.md") == table("docs/index.md")
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_the_line_finds_a_mistake_and_passes_right_rules(kind):
+    (level,) = re.findall(r'`plan\.check\(\)\.raise_for\("(\w+)"\)`', table("README.md"))
+    sr.plan(TREE, RIGHT, MESH).check().raise_for(level)
+    findings = sr.plan(TREE, WRONG[kind], MESH).check()
+    assert kind in {one.kind for one in findings}
+    with pytest.raises(sr.FindingsError):
+        findings.raise_for(level)
