@@ -180,10 +180,13 @@ void LazyDfa::run(const Unit* text, const Unit* end, std::vector<StateId>* trail
 bool LazyDfa::worth_building(std::size_t transition, const State& from) {
     if (only_simulate_) return false;
     const auto number = static_cast<std::uint32_t>(transition);
-    Candidate& candidate = candidates_[number * 0x9E3779B1U >> 22];
-    if (candidate.transition != number) candidate = {number, 0};
-    candidate.cost += from.quiet ? kCostOfQuietStep : kCostOfStep;
-    return candidate.cost >= kCostOfState;
+    Candidates& set = candidates_[number * 0x9E3779B1U >> 24];
+    const auto is_it = [&](const Candidate& candidate) { return candidate.transition == number; };
+    const auto found = std::find_if(set.begin(), set.end() - 1, is_it);
+    if (!is_it(*found)) *found = {number, 0};
+    std::rotate(set.begin(), found, found + 1);
+    set.front().cost += from.quiet ? kCostOfQuietStep : kCostOfStep;
+    return set.front().cost >= kCostOfState;
 }
 
 template <class Unit>

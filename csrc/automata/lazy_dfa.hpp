@@ -92,13 +92,15 @@ class LazyDfa {
     static constexpr StateId kLastState = kUnknown - 1;
 
     // An unknown transition that was met. What has cost as much as a state becomes one, if it comes
-    // back before another transition takes its place: states that are met once in ten thousand leaves
-    // would leave the processor's caches before they are met again, and then cost more than steps.
+    // back before others take its place: states that are met once in ten thousand leaves would leave
+    // the processor's caches before they are met again, and then cost more than steps. A set has room
+    // for several, the last one met first, so that two which take turns do not drive each other out.
     struct Candidate {
         std::uint32_t transition = 0;
         std::uint32_t cost = 0;
     };
-    static constexpr std::size_t kCandidates = 1024;
+    using Candidates = std::array<Candidate, 4>;
+    static constexpr std::size_t kCandidateSets = 256;  // a power of two
     // The unit is some 80 instructions: by callgrind a quiet step takes 79, another one 280 to 370.
     static constexpr std::uint32_t kCostOfQuietStep = 1, kCostOfStep = 3, kCostOfState = 16;
 
@@ -173,7 +175,7 @@ class LazyDfa {
 
     std::vector<State> states_;
     std::vector<StateId> table_;  // row-major: state << shift_ | class
-    std::array<Candidate, kCandidates> candidates_{};
+    std::array<Candidates, kCandidateSets> candidates_{};
     unsigned shift_ = 0;
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;

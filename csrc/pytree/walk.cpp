@@ -3,9 +3,9 @@
 #include <optional>
 
 #include "keystr_texts.hpp"
-#include "leaf_dicts.hpp"
 #include "node_types.hpp"
 #include "registry.hpp"
+#include "small_dicts.hpp"
 #include "step_memo.hpp"
 
 namespace shardrules::pytree {
@@ -138,23 +138,28 @@ class Walk {
     }
 
     Ref dict(PyObject* object) {
-        // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
-        if (PyDict_GET_SIZE(object) <= Py_ssize_t{LeafDict::kMostKeys}) return small_dict(object);
-        Ref out = Ref::checked(PyDict_Copy(object));
-        map_values(out.get(), out.get(), nullptr);
-        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
+        last_dict_ = nullptr;
+        if (hidden_key_ != nullptr || PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostKeys})
+            return new_dict(object, nullptr);
+        if (const SmallDict* like = small_dicts_.like(object, dfa_, visitor_)) {
+            Ref out = like->answer();
+            last_dict_ = like;
+            return out;
+        }
+        if (!small_dicts_.wants(dfa_)) return new_dict(object, nullptr);
+        SmallDict walked;
+        Ref out = new_dict(object, &walked);
+        if (walked.known()) last_dict_ = small_dicts_.remember(std::move(walked), dfa_);
         return out;
     }
 
-    Ref small_dict(PyObject* object) {
-        if (!separator_waits_)
-            if (Ref out = leaf_dicts_.like(object, dfa_, visitor_)) return out;
-        Ref out = Ref::checked(PyDict_New());
-        LeafDict walked;
-        map_values(object, out.get(), &walked);
+    Ref new_dict(PyObject* object, SmallDict* walked) {
+        // Up to three keys are inserted sooner than a copy's values are overwritten.
+        const bool copied = PyDict_GET_SIZE(object) > 3;
+        Ref out = Ref::checked(copied ? PyDict_Copy(object) : PyDict_New());
+        map_values(copied ? out.get() : object, out.get(), walked);
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
-        if (walked.known() && hidden_key_ == nullptr)
-            leaf_dicts_.remember(std::move(walked), dfa_, out);
+        last_dict_ = nullptr;
         return out;
     }
 
@@ -168,7 +173,7 @@ class Walk {
     }
 
     // Sets each key of `from` in `to`, which may be the same dict, to what stands for its value.
-    void map_values(PyObject* from, PyObject* to, LeafDict* walked) {
+    void map_values(PyObject* from, PyObject* to, SmallDict* walked) {
         PyObject *borrowed_key = nullptr, *borrowed_value = nullptr;
         Py_ssize_t at = 0;
         bool only_str = true;
@@ -181,10 +186,17 @@ class Walk {
             }
             const Ref result = child({key.get()}, value.get());
             check(PyDict_SetItem(to, key.get(), result.get()));
-            if (walked != nullptr && walked->known()) {
-                const bool is_leaf = types_.of(value.get()).kind == NodeKind::kLeaf;
-                walked->add(key.get(), is_leaf ? visitor_.last_kind() : Ref());
-            }
+            if (walked != nullptr && walked->known())
+                add_child(*walked, key.get(), value.get(), result);
+        }
+    }
+
+    // The child that has just been walked.
+    void add_child(SmallDict& walked, PyObject* key, PyObject* object, const Ref& result) {
+        switch (types_.of(object).kind) {
+            case NodeKind::kLeaf: return walked.add_leaf(key, visitor_.last_kind(), result);
+            case NodeKind::kDict: return walked.add_dict(key, last_dict_);
+            default: return walked.add_other();
         }
     }
 
@@ -355,7 +367,8 @@ class Walk {
     TreePath path_;
     NodeTypes types_;
     StepMemo steps_;
-    LeafDicts leaf_dicts_;
+    SmallDicts small_dicts_;
+    const SmallDict* last_dict_ = nullptr;  // what is known of the dict that has just been walked
     SignalChecks signals_;
     std::optional<KeystrTexts> keystrs_;
     std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open

@@ -30,8 +30,9 @@ class LeafVisitor {
 };
 
 // The tree with each leaf replaced by the visitor's answer; dict keys keep the input's order (of
-// siblings with equal keys, one may get the other's key objects), and otherwise the structure is what jax.tree_util.tree_map_with_path gives. An error that arises on
-// the way carries a note that names the path.
+// siblings with equal keys, one may get the other's key objects), and otherwise the structure is what
+// jax.tree_util.tree_map_with_path gives. An error that arises on the way carries a note that names the
+// path.
 Ref map_tree(PyObject* tree, const PathStyle& path_style, automata::LazyDfa& dfa,
              LeafVisitor& visitor);
 

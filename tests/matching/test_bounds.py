@@ -11,6 +11,7 @@ import pytest
 import shardrules as sr
 from shardrules._matching.matcher import Counters
 from shardrules._matching.rules import matcher_of
+from tests.support import corpus
 from tests.support.contexts import measures_memory
 from tests.support.corpus import manifest
 from tests.support.random_patterns import compiles, random_pattern, random_text
@@ -96,6 +97,16 @@ def test_many_random_rules(rng, count):
     counters = matcher_of(rules).counters()
     assert counters.simulated_steps + counters.states_built <= 2 * steps + 1
     assert counters.states_built * STATE_BYTES < 32 << 20 or counters.cache_clears > 0
+
+
+def test_transitions_that_take_turns_become_states():
+    tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
+    pairs = corpus.rules("easydel__deepseek_v2-DeepseekV2Config-v0.0.80")
+    for first in range(4):
+        rules = sr.Rules(pairs[first:])
+        rules.match(tree)
+        # Of 700,000 characters: each transition some times, until it is worth a state.
+        assert matcher_of(rules).counters().simulated_steps < 12_000
 
 
 def test_memory_budget_is_kept_and_answers_stay_right(rng):

@@ -157,6 +157,15 @@ class Leaf(metaclass=Meta):
         return DType()
 
 
+class Slotted:
+    """Its shape is read without a call, so that siblings of it are known again."""
+
+    __slots__ = ("shape",)
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+
 class Entry:
     def __init__(self, text):
         self.text = text
@@ -273,12 +282,24 @@ def registered_tree(leaf: object) -> Any:
     return [Node(leaf, {"a": leaf}), hostile_tree(leaf), Node(Node(), leaf), records]
 
 
+def siblings_tree(leaf: object) -> Any:
+    """Blocks that come again, each made of dicts of its own; and, first, one leaf that is none of them."""
+
+    def block(rank):
+        return {"x": Slotted(2, 3), "y": {"p": Slotted(*[2] * rank), "q": {"x": Slotted(2, 3)}}}
+
+    return {"t": leaf, "blocks": [block(1 + number % 5 % 2) for number in range(40)]}
+
+
 PATTERNS = ["^keys.*q", r"t(?=/)", "(?i)É|x$", "p|q", ".*"]
+REGULAR = [pattern.replace("(?=/)", "$") for pattern in PATTERNS]
 
 
-def rule_set(dialect: Any = EFORMER, memory_budget: int = 1 << 20) -> RuleSet:
+def rule_set(
+    dialect: Any = EFORMER, memory_budget: int = 1 << 20, patterns: list[str] = PATTERNS
+) -> RuleSet:
     modes = [MATCH_MODES[mode] for mode in dialect.match]
-    code = compile_patterns(PATTERNS, modes)
+    code = compile_patterns(patterns, modes)
 
     def accepts(number, character):
         HOOKS.call("accepts")
@@ -334,8 +355,10 @@ def shape_table(spec: object) -> ShardingTable:
     )
 
 
-def match(tree: Any, table: Any, dialect: Any = EFORMER, min_size: int = 0) -> Callable[[], Any]:
-    rules = rule_set(dialect)
+def match(
+    tree: Any, table: Any, dialect: Any = EFORMER, min_size: int = 0, patterns: list[str] = PATTERNS
+) -> Callable[[], Any]:
+    rules = rule_set(dialect, patterns=patterns)
 
     def use():
         return rules.match(
@@ -379,6 +402,7 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
     "match": lambda: match(hostile_tree(LEAF), spec_table),
     "match odd shapes": lambda: match(hostile_tree(ODD_LEAF), spec_table, min_size=40),
     "match registered": lambda: match(registered_tree(LEAF), spec_table),
+    "match siblings": lambda: match(siblings_tree(LEAF), spec_table, patterns=REGULAR),
     "match keystr": lambda: match(registered_tree(LEAF), spec_table, KEYSTR),
     "match hidden": lambda: match([registered_tree(LEAF), {"value": LEAF}], spec_table, NNX),
     "match unique": lambda: match(hostile_tree(LEAF), spec_table, KERAS),
@@ -397,6 +421,7 @@ EXPECTED_HOOKS: dict[str, set[str]] = {
     "match": _WALKED | {"make"},
     "match odd shapes": _WALKED | {"make", "len", "iter", "mul"},
     "match registered": _WALKED | {"make", "flatten", "unflatten", "entry str", "init"},
+    "match siblings": {"shape", "make"},
     "match keystr": {"shape", "repr", "flatten", "entry str"},
     "match hidden": {"shape", "flatten", "unflatten", "entry str"},
     "match unique": {"shape", "hash", "str"},

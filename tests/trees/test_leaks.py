@@ -134,8 +134,20 @@ def test_objects_whose_init_fails_do_not_crash_the_collector():
         gc.collect()
 
 
+class Slotted:
+    """Siblings of it are known again."""
+
+    __slots__ = ("shape",)
+
+    def __init__(self):
+        self.shape = (4, 8)
+
+
 LEAF = Payload()
 TREE = {"layers": [{"kernel": LEAF, "bias": LEAF}, (LEAF, None)], "é": {7: LEAF}}
+SIBLING = Slotted()
+SIBLINGS = [{"kernel": SIBLING, "mlp": {"kernel": SIBLING, "bias": SIBLING}} for _ in range(4)]
+REGULAR = sr.Rules([("kernel", P("fsdp", "tp")), (".*", P())])
 RULES = sr.Rules([("kernel", P("fsdp", "tp")), ("é|bias", P("tp")), ("0(?=x)", P()), (".*", P())])
 MATCHER = matcher_of(RULES)
 PATHS = ["layers/1/kernel", "layers/2/é", "head"]
@@ -153,6 +165,7 @@ def use_unmatched():
 # (what is called, how often a call of the 10^5 it is)
 USES = {
     "match": (lambda: RULES.match(TREE), 1),
+    "siblings": (lambda: REGULAR.match(SIBLINGS), 2),
     "named_shardings": (lambda: sr.named_shardings(TREE, RULES, MESH), 1),
     "first_match": (lambda: (RULES.first_match("layers/é"), RULES.all_matches("layers/0x")), 1),
     "survey": (
@@ -192,7 +205,7 @@ def test_memory_does_not_grow(name):
 @pytest.mark.parametrize("name", USES)
 def test_references_balance(name):
     use = USES[name][0]
-    shared = (LEAF, TREE, RULES, *(spec for _, spec in RULES), *PATHS, MESH)
+    shared = (LEAF, SIBLING, TREE, RULES, *(spec for _, spec in (*RULES, *REGULAR)), *PATHS, MESH)
     for _ in range(20):
         use()
     gc.collect()

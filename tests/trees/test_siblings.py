@@ -1,4 +1,4 @@
-"""Small dicts of leaves that come again: each gets what it would get alone."""
+"""Small dicts that come again: each gets what it would get alone."""
 
 from __future__ import annotations
 
@@ -51,11 +51,24 @@ RULES = [
 def random_tree(seed):
     draw = random.Random(seed)
 
-    def block():
+    def block(levels):
         keys = draw.sample(KEYS, draw.randint(0, 4))
-        return {key: draw.choice(LEAVES) for key in keys}
+        return {
+            key: block(levels - 1) if levels and draw.random() < 0.7 else draw.choice(LEAVES)
+            for key in keys
+        }
 
-    return [{name: block() for name in ("w1", "w2", "norm")} for _ in range(40)]
+    def like(node):
+        """The same in dicts of its own; now and then another leaf."""
+        if not isinstance(node, dict):
+            return draw.choice(LEAVES) if draw.random() < 0.02 else node
+        return {key: like(child) for key, child in node.items()}
+
+    known = [block(draw.randint(0, 5)) for _ in range(3)]
+    return [
+        {name: like(draw.choice([*known, block(1)])) for name in ("w1", "w2", "norm")}
+        for _ in range(40)
+    ]
 
 
 def alone(match, tree):
@@ -89,15 +102,96 @@ def test_siblings_get_what_they_get_alone(way, seed):
     tree = random_tree(seed)
     ours = WAYS[way](tree)
     assert ours == alone(WAYS[way], tree)
-    for made, block in zip(ours, tree, strict=True):
-        for name, before in block.items():
-            assert list(made[name]) == list(before)
+    assert order(ours) == order(tree)
+
+
+def order(tree):
+    """All keys, as they stand in the dicts."""
+    if isinstance(tree, list):
+        return [order(child) for child in tree]
+    return [(key, order(child)) for key, child in tree.items()] if isinstance(tree, dict) else None
+
+
+MANY = 40  # what is met a few times is not remembered
+
+
+def blocks(count, keys=("q", "k"), levels=3):
+    """Dicts of the same keys, on that many levels, down to leaves of one kind."""
+    if levels == 0:
+        return leaf(4, 8)
+    return [{key: nested(keys, levels - 1) for key in keys} for _ in range(count)]
+
+
+def nested(keys, levels):
+    return {key: nested(keys, levels - 1) for key in keys} if levels else leaf(4, 8)
+
+
+SIZES = [(levels, keys) for levels in (1, 2, 4, 5, 9) for keys in (1, 2, 3, 8, 9)]
+
+
+@pytest.mark.parametrize(("levels", "keys"), [(n, k) for n, k in SIZES if k**n <= 100])
+def test_blocks_of_any_size(levels, keys):
+    tree = blocks(MANY, [f"k{i}" for i in range(keys)], levels)
+    ours = sr.match_partition_rules([("39/.*k1", P("fsdp")), (".*", P(None, "tp"))], tree)
+    assert ours[1:-1] == ours[:1] * (MANY - 2)
+    expected = tree_util.tree_map_with_path(
+        lambda path, _: P("fsdp") if "k1" in [entry.key for entry in path[1:]] else P(None, "tp"),
+        tree[-1:],
+    )
+    assert ours[-1:] == expected
+    assert order(ours) == order(tree)
+
+
+def dicts_of(tree):
+    children = tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else ()
+    return [tree] * isinstance(tree, dict) + [
+        found for child in children for found in dicts_of(child)
+    ]
 
 
 def test_each_sibling_is_a_dict_of_its_own():
-    ours = sr.match_partition_rules(RULES, [{"kernel": leaf(4, 8)}, {"kernel": leaf(4, 8)}])
-    ours[0]["kernel"] = "changed"
-    assert ours[1] == {"kernel": P(None, "fsdp")}
+    ours = sr.match_partition_rules(RULES, blocks(MANY))
+    found = dicts_of(ours)
+    assert len({id(one) for one in found}) == len(found) == MANY * 7
+    for one in found[:-7]:
+        one.clear()
+    assert ours[-1:] == sr.match_partition_rules(RULES, blocks(1))
+
+
+class Changing:
+    """A node whose unflatten function changes the dicts that it gets."""
+
+    def __init__(self, child):
+        self.child = child
+
+
+def changed(_, children):
+    for one in dicts_of(children[0]):
+        one["more"] = None
+    return Changing(children[0])
+
+
+tree_util.register_pytree_with_keys(
+    Changing, lambda node: ([(tree_util.GetAttrKey("child"), node.child)], None), changed
+)
+
+
+def test_what_a_node_does_to_its_dicts_is_not_copied():
+    tree = [node for one in blocks(MANY, "qk", 2) for node in (one, Changing(one))]
+    ours = sr.match_partition_rules([("q", P("fsdp")), ("k", P("tp"))], tree)
+    assert all("more" in one for node in ours[1::2] for one in dicts_of(node.child))
+    q, k = P("fsdp"), P("tp")
+    assert ours[::2] == [{"q": {"q": q, "k": q}, "k": {"q": q, "k": k}}] * MANY
+
+
+def test_siblings_that_take_turns():
+    """Where nothing is like what stood before it, and where it then comes again."""
+    kinds = [{"kernel": leaf(4, 8)}, {"kernel": leaf(8)}, {"bias": leaf(4, 8)}, {"kernel": leaf()}]
+    tree = [dict(kinds[number % 4]) for number in range(40)] + [dict(kinds[0]) for _ in range(40)]
+    whole, cut, replicated = P(None, "tp"), P(None), P()
+    expected = [{"kernel": whole}, {"kernel": cut}, {"bias": whole}, {"kernel": replicated}]
+    ours = sr.match_partition_rules([(".*", P(None, "tp"))], tree)
+    assert ours == expected * 10 + expected[:1] * 40
 
 
 def test_every_sibling_without_a_rule_is_counted():
