@@ -284,6 +284,8 @@ def test_locks_are_compared(small, tmp_path):
     differs = run("diff", lock, other)
     assert differs.exit_code == 1
     assert "mesh fsdp=2,tp=4 -> fsdp=4,tp=2" in differs.stdout
+    assert "not a lock; for a model, give --rules" in run("diff", lock, model).stderr
+    assert "gone: no such lock" in run("diff", lock, tmp_path / "gone").stderr
     assert run("diff", lock, model).exit_code == 2
 
 
