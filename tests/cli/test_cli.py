@@ -220,6 +220,22 @@ def test_check_for_programs(small):
     )
 
 
+def test_an_annotation_names_the_file_from_the_root_of_the_checkout(small, monkeypatch):
+    """A step may run in another directory, and GitHub looks from the root."""
+    model, rules = small
+    args = ("check", model, "-r", rules, "-m", "fsdp=2,tp=4", "--format", "github")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(rules.parent.parent))
+    inside = f"::error file={rules.parent.name}/{rules.name},line=5,"
+    assert run(*args).stdout.startswith(inside)
+    elsewhere = rules.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    from_here = ("check", model, "-r", f"../{rules.name}", *args[4:])
+    assert run(*from_here).stdout.startswith(inside)
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(elsewhere))
+    assert run(*from_here).stdout.startswith(f"::error file=../{rules.name},line=5,")
+
+
 @pytest.mark.parametrize("format_", ["text", "github"])
 def test_a_check_that_finds_nothing_says_so(tmp_path, format_):
     model, rules = tmp_path / "model.json", tmp_path / "rules.json"
@@ -268,6 +284,8 @@ def test_locks_are_compared(small, tmp_path):
     differs = run("diff", lock, other)
     assert differs.exit_code == 1
     assert "mesh fsdp=2,tp=4 -> fsdp=4,tp=2" in differs.stdout
+    assert "not a lock; for a model, give --rules" in run("diff", lock, model).stderr
+    assert "gone: no such lock" in run("diff", lock, tmp_path / "gone").stderr
     assert run("diff", lock, model).exit_code == 2
 
 

@@ -123,3 +123,12 @@ def test_paths_of_other_dialects():
     for asked in ("['up']['w']", "['model'][*]['up']['w']", "['model'][{0..2}]['up']['w']"):
         found = plan.explain(asked)
         assert (found.path, found.leaves) == ("['model'][0]['up']['w']", 3)
+
+
+def test_the_keys_of_jax_are_told_to_be_a_string():
+    tree = {"layers": [{"w": LEAF}]}
+    plan = sr.plan(tree, [("w", ())], {"tp": 2})
+    ((keys, _),) = jax.tree_util.tree_leaves_with_path(tree)
+    with pytest.raises(TypeError, match=r"as in plan\.paths, such as 'layers/0/w' for JAX"):
+        plan.explain(keys)
+    assert plan.explain("layers/0/w").path == plan.paths[0]

@@ -5,6 +5,8 @@ Must not know who found them.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import cast
 
 from shardrules._cli.show import show_findings
@@ -28,10 +30,20 @@ def report_findings(
     if format_ == "json":
         print(findings.to_json())
     elif format_ == "github":
-        print(findings.to_github(*places) or conclusion(findings))
+        file, lines = places
+        print(findings.to_github(_in_repository(file), lines) or conclusion(findings))
     else:
         show_findings(findings)
     return code_for(findings, fail_on)
+
+
+def _in_repository(file: str | None) -> str | None:
+    """The file from the root of GitHub's checkout, from which annotations name it."""
+    root = os.environ.get("GITHUB_WORKSPACE")
+    if file is None or not root:
+        return file
+    path, top = Path(file).resolve(), Path(root).resolve()
+    return path.relative_to(top).as_posix() if path.is_relative_to(top) else file
 
 
 def code_for(findings: Findings, fail_on: str) -> int:

@@ -165,7 +165,8 @@ def load_side(
     if is_lock(text):
         return Plan.from_lock(Path(text)), ()
     if rules is None or mesh is None:
-        raise FileError(f"{text}: not a lock; for a model, give --rules and --mesh as well")
+        why = "not a lock" if Path(text).exists() else "no such lock"
+        raise FileError(f"{text}: {why}; for a model, give --rules and --mesh as well")
     planned = load_plan(text, rules, mesh, **options)
     return planned.plan, planned.fallbacks
 

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan"]
 
 _DTYPES: Final = "dtypes, one for each moment such as Adam's two"
+_PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys of that leaf"
 _MOMENTS: Final = f"{_DTYPES}; or plan.for_optimizer(state)"
 
 
@@ -1035,7 +1036,7 @@ class Plan(PlanLike):
             >>> found.path, found.leaves, plan.explain("layers/*/w") == found
             ('layers/0/up/w', 4, True)
         """
-        check_type("path", path, str, "a string")
+        check_type("path", path, str, _PATH)
         return asking.explain.explanation(self._columns, *asking.rows.meant_by(self._columns, path))
 
     def to_html(
@@ -1160,7 +1161,7 @@ class Plan(PlanLike):
         return self.sources[self._row(path)]
 
     def _row(self, path: str) -> int:
-        check_type("path", path, str, "a string")
+        check_type("path", path, str, _PATH)
         return asking.rows.row_of(self._columns, path)
 
 
