@@ -203,7 +203,7 @@ def check_tree(name: str, tree: object) -> None:
     """Checks that it may be a tree of arrays, by a look at its leaves up to the first array.
 
     Beside arrays there may be functions and texts, as in equinox modules, but no optimizer, model,
-    class, path or generator among the first nodes.
+    path or generator among the first nodes.
 
     Raises:
         TypeError: It is a path, an optimizer, a model, a generator or the like, or has one in it,
@@ -292,10 +292,10 @@ def _never_an_array(tree: object) -> tuple[object, str] | None:
     nodes: list[Any] = [tree]
     for node in nodes:  # which grows
         node_type: Any = type(node)
-        if (instead := _instead_of_objects(node_type)) is not None:
-            if issubclass(node_type, type):
-                return node, _instead_of_objects(node) or _ARRAYS
-            if issubclass(node_type, tuple) or _is_leaf(node):
+        # A class in itself may be anything, such as a dtype; a model's is one by mistake.
+        of = node if issubclass(node_type, type) else node_type
+        if (instead := _instead_of_objects(of)) is not None:
+            if of is node or issubclass(node_type, tuple) or _is_leaf(node):
                 return node, instead
         elif issubclass(node_type, _NODES) and (room := _LOOKED_AT - len(nodes)) > 0:
             children: Any = dict.values(node) if isinstance(node, dict) else node
@@ -307,10 +307,10 @@ def _keys_of(wanted: object, tree: object) -> tuple[Any, ...]:
     nodes: list[_Keyed] = [((), tree)]
     for keys, node in nodes:  # which grows
         if node is wanted:
-            break
-        if isinstance(node, dict | list | tuple):
+            return keys
+        if isinstance(node, _NODES):
             nodes += _children(keys, node)
-    return keys
+    return ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -321,7 +321,7 @@ def _instead_of_objects(of_type: Any) -> str | None:
             return instead
     if callable(getattr(of_type, "init", None)) and callable(getattr(of_type, "update", None)):
         return _OPTIMIZER
-    never = type, ModuleType, os.PathLike, Iterator
+    never: Any = ModuleType, os.PathLike, Iterator
     return _ARRAYS if issubclass(of_type, never) else None
 
 

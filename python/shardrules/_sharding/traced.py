@@ -73,6 +73,7 @@ def constrained(
     """See `with_sharding_constraint`."""
     key: Hashable = None
     known = None
+    leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         _check_not_read_once(specs_or_rules)
         leaves, structure = _names_of_jax().flatten((tree, specs_or_rules, names))
