@@ -22,6 +22,8 @@ namespace shardrules::pytree {
 class SmallDict : public std::enable_shared_from_this<SmallDict> {
   public:
     static constexpr std::size_t kMostKeys = 8;
+    // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
+    static constexpr std::size_t kMostInserted = 3;
 
     // An empty kind: the answer depends on more.
     void add_leaf(PyObject* key, Ref kind, const Ref& answer) {
@@ -57,11 +59,15 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     // The answer for a dict that is like this one. What is copied is nobody else's: a node's own
     // unflatten function may change the dicts that it gets.
     Ref answer() const {
-        if (!answers_) answers_ = answers();
-        Ref out = Ref::checked(PyDict_Copy(answers_.get()));
+        const bool is_copied = levels_ == 1 || children_.size() > kMostInserted;
+        if (is_copied && !answers_) answers_ = answers();
+        Ref out = Ref::checked(is_copied ? PyDict_Copy(answers_.get()) : PyDict_New());
+        if (levels_ == 1) return out;
         for (const Child& child : children_)
             if (child.dict)
                 check(PyDict_SetItem(out.get(), child.key.get(), child.dict->answer().get()));
+            else if (!is_copied)
+                check(PyDict_SetItem(out.get(), child.key.get(), child.answer.get()));
         return out;
     }
 

@@ -154,8 +154,7 @@ class Walk {
     }
 
     Ref new_dict(PyObject* object, SmallDict* walked) {
-        // Up to three keys are inserted sooner than a copy's values are overwritten.
-        const bool copied = PyDict_GET_SIZE(object) > 3;
+        const bool copied = PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostInserted};
         Ref out = Ref::checked(copied ? PyDict_Copy(object) : PyDict_New());
         map_values(copied ? out.get() : object, out.get(), walked);
         unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
