@@ -185,13 +185,10 @@ def _in_own_memory(
 ) -> list[NamedSharding | None]:
     """The shardings; where nothing is said about memory, that of the leaf."""
     keep = memory_keeper()
-
-    def own(leaf: Any, one: Placement | None) -> NamedSharding | None:
-        if one is None:
-            return None
-        return one.sharding if one.says_memory else keep(leaf, one.sharding)
-
-    return list(map(own, leaves, placements))
+    return [
+        None if one is None else one.sharding if one.says_memory else keep(leaf, one.sharding)
+        for leaf, one in zip(leaves, placements, strict=True)
+    ]
 
 
 def _placements(

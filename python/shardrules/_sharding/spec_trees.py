@@ -84,7 +84,9 @@ def _bound_specs(
     """(its spec, its mesh), by the id of each distinct spec or sharding."""
     resolved: AnyMesh | None = None
     bound: dict[int, tuple[Any, AnyMesh]] = {}
-    for spec in {id(one): one for one in spread if one is not None}.values():
+    for spec in dict(zip(map(id, spread), spread, strict=True)).values():
+        if spec is None:
+            continue
         if is_spec_of_mesh(spec):
             resolved = resolved or local_view(resolve_mesh(mesh))
             bound[id(spec)] = spec, resolved
