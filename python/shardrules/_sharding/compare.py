@@ -20,8 +20,8 @@ from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.rules import Rules, as_rules, matcher_of
 from shardrules._plan_like import PlanLike
-from shardrules._sharding.leaf_shardings import spread_specs
 from shardrules._sharding.rules_like import RulesLike, as_decider, is_named_sharding
+from shardrules._sharding.spec_trees import spread_specs
 from shardrules._specs import (
     entries_of,
     entry_axes,

@@ -12,8 +12,9 @@ from shardrules._arguments import Tree
 from shardrules._correction import Correction
 from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import has_devices
+from shardrules._sharding.operations import applied, operations_for
 from shardrules._sharding.placement import agreed_shardings, put
-from shardrules._sharding.traced import constrained, constrained_leaves, is_tracing
+from shardrules._sharding.traced import constrained, is_tracing
 from shardrules._specs import entries_of, is_unconstrained
 
 if TYPE_CHECKING:
@@ -86,8 +87,12 @@ def with_sharding_constraint(
         correction=correction,
         names=names,
     )
-    apply = constrained_leaves if is_tracing(leaves) else _put
-    made: Tree = treedef.unflatten(apply(leaves, shardings))
+    placed = (
+        applied(leaves, operations_for(leaves, shardings))
+        if is_tracing(leaves)
+        else _put(leaves, shardings)
+    )
+    made: Tree = treedef.unflatten(placed)
     return made
 
 

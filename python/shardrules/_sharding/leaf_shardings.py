@@ -5,20 +5,15 @@ Shared by the functions that apply shardings to arrays. Must not know how they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree
 from shardrules._correction import Correction, check_correction
-from shardrules._format import and_more, brief, shown
 from shardrules._logical.rules import LogicalRules
-from shardrules._matching.dialects import EFORMER
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.rules import Rules, matcher_of
 from shardrules._plan_like import PlanLike
-from shardrules._printable import printable
-from shardrules._shape_specs import Fsdp
 from shardrules._sharding.memory import memory_keeper
 from shardrules._sharding.mesh import has_own_devices, local_view, resolve_mesh
 from shardrules._sharding.name_shardings import shardings_by_names
@@ -29,16 +24,14 @@ from shardrules._sharding.rules_like import (
     check_taken,
     is_named_sharding,
     is_spec,
-    is_spec_of_mesh,
 )
 from shardrules._sharding.shardings import (
     Placement,
-    corrected_sharding,
     mesh_for,
     placements_by_rules,
     shardings_by_rules,
 )
-from shardrules._specs import is_partition_spec
+from shardrules._sharding.spec_trees import placements_by_specs
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -49,10 +42,7 @@ __all__ = [
     "asks_for_own_devices",
     "named_shardings",
     "requested_shardings",
-    "spread_specs",
 ]
-
-_SHOWN: Final = 20
 
 
 def named_shardings(
@@ -122,7 +112,7 @@ def named_shardings(
         treedef: Any = tree_util.tree_structure(tree)
         return treedef.unflatten(one.sharding for one in placed)
     if decider is None:
-        _, treedef, found = _placements_by_specs("rules", tree, rules, mesh, correction)
+        _, treedef, found = placements_by_specs("rules", tree, rules, mesh, correction)
         return treedef.unflatten(one and one.sharding for one in found)
     on_mesh = resolve_mesh(mesh)
     if followers:
@@ -173,7 +163,7 @@ def requested_shardings(
     check_taken(decider, companions=followers, names=names, correction=correction)
     placements: Sequence[Placement | None]
     if decider is None:
-        leaves, treedef, placements = _placements_by_specs(
+        leaves, treedef, placements = placements_by_specs(
             called, tree, specs_or_rules, mesh, correction
         )
         return leaves, treedef, _in_own_memory(leaves, placements)
@@ -195,13 +185,10 @@ def _in_own_memory(
 ) -> list[NamedSharding | None]:
     """The shardings; where nothing is said about memory, that of the leaf."""
     keep = memory_keeper()
-
-    def own(leaf: Any, one: Placement | None) -> NamedSharding | None:
-        if one is None:
-            return None
-        return one.sharding if one.says_memory else keep(leaf, one.sharding)
-
-    return list(map(own, leaves, placements))
+    return [
+        None if one is None else one.sharding if one.says_memory else keep(leaf, one.sharding)
+        for leaf, one in zip(leaves, placements, strict=True)
+    ]
 
 
 def _placements(
@@ -238,151 +225,3 @@ def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
     except Exception:
         return False
     return all(map(has_own_devices, meshes))
-
-
-def _placements_by_specs(
-    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
-) -> tuple[list[Any], Any, list[Placement | None]]:
-    """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
-    from jax import tree_util
-
-    leaves, treedef = tree_util.tree_flatten(tree)
-    spread = spread_specs(name, tree, treedef, specs)
-    bound = _bound_specs(name, tree, spread, mesh)
-    policy = correction or EFORMER.correction
-    by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
-    dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
-    # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
-    kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
-    of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, policy)
-        for kind, spec in dict(zip(kinds, spread, strict=True)).items()
-    }
-    wrong = {kind: error for kind, error in of_kind.items() if isinstance(error, ValueError)}
-    if wrong:
-        places = [index for index, kind in enumerate(kinds) if kind in wrong]
-        lines = [
-            f"{printable(f'the leaf {_path(tree, index)}')}: {wrong[kinds[index]]}"
-            for index in places[:_SHOWN]
-        ]
-        raise ValueError("\n".join([*lines, *and_more(len(places), _SHOWN, "leaf")]))
-    placements: Any = list(map(of_kind.__getitem__, kinds))
-    return leaves, treedef, placements
-
-
-def _of_kind(
-    spec: Any,
-    kind: tuple[int, tuple[int, ...], Any],
-    bound: dict[int, tuple[Any, AnyMesh]],
-    policy: Correction,
-) -> Placement | ValueError:
-    """What leaves of one spec, shape and dtype get, or what is wrong."""
-    number, shape, dtype = kind
-    wanted, on_mesh = bound[number]
-    try:
-        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype)
-        if wanted is spec:
-            return Placement(sharding, says_memory=False)
-        return Placement(_in_memory_of(spec, sharding), says_memory=True)
-    except ValueError as error:
-        return error
-
-
-def _bound_specs(
-    name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
-) -> dict[int, tuple[Any, AnyMesh]]:
-    """(its spec, its mesh), by the id of each distinct spec or sharding."""
-    resolved: AnyMesh | None = None
-    bound: dict[int, tuple[Any, AnyMesh]] = {}
-    for spec in {id(one): one for one in spread if one is not None}.values():
-        if is_spec_of_mesh(spec):
-            resolved = resolved or local_view(resolve_mesh(mesh))
-            bound[id(spec)] = spec, resolved
-        elif is_named_sharding(spec):
-            bound[id(spec)] = spec.spec, local_view(spec.mesh)
-        else:
-            index = next(index for index, one in enumerate(spread) if one is spec)
-            raise TypeError(
-                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
-                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
-            )
-    return bound
-
-
-def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    kind = given.memory_kind
-    if kind is not None and kind != sharding.memory_kind:
-        sharding = sharding.with_memory_kind(kind)
-    return given if given == sharding else sharding  # JAX's caches know that one already
-
-
-def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
-    """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
-    from jax import tree_util
-
-    if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
-        return [specs] * treedef.num_leaves
-    if (alike := _leaves_alike(specs, treedef)) is not None:
-        return alike
-    try:
-        given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
-        node: Any = structure  # JAX's types do not know its methods
-        parts = node.flatten_up_to(tree)
-    except (TypeError, ValueError) as error:
-        place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
-        raise ValueError(
-            f"{name}: the tree of specs does not fit the tree: {place}; give one of the same "
-            "structure, or one that ends earlier; rules are (pattern, spec) pairs"
-        ) from None
-    if tree_util.all_leaves(parts):
-        return given
-    pairs = zip(given, parts, strict=True)
-    return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
-
-
-def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
-    """The specs, if they are in a tree of the same structure; that takes no call for each."""
-    from jax import tree_util
-
-    with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
-        given, structure = tree_util.tree_flatten(specs)
-        if structure == treedef:
-            return given
-    return None
-
-
-def _misfit(specs: Any, tree: Any, path: str) -> str | None:
-    """The first place where a tree of specs is not a prefix of the tree."""
-    here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
-    if here is None:
-        return None
-    at = f"at {path}" if path else "at the root"
-    if there is None:
-        return f"{at} the specs go on, where the tree has {shown(tree)}"
-    if here.keys() != there.keys():
-        more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-        return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
-    if type(specs) is not type(tree):
-        return f"{at} the specs have a {type(specs).__name__}, and the tree a {type(tree).__name__}"
-    deeper = (_misfit(spec, there[key], path + key) for key, spec in here.items())
-    return next(filter(None, deeper), None)
-
-
-def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The children of a node by `keystr` of their keys; None for a leaf."""
-    from jax import tree_util
-
-    if is_leaf(node) or tree_util.all_leaves([node]):
-        return None
-    flat = tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
-    return {tree_util.keystr(path): child for path, child in flat}
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(getattr(leaf, "shape", ()))
-
-
-def _path(tree: Any, index: int) -> str:
-    from jax import tree_util
-
-    return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"

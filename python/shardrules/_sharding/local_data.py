@@ -15,9 +15,10 @@ from shardrules._arguments import check_tree
 from shardrules._format import mesh_shown, shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
-from shardrules._sharding.leaf_shardings import asks_for_own_devices, spread_specs
+from shardrules._sharding.leaf_shardings import asks_for_own_devices
 from shardrules._sharding.mesh import resolve_mesh
 from shardrules._sharding.rules_like import check_decided
+from shardrules._sharding.spec_trees import spread_specs
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
 
 if TYPE_CHECKING:

@@ -250,25 +250,13 @@ def put(
     """
     import jax
 
-    own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
-    ready, moved, elsewhere = list(leaves), [], []
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        is_array = isinstance(leaf, jax.Array)
-        if is_array and may_alias and not donate and _is_in_place(leaf, sharding):
-            continue
-        moved.append(index)
-        if own[id(sharding)]:
-            if is_array and _is_plain_array_elsewhere(leaf, sharding):
-                elsewhere.append(index)
-        elif not is_spread(leaf):
-            ready[index] = _from_own_parts(leaf, sharding)
-    _replace(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere]))
-    arrays = jax.device_put(
-        [ready[i] for i in moved],
-        [shardings[i] for i in moved],
-        may_alias=None if may_alias else False,
-        donate=donate,
-    )
+    to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
+    made: list[Any]
+    if not any(map(_is_array, _of_each_type(leaves))) and _are_for_here(shardings):
+        made = to_devices(leaves, shardings)
+        return made
+    ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
+    arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
     made = _replace(ready, moved, arrays)
     if donate:
         jax.block_until_ready(made)
@@ -276,6 +264,32 @@ def put(
             if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
                 leaf.delete()
     return made
+
+
+def _are_for_here(shardings: list[NamedSharding]) -> bool:
+    """Whether all their devices are of this process."""
+    return all(one.is_fully_addressable for one in _distinct(shardings))
+
+
+def _prepared(
+    leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
+) -> tuple[list[Any], list[int]]:
+    """(the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
+    import jax
+
+    own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
+    ready, moved, elsewhere = list(leaves), [], []
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        is_array = isinstance(leaf, jax.Array)
+        if is_array and may_stay and _is_in_place(leaf, sharding):
+            continue
+        moved.append(index)
+        if own[id(sharding)]:
+            if is_array and _is_plain_array_elsewhere(leaf, sharding):
+                elsewhere.append(index)
+        elif not is_spread(leaf):
+            ready[index] = _from_own_parts(leaf, sharding)
+    return _replace(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere])), moved
 
 
 def stays_in_part(leaf: Any, array: jax.Array) -> bool:
@@ -287,9 +301,20 @@ def stays_in_part(leaf: Any, array: jax.Array) -> bool:
     return any(was.get(device) == index for device, index in is_now.items())
 
 
-def _distinct(objects: Iterable[_T]) -> Iterable[_T]:
+def _distinct(objects: list[_T]) -> Iterable[_T]:
     """Each object once, told apart by identity."""
-    return {id(one): one for one in objects}.values()
+    return dict(zip(map(id, objects), objects, strict=True)).values()
+
+
+def _of_each_type(leaves: list[Any]) -> Iterable[Any]:
+    """A leaf of each type."""
+    return dict(zip(map(type, leaves), leaves, strict=True)).values()
+
+
+def _is_array(leaf: Any) -> bool:
+    import jax
+
+    return isinstance(leaf, jax.Array)
 
 
 def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
@@ -329,8 +354,7 @@ def of_placeable(
     if keep:
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
         chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
-    of_types = {type(leaf): leaf for leaf in leaves}
-    can_all = all(map(_can_be_placed, of_types.values()))
+    can_all = all(map(_can_be_placed, _of_each_type(leaves)))
     others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
         if chosen[index] is None:

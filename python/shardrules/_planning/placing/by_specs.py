@@ -17,9 +17,9 @@ from shardrules._matching.rules import Rules
 from shardrules._planning.fold import fold
 from shardrules._planning.path_rules import NO_RULE_NEEDED
 from shardrules._planning.placing.derive import grouped
-from shardrules._sharding.leaf_shardings import spread_specs
 from shardrules._sharding.memory import memory_apart
 from shardrules._sharding.rules_like import is_named_sharding, is_spec, is_spec_of_mesh
+from shardrules._sharding.spec_trees import spread_specs
 
 if TYPE_CHECKING:
     from shardrules._planning.fold import Folded
