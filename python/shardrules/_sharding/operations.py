@@ -72,8 +72,9 @@ def one_call(
     if len(operations) != 1:
         return None
     ((function, places, shardings),) = operations
+    takes_trees = function in {_functions().reshard, _functions().constrain}
     is_all = len(places) == len(leaves) and len(set(shardings)) == 1
-    return (function, shardings[0]) if is_all and function in _functions()[1:3] else None
+    return (function, shardings[0]) if takes_trees and is_all else None
 
 
 def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
