@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._planning import leaves as leaves_module
+from shardrules._planning import roles as roles_module
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.flops import flops
 from shardrules._planning.asking.traffic import traffic
@@ -374,8 +374,8 @@ def test_what_is_cut_is_computed_once():
 def test_roles_are_found_once_for_all_meshes(monkeypatch):
     calls = []
     plan = sr.plan({"kernel": np.ones((8, 8))}, [("kernel", "fsdp")], {"fsdp": 8})
-    found = leaves_module.parts_of_model
-    monkeypatch.setattr(leaves_module, "parts_of_model", lambda *a: calls.append(a) or found(*a))
+    found = roles_module.parts_of_model
+    monkeypatch.setattr(roles_module, "parts_of_model", lambda *a: calls.append(a) or found(*a))
     for size in (1, 2, 4, 8):
         plan.on_mesh({"fsdp": size}).traffic(tokens=64)
     assert len(calls) == 1
