@@ -8,7 +8,6 @@ import random
 import jax
 import pytest
 from jax import tree_util
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
@@ -39,7 +38,7 @@ LEAVES = [
     {"a": leaf(4, 8)},
 ]
 KEYS = ["kernel", "bias", "a", Text("kernel"), "".join(["ker", "nel"])]
-MESH = AbstractMesh((2, 2), ("fsdp", "tp"))
+MESH = {"fsdp": 2, "tp": 2}
 RULES = [
     ("w1/kernel", P("fsdp", "tp")),
     ("w2/bias", P("tp")),
