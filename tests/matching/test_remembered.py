@@ -156,7 +156,6 @@ MAKING_RULES = {
     "_planning/placing/by_specs.py": "patterns of a tree of specs, which nobody gave",
     "_planning/asking/checks/tables.py": "made once",
     "_moving/trees.py": "made once",
-    "compat/openpi.py": "made once",
     "_suggesting/proving.py": "patterns that are being written",
     "_suggesting/writing.py": "the same",
     "demo.py": "shown as a user's own",

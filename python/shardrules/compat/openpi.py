@@ -14,12 +14,13 @@ from shardrules._matching.rules import Rules, remembered_rules
 from shardrules._shape_specs import fsdp
 from shardrules._sharding.leaf_shardings import named_shardings
 from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["FSDP_AXIS", "fsdp_sharding", "rules"]
 
 FSDP_AXIS: Final = "fsdp"
 """The mesh axis that cuts arrays."""
-_REPLICATED: Final = Rules([("", ())])
+_REPLICATED: Final = [("", ())]
 
 
 def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool = False) -> Any:
@@ -51,7 +52,7 @@ def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool
     if FSDP_AXIS not in on_mesh.shape:
         raise ValueError(f"mesh: its axes are {on_mesh.axis_names}; one must be {FSDP_AXIS!r}")
     is_cut = on_mesh.shape[FSDP_AXIS] > 1
-    chosen = rules(min_size_mbytes=min_size_mbytes) if is_cut else _REPLICATED
+    chosen: RulesLike = rules(min_size_mbytes=min_size_mbytes) if is_cut else _REPLICATED
     if boolean("log", log):
         from shardrules._planning.plan import plan
 
