@@ -99,7 +99,8 @@ def parse_yaml(path: Path, data: bytes) -> Any:
         what, mark = error.problem, error.problem_mark
     except yaml.reader.ReaderError as error:
         raise FileError(
-            f"{path}: position {error.position}: this is not YAML ({error.reason}); correct it there"
+            f"{path}: position {error.position}: this is not YAML ({error.reason}); correct it "
+            "there"
         ) from None
     except RecursionError:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
