@@ -275,7 +275,8 @@ CONTRADICTIONS = [
     (["check", "-m", "tp=2", "--large", "-1"], "'-1' is negative"),
     (["check", "-m", "tp=2", "--head-dim", "0"], "--head-dim"),
     (["check", "-m", "tp=2", "--level", "dead=off", "--level", "dead=error"], "gives 'dead' two levels"),
-    (["check", "-m", "tp=2", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+    (["check", "-m", "tp=2", "--no-such-option"], "there is no option --no-such-option; see --help"),
+    (["chek"], "there is no command 'chek' (did you mean check?); see --help"),
     (["no-such-command"], "there is no command 'no-such-command'; there are plan, check"),
 ]  # fmt: skip
 
