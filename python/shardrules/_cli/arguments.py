@@ -67,7 +67,9 @@ class Parser(ArgumentParser):
         for word in joined[: joined.index("--") if "--" in joined else None]:
             option = word.partition("=")[0]  # argparse would first ask for those that are missing
             if option.startswith("--") and option not in self._option_string_actions:
-                raise UsageError(f"there is no option {option}{meant(option, self._option_string_actions)}")
+                raise UsageError(
+                    f"there is no option {option}{meant(option, self._option_string_actions)}"
+                )
         return vars(self.parse_args(joined))
 
     def _joined(self, words: Iterator[str]) -> Iterator[str]:
