@@ -93,10 +93,13 @@ def parse_yaml(path: Path, data: bytes) -> Any:
             f"{path}: reading YAML needs PyYAML; install it with: pip install 'shardrules[yaml]'"
         ) from None
     try:
-        loader = _loader(yaml, _MOST_MERGED + len(data))(data)
-        return loader.get_single_data()
+        return _loader(yaml, _MOST_MERGED + len(data))(data).get_single_data()
     except yaml.MarkedYAMLError as error:
-        what, mark = error.problem, error.problem_mark
+        mark: Any = error.problem_mark
+        raise FileError(
+            f"{path}: line {mark.line + 1}, column {mark.column + 1}: this is not YAML "
+            f"({error.problem}); correct it there"
+        ) from None
     except yaml.reader.ReaderError as error:
         raise FileError(
             f"{path}: position {error.position}: this is not YAML ({error.reason}); correct it "
@@ -104,13 +107,6 @@ def parse_yaml(path: Path, data: bytes) -> Any:
         ) from None
     except RecursionError:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
-    except _BAD_VALUES as error:
-        mark = loader.place or loader.get_mark()
-        what = str(error) if isinstance(error, ValueError) else "the value is not of its type"
-    raise FileError(
-        f"{path}: line {mark.line + 1}, column {mark.column + 1}: this is not YAML ({what}); "
-        "correct it there"
-    )
 
 
 def yaml_nodes(text: str) -> Any:
@@ -145,6 +141,14 @@ def _loader(yaml: Any, most: int) -> type[Any]:
             self.entries += len(node.value)
             if self.entries > most:
                 self.refuse("merge keys (<<) make it too large: write it without", node.start_mark)
+
+        def get_single_data(self) -> Any:
+            try:
+                return super().get_single_data()
+            except _BAD_VALUES as error:
+                is_clear = isinstance(error, ValueError)
+                problem = str(error) if is_clear else "the value is not of its type"
+                self.refuse(problem, self.place or self.get_mark())
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             self.place = node.start_mark

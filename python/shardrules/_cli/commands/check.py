@@ -125,8 +125,8 @@ def _check_obeyed(patch: str) -> None:
     with suppress(OSError):  # a stream without a number
         if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
             return
-    for line in filter(is_command, patch.splitlines()):
+    if line := next(filter(is_command, patch.splitlines()), ""):
         raise ValueError(
-            f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the patch "
-            "to a file: shardrules check ... --fix > fix.patch"
+            f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the "
+            "patch to a file: shardrules check ... --fix > fix.patch"
         )
