@@ -112,7 +112,7 @@ lint: $(VENV)/installed
 # The sdist, and this Python's wheel made from it, in dist/.
 dist: dist/.built-$(VERSION)
 
-dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE
+dist/.built-$(VERSION): $(DIST)/dependencies $(SOURCES) README.md LICENSE NOTICE
 	mkdir -p dist
 	rm -f $(WHEEL)
 	rm -rf build/dist-$(VERSION)

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from shardrules import _atomic_write as write
 from shardrules._atomic_write import write_text
 from tests.support.contexts import pseudo_terminal
 
+ACL = "system.posix_acl_access"
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes, links and devices of POSIX")
 
 
@@ -103,15 +105,82 @@ def test_the_mode_of_a_new_file_is_the_umask_s(tmp_path, umask):
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o666 & ~umask
 
 
+def access_list(user_rights, mask, group_rights):
+    """A POSIX ACL with rights for the user 65534, as Linux has it in an extended attribute."""
+    everyone = 0xFFFFFFFF
+    entries = [(1, 6, everyone), (2, user_rights, 65534), (4, group_rights, everyone)]
+    entries += [(0x10, mask, everyone), (0x20, 0, everyone)]
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def set_access_list(path, name, value):
+    try:
+        os.setxattr(path, name, value)
+    except (AttributeError, OSError):
+        pytest.skip("this system or file system has no POSIX ACLs")
+
+
+def test_an_acl_is_kept_and_gives_the_group_no_rights(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(0o600)
+    set_access_list(path, ACL, access_list(6, 6, 0))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660  # the mask, and not the group's rights
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert os.getxattr(path, ACL) == access_list(6, 6, 0)
+
+
+def test_an_acl_that_cannot_be_kept_gives_the_group_no_rights(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_text("old")
+    set_access_list(path, ACL, access_list(6, 6, 0))
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "setxattr", refuse)
+    write_text(path, "new")
+    assert ACL not in os.listxattr(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_without_an_acl_gets_none_of_its_directory(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(0o660)
+    set_access_list(tmp_path, "system.posix_acl_default", access_list(6, 6, 6))
+    write_text(path, "new")
+    assert ACL not in os.listxattr(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+
+
+@pytest.mark.parametrize("bits", [stat.S_ISUID, stat.S_ISGID])
+def test_new_content_does_not_run_as_somebody_else(tmp_path, bits):
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(0o755 | bits)
+    write_text(path, "new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+def test_another_hard_link_keeps_the_old_text(tmp_path):
+    path, other = tmp_path / "x", tmp_path / "other"
+    path.write_text("old")
+    other.hardlink_to(path)
+    write_text(path, "new")
+    assert (path.read_text(), other.read_text()) == ("new", "old")
+
+
 def test_no_one_else_reads_it_before_it_has_the_old_mode(tmp_path, monkeypatch):
     path = tmp_path / "secret"
     path.write_text("old")
     path.chmod(0o600)
     modes = []
 
-    def keep(file, before):
+    def keep(file, *of_the_old):
         modes.append(stat.S_IMODE(os.fstat(file).st_mode))
-        return keep_rights(file, before)
+        return keep_rights(file, *of_the_old)
 
     keep_rights = write._keep_rights
     monkeypatch.setattr(write, "_keep_rights", keep)

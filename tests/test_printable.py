@@ -245,6 +245,11 @@ def commands(given, directory, tail):
         "explain another": ["explain", given.model, "embed/x", *both[1:]],
         "sweep": ["sweep", given.model, "--rules", given.rules, "--mesh", given.mesh, "--mesh", "fsdp=2"],
         "no fallbacks": ["plan", *both, "--no-fallbacks"],
+        "load": ["load", *both, "--dry-run"],
+        "suggest toml": ["suggest", given.model, "--mesh", given.mesh, "--like", given.rules],
+        "suggest python": [
+            "suggest", given.model, "--mesh", given.mesh, "--like", given.rules, "--format", "python",
+        ],
         "diff": ["diff", lock, *both],
         "diff of locks": ["diff", lock, str(directory / "harmless.lock")],
     }  # fmt: skip
@@ -305,7 +310,9 @@ def told(here, monkeypatch, place, name, *more):
             assert code in (0, 1, 2)
             assert (code == 2) == any(line.startswith("error: ") for line in err.split("\n")), err
             assert "bug of shardrules" not in err
-            lines = None if is_terminal else (out.count("\n"), err.count("\n"))
+            lines = (
+                None if is_terminal or "suggest" in command else (out.count("\n"), err.count("\n"))
+            )
             summary = out.split("\n")[-2:] if command == "check" and code != 2 else None
             found[command, is_terminal] = (code, lines, summary)
     return found

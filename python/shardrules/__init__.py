@@ -4,6 +4,8 @@ Start with `match_partition_rules` and `named_shardings`. `shard` and `with_shar
 apply shardings to arrays, `plan` works without devices, and `Rules` compiles a rule list once.
 """
 
+import atexit
+import sys
 from typing import TYPE_CHECKING
 
 # A name is imported when it is first used: matching needs neither planning nor files nor proofs,
@@ -83,17 +85,38 @@ else:
     }
     _MODULES = {name: module for module, names in _OFFERED.items() for name in names.split()}
 
+    _JAX_CAME_FIRST = "jax" in sys.modules
+
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if not _JAX_CAME_FIRST:
+            _leave_before_jax()
         module = import_module(f"{__name__}.{_MODULES.get(name, '_planning.api')}")
         return globals().setdefault(name, getattr(module, name))
 
     def __dir__() -> list[str]:
         return sorted(globals().keys() | set(__all__))
 
+
+def _leave() -> None:
+    """Tells the other processes of a job, which may be waiting for this one, that it ends."""
+    distributed = sys.modules.get("jax._src.distributed")
+    if distributed is not None and distributed.global_state.client is not None:
+        from shardrules._sharding import coordination
+
+        coordination.leave()
+
+
+def _leave_before_jax() -> None:
+    """Registers `_leave` last, so that it runs before JAX's handler, which waits for all."""
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+_leave_before_jax()
 
 __all__ = [
     "BIG_VISION",

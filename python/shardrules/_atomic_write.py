@@ -5,6 +5,7 @@ Costs a temporary file beside the target and two calls of fsync. Must not know w
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -15,14 +16,18 @@ from typing import Final
 __all__ = ["write_text"]
 
 _STREAMS: Final = (1, 2)
+_ACL: Final = "system.posix_acl_access"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file. A regular file is replaced; any other file is written directly.
 
-    A link stays, and its target is replaced. A new file gets the mode that `open` gives. The mode
-    of an existing file is kept, and its owner if the system allows that. A failed or interrupted
-    write leaves the old file unchanged and no temporary file.
+    A symbolic link stays, and its target is replaced; other hard links keep the old file, as with
+    `sed -i` and git. A new file gets the mode that `open` gives. The rights of an existing file are
+    kept, also in a POSIX ACL, and its owner if the system allows that; nobody gets more rights.
+    Setuid and setgid bits and other extended attributes are not kept. A failed or interrupted write
+    leaves the old file unchanged and no temporary file. Only a process that is killed (SIGKILL, or
+    a loss of power) can leave one, `.` and 32 digits and `.part`, which may be deleted.
 
     Args:
         path: The file. A device, a FIFO and the process's own standard output are not replaced.
@@ -81,7 +86,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
             file.write(data)
             file.flush()
             if before is not None:
-                _keep_rights(file.fileno(), before)
+                _keep_rights(file.fileno(), target, before)
             os.fsync(file.fileno())
         os.replace(part, target)
     finally:
@@ -89,16 +94,33 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     _sync_directory(target.parent)
 
 
-def _keep_rights(file: int, before: os.stat_result) -> None:
-    """Gives the new file the owner and mode of the old one."""
+def _keep_rights(file: int, target: Path, before: os.stat_result) -> None:
+    """Gives the new file the owner and the rights of the old one, and no more."""
     if sys.platform == "win32":
         return
     with suppress(PermissionError):
         os.fchown(file, before.st_uid, before.st_gid)
-    mode = stat.S_IMODE(before.st_mode)
-    if os.fstat(file).st_gid != before.st_gid:
+    mode = before.st_mode & (stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
+    if os.fstat(file).st_gid != before.st_gid or not _keep_acl(file, target):
         mode &= ~stat.S_IRWXG  # the rights of the old group are not for another one
     os.fchmod(file, mode)
+
+
+def _keep_acl(file: int, target: Path) -> bool:
+    """Gives the new file the ACL of the old one, or none; returns whether it could.
+
+    The group's bits in the mode of a file with an ACL are the ACL's mask, not the group's rights.
+    """
+    if sys.platform != "linux":
+        return True
+    try:
+        os.setxattr(file, _ACL, os.getxattr(target, _ACL))
+    except OSError as error:
+        if error.errno == errno.ENODATA:
+            with suppress(OSError):  # the directory's default has given none
+                os.removexattr(file, _ACL)
+        return error.errno in (errno.ENODATA, errno.ENOTSUP)
+    return True
 
 
 def _sync_directory(directory: Path) -> None:

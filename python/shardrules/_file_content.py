@@ -27,7 +27,7 @@ from shardrules._format import bytes_shown
 
 __all__ = [
     "DEFAULT_MEMORY", "first_repeated", "joined", "max_memory", "memory_within", "opened",
-    "parse_json", "read_bytes", "text_of", "unreadable",
+    "parse_json", "path_of", "read_bytes", "text_of", "unreadable",
 ]  # fmt: skip
 
 DEFAULT_MEMORY: Final = 512 << 20
@@ -57,6 +57,17 @@ def memory_within(most: int) -> Iterator[None]:
         yield
     finally:
         max_memory.reset(token)
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or directory to read; Python takes an empty text for the current one.
+
+    Raises:
+        FileError: It is empty.
+    """
+    if not os.fspath(path):
+        raise FileError("the path is empty; give the name of a file, or . for this directory")
+    return Path(path)
 
 
 @contextmanager
@@ -96,30 +107,35 @@ def _open_at_once(name: str, flags: int) -> int:
     return os.open(name, flags | _OPEN_FLAGS)
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, per_byte: int = 1) -> bytes:
     """The content of a file, unpacked if it is gzipped.
 
+    Args:
+        path: The file.
+        per_byte: Maximum bytes of memory that each byte of the content takes, as text or parsed.
+
     Raises:
-        FileError: It cannot be read, would take more than `max_memory` as JSON, or is named .gz but
-            is not gzipped.
+        FileError: It cannot be read, would take more than `max_memory`, also as JSON, or is named
+            .gz but is not gzipped.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > max_memory.get():
+        if size * per_byte > max_memory.get():
             _raise_too_large(path, size)
         if file.peek(2)[:2] == b"\x1f\x8b":
-            return _unpacked(path, file, size)
+            return _unpacked(path, file, size, per_byte)
         if path.suffix == ".gz":
             raise FileError(
                 f"{path}: byte 0: this is not gzip; rename the file if it is not compressed"
             )
-        return joined(path, iter(partial(file.read, _CHUNK), b""), size)
+        # A read that would block, as of /proc/kmsg, gives None.
+        return joined(path, iter(lambda: file.read(_CHUNK) or b"", b""), size, per_byte)
 
 
-def _unpacked(path: Path, file: io.BufferedReader, size: int) -> bytes:
+def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> bytes:
     try:
         with gzip.GzipFile(fileobj=file) as unpacked:
-            return joined(path, iter(partial(unpacked.read, _CHUNK), b""), size)
+            return joined(path, iter(partial(unpacked.read, _CHUNK), b""), size, per_byte)
     except EOFError:
         raise FileError(f"{path}: the gzip ends too early; copy or download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -128,26 +144,27 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int) -> bytes:
         ) from None
 
 
-def joined(path: Path, chunks: Iterable[bytes], size: int) -> bytes:
+def joined(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
     """Joins the chunks of a JSON text.
 
     Args:
         path: The file of the text.
         chunks: The chunks of the text.
         size: The size of the file in bytes.
+        per_byte: As in `read_bytes`.
 
     Raises:
         FileError: The text and its JSON values would take more than `max_memory` + `size` bytes.
     """
     parts: list[bytes] = []
-    length, values, per_byte, most = 0, 0, _NARROW, max_memory.get() + size
+    length, values, width, most = 0, 0, _NARROW, max_memory.get() + size
     for chunk in chunks:
         length += len(chunk)
         marks = chunk.translate(None, _OTHERS)
         values += sum(cost * marks.count(byte) for byte, cost in _COSTS.items())
         if not chunk.isascii() or b"\\" in chunk:
-            per_byte = _WIDE
-        if length * per_byte + values > most:
+            width = _WIDE
+        if max(length * width + values, length * per_byte) > most:
             _raise_too_large(path, size)
         parts.append(chunk)
     return b"".join(parts)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-__all__ = ["printable", "printable_json", "printable_lines"]
+__all__ = ["is_command", "printable", "printable_json", "printable_lines"]
 
 # GitHub's runner obeys ::name:: at the beginning of a line, after white space. It and the runners
 # of Azure and TeamCity obey ##[name], ##vso[ and ##teamcity[ anywhere.
@@ -36,6 +36,11 @@ def printable(line: str) -> str:
     if not line.isprintable():
         line = "".join(c if c.isprintable() else _escaped(c) for c in line)
     return _COMMAND.sub(_without_command, line) if "::" in line or "##" in line else line
+
+
+def is_command(line: str) -> bool:
+    """Whether a CI runner would obey the line, if it stood in a job's log as it is."""
+    return _COMMAND.search(line.lstrip()) is not None
 
 
 def printable_lines(lines: Iterable[str]) -> str:

@@ -117,6 +117,30 @@ def test_a_signal_ends_it_in_order(small, tmp_path, name):
 
 
 @POSIX
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_signal_that_python_drops_is_not_forgotten(sends):
+    """Importing runs callbacks of weak references, where an exception is printed and ignored."""
+    code = (
+        "import os, signal, sys, weakref\n"
+        "from shardrules._cli.process import exit_with\n"
+        "sys.unraisablehook = lambda _: None\n"
+        "class Thing: pass\n"
+        "def command():\n"
+        "    thing = Thing()\n"
+        f"    send = lambda _: {sends} and signal.raise_signal(signal.SIGTERM)\n"
+        "    reference = weakref.ref(thing, send)\n"
+        "    del thing\n"
+        "    print('goes on')\n"
+        "    return 0\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "exit_with(command)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "goes on\n"
+    assert done.returncode == (128 + signal.SIGTERM if sends else 0)
+
+
+@POSIX
 def test_what_nohup_ignores_stays_ignored():
     code = (
         "import signal, os; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -251,7 +275,8 @@ CONTRADICTIONS = [
     (["check", "-m", "tp=2", "--large", "-1"], "'-1' is negative"),
     (["check", "-m", "tp=2", "--head-dim", "0"], "--head-dim"),
     (["check", "-m", "tp=2", "--level", "dead=off", "--level", "dead=error"], "gives 'dead' two levels"),
-    (["check", "-m", "tp=2", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+    (["check", "-m", "tp=2", "--no-such-option"], "there is no option --no-such-option; see --help"),
+    (["chek"], "there is no command 'chek' (did you mean check?); see --help"),
     (["no-such-command"], "there is no command 'no-such-command'; there are plan, check"),
 ]  # fmt: skip
 

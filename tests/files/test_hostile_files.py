@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+import shardrules as sr
 from shardrules import _file_content as content
 from shardrules._file_content import memory_within, parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, nested, read_arrays
+from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.rules import read_rules
 from tests.support.command_line import invoke
@@ -42,9 +44,11 @@ from pathlib import Path
 from shardrules import FileError
 from shardrules._files.arrays import read_arrays
 from shardrules._file_content import parse_json, read_bytes
+from shardrules._files.hardware import read_hardware
 from shardrules._files.rules import read_rules
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),
-        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules}
+        "arrays": lambda path: read_arrays(path).leaves, "rules": lambda path: read_rules(path).rules,
+        "hardware": read_hardware}
 try:
     print("read", len(read[sys.argv[1]](sys.argv[2])))
 except FileError as error:
@@ -135,7 +139,7 @@ BOMBS = {
         "key 'rules': there is no list of rules",
     ),
     "quotes.toml": (plain((b'x="', 1), (b'\\"', 500_000)), "this is not TOML: Unterminated string"),
-    "long.toml": (plain((b"#\n", 600_000)), "reading 1.20 MB of rules takes more than 537 MB"),
+    "long.toml": (plain((b"#\n", 600_000)), "reading this file of 1.20 MB takes more than 537 MB"),
     "nested.toml": (plain((b"x=", 1), (b"{a=", 300_000)), "the TOML is nested too deeply"),
     "pattern.json": (
         plain((b'[["', 1), (b"a", 5_000_000), (b'",[]]]', 1)),
@@ -150,7 +154,7 @@ BOMBS = {
         "replicated[0]: the pattern has 5,000,000 characters",
     ),
     "many rules.json": (
-        plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading 11.0 MB of rules takes",
+        plain((b"[", 1), (b'["abc",[]],', 1_000_000), (b'["abc",[]]]', 1)), "reading this file of 11.0 MB takes",
     ),
     "rules.json.gz": (packed((b"[", 1), (b'["",[]],', 20_000_000), (b'["",[]]]', 1)), LARGE),
 }  # fmt: skip
@@ -172,6 +176,31 @@ def test_a_bomb_meets_the_bound_on_memory(tmp_path, name):
     assert len(said) < 3000
     on_disk = 512 * path.stat().st_blocks
     assert peak < MOST + on_disk + IDLE
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("rules", "r.toml", LARGE),
+        ("rules", "r.yml", LARGE),
+        ("hardware", "h.toml", "a device's figures take at most 65.5 kB, and it has more"),
+    ],
+)
+def test_a_file_that_its_parser_could_not_hold_is_not_read(tmp_path, kind, name, expected):
+    path = tmp_path / name
+    sparse(400 * MIB)(path)
+    said, peak = read_alone(kind, path)
+    assert said.startswith(f"refused {path}: ")
+    assert expected in said
+    assert peak < 2 * IDLE
+
+
+def test_blanks_of_rules_are_not_unpacked_beyond_what_their_parser_could_hold(tmp_path):
+    path = tmp_path / "r.json.gz"
+    packed((b" ", 300_000_000), (b"[]", 1))(path)
+    said, peak = read_alone("rules", path)
+    assert LARGE in said
+    assert peak < 2 * IDLE
 
 
 # Values of one kind.
@@ -360,6 +389,41 @@ def threaded(at_once, directory):
     return at_once(lambda source: read_arrays(source), directory)
 
 
+@pytest.mark.parametrize("name", ["m.json", "m.safetensors", "r.toml", "h.toml"])
+def test_a_file_that_has_nothing_yet_is_not_waited_for(tmp_path, at_once, monkeypatch, name):
+    """As /proc/kmsg, which is a regular file whose reads would block."""
+    path = tmp_path / name
+    path.touch()
+    opener = content._open_at_once
+
+    def open_empty_pipe(file, flags):
+        if file != path:
+            return opener(file, flags)
+        end, _ = os.pipe2(os.O_NONBLOCK)
+        return end
+
+    monkeypatch.setattr(content, "_open_at_once", open_empty_pipe)
+    monkeypatch.setattr(content.stat, "S_ISREG", lambda _: True)
+    read = {"m": read_arrays, "r": read_rules, "h": read_hardware}[name[0]]
+    assert str(path) in at_once(read, path)
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.json").write_text('{"params": [["w", [8], "F32"]]}')
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    (tmp_path / "m.safetensors").write_bytes(header_file(header) + bytes(8))
+    for read in (sr.read_model, sr.read_rules, sr.read_hardware, read_arrays, read_rules):
+        assert message(read, "").startswith("the path is empty; give the name of a file")
+    with pytest.raises(FileError, match="the path is empty"):
+        sr.load("", [("w", None)], {"tp": 1})
+    assert set(sr.read_model(".")) == set(sr.read_model("m.json")) == {"w"}
+    for words in (("plan", ""), ("check", "m.json")):
+        done = invoke(*words, "-r", "", "-m", "tp=1")
+        assert done.exit_code == 2
+        assert "the path is empty" in done.output
+
+
 def test_a_loop_of_links(tmp_path):
     (tmp_path / "x.json").symlink_to("x.json")
     for read in (read_arrays, read_rules):
@@ -427,6 +491,16 @@ def test_links_of_a_checkpoint_do_not_lead_out(checkpoint, tmp_path, part):
     (tmp_path / "outside").rename(here / "inside")
     (here / part).symlink_to(here / "inside")
     assert set(read_arrays(str(here)).leaves) == {"a/kernel", "b"}
+
+
+def test_a_link_of_a_checkpoint_to_itself_is_no_regular_file(checkpoint):
+    here = checkpoint("zarr")
+    (here / "loop").symlink_to(here / "loop")
+    assert "loop is not a regular file" in message_below(here)
+    (here / "loop").unlink()
+    (here / "_METADATA").rename(here / "metadata")
+    (here / "_METADATA").symlink_to("_METADATA")
+    assert "the directory has no arrays that can be read" in message_below(here)
 
 
 def test_steps_that_are_links_do_not_lead_out(checkpoint, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ axes = "tp"
 name = "kv"
 axes = []
 """
+NOT_OF_ITS_TYPE = "this is not YAML (the value is not of its type); correct it there"
 RULES = sr.LogicalRules([("embed", ("fsdp", "expert")), ("mlp", "tp"), ("kv", None)])
 
 
@@ -124,21 +126,45 @@ class TestRules:
         [
             ("a: 3", "key 'logical_axis_rules': there is no list of rules"),
             ("- 3", "there is no list of rules"),
-            ("[" * 5000, "not YAML|nested too deeply"),
-            ("a: !!python/object/apply:os.getcwd []", "not YAML: could not determine"),
+            ("[" * 5000, "nested too deeply"),
+            ("a: !!python/object/apply:os.getcwd []", "not YAML (could not determine"),
             (
                 "logical_axis_rules: []\nlogical_axis_rules: []",
                 "'logical_axis_rules' is there twice",
             ),
             ("logical_axis_rules: &a [*a]", "rule 0: it is"),
-            ("a: 2020-13-45", "not YAML: month"),
+            ("b: 1\na: 2020-13-45", "line 2, column 4: this is not YAML (month"),
+            ('x: !!int ""', f"column 4: {NOT_OF_ITS_TYPE}"),
+            ('x: !!timestamp "abc"', NOT_OF_ITS_TYPE),
+            (f"x: 1:{'59:' * 300}1.5", NOT_OF_ITS_TYPE),
+            ('y: 1\nx: !!bool "abc"', f"line 2, column 4: {NOT_OF_ITS_TYPE}"),
+            ('x: "\\UFFFFFFFF"', NOT_OF_ITS_TYPE),
+            ("x: !!map [a]", "expected a mapping node, but found sequence"),
+            ("x: !!set [a]", "expected a mapping node, but found sequence"),
+            ("a: &a 3\nx: {<<: *a}", "line 1, column 4: this is not YAML (expected a mapping"),
             ("? [a]\n: 3", "not YAML"),
             ("\x00", "not YAML"),
         ],
     )
     def test_yaml_that_is_none_or_has_no_rules(self, tmp_path, text, what):
-        with pytest.raises(sr.FileError, match=what):
+        file = written(tmp_path, "rules.yml", text)
+        with pytest.raises(sr.FileError, match=re.escape(what)) as error:
+            read_rules(file)
+        assert str(error.value).startswith(f"{file}: ")
+        assert "\n" not in str(error.value)
+
+    def test_merge_keys_that_stand_for_much_cost_nothing(self, tmp_path):
+        lines = ["m0: &m0 {a: 1, b: 2}"]
+        lines += [f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}" for i in range(1, 30)]
+        text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
+        with pytest.raises(sr.FileError, match=r"line 4, column 5: .*merge keys \(<<\) make it"):
             read_rules(written(tmp_path, "rules.yml", text))
+
+    def test_ordinary_merge_keys_are_read(self, tmp_path):
+        lines = ["a: &a {x: 1}", "q: {r: {b: &b {<<: *a, x: 2}}}", "c: {<<: [*a, *b], x: 3}"]
+        lines += [f"d{i}: {{<<: *a, y: {i}}}" for i in range(500)]
+        text = "\n".join([*lines, "logical_axis_rules: [[embed, tp]]"])
+        assert len(read_rules(written(tmp_path, "rules.yml", text)).rules) == 1
 
     def test_aliases_that_stand_for_much_cost_nothing(self, tmp_path):
         lines = ["a0: &a0 [x, x]"]

@@ -15,8 +15,8 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("build/fuzz")
 NAMES = (
-    "manifest", "raw_manifest", "safetensors", "index", "orbax", "rules", "hardware", "toml", "rule_values",
-    "lock", "lock_values", "folding", "tree",
+    "manifest", "raw_manifest", "safetensors", "index", "orbax", "rules", "hardware", "toml", "yaml",
+    "rule_values", "lock", "lock_values", "folding", "tree",
 )  # fmt: skip
 
 

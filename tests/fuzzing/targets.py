@@ -144,6 +144,14 @@ def toml(data: bytes) -> None:
     _check_rules(_file("r.toml", data))
 
 
+def yaml(data: bytes) -> None:
+    """MaxText's rules in YAML: `FileError`, or names with mesh axes."""
+    with suppress(FileError):
+        read = read_rules(_file("r.yml", data)).rules
+        assert isinstance(read, sr.LogicalRules)
+        assert all(type(name) is str for name, _ in read)
+
+
 def hardware(data: bytes) -> None:
     """The figures of a device in TOML: `FileError`, or a record of numbers above 0."""
     with suppress(FileError):
@@ -391,6 +399,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "rules": rules,
     "hardware": hardware,
     "toml": toml,
+    "yaml": yaml,
     "rule_values": rule_values,
     "lock": lock,
     "lock_values": lock_values,

@@ -21,10 +21,14 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 MODEL = '{"params": [["wq", [8, 8], "F32"], ["norm", [8], "F32"]]}'
 RIGHT = '[[rules]]\npattern = "wq"\nspec = ["tp"]\n\n[[rules]]\npattern = "norm"\nspec = []\n'
 DEAD = RIGHT + '[[rules]]\npattern = "gone"\nspec = []\n'
-# Our own Python in the place of the job's; pip writes down what it is to install.
+# Our own Python in the place of the job's; its pip writes down what it is to install.
 PYTHON = f"""#!/bin/sh
-if [ "$2" = pip ]; then shift 2; echo "$@" >>pip.log; exit 0; fi
 exec {shlex.quote(sys.executable)} "$@"
+"""
+PIP = "import sys; open('pip.log', 'a').write(' '.join(sys.argv[1:]))"
+ENTRY = f"""#!{sys.executable}
+import shardrules._cli
+shardrules._cli.main()
 """
 
 
@@ -37,10 +41,14 @@ def job(tmp_path, monkeypatch):
     tools.mkdir()
     for name, text in (
         ("python", PYTHON),
-        ("shardrules", '#!/bin/sh\nexec python -m shardrules "$@"\n'),
+        ("shardrules", ENTRY),
     ):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    (libraries / "pip.py").write_text(PIP)
+    monkeypatch.setenv("PYTHONPATH", str(libraries), prepend=os.pathsep)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
     monkeypatch.setenv("GITHUB_ACTION_PATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
@@ -99,6 +107,28 @@ def test_the_action_annotates_the_rule(job, rules, code):
     assert (dead in result.stdout) is bool(code)
 
 
+def test_modules_of_the_checkout_do_not_run_instead(job):
+    """A pull request with a shardrules.py would otherwise pass its own check."""
+    for name in ("shardrules", "pip", "json", "tomllib", "numpy", "argparse"):
+        (job / f"{name}.py").write_text(f"open('{name}.ran', 'w').close(); raise SystemExit(0)")
+    (job / "rules.toml").write_text(DEAD)
+    assert run_step(INSTALL, given(**CASE)).returncode == 0
+    assert (job / "pip.log").read_text().startswith("install ")
+    assert run_step(CHECK, given(**CASE, fail_on="warning")).returncode == 1
+    hook = [*shlex.split(HOOK["entry"]), "model.json", "--rules=rules.toml", "--mesh=tp=2"]
+    hook += ["--fail-on=warning"]
+    assert subprocess.run(hook, capture_output=True, check=False).returncode == 1
+    assert not list(job.glob("*.ran"))
+
+
+def test_a_model_of_the_checkout_is_imported_where_it_is_named(job):
+    (job / "models.py").write_text(
+        "class A: shape, dtype = (8, 8), 'float32'\ndef tree(): return {'wq': A(), 'norm': A()}"
+    )
+    result = run_step(CHECK, given(**{**CASE, "model": "models:tree"}))
+    assert result.returncode == 0, result.stderr
+
+
 def test_inputs_of_the_action_are_no_code(job):
     (job / "$(touch hacked)").write_text(MODEL)
     hostile = {**CASE, "model": "$(touch hacked)", "options": "--data-axes `touch` --replicated *"}
@@ -123,6 +153,18 @@ def test_the_hook_has_what_the_extras_have():
     assert (HOOK["language"], HOOK["id"]) == ("python", "shardrules-check")
     assert HOOK["additional_dependencies"] == [*extras["cli"], *extras["yaml"]]
     assert HOOK["entry"].split()[0] in project["scripts"]
+
+
+def test_actions_of_others_are_pinned_by_commit():
+    """Their tags can be moved, in a job that may publish."""
+    texts = [path.read_text() for path in (ROOT / ".github").glob("*/*.yml")]
+    texts.append((ROOT / "docs" / "ci.md").read_text(encoding="utf-8"))
+    used = re.findall(r"uses: (\S+)(.*)", "\n".join(texts))
+    others = [(name, note) for name, note in used if not name.startswith("OWNER/")]
+    assert len(others) == len(used) - 1 > 1
+    for name, note in others:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name), name
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", note), name
 
 
 def test_the_page_uses_inputs_and_hooks_that_exist():

@@ -27,6 +27,8 @@ def main(wheel: str) -> int:
     # Data that is loaded by name and missed by no import.
     for needed in ("py.typed", "_core.pyi", "hardware.toml", "demo_data/deepseek-v3.json.gz"):
         assert f"shardrules/{needed}" in found, needed
+    for needed in ("LICENSE", "NOTICE"):
+        assert any(name.endswith(f"/{needed}") for name in told), needed
     for suffix in (".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in found), suffix
     kilobytes = {"wheel": Path(wheel).stat().st_size, "unpacked": sum(sizes.values()),

@@ -17,6 +17,7 @@ import pytest
 
 import shardrules as sr
 from shardrules._format import bytes_shown, seconds_shown
+from shardrules._printable import printable, printable_lines
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke
@@ -325,8 +326,28 @@ def test_hostile_names_are_data(hostile):
     assert not set("<>&") & set(raw)
     assert page.title == shown["title"]
     patterns = {pattern for pattern, _, _ in page.rows}
-    assert patterns >= {f"{name}/w" for name in HOSTILE}
-    text.replace("\ud800", "").encode()  # the surrogate is escaped where it is data
+    assert patterns >= {printable_lines(f"{name}/w".split("\n")) for name in HOSTILE}
+    text.encode()
+
+
+def test_no_name_turns_the_text_of_the_page_around():
+    """Marks of direction and controls are escaped as on a terminal, also in the title."""
+    odd = "\u202eright to left\u2066 \x1b[31m \x9b"
+    plan = sr.plan({odd: jax.ShapeDtypeStruct((8,), "float32")}, [(odd[:3], odd)], {odd: 2})
+    page = Page(plan.to_html(title=odd, findings=plan.check()))
+    assert page.title == printable(odd)
+    assert page.rows[0][0] == printable(odd)
+    texts = list(texts_in(page.data))
+    assert printable(odd) in texts
+    assert not [text for text in texts if not text.replace("\n", "").isprintable()]
+
+
+def texts_in(value):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value if isinstance(value, list) else [*value, *value.values()]:
+            yield from texts_in(item)
 
 
 def test_size_and_time(train_state):

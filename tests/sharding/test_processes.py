@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._sharding.leaf_rows import first_difference
-from tests.support import process_worker
+from tests.support import early_worker, process_worker
 from tests.support.folders import ROOT
 from tests.support.slow import slow
 
@@ -242,6 +242,13 @@ def test_waiting_ends(processes, tmp_path):
         assert any(line.startswith(starts) and ends in line for line in process["log"])
         if index != 1:
             assert process["left"].startswith("RuntimeError: shard: process 1 has ended")
+
+
+@pytest.mark.parametrize("worker", [process_worker, slow(early_worker)])
+def test_a_process_that_ends_before_its_first_call_is_not_waited_for(tmp_path, worker):
+    found = run("end_early", 2, 4, tmp_path, worker.__name__)
+    assert found[0]["error"].startswith("RuntimeError: shard: process 1 has ended; this is")
+    assert found[0]["seconds"] < SECONDS / 2
 
 
 class TestWithoutACluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -185,6 +186,29 @@ def test_a_file_elsewhere_and_a_name_with_a_space(where, tmp_path_factory):
     other.write_text(TOML)
     patch = check(where, other, "--fix").stdout
     assert patch.startswith(f"--- a{other.as_posix()}\t\n+++ b{other.as_posix()}\t\n")
+
+
+@pytest.mark.parametrize("runner", ["GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION", None])
+@pytest.mark.parametrize("comment", ["# ##[error]forged", "# of a colleague"])
+def test_a_ci_runner_is_given_no_command_of_the_rule_file(where, monkeypatch, runner, comment):
+    for name in ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    (where / "rules.toml").write_text(TOML.replace("# Our rules.", comment))
+    exact = check(where, "rules.toml", "--fix")
+    assert (exact.exit_code, exact.stdout.count(f" {comment}\n")) == (1, 1)
+    if runner is None:
+        return
+    monkeypatch.setenv(runner, "1")
+    done = check(where, "rules.toml", "--fix")
+    if "##" in comment:
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "a line of the patch, ' # \\u0023#[error]forged'; write the patch to" in done.stderr
+    else:
+        assert (done.exit_code, done.stdout) == (1, exact.stdout)
+    words = [sys.executable, "-m", "shardrules", "check", "model.json", "-r", "rules.toml"]
+    with (where / "fix.patch").open("wb") as file:
+        code = subprocess.run([*words, "-m", MESH, "--fix"], stdout=file, check=False).returncode
+    assert (code, (where / "fix.patch").read_text()) == (1, exact.stdout)
 
 
 def test_a_list_that_is_right_has_no_patch_and_findings_that_stay_decide_the_exit_code(where):

@@ -372,6 +372,18 @@ class TestSuggestion:
         exec(found.to_python(), made)
         assert [pattern for pattern, _ in made["rules"]] == [pattern for pattern, _ in found.rules]
 
+    def test_hostile_axes_stay_text_in_python(self):
+        quote, command = 'a"b', "##[x]\x1b'"
+        tree = {"kernel": array(64, 64), "proj": array(64, 64)}
+        like = [("kernel", (quote, command)), ("pro", (None, quote))]
+        found = sr.suggest(tree, {quote: 2, command: 2}, like=like)
+        text = found.to_python()
+        assert "##[" not in text
+        assert all(line.isprintable() for line in text.splitlines())
+        made = {}
+        exec(text, made)
+        assert made["rules"] == [("kernel", P(quote, command)), ("pro", P(None, quote))]
+
     def test_a_dialect_of_ones_own_is_not_in_files(self):
         from dataclasses import replace
 

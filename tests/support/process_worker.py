@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -404,6 +405,15 @@ def wait():
     return {"found": found, "left": None if me == 1 else raised(place), "log": log}
 
 
+def end_early():
+    """Process 1 ends before its first call, as if its model could not be made."""
+    if jax.process_index() == 1:
+        return None
+    mesh, start = make_mesh(), time.monotonic()
+    error = raised(lambda: sr.shard(TREE, RULES_OF_TREE, mesh))
+    return {"error": error, "seconds": time.monotonic() - start}
+
+
 def main(tasks) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", choices=tasks)
@@ -423,4 +433,4 @@ def main(tasks) -> None:
 
 
 if __name__ == "__main__":
-    main({"agree": agree, "disagree": disagree, "wait": wait})
+    main({"agree": agree, "disagree": disagree, "wait": wait, "end_early": end_early})

@@ -1,4 +1,4 @@
-"""The command line: `shardrules plan | check | explain | sweep | diff | demo`.
+"""The command line, `shardrules`, whose commands are in `app.py`.
 
 Reads a model and rules, makes a plan, and shows it. rich, of the extra `[cli]`, colours that on a
 terminal. Must not decide anything about a sharding.

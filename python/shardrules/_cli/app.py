@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Final
 
 from shardrules import __version__
-from shardrules._cli.arguments import Parser, UsageError, parser_of
+from shardrules._cli.arguments import Parser, UsageError, meant, parser_of
 from shardrules._cli.process import FAILED, note
 from shardrules._printable import printable
 
@@ -54,7 +54,8 @@ def _run(name: str = "", *words: str) -> int:
         print(f"shardrules {__version__}")
         return 0
     if name and not name.startswith("-"):
-        raise UsageError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
+        near = meant(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {name!r}{near}")
     _overview().parse([name or "--help", *words])
     return 0 if name else FAILED
 

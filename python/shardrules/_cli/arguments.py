@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Final, NoReturn, get_args, get_origin, get_type_hints
 
-__all__ = ["Argument", "Option", "Parser", "UsageError", "parser_of"]
+__all__ = ["Argument", "Option", "Parser", "UsageError", "meant", "parser_of"]
 
 _HELP: Final = ("-h", "--help")
 _WORDS: Final = {str: "TEXT", int: "INTEGER", Path: "PATH"}
@@ -64,6 +64,12 @@ class Parser(ArgumentParser):
         if any(flag in joined for flag in _HELP):
             print(self.format_help(), end="")
             return None
+        for word in joined[: joined.index("--") if "--" in joined else None]:
+            option = word.partition("=")[0]  # argparse would first ask for those that are missing
+            if option.startswith("--") and option not in self._option_string_actions:
+                raise UsageError(
+                    f"there is no option {option}{meant(option, self._option_string_actions)}"
+                )
         return vars(self.parse_args(joined))
 
     def _joined(self, words: Iterator[str]) -> Iterator[str]:
@@ -75,6 +81,14 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError; argparse would print the usage and exit."""
         raise UsageError(message)
+
+
+def meant(word: str, words: Iterable[str]) -> str:
+    """The end of a message on a word that is none of these: which of them was meant."""
+    from shardrules._format import nearest
+
+    near = nearest(word, words)
+    return f" (did you mean {near}?)" if near else ""
 
 
 def parser_of(name: str, command: Callable[..., Any]) -> Parser:

@@ -28,6 +28,9 @@ _OF_SIGNALS: Final = 128
 _SIGPIPE: Final = 13
 # Windows has no SIGHUP.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+# Python drops an exception that a signal raises in a callback of a weak reference or in __del__, so
+# the command goes on; its exit code still says that it was to end.
+_received: Final[list[int]] = []
 _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, RecursionError)
 
 
@@ -49,6 +52,8 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except BaseException as error:
         code = code_of(error)
+    if _received:
+        code = _OF_SIGNALS + _received[0]
     for number in (signal.SIGINT, *_ENDING):
         signal.signal(number, signal.SIG_DFL)  # nothing is left to clean up
     _drop_unwritten()
@@ -94,6 +99,7 @@ def _message(error: BaseException) -> str:
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:
+    _received.append(number)
     raise _EndedError(number)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shardrules._file_content import max_memory, parse_json, read_bytes, unreadable
+from shardrules._file_content import max_memory, parse_json, path_of, read_bytes, unreadable
 from shardrules._file_error import FileError
 from shardrules._files import orbax, safetensors
 from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
@@ -58,7 +58,7 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     Raises:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
-    path, leaves = Path(source), ArraySpecs() if make is None else make
+    path, leaves = path_of(source), ArraySpecs() if make is None else make
     try:
         with _collector_paused():
             if path.is_dir():

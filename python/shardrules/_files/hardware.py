@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardrules._arguments import check_type
-from shardrules._file_content import read_bytes
+from shardrules._file_content import opened, path_of
 from shardrules._file_error import FileError
 from shardrules._files.toml import parse_toml
 from shardrules._format import bytes_shown, misspelt
@@ -62,12 +62,13 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
         8
     """
     check_type("path", path, str | os.PathLike, "the path of a file")
-    file = Path(path)
-    data = read_bytes(file)
+    file = path_of(path)
+    with opened(file) as content:
+        data = content.read(_MOST_BYTES + 1) or b""
     if len(data) > _MOST_BYTES:
         raise FileError(
-            f"{file}: it has {bytes_shown(len(data))}; a device's figures take at most "
-            f"{bytes_shown(_MOST_BYTES)}: give another file"
+            f"{file}: a device's figures take at most {bytes_shown(_MOST_BYTES)}, and it has more; "
+            "give another file"
         )
     table = parse_toml(file, data)
     _check_keys(file, table)

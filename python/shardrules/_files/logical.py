@@ -6,7 +6,7 @@ Costs what parsing costs. Must not know how rules are chosen.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from shardrules._file_content import first_repeated
 from shardrules._file_error import FileError
@@ -28,6 +28,9 @@ LOGICAL_DIALECTS: Final = {
 _RULE_KEYS: Final = ("name", "axes")
 MAXTEXT_KEY: Final = "logical_axis_rules"
 """The key of the rules in MaxText's YAML."""
+_MOST_MERGED: Final = 10_000
+# What PyYAML raises for values such as a date that does not exist, or `!!int ""`.
+_BAD_VALUES: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def logical_rules(path: Path, rules: list[Any], dialect: LogicalDialect) -> LogicalRules:
@@ -90,13 +93,20 @@ def parse_yaml(path: Path, data: bytes) -> Any:
             f"{path}: reading YAML needs PyYAML; install it with: pip install 'shardrules[yaml]'"
         ) from None
     try:
-        return yaml.load(data, _loader(yaml))
-    except yaml.YAMLError as error:
-        raise FileError(f"{path}: this is not YAML: {error}; correct it there") from None
+        return _loader(yaml, _MOST_MERGED + len(data))(data).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark
+        raise FileError(
+            f"{path}: line {mark.line + 1}, column {mark.column + 1}: this is not YAML "
+            f"({error.problem}); correct it there"
+        ) from None
+    except yaml.reader.ReaderError as error:
+        raise FileError(
+            f"{path}: position {error.position}: this is not YAML ({error.reason}); correct it "
+            "there"
+        ) from None
     except RecursionError:
         raise FileError(f"{path}: the YAML is nested too deeply; rules need 4 levels") from None
-    except ValueError as error:  # such as a date that does not exist
-        raise FileError(f"{path}: this is not YAML: {error}; correct it there") from None
 
 
 def yaml_nodes(text: str) -> Any:
@@ -106,14 +116,45 @@ def yaml_nodes(text: str) -> Any:
     return yaml.compose(text, yaml.SafeLoader)
 
 
-def _loader(yaml: Any) -> type[Any]:
-    """PyYAML's safe loader, which lets the last of repeated keys win; here they are an error."""
+def _loader(yaml: Any, most: int) -> type[Any]:
+    """PyYAML's safe loader, which refuses keys that repeat, and more than `most` entries."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined, unused-ignore]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if len(set(keys)) < len(keys):
-                raise ValueError(f"the key {first_repeated(keys)!r} is there twice")
-            return super().construct_mapping(node, deep)
+        entries = 0
+        place = None
+        """Where the value begins that is being made."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            names = [key.value for key in keys]
+            if len(set(names)) < len(names):
+                name = first_repeated(names)
+                again = [key for key in keys if key.value == name][1]
+                self.refuse(f"the key {name!r} is there twice", again.start_mark)
+            return node
+
+        def flatten_mapping(self, node: Any) -> None:
+            # PyYAML calls this before it copies the entries of a merged mapping: n levels of w
+            # aliases are w**n entries.
+            super().flatten_mapping(node)
+            self.entries += len(node.value)
+            if self.entries > most:
+                self.refuse("merge keys (<<) make it too large: write it without", node.start_mark)
+
+        def get_single_data(self) -> Any:
+            try:
+                return super().get_single_data()
+            except _BAD_VALUES as error:
+                is_clear = isinstance(error, ValueError)
+                problem = str(error) if is_clear else "the value is not of its type"
+                self.refuse(problem, self.place or self.get_mark())
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            self.place = node.start_mark
+            return super().construct_object(node, deep)
+
+        def refuse(self, problem: str, mark: Any) -> NoReturn:
+            raise yaml.constructor.ConstructorError(None, None, problem, mark)
 
     return Loader

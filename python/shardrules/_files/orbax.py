@@ -104,7 +104,8 @@ def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
 
 
 def _check_inside(directory: Path, path: Path) -> None:
-    if not path.resolve().is_relative_to(directory.resolve()):
+    # Path.resolve raises a RuntimeError for a loop of links, up to Python 3.12.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory)):
         raise FileError(
             f"{directory}: {path.relative_to(directory)} is a link that leads out of the "
             "checkpoint; give the directory to which it leads, or put the files there"

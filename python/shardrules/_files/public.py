@@ -7,11 +7,10 @@ Costs what reading costs. `read_model` imports JAX. Must not execute anything: t
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from shardrules._arguments import boolean, check_type, integer
-from shardrules._file_content import DEFAULT_MEMORY, memory_within
+from shardrules._file_content import DEFAULT_MEMORY, memory_within, path_of
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested as in_levels
 from shardrules._files.arrays import read_arrays
@@ -121,7 +120,7 @@ def _abstract(leaf: ArraySpec) -> Any:
 
 def _file(path: Any) -> str:
     check_type("path", path, str | os.PathLike, "the path of a file")
-    name = str(Path(path))
+    name = str(path_of(path))
     if is_module_form(name):
         raise FileError(
             f"{name}: this is no file, and only the command line imports package.module:name; "

@@ -47,7 +47,7 @@ from typing import Any, Final, NamedTuple
 from shardrules._correction import Correction, RuleSpec
 from shardrules._declared import NOTHING, Declared
 from shardrules._display import record
-from shardrules._file_content import max_memory, parse_json, read_bytes
+from shardrules._file_content import parse_json, path_of, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.companions import COMPANION_KEYS, companions_in
 from shardrules._files.logical import (
@@ -58,7 +58,7 @@ from shardrules._files.logical import (
 )
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.toml import parse_toml
-from shardrules._format import byte_count, bytes_shown, shown
+from shardrules._format import byte_count, shown
 from shardrules._logical.dialects import LINEN, MAXTEXT, LogicalDialect
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching import dialects as _dialects
@@ -133,7 +133,7 @@ def read_rules(
     """
     if is_module_form(source):
         return _of_module(source, dialect, companions)
-    path = Path(source)
+    path = path_of(source)
     content = _content(path)
     if path.suffix in _YAML:
         chosen = _logical_dialect(path, dialect, MAXTEXT.name)
@@ -239,14 +239,7 @@ def _logical_dialect(where: object, given: object, name: object) -> LogicalDiale
 
 def _content(path: Path) -> Any:
     parse, per_byte = _PARSERS.get(path.suffix, (parse_json, _PER_BYTE))
-    data = read_bytes(path)
-    if len(data) * per_byte > max_memory.get():
-        raise FileError(
-            f"{path}: reading {bytes_shown(len(data))} of rules takes more than "
-            f"{bytes_shown(max_memory.get())} of memory; if it is the right file, allow more with "
-            "--max-memory, or in Python with max_memory"
-        )
-    return parse(path, data)
+    return parse(path, read_bytes(path, per_byte))
 
 
 def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:

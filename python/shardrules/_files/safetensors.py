@@ -77,7 +77,7 @@ def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
     with opened(path) as file:
         state = state_of(file.fileno())
         size = state[2]
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(file.read(8) or b"", "little")
         if size < 8 or length > size - 8:
             raise FileError(
                 f"{path}: byte 0: the header's length is {length:,} bytes, but the file has "

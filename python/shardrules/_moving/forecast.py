@@ -14,6 +14,7 @@ import numpy as np
 
 from shardrules._format import bytes_shown, counted, mesh_shown
 from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
+from shardrules._printable import printable_lines
 from shardrules._specs import entries_of, entry_axes
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Forecast(NamedTuple):
             bytes_shown(most) if most == least else f"{bytes_shown(least)} to {bytes_shown(most)}"
         )
         processes, devices = len(self.read), prod(self.mesh.values())
-        return "\n".join(
+        return printable_lines(
             [
                 f"{counted(self.arrays, 'array')}, {bytes_shown(self.bytes)}, on "
                 f"{mesh_shown(self.mesh)} ({counted(devices, 'device')}, "

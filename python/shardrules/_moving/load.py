@@ -15,6 +15,7 @@ import numpy as np
 
 from shardrules._arguments import check_type, each, integer, listed
 from shardrules._dtypes import bits_of, given_name
+from shardrules._file_content import path_of
 from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.leaves import StoredArray, StoredArrays
@@ -115,7 +116,7 @@ def load(
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
-        arrays = read_arrays(str(Path(source)), StoredArrays())
+        arrays = read_arrays(str(path_of(source)), StoredArrays())
         in_orbax = _orbax_checkpoint(Path(source), arrays, followed)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)

@@ -6,11 +6,10 @@ communicate.
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Callable
 from types import TracebackType
 
+import shardrules
 from shardrules._sharding.leaf_rows import Row
 
 __all__ = ["JointCall"]
@@ -35,7 +34,7 @@ class JointCall:
 
         self.joint = jax.process_count() > 1
         if self.joint:
-            _before_jax_ends()
+            shardrules._leave_before_jax()
         return self
 
     def __exit__(
@@ -68,20 +67,3 @@ class JointCall:
             own, limit = rows(), coordination.wait_limit()
             self.joint = False
             coordination.settle(self._name, own, limit)
-
-
-def _leave() -> None:
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is not None and distributed.global_state.client is not None:
-        from shardrules._sharding import coordination
-
-        coordination.leave()
-
-
-def _before_jax_ends() -> None:
-    """Registers `_leave` last, so that it runs before JAX's handler, which waits for all."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-
-
-_before_jax_ends()

@@ -163,8 +163,12 @@ def python_text(rules: Rules | LogicalRules, heading: str, notes: Sequence[str])
 def _python_pattern(pattern: Pattern) -> str:
     if isinstance(pattern, tuple):
         return f"({', '.join(map(_python_pattern, pattern))},)"
-    text = str(pattern)
-    written = f'r"{text}"'
+    return _python_text(str(pattern), "r")
+
+
+def _python_text(text: str, prefix: str = "") -> str:
+    """A Python string: between quotes as it is, if that is the same text and safe to print."""
+    written = f'{prefix}"{text}"'
     try:
         if text.isprintable() and printable(text) == text and ast.literal_eval(written) == text:
             return written
@@ -188,8 +192,4 @@ def _python_spec(value: Any) -> str:
 def _python(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_python, value))}{',' if len(value) == 1 else ''})"
-    return (
-        ascii(value).replace("'", '"')
-        if isinstance(value, str) and "'" not in value
-        else ascii(value)
-    )
+    return _python_text(value) if isinstance(value, str) else ascii(value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, Final
 
 from shardrules._cli import values
 from shardrules._cli.arguments import Option
@@ -28,9 +31,13 @@ from shardrules._cli.options import (
 from shardrules._cli.process import note
 from shardrules._declared import Declared
 from shardrules._files.rule_places import NOWHERE, rule_places
-from shardrules._format import byte_count
+from shardrules._format import brief, byte_count
+from shardrules._printable import is_command
 
 __all__ = ["command"]
+
+# Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
+_RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
 
 def command(
@@ -97,6 +104,7 @@ def command(
         places = rule_places(rules, len(planned.plan.rules)) if format_ == "github" else NOWHERE
         return report_findings(findings, format_, fail_on, places)
     if patch := load_patch(rules, planned, dialect, head_dim):
+        _check_obeyed(patch)
         # As bytes: a file's line ends and characters, whatever those of standard output are.
         sys.stdout.buffer.write(patch.encode())
         return 0 if fail_on == "never" else 1
@@ -104,3 +112,21 @@ def command(
         return 0
     note(f"no rule is to be removed or added; check without --fix: {findings.summary}")
     return code_for(findings, fail_on)
+
+
+def _check_obeyed(patch: str) -> None:
+    """Checks that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
+
+    Raises:
+        ValueError: It would.
+    """
+    if not any(name in os.environ for name in _RUNNERS):
+        return
+    with suppress(OSError):  # a stream without a number
+        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+            return
+    if line := next(filter(is_command, patch.splitlines()), ""):
+        raise ValueError(
+            f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the "
+            "patch to a file: shardrules check ... --fix > fix.patch"
+        )

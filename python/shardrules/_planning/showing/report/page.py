@@ -14,6 +14,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._planning.showing.report.data import report_data
+from shardrules._printable import printable_lines
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.budget import DeviceBytes, Room
@@ -62,7 +63,7 @@ def report_html(
     scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
     return Template(_text("page.html")).substitute(
         policy=_POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(styles)),
-        title=html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        title=html.escape(_printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
         styles=styles,
         data=_json(
             report_data(columns, findings, sweep, title, room=room, held=held, proposed=proposed)
@@ -83,4 +84,14 @@ def _hash(text: str) -> str:
 def _json(data: Any) -> str:
     """JSON in ASCII, U+2028 and lone surrogates escaped, that cannot leave its element."""
     # What json does not know are NumPy's integers.
-    return json.dumps(data, separators=(",", ":"), default=int).translate(_IN_SCRIPTS)
+    text = json.dumps(_printable(data), separators=(",", ":"), default=int)
+    return text.translate(_IN_SCRIPTS)
+
+
+def _printable(value: Any) -> Any:
+    """The same with all texts as a terminal gets them: a mark of direction would turn a name."""
+    if isinstance(value, str):
+        return printable_lines(value.split("\n"))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [*map(_printable, value)] if isinstance(value, list | tuple) else value
