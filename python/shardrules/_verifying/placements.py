@@ -129,6 +129,8 @@ def dropped(side: Side, wanted: Sequence[Wanted | None], kept: Sequence[int]) ->
     if len(kept) == len(wanted):
         return
     lacking = set(range(len(wanted))).difference(kept)
+    # Such as optax's adafactor has for the moments that a parameter does not need.
+    lacking = {leaf for leaf in lacking if side.shapes[leaf] != (1,)}
     if leaves := [leaf for leaf in sorted(lacking) if wanted[leaf] is not None]:
         yield finding_of(
             "info",

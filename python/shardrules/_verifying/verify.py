@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_real
-from shardrules._format import bytes_shown, counted, shown
+from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Findings
+from shardrules._verifying.calls import call_of
 from shardrules._verifying.executable import Executable
 from shardrules._verifying.gathered import gathered
 from shardrules._verifying.peak import peak
 from shardrules._verifying.placements import dropped, placements
-from shardrules._verifying.states import changed, states, undonated
+from shardrules._verifying.states import changed, not_donated, states, undonated
 from shardrules._verifying.wanted import wanted
 
 if TYPE_CHECKING:
@@ -80,20 +81,13 @@ def verify(
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
         >>> print(sr.verify(compiled, (plan, None)))
-        nothing found: 1 of 2 inputs planned, 0 of 1 output planned; peak memory not asked for
+        nothing found: 1 of 2 inputs planned, no output compared, as outputs= is not given; peak memory not asked for
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
-    from jax.stages import Compiled
-
-    if not isinstance(compiled, Compiled):
-        raise TypeError(
-            f"compiled is {shown(compiled)}; give a compiled function, "
-            "jax.jit(f).lower(...).compile()"
-        )
     if hbm is not None:
         check_real("hbm", hbm)
     check_real("large", large)
-    executable = Executable(compiled)
+    executable = Executable(call_of(compiled, inputs))
     planned_in, planned_out = wanted(executable, inputs, outputs)
     found = states(executable, inputs, outputs)
     return Findings(
@@ -103,18 +97,27 @@ def verify(
             *dropped(executable.inputs, planned_in, executable.kept),
             *changed(executable, found),
             *undonated(executable, found),
+            *not_donated(executable, found, large),
             *gathered(executable, planned_in, planned_out, found, large),
             *peak(executable, hbm),
         ],
-        _scope(planned_in, planned_out, hbm),
+        _scope(planned_in, planned_out, hbm, is_compared=outputs is not None),
     )
 
 
-def _scope(inputs: list[Wanted | None], outputs: list[Wanted | None], hbm: int | None) -> str:
+def _scope(
+    inputs: list[Wanted | None],
+    outputs: list[Wanted | None],
+    hbm: int | None,
+    *,
+    is_compared: bool,
+) -> str:
     """What is looked at, in words."""
-    sides = (
+    texts = [
         f"{len(planned) - planned.count(None):,} of {counted(len(planned), side)} planned"
         for side, planned in (("input", inputs), ("output", outputs))
-    )
+    ]
+    if not is_compared and outputs.count(None) == len(outputs):
+        texts[1] = "no output compared, as outputs= is not given"
     room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"
-    return f"{', '.join(sides)}; peak memory {room}"
+    return f"{', '.join(texts)}; peak memory {room}"
