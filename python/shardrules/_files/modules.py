@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from shardrules._file_error import FileError
 
 __all__ = ["is_module_form", "load_object"]
 
-# A module of one letter would be a drive of Windows.
-_FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]+):(?P<name>[^\W\d][\w.]*)")
+# On Windows a module of one letter would be a drive.
+_LETTERS: Final = "+" if os.name == "nt" else "*"
+_FORM: Final = re.compile(rf"(?P<module>[^\W\d][\w.]{_LETTERS}):(?P<name>[^\W\d][\w.]*)")
 
 
 def is_module_form(text: str) -> bool:

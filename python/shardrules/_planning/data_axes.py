@@ -1,6 +1,6 @@
-"""Which mesh axes split the tokens of a batch, and which are for experts: a guess by their names.
+"""Which mesh axes split the tokens of a batch, and which are for experts: guesses by their names.
 
-The field gives such axes these names. Every function that guesses takes an argument with the true axes, and says what it guessed. Must not
+Every function that guesses takes an argument with the true axes, and says what it guessed. Must not
 know about leaves.
 """
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from jax.stages import Compiled
 
-__all__ = ["Call", "call_of"]
+__all__ = ["Call", "Library", "call_of"]
 
 _EXPECTED: Final = "jax.jit(f).lower(...).compile()"
+Library = Literal["jax", "nnx", "equinox"]
 
 
 class Call(NamedTuple):
@@ -43,7 +44,7 @@ class Call(NamedTuple):
     """Per leaf of it, which of the executable's outputs it is."""
     updates: Sequence[tuple[int, int]] = ()
     """Leaves of arguments that the call changes in place: (place in `in_leaves`, output)."""
-    library: Literal["jax", "nnx", "equinox"] = "jax"
+    library: Library = "jax"
     """Whose function compiles it."""
 
 
@@ -61,7 +62,8 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     from jax.stages import Compiled
 
     if isinstance(compiled, Compiled):
-        in_tree, out_tree = compiled.in_tree, compiled.out_tree
+        in_tree: Any = compiled.in_tree
+        out_tree: Any = compiled.out_tree
         return Call(
             compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
         )
@@ -193,7 +195,10 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
     entries = [_entry(f"inputs[{i}]", entry) for i, entry in enumerate(positional)]
     entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
     arguments: list[Any] = []
-    for some, numbers in ((entries[:count][:1], flat["first"]), (entries[:count][1:] + entries[count:], flat["rest"])):
+    for some, numbers in (
+        (entries[:count][:1], flat["first"]),
+        (entries[:count][1:] + entries[count:], flat["rest"]),
+    ):
         arguments += _shared_out(some, numbers, [tuple(infos[i].shape) for i in numbers])
     called = (tuple(arguments[:count]), dict(zip(names, arguments[count:], strict=True)))
     in_leaves, in_tree = tree_util.tree_flatten(called)
@@ -210,11 +215,20 @@ def _split_keywords(
             f"inputs is {shown(inputs)}; give a tuple with an entry for each positional argument"
         )
     parameters = signature.parameters.values()
-    unplanned = dict.fromkeys(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     last = inputs[-1] if inputs else None
-    if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys():
-        return inputs[:-1], {**unplanned, **last}
-    return inputs, unplanned
+    keywords = last if isinstance(last, Mapping) and last and set(names) >= last.keys() else {}
+    positional = inputs[:-1] if keywords else inputs
+    kinds = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    most = [one for one in kinds if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    least = sum(one.default is one.empty for one in most)
+    if not least <= len(positional) or (most == kinds and len(positional) > len(most)):
+        raise ValueError(
+            f"inputs has {counted(len(positional), 'entry')} for positional arguments; the "
+            f"function has {counted(len(most), 'positional argument')}, {least} of them without "
+            "default"
+        )
+    return positional, {**dict.fromkeys(names), **keywords}
 
 
 def _entry(at: str, planned: Any) -> _Entry:
@@ -243,14 +257,13 @@ def _shared_out(
     """
     ways = list(islice(_ways(entries, shapes), 2))
     if len(ways) != 1:
-        listed = ", ".join(entry.at for entry in entries if entry.is_planned) or "inputs"
+        listed = ", ".join(entry.at for entry in entries) or "inputs"
         fits = "fits in several ways" if ways else "does not fit"
         raise ValueError(
             printable(
-                f"{listed}: what is planned {fits} the {counted(len(shapes), 'array')} that "
-                "equinox.filter_jit has flattened here, which keeps no structure of arguments; give "
-                "an entry for each positional argument: a Plan of its arrays, or a tree with a spec "
-                "for each"
+                f"{listed}: what is planned here {fits} the {counted(len(shapes), 'array')} of "
+                "these arguments, whose structure equinox.filter_jit does not keep; give each "
+                "argument that has arrays a Plan of these, or a tree with a spec for each"
             )
         )
     rest = iter(numbers)

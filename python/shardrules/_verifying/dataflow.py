@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shardrules._verifying.hlo import Hlo, Instruction
 
 __all__ = [
-    "MOVES", "PRODUCTS", "Origin", "Use", "Value", "held_by_loops", "is_made_from", "origin_of", "returned",
-    "source_of", "uses_of",
+    "MOVES", "PRODUCTS", "Origin", "Use", "Value", "held_by_loops", "is_made_from", "origin_of",
+    "returned", "source_of", "uses_of",
 ]  # fmt: skip
 
 MOVES: Final = frozenset({
@@ -173,7 +173,7 @@ def _is_layer(hlo: Hlo, value: Value, found: Instruction) -> bool:
 
 
 def _passed_on(hlo: Hlo, value: Value, found: Instruction) -> Iterator[Value]:
-    """Where an instruction hands a value on: as its result, to an element, or into what it calls."""
+    """Where an instruction hands a value on: as its result, or into what it calls."""
     after = value._replace(name=found.name)
     if found.opcode in MOVES or found.opcode in _SLICES or found.opcode in _GATHERS:
         yield after
@@ -209,7 +209,9 @@ def _updated(hlo: Hlo, value: Value) -> Iterator[Value]:
     elif found.opcode in _CALLS or found.opcode in ("conditional", "while"):
         if found.opcode == "while":
             yield value._replace(name=found.operands[0])
-        called = found.called.get("body") or [name for names in found.called.values() for name in names]
+        called = found.called.get("body") or [
+            name for names in found.called.values() for name in names
+        ]
         for body in called:
             yield Value(body, hlo.root(body).name, value.element)
     elif (moved := _moved(hlo, found, value.element, _GATHERS)) is not None:

@@ -67,8 +67,8 @@ _USES: Final = {
     ),
     "model axis": _Words(
         "warning",
-        "though what it is multiplied by is not cut by all of these axes: devices along them do the "
-        "same work",
+        "though what it is multiplied by is not cut by all of these axes: devices along them do "
+        "the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
@@ -84,7 +84,9 @@ _USES: Final = {
         "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
         "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
-    "slice": _Words("info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),
+    "slice": _Words(
+        "info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"
+    ),
     "step": _Words(
         "info",
         "inside the function",

@@ -2,8 +2,9 @@
 
 An output stands for an argument if both have the same structure and shapes, and further: the
 argument is donated; or the same plan or tree is given for both; or, less surely, the dtypes are
-the same too. `flax.nnx.jit` says itself which modules come back. Donation is read from `Compiled.args_info`, its effect from input_output_alias in the
-HLO. Costs a comparison of structures per argument and output. Must not know how findings are shown.
+the same too. `flax.nnx.jit` says itself which modules come back. Donation is read from
+`Compiled.args_info`, its effect from input_output_alias in the HLO. Costs a comparison of
+structures per argument and output. Must not know how findings are shown.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardrules._format import bytes_shown, counted
 from shardrules._specs import is_partition_spec
 from shardrules._verifying.dataflow import is_made_from
 from shardrules._verifying.placements import placement_text
-from shardrules._verifying.words import ObjectPairs, finding_of, is_same, together
+from shardrules._verifying.words import PLACING_RESULTS, ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
@@ -26,7 +27,7 @@ __all__ = ["State", "changed", "not_donated", "states", "undonated"]
 
 Evidence = Literal["updated", "donated", "planned", "alike"]
 _SAID: Final = {
-    "updated": ("a module that the call returns as it becomes", "the next step"),
+    "updated": ("a module, which comes back from the call", "the next step"),
     "donated": ("a donated state", "the next step"),
     "planned": ("a state, for which the same is planned on both sides", "the next step"),
     "alike": (
@@ -126,7 +127,8 @@ def undonated(executable: Executable, found: Sequence[State]) -> Iterator[Findin
         return
     lost = [leaf for leaf in donated if leaf not in executable.aliased]
     of_states = {leaf for state in found for leaf in state.inputs}
-    for is_state in (True, False):
+    # equinox donates all arguments, the batch as well, or all but the first.
+    for is_state in (True, False) if executable.call.library != "equinox" else (True,):
         leaves = [leaf for leaf in lost if (leaf in of_states) == is_state]
         if leaves:
             held = sum(map(side.bytes_of, leaves))
@@ -183,12 +185,16 @@ def _how_to_donate(executable: Executable, leaves: Sequence[int]) -> str:
         )
     side = executable.inputs
     count = len(side.parts) - len(side.keywords)
-    places = [i for i, part in enumerate(side.parts) if not set(part).isdisjoint(leaves)]
-    numbers = tuple(i for i in places if i < count)
+    chosen = set(leaves)
+    places = [i for i, part in enumerate(side.parts) if not chosen.isdisjoint(part)]
+    numbers: tuple[Any, ...] = tuple(i for i in places if i < count)
     names = tuple(side.keywords[i - count] for i in places if i >= count)
-    given = [f"donate_argnums={numbers}"] * bool(numbers)
-    given += [f"donate_argnames={names}"] * bool(names)
-    fix = f"give {library}.jit {' and '.join(given)}, if the old ones are not used again"
+    options = [
+        f"{option}={chosen if len(chosen) > 1 else chosen[0]!r}"
+        for option, chosen in (("donate_argnums", numbers), ("donate_argnames", names))
+        if chosen
+    ]
+    fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
     if library == "nnx":
         fix += "; a function that only reads the module needs graph_updates=False instead"
     return fix
@@ -305,8 +311,9 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
             "fixed-point",
             f"{counted(len(rows), 'leaf')} of {what}: in as {was}, out as {becomes}: {when} "
             f"compiles again, or moves them back, {bytes_shown(moved)} to each device",
-            "give jit out_shardings that are the shardings of the arguments, or constrain the new "
-            "state to them inside the function",
+            PLACING_RESULTS[executable.call.library].format(
+                shardings="those of the arguments", result="the new state"
+            ),
             side=inputs,
             leaves=leaves,
             bytes=moved,

@@ -89,31 +89,35 @@ class Variation:
 
     def _made(self, found: Instruction, operands: list[_Elements]) -> _Elements:
         """What an instruction makes."""
-        opcode = found.opcode
-        if opcode in ("partition-id", "replica-id"):
-            return (_Along(frozenset(self._axis_sizes), is_number=True),)
-        if opcode == "constant":
-            return (self._constant(found),)
-        if opcode in MOVES:
+        if found.opcode in MOVES:
             return operands[0]
-        if opcode == "tuple":
-            return tuple(map(_union, operands))
-        if opcode == "get-tuple-element":
+        if found.opcode == "get-tuple-element":
             return operands[0][found.element : (found.element or 0) + 1]
-        if opcode == "while":
+        if found.opcode == "tuple":
+            return tuple(map(_union, operands))
+        if found.opcode == "while":
             return self._looped(found, operands[0])
-        if opcode in ("call", "conditional", "fusion"):
+        if found.opcode in ("call", "conditional", "fusion"):
             return self._called(found, operands)
+        return (self._array(found, operands),) * max(1, len(found.results))
+
+    def _array(self, found: Instruction, operands: list[_Elements]) -> _Along:
+        """What an instruction makes that is not of a tuple, nor calls anything."""
+        opcode = found.opcode.removesuffix("-start")
+        if opcode in ("partition-id", "replica-id"):
+            return _Along(frozenset(self._axis_sizes), is_number=True)
+        if opcode == "constant":
+            return self._constant(found)
         if opcode == "dynamic-slice" and operands[1][0].is_number:
             table = operands[0][0].table
             if table is not None:
-                return (_Along(table),)
+                return _Along(table)
         axes = _union([one for elements in operands for one in elements]).axes
-        base = opcode.removesuffix("-start")
-        if base in _ALIKE_AFTER or base in _APART_AFTER:
-            along = self._group_axes(found)
-            axes = axes - along if base in _ALIKE_AFTER else axes | along
-        return (_Along(axes),) * max(1, len(found.results))
+        if opcode in _ALIKE_AFTER:
+            axes -= self._group_axes(found)
+        elif opcode in _APART_AFTER:
+            axes |= self._group_axes(found)
+        return _Along(axes)
 
     def _constant(self, found: Instruction) -> _Along:
         """A constant, which may have an entry for each device."""

@@ -80,8 +80,8 @@ def verify(
         >>> step = jax.jit(lambda params, x: x @ params["w"])
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
-        >>> print(sr.verify(compiled, (plan, None)))
-        nothing found: 1 of 2 inputs planned, no output compared, as outputs= is not given; peak memory not asked for
+        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec()))
+        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory not asked for
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
     if hbm is not None:
@@ -92,8 +92,8 @@ def verify(
     found = states(executable, inputs, outputs)
     return Findings(
         [
-            *placements(executable.inputs, planned_in),
-            *placements(executable.outputs, planned_out),
+            *placements(executable.inputs, planned_in, executable.call.library),
+            *placements(executable.outputs, planned_out, executable.call.library),
             *dropped(executable.inputs, planned_in, executable.kept),
             *changed(executable, found),
             *undonated(executable, found),

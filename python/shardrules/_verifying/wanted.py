@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._format import brief, mesh_shown, shown
+from shardrules._format import brief, counted, mesh_shown, shown
 from shardrules._logical.leaves import without_boxes
 from shardrules._matching.rules import Rules
 from shardrules._near import near_shown
@@ -88,7 +88,7 @@ def _fill_arguments(filled: _Filled, side: Side, given: Any) -> None:
     positional, keywords = side.subtrees[:count], side.subtrees[count:]
     if len(given) not in (count, count + bool(names)):
         raise _misfit(
-            f"inputs has {len(given)} {'entry' if len(given) == 1 else 'entries'}; the function was lowered with {count} "
+            f"inputs has {counted(len(given), 'entry')}; the function was lowered with {count} "
             f"positional arguments{_and_keywords(names)}"
         )
     for i, (entry, (treedef, _)) in enumerate(zip(given, positional, strict=False)):

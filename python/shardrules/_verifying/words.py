@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -16,9 +16,35 @@ from shardrules._planning.fold import fold
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._verifying.calls import Library
     from shardrules._verifying.executable import Side
 
-__all__ = ["ObjectPairs", "finding_of", "is_same", "together"]
+__all__ = [
+    "PLACING_ARGUMENTS", "PLACING_RESULTS", "ObjectPairs", "finding_of", "is_same", "together",
+]  # fmt: skip
+
+_LOWER: Final = "lower the function with {} that are sharded as planned"
+PLACING_ARGUMENTS: Final[dict[Library, str]] = {
+    "jax": (
+        f"{_LOWER.format('arrays or shapes')} (plan.abstract()), or give jit "
+        "in_shardings=plan.shardings()"
+    ),
+    "nnx": (
+        f"{_LOWER.format('modules')}, or give nnx.jit in_shardings of "
+        "nnx.StateSharding(plan.shardings())"
+    ),
+    "equinox": _LOWER.format("arrays"),
+}
+"""By whose function compiles, what places arguments as planned."""
+PLACING_RESULTS: Final[dict[Library, str]] = {
+    "jax": "give jit out_shardings={shardings}, or constrain {result} inside the function",
+    "nnx": (
+        "give nnx.jit in_shardings of nnx.StateSharding(plan.shardings()), in which modules come "
+        "back as well; or constrain {result} inside the function"
+    ),
+    "equinox": "constrain {result} inside the function, by equinox.filter_shard",
+}
+"""By whose function compiles, what places `result` by these `shardings`."""
 
 
 def finding_of(
