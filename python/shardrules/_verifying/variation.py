@@ -92,7 +92,8 @@ class Variation:
         if found.opcode in MOVES:
             return operands[0]
         if found.opcode == "get-tuple-element":
-            return operands[0][found.element : (found.element or 0) + 1]
+            element = found.element or 0
+            return operands[0][element : element + 1] or (_union(operands[0]),)
         if found.opcode == "tuple":
             return tuple(map(_union, operands))
         if found.opcode == "while":
@@ -166,6 +167,8 @@ def _both(some: _Elements, others: _Elements) -> _Elements:
     """Elements that differ wherever one of two does."""
     if some == others:
         return some
+    if len(some) != len(others):  # of tuples in tuples
+        return (_union([*some, *others]),)
     return tuple(
         one if one == other else _Along(one.axes | other.axes)
         for one, other in zip(some, others, strict=True)
