@@ -210,7 +210,7 @@ class TestEquinox:
         if not is_planned:
             assert paths(findings, "fixed-point") >= {"inputs/1/layers/{0,1}/bias"}
             assert "outputs/0/layers/{0,1}/bias" in paths(findings, "output")
-            assert "filter_shard" in findings[0].fix
+            assert "with_sharding_constraint" in findings[0].fix
 
     def test_a_state_that_is_not_donated(self, eqx, placed, train, batch):
         model, state, plan, state_plan = placed

@@ -16,14 +16,7 @@ from shardrules._planning.asking.findings import VerifyKind
 from shardrules._printable import printable
 from shardrules._sharding.memory import memory_apart
 from shardrules._verifying.executable import sharding_shown
-from shardrules._verifying.words import (
-    PLACING_ARGUMENTS,
-    PLACING_RESULTS,
-    ObjectPairs,
-    finding_of,
-    is_same,
-    together,
-)
+from shardrules._verifying.words import PLACING, ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding
@@ -59,10 +52,7 @@ _SAID: Final = {
 def placements(side: Side, wanted: Sequence[Wanted | None], library: Library) -> Iterator[Finding]:
     """Where the inputs or outputs are not as planned."""
     pairs = ObjectPairs(wanted, side.shardings)
-    if side.name == "inputs":
-        fix = PLACING_ARGUMENTS[library]
-    else:
-        fix = PLACING_RESULTS[library].format(shardings="plan.shardings()", result="the result")
+    fix = PLACING[library].arguments if side.name == "inputs" else PLACING[library].results
     yield from _misplaced(side, wanted, pairs, fix)
     yield from _in_other_memory(side, wanted, pairs, fix)
 

@@ -16,7 +16,7 @@ from shardrules._format import bytes_shown, counted
 from shardrules._specs import is_partition_spec
 from shardrules._verifying.dataflow import is_made_from
 from shardrules._verifying.placements import placement_text
-from shardrules._verifying.words import PLACING_RESULTS, ObjectPairs, finding_of, is_same, together
+from shardrules._verifying.words import PLACING, ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
@@ -311,9 +311,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
             "fixed-point",
             f"{counted(len(rows), 'leaf')} of {what}: in as {was}, out as {becomes}: {when} "
             f"compiles again, or moves them back, {bytes_shown(moved)} to each device",
-            PLACING_RESULTS[executable.call.library].format(
-                shardings="those of the arguments", result="the new state"
-            ),
+            PLACING[executable.call.library].states,
             side=inputs,
             leaves=leaves,
             bytes=moved,
