@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardrules._verifying.hlo import Hlo, Instruction
 
 __all__ = [
-    "MOVES", "PRODUCTS", "Origin", "Use", "Value", "held_by_loops", "is_made_from", "origin_of",
+    "MOVES", "PRODUCTS", "Origin", "ValueUse", "Value", "held_by_loops", "is_made_from", "origin_of",
     "returned", "source_of", "uses_of",
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ class _Site(NamedTuple):
     operand: str
 
 
-class Use(NamedTuple):
+class ValueUse(NamedTuple):
     """What is made of a value, or of what is moved, sliced or gathered of it."""
 
     opcode: str
@@ -145,7 +145,7 @@ def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
     return False
 
 
-def uses_of(hlo: Hlo, value: Value) -> Iterator[Use]:
+def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
     """What is made of a value, in loops and fusions too; slices of it are uses of their own."""
     pending: list[tuple[Value, tuple[_Site, ...]]] = [(value, ())]
     seen = set()
@@ -163,7 +163,7 @@ def uses_of(hlo: Hlo, value: Value) -> Iterator[Use]:
             inner = (*calls, _Site(value.computation, user, value.name))
             if found.opcode in _SLICES or found.opcode not in _PASSING:
                 is_layer = found.opcode in _SLICES and _is_layer(hlo, value, found)
-                yield Use(found.opcode, inner[0], is_layer)
+                yield ValueUse(found.opcode, inner[0], is_layer)
             after = inner if found.opcode in _CALLS else () if found.opcode == "while" else calls
             pending += ((one, after) for one in _passed_on(hlo, value, found))
 

@@ -35,7 +35,7 @@ from shardrules._verifying.words import finding_of, is_same
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
-    from shardrules._verifying.dataflow import Use
+    from shardrules._verifying.dataflow import ValueUse
     from shardrules._verifying.executable import Executable
     from shardrules._verifying.hlo import Collective, Hlo
     from shardrules._verifying.states import State
@@ -50,7 +50,7 @@ _NARROW: Final = 8
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
 
-class _Words(NamedTuple):
+class _UseWords(NamedTuple):
     """What a gathered copy is for."""
 
     level: Level
@@ -59,35 +59,35 @@ class _Words(NamedTuple):
 
 
 _USES: Final = {
-    "loop": _Words(
+    "loop": _UseWords(
         "warning",
         "before a loop, which holds them whole while it runs",
         "gather within the loop, a layer at a time: constrain the layer's slice inside its body, "
         "and keep XLA from moving the gather out",
     ),
-    "model axis": _Words(
+    "model axis": _UseWords(
         "warning",
         "though what it is multiplied by is not cut by all of these axes: devices along them do "
         "the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
-    "wide": _Words(
+    "wide": _UseWords(
         "warning",
         "converted or scaled first: the copies are of a wider dtype than what is stored",
         "gather what is stored: constrain the stored values, and their scales, to be whole along "
         "these axes before they are converted",
     ),
-    "experts": _Words(
+    "experts": _UseWords(
         "warning",
         "which cut experts: each device gets all experts",
         "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
         "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
-    "slice": _Words(
+    "slice": _UseWords(
         "info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"
     ),
-    "step": _Words(
+    "step": _UseWords(
         "info",
         "inside the function",
         "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
@@ -335,7 +335,7 @@ class _Work:
                 known = [one for one in cut if one is not None]
                 self._axes[part] = frozenset(chain(*known)) if len(known) == len(cut) else None
 
-    def is_the_same_along(self, axes: tuple[str, ...], leaf: int, uses: Sequence[Use]) -> bool:
+    def is_the_same_along(self, axes: tuple[str, ...], leaf: int, uses: Sequence[ValueUse]) -> bool:
         """Whether what a gathered copy is multiplied by is the same along some of the axes.
 
         It differs where the batch comes in cut. Else it is asked of the program, which may cut the

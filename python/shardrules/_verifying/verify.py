@@ -49,22 +49,24 @@ def verify(
       only its likeness tells that it is one |
     | memory-kind | error | arguments or results in another memory than planned |
     | donation | error, warning | donated arguments whose memory no result takes; a warning if they
-      are not states |
+      are not states; a warning for large states that are not donated |
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
-      an error if they are returned so; a warning if a loop holds them, or the axes cut no other
-      argument; info for what FSDP does |
+      an error if they are returned so; a warning if a loop holds layers, devices do the same work
+      with them, or they are experts; info for what FSDP does |
     | peak | error | more memory than `hbm` |
 
     A warning of donation, gathered or peak may also say that the backend does not tell.
 
     Args:
-        compiled: `jax.jit(f).lower(...).compile()`.
+        compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
+            `equinox.filter_jit`.
         inputs: A tuple with an entry for each positional argument: a Plan, a tree of PartitionSpecs
             or shardings, one of these for all of the argument, or None for what is not looked at.
             Behind these there may be a dict for keyword arguments.
         outputs: The same for what the function returns. Default: nothing is planned for it.
         hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
-        large: Minimum bytes on a device of what is `gathered`. Default: 16 MiB.
+        large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
+            Default: 16 MiB.
 
     Returns:
         All findings, the worst first.
