@@ -150,6 +150,31 @@ class TestNnx:
         assert paths(findings, "output") == {"outputs/y"}
         assert not sr.verify(compiled, (plans[0], P("fsdp")), {"y": None})
 
+    def test_modules_in_containers_with_keys_and_tied_parameters(self, nnx, mesh, batch):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(64, 64, rngs=rngs)
+                self.norm = nnx.BatchNorm(64, rngs=rngs)
+                self.drop = nnx.Dropout(0.1, rngs=rngs)
+                self.tied = self.up
+
+            def __call__(self, x):
+                return self.tied(self.drop(self.norm(self.up(x))))
+
+        def forward(models, x, *, scale):
+            return {"y": models["a"](x) * scale, "state": nnx.state(models["a"], nnx.BatchStat)}
+
+        model = Model(nnx.Rngs(0))
+        plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "fsdp"), (".*", P())], sr.NNX), mesh)
+        nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
+        compiled = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
+        findings = sr.verify(compiled, ({"a": plan}, None, {"scale": None}), large=2**10)
+        count = len(plan.paths)
+        assert f"{count} of {count + 2} inputs planned" in findings.scope
+        assert f"{count} of {count + 3} outputs planned" in findings.scope
+        assert not paths(findings, "input")
+        assert "inputs/0/a/norm/mean/value" in paths(findings, "donation")
+
     def test_another_flax_is_an_error_that_says_so(self, nnx, plans, placed, batch, monkeypatch):
         compiled = nnx.jit(lambda model, x: model(x)).lower(placed[0], batch).compile()
         compilation = pytest.importorskip("flax.nnx.transforms.compilation")
@@ -246,9 +271,12 @@ class TestEquinox:
             (lambda x, plan, state: (x, plan, state, x), r"inputs has 4 entries.*3 positional"),
             (
                 lambda x, plan, state: (x, state, plan),
-                r"inputs\[1\], inputs\[2\].*does not fit the 13",
+                r"inputs\[1\], inputs\[2\].*does not say which of 13 arrays",
             ),
-            (lambda x, plan, state: (plan, x, state), r"inputs\[0\].*does not fit the 1 array"),
+            (
+                lambda x, plan, state: (plan, x, state),
+                r"inputs\[0\].*does not say which of 1 array",
+            ),
         ],
     )
     def test_what_does_not_fit_is_an_error(self, eqx, placed, train, batch, chosen, message):
@@ -260,7 +288,7 @@ class TestEquinox:
     def test_what_fits_in_two_ways_is_an_error(self, eqx, mesh, batch):
         plan = sr.plan({"w": batch}, [("w", P("fsdp"))], mesh)
         compiled = eqx.filter_jit(lambda x, *rest: sum(rest, x)).lower(*[batch] * 4).compile()
-        with pytest.raises(ValueError, match="fits in several ways"):
+        with pytest.raises(ValueError, match="which of 3 arrays"):
             sr.verify(compiled, (None, None, plan, None))
 
     def test_another_equinox_is_an_error_that_says_so(self, eqx, placed, train, batch):

@@ -9,8 +9,10 @@ read here and nowhere else. Costs a walk over the arguments. Must not know about
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from inspect import Parameter
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -20,8 +22,6 @@ from shardrules._printable import printable
 from shardrules._specs import is_partition_spec
 
 if TYPE_CHECKING:
-    import inspect
-
     from jax.stages import Compiled
 
 __all__ = ["Call", "Library", "call_of"]
@@ -74,9 +74,15 @@ def call_of(compiled: Any, inputs: Any) -> Call:
             f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
             "flax.nnx.jit or equinox.filter_jit"
         )
+    return _READERS[library](compiled, inner, inputs)
+
+
+@contextmanager
+def _reading(library: str) -> Iterator[None]:
+    """Raises a TypeError that names the version of a library which has other private names."""
     try:
-        return _READERS[library](compiled, inner, inputs)
-    except (AttributeError, ImportError, KeyError) as error:
+        yield
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         raise TypeError(
             printable(
                 f"compiled is of {library} {version(library)}, whose compiled functions shardrules "
@@ -93,16 +99,14 @@ def _nnx_call(compiled: Any, inner: Compiled, _: Any) -> Call:
     """Of `flax.nnx.jit`: modules are their states, and come back changed."""
     from jax import tree_util
 
-    args, out = (_numbered(tree) for tree in (inner.in_tree, inner.out_tree))
-    if type(compiled).__name__.startswith("Simple"):
-        in_tree, returned, changed = _nnx_of_trees(args, out)
-    else:
-        in_tree, returned, changed = _nnx_of_graphs(args, out)
-    numbers, structure = tree_util.tree_flatten(in_tree)
-    out_numbers, out_structure = tree_util.tree_flatten(returned)
-    place_of = {number: place for place, number in enumerate(numbers)}
-    updates = [(place_of[before], after) for before, after in changed if before in place_of]
-    return Call(inner, structure, numbers, out_structure, out_numbers, updates, "nnx")
+    read = _nnx_of_trees if type(compiled).__name__.startswith("Simple") else _nnx_of_graphs
+    with _reading("flax"):
+        args, returned, changed = read(_numbered(inner.in_tree), _numbered(inner.out_tree))
+        in_leaves, in_tree = tree_util.tree_flatten(args)
+        out_leaves, out_tree = tree_util.tree_flatten(returned)
+        place_of = {number: place for place, number in enumerate(in_leaves)}
+        updates = [(place_of[before], after) for before, after in changed if before in place_of]
+    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, "nnx")
 
 
 def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
@@ -120,11 +124,17 @@ def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, in
     """The same where modules are trees of JAX, and only changed variables come back."""
     from jax import tree_util
 
-    extract = import_module("flax.nnx.extract")
+    extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
     before = extract.labeled(args=args[0], kwargs=args[1])
     returned, updates = out
-    after = {tree_util.keystr(path): one.get_raw_value() for some in updates for path, one in some}
-    paths, _ = tree_util.tree_flatten_with_path(before, is_leaf=_is_variable)
+    after = {
+        tree_util.keystr(path): variable.get_raw_value()
+        for group in updates
+        for path, variable in group
+    }
+    paths, _ = tree_util.tree_flatten_with_path(
+        before, is_leaf=lambda node: isinstance(node, variable_type)
+    )
     changed = (
         (variable.get_raw_value(), after[tree_util.keystr(path)])
         for path, variable in paths
@@ -140,17 +150,12 @@ def _with_states(tree: Any) -> Any:
     nnx = import_module("flax.nnx")
 
     def is_module(node: Any) -> bool:
-        return bool(nnx.graphlib.is_graph_node(node))
+        # A variable is a node of a graph as well.
+        return nnx.graphlib.is_graph_node(node) and not isinstance(node, nnx.Variable)
 
     return tree_util.tree_map(
-        lambda node: nnx.state(node) if is_module(node) else node,
-        tree,
-        is_leaf=lambda node: is_module(node) or _is_variable(node),
+        lambda node: nnx.state(node) if is_module(node) else node, tree, is_leaf=is_module
     )
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, import_module("flax.nnx").Variable)
 
 
 def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
@@ -187,19 +192,21 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
     """Of `equinox.filter_jit`: arguments are flat tuples, whose structure the plans have."""
     from jax import tree_util
 
-    (groups, _), (_, returned, _) = _numbered(inner.in_tree), _numbered(inner.out_tree)
-    flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
-    infos = tree_util.tree_leaves(inner.args_info)
-    positional, keywords = _split_keywords(inputs, compiled.info[0])
+    with _reading("equinox"):
+        (groups, _), (_, returned, _) = _numbered(inner.in_tree), _numbered(inner.out_tree)
+        flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
+        first, rest = flat["first"], flat["rest"]
+        parameters = dict(compiled.info[0].parameters)
+    positional, keywords = _split_keywords(inputs, parameters)
     count, names = len(positional), sorted(keywords)
     entries = [_entry(f"inputs[{i}]", entry) for i, entry in enumerate(positional)]
     entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
-    arguments: list[Any] = []
-    for some, numbers in (
-        (entries[:count][:1], flat["first"]),
-        (entries[:count][1:] + entries[count:], flat["rest"]),
-    ):
-        arguments += _shared_out(some, numbers, [tuple(infos[i].shape) for i in numbers])
+    shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
+    begin = min(count, 1)
+    arguments = [
+        *_shared_out(entries[:begin], first, shapes),
+        *_shared_out(entries[begin:], rest, shapes),
+    ]
     called = (tuple(arguments[:count]), dict(zip(names, arguments[count:], strict=True)))
     in_leaves, in_tree = tree_util.tree_flatten(called)
     out_leaves, out_tree = tree_util.tree_flatten(returned)
@@ -207,28 +214,38 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
 
 
 def _split_keywords(
-    inputs: Any, signature: inspect.Signature
+    inputs: Any, parameters: Mapping[str, Parameter]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What is planned for positional arguments, and for those that are keyword-only."""
+    """What is planned for positional arguments, and for those that are keywords only."""
     if not isinstance(inputs, tuple | list):
         raise TypeError(
             f"inputs is {shown(inputs)}; give a tuple with an entry for each positional argument"
         )
-    parameters = signature.parameters.values()
-    names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    kinds = [parameter.kind for parameter in parameters.values()]
+    # Those that `**names` takes are one argument here.
+    only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    unplanned = dict.fromkeys(
+        name for name, kind in zip(parameters, kinds, strict=True) if kind in only
+    )
     last = inputs[-1] if inputs else None
-    keywords = last if isinstance(last, Mapping) and last and set(names) >= last.keys() else {}
+    keywords = (
+        last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
+    )
     positional = inputs[:-1] if keywords else inputs
-    kinds = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    most = [one for one in kinds if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    least = sum(one.default is one.empty for one in most)
-    if not least <= len(positional) or (most == kinds and len(positional) > len(most)):
+    defaults = [
+        parameter.default is not Parameter.empty
+        for parameter in parameters.values()
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    is_open = Parameter.VAR_POSITIONAL in kinds
+    least = defaults.count(False)
+    if len(positional) < least or (len(positional) > len(defaults) and not is_open):
         raise ValueError(
             f"inputs has {counted(len(positional), 'entry')} for positional arguments; the "
-            f"function has {counted(len(most), 'positional argument')}, {least} of them without "
-            "default"
+            f"function has {counted(len(defaults), 'positional argument')}, {least} of them "
+            "without default"
         )
-    return positional, {**dict.fromkeys(names), **keywords}
+    return positional, {**unplanned, **keywords}
 
 
 def _entry(at: str, planned: Any) -> _Entry:
@@ -254,16 +271,21 @@ def _shared_out(
     """Each argument as a tree of its leaves' numbers.
 
     Plans are found by the shapes of their arrays; what is between them is of the others.
+
+    Args:
+        entries: What is planned for the arguments.
+        numbers: Of their leaves.
+        shapes: By number.
     """
-    ways = list(islice(_ways(entries, shapes), 2))
+    ways = list(islice(_ways(entries, [shapes[number] for number in numbers]), 2))
     if len(ways) != 1:
         listed = ", ".join(entry.at for entry in entries) or "inputs"
-        fits = "fits in several ways" if ways else "does not fit"
         raise ValueError(
             printable(
-                f"{listed}: what is planned here {fits} the {counted(len(shapes), 'array')} of "
-                "these arguments, whose structure equinox.filter_jit does not keep; give each "
-                "argument that has arrays a Plan of these, or a tree with a spec for each"
+                f"{listed}: what is planned does not say which of "
+                f"{counted(len(numbers), 'array')} are of which argument, or has other shapes; "
+                "equinox.filter_jit keeps no structure of arguments. Give each argument that has "
+                "arrays a Plan of these, or a tree with a spec for each"
             )
         )
     rest = iter(numbers)

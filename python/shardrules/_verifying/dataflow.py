@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shardrules._verifying.hlo import Hlo, Instruction
 
 __all__ = [
-    "MOVES", "PRODUCTS", "Origin", "ValueUse", "Value", "held_by_loops", "is_made_from", "origin_of",
-    "returned", "source_of", "uses_of",
+    "MOVES", "PRODUCTS", "Origin", "Value", "ValueUse", "held_by_loops", "is_made_from",
+    "origin_of", "returned", "source_of", "uses_of",
 ]  # fmt: skip
 
 MOVES: Final = frozenset({
