@@ -122,7 +122,10 @@ def test_what_a_function_must_return(verify):
 
 @pytest.mark.parametrize("library", WRAPPED)
 def test_what_other_libraries_compile_in_a_module_of_one_letter(library, tmp_path, monkeypatch):
-    pytest.importorskip(library, reason=f"{library} is not installed")
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    is_old = library == "equinox" and module.__version__.startswith(("0.11.", "0.12."))
+    if is_old or (library == "flax.nnx" and not hasattr(module, "graphlib")):
+        pytest.skip(f"this {library} is older than those that verify reads")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "v.py").write_text(WRAPPED[library])

@@ -41,8 +41,8 @@ class TestNnx:
     @pytest.fixture(scope="class")
     def nnx(self):
         nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
-        if not hasattr(nnx.jit(lambda x: x), "lower"):
-            pytest.skip("nnx.jit of this flax has no lower")
+        if not hasattr(nnx, "graphlib"):
+            pytest.skip("this flax is older than those that verify reads")
         return nnx
 
     @pytest.fixture(scope="class")
@@ -186,7 +186,10 @@ class TestNnx:
 class TestEquinox:
     @pytest.fixture(scope="class")
     def eqx(self):
-        return pytest.importorskip("equinox", reason="equinox is not installed")
+        eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+        if tuple(map(int, eqx.__version__.split(".")[:2])) < (0, 13):
+            pytest.skip("this equinox is older than those that verify reads")
+        return eqx
 
     @pytest.fixture(scope="class")
     def optimizer(self):

@@ -159,36 +159,39 @@ def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
             *outer, call = calls
             pending.append((Value(call.computation, call.name, value.element), tuple(outer)))
         for user in hlo.users(value.computation, value.name):
-            found = hlo.instruction(value.computation, user)
+            instruction = hlo.instruction(value.computation, user)
             inner = (*calls, _Site(value.computation, user, value.name))
-            if found.opcode in _SLICES or found.opcode not in _PASSING:
-                is_layer = found.opcode in _SLICES and _is_layer(hlo, value, found)
-                yield ValueUse(found.opcode, inner[0], is_layer)
-            after = inner if found.opcode in _CALLS else () if found.opcode == "while" else calls
-            pending += ((one, after) for one in _passed_on(hlo, value, found))
+            if instruction.opcode in _SLICES or instruction.opcode not in _PASSING:
+                is_layer = instruction.opcode in _SLICES and _is_layer(hlo, value, instruction)
+                yield ValueUse(instruction.opcode, inner[0], is_layer)
+            if instruction.opcode in _CALLS:
+                after = inner
+            else:
+                after = () if instruction.opcode == "while" else calls
+            pending += ((passed, after) for passed in _passed_on(hlo, value, instruction))
 
 
-def _is_layer(hlo: Hlo, value: Value, found: Instruction) -> bool:
-    return _of_layers(hlo, value._replace(layers=1), found).layers > 1
+def _is_layer(hlo: Hlo, value: Value, instruction: Instruction) -> bool:
+    return _of_layers(hlo, value._replace(layers=1), instruction).layers > 1
 
 
-def _passed_on(hlo: Hlo, value: Value, found: Instruction) -> Iterator[Value]:
+def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Value]:
     """Where an instruction hands a value on: as its result, or into what it calls."""
-    after = value._replace(name=found.name)
-    if found.opcode in MOVES or found.opcode in _SLICES or found.opcode in _GATHERS:
+    after = value._replace(name=instruction.name)
+    if instruction.opcode in MOVES | _SLICES | _GATHERS:
         yield after
-    elif found.opcode == "get-tuple-element":
-        if value.element in (None, found.element):
+    elif instruction.opcode == "get-tuple-element":
+        if value.element in (None, instruction.element):
             yield after._replace(element=None)
-    elif found.opcode == "tuple":
-        for element, operand in enumerate(found.operands):
+    elif instruction.opcode == "tuple":
+        for element, operand in enumerate(instruction.operands):
             if operand == value.name:
                 yield after._replace(element=element)
-    elif found.opcode == "while":
-        yield from _parameters(hlo, found.called["body"][0], 0, value.element)
-    elif found.opcode in _CALLS:
-        (body,) = next(iter(found.called.values()))
-        for number, operand in enumerate(found.operands):
+    elif instruction.opcode == "while":
+        yield from _parameters(hlo, instruction.called["body"][0], 0, value.element)
+    elif instruction.opcode in _CALLS:
+        (body,) = next(iter(instruction.called.values()))
+        for number, operand in enumerate(instruction.operands):
             if operand == value.name:
                 yield from _parameters(hlo, body, number, value.element)
 
@@ -201,26 +204,26 @@ def _parameters(hlo: Hlo, body: str, number: int, element: int | None) -> Iterat
 
 def _updated(hlo: Hlo, value: Value) -> Iterator[Value]:
     """What a value is, before its instruction has updated it."""
-    found = hlo.instruction(value.computation, value.name)
+    instruction = hlo.instruction(value.computation, value.name)
     if (number := _parameter_number(hlo, value)) is not None:
         for computation, caller in hlo.callers(value.computation):
             if (operand := _operand_for(value, number, caller)) is not None:
                 yield Value(computation, operand, value.element)
-    elif found.opcode in _CALLS or found.opcode in ("conditional", "while"):
-        if found.opcode == "while":
-            yield value._replace(name=found.operands[0])
-        called = found.called.get("body") or [
-            name for names in found.called.values() for name in names
+    elif instruction.opcode in _CALLS or instruction.opcode in ("conditional", "while"):
+        if instruction.opcode == "while":
+            yield value._replace(name=instruction.operands[0])
+        called = instruction.called.get("body") or [
+            name for names in instruction.called.values() for name in names
         ]
         for body in called:
             yield Value(body, hlo.root(body).name, value.element)
-    elif (moved := _moved(hlo, found, value.element, _GATHERS)) is not None:
-        yield Value(value.computation, found.operands[moved[0]], moved[1])
-    elif found.opcode == "dynamic-update-slice":
-        yield from (Value(value.computation, name) for name in found.operands[:2])
-    elif found.opcode not in PRODUCTS and found.results:
-        size = prod(found.results[0].dims)
-        for name in found.operands:
+    elif (moved := _moved(hlo, instruction, value.element, _GATHERS)) is not None:
+        yield Value(value.computation, instruction.operands[moved[0]], moved[1])
+    elif instruction.opcode == "dynamic-update-slice":
+        yield from (Value(value.computation, name) for name in instruction.operands[:2])
+    elif instruction.opcode not in PRODUCTS and instruction.results:
+        size = prod(instruction.results[0].dims)
+        for name in instruction.operands:
             results = hlo.instruction(value.computation, name).results
             if len(results) == 1 and prod(results[0].dims) == size:
                 yield Value(value.computation, name)

@@ -35,7 +35,6 @@ from shardrules._verifying.words import finding_of, is_same
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
-    from shardrules._verifying.dataflow import ValueUse
     from shardrules._verifying.executable import Executable
     from shardrules._verifying.hlo import Collective, Hlo
     from shardrules._verifying.states import State
@@ -180,10 +179,9 @@ def _of_arguments(
         copy = _copy(executable, inputs, leaf_of, gather)
         if copy is None:
             continue
-        uses = list(uses_of(executable.hlo, gather.value))
-        if gather.value in held and any(one.is_layer for one in uses):
+        if gather.value in held and _is_taken_apart(executable.hlo, gather.value):
             use = "loop"
-        elif work.is_the_same_along(copy.axes, copy.leaf, uses):
+        elif work.is_the_same_with(copy, gather.value):
             use = "model axis"
         elif copy.is_wide:
             use = "wide"
@@ -206,6 +204,11 @@ def _of_arguments(
             leaves=sorted(of_leaf),
             bytes=size,
         )
+
+
+def _is_taken_apart(hlo: Hlo, value: Value) -> bool:
+    """Whether a slice of a value is used at a time, such as a layer."""
+    return any(use.is_layer for use in uses_of(hlo, value))
 
 
 def _copy(
@@ -335,24 +338,24 @@ class _Work:
                 known = [one for one in cut if one is not None]
                 self._axes[part] = frozenset(chain(*known)) if len(known) == len(cut) else None
 
-    def is_the_same_along(self, axes: tuple[str, ...], leaf: int, uses: Sequence[ValueUse]) -> bool:
-        """Whether what a gathered copy is multiplied by is the same along some of the axes.
+    def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
+        """Whether what a gathered copy is multiplied by is the same along some of its axes.
 
         It differs where the batch comes in cut. Else it is asked of the program, which may cut the
         batch, or what it makes of it. Rows that are looked up are in no product.
         """
-        others = [cut for part, cut in self._axes.items() if leaf not in part]
+        others = [cut for part, cut in self._axes.items() if copy.leaf not in part]
         known = [cut for cut in others if cut is not None]
-        if not others or len(known) < len(others) or frozenset(chain(*known)).issuperset(axes):
+        if not others or len(known) < len(others) or frozenset(chain(*known)).issuperset(copy.axes):
             return False
-        products = [use for use in uses if use.opcode in PRODUCTS]
+        products = [use for use in uses_of(self._hlo, value) if use.opcode in PRODUCTS]
         differing: frozenset[str] = frozenset()
         for use in products:
-            computation, name, copy = use.site
+            computation, name, operand = use.site
             operands = self._hlo.instruction(computation, name).operands
-            factors = [operand for operand in operands if operand != copy]
+            factors = [factor for factor in operands if factor != operand]
             differing |= self._variation.of(computation, factors)
-        return bool(products) and not differing.issuperset(axes)
+        return bool(products) and not differing.issuperset(copy.axes)
 
     @property
     def _hlo(self) -> Hlo:

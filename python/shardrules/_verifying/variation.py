@@ -78,53 +78,55 @@ class Variation:
         values: dict[str, _Elements] = {}
         earlier = self._values.get(computation, {})
         for name in self._hlo.instructions(computation):
-            found = self._hlo.instruction(computation, name)
-            if found.parameter is not None:
-                made = arguments[found.parameter]
+            instruction = self._hlo.instruction(computation, name)
+            if instruction.parameter is not None:
+                made = arguments[instruction.parameter]
             else:
-                made = self._made(found, [values[operand] for operand in found.operands])
+                made = self._made(
+                    instruction, [values[operand] for operand in instruction.operands]
+                )
             values[name] = _both(made, earlier.get(name, made))
         self._values[computation] = values
         return values[self._hlo.root(computation).name]
 
-    def _made(self, found: Instruction, operands: list[_Elements]) -> _Elements:
+    def _made(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
         """What an instruction makes."""
-        if found.opcode in MOVES:
+        if instruction.opcode in MOVES:
             return operands[0]
-        if found.opcode == "get-tuple-element":
-            element = found.element or 0
+        if instruction.opcode == "get-tuple-element":
+            element = instruction.element or 0
             return operands[0][element : element + 1] or (_union(operands[0]),)
-        if found.opcode == "tuple":
+        if instruction.opcode == "tuple":
             return tuple(map(_union, operands))
-        if found.opcode == "while":
-            return self._looped(found, operands[0])
-        if found.opcode in ("call", "conditional", "fusion"):
-            return self._called(found, operands)
-        return (self._array(found, operands),) * max(1, len(found.results))
+        if instruction.opcode == "while":
+            return self._looped(instruction, operands[0])
+        if instruction.opcode in ("call", "conditional", "fusion"):
+            return self._called(instruction, operands)
+        return (self._array(instruction, operands),) * max(1, len(instruction.results))
 
-    def _array(self, found: Instruction, operands: list[_Elements]) -> _Along:
+    def _array(self, instruction: Instruction, operands: list[_Elements]) -> _Along:
         """What an instruction makes that is not of a tuple, nor calls anything."""
-        opcode = found.opcode.removesuffix("-start")
+        opcode = instruction.opcode.removesuffix("-start")
         if opcode in ("partition-id", "replica-id"):
             return _Along(frozenset(self._axis_sizes), is_number=True)
         if opcode == "constant":
-            return self._constant(found)
+            return self._constant(instruction)
         if opcode == "dynamic-slice" and operands[1][0].is_number:
             table = operands[0][0].table
             if table is not None:
                 return _Along(table)
-        axes = _union([one for elements in operands for one in elements]).axes
+        axes = _union([element for elements in operands for element in elements]).axes
         if opcode in _ALIKE_AFTER:
-            axes -= self._group_axes(found)
+            axes -= self._group_axes(instruction)
         elif opcode in _APART_AFTER:
-            axes |= self._group_axes(found)
+            axes |= self._group_axes(instruction)
         return _Along(axes)
 
-    def _constant(self, found: Instruction) -> _Along:
+    def _constant(self, instruction: Instruction) -> _Along:
         """A constant, which may have an entry for each device."""
         sizes = tuple(self._axis_sizes.values())
-        entries = _NUMBER.findall(found.literal)
-        if found.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
+        entries = _NUMBER.findall(instruction.literal)
+        if instruction.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
             return _ALIKE
         table = np.array(entries).reshape(sizes)
         differ = (
@@ -132,26 +134,28 @@ class Variation:
         )
         return _Along(frozenset(), table=frozenset(differ))
 
-    def _looped(self, found: Instruction, before: _Elements) -> _Elements:
+    def _looped(self, instruction: Instruction, before: _Elements) -> _Elements:
         """What a loop hands on, which goes in again."""
-        (body,) = found.called["body"]
+        (body,) = instruction.called["body"]
         while (after := _both(before, self._run(body, [before]))) != before:
             before = after
         return after
 
-    def _called(self, found: Instruction, operands: list[_Elements]) -> _Elements:
-        every = [one for elements in operands for one in elements]
-        if found.opcode == "fusion" and not any(one.is_number for one in every):
-            return (_Along(_union(every).axes),) * max(1, len(found.results))
-        bodies = [name for names in found.called.values() for name in names]
-        if found.opcode != "conditional":
+    def _called(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
+        every = [element for elements in operands for element in elements]
+        if instruction.opcode == "fusion" and not any(element.is_number for element in every):
+            return (_Along(_union(every).axes),) * max(1, len(instruction.results))
+        bodies = [name for names in instruction.called.values() for name in names]
+        if instruction.opcode != "conditional":
             return self._run(bodies[0], operands)
-        branches = [self._run(body, [one]) for body, one in zip(bodies, operands[1:], strict=True)]
+        branches = [
+            self._run(body, [operand]) for body, operand in zip(bodies, operands[1:], strict=True)
+        ]
         return reduce(_both, branches)
 
-    def _group_axes(self, found: Instruction) -> frozenset[str]:
+    def _group_axes(self, instruction: Instruction) -> frozenset[str]:
         """The axes whose devices are all in one group of a collective."""
-        groups = self._hlo.groups(found.attributes)
+        groups = self._hlo.groups(instruction.attributes)
         axes = axes_of_groups(groups, self._axis_sizes)
         is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
         return frozenset(axes if is_whole else ())
@@ -160,7 +164,7 @@ class Variation:
 def _union(elements: Sequence[_Along]) -> _Along:
     if len(elements) == 1:
         return elements[0]
-    return _Along(frozenset().union(*(one.axes for one in elements)))
+    return _Along(frozenset().union(*(element.axes for element in elements)))
 
 
 def _both(some: _Elements, others: _Elements) -> _Elements:
@@ -170,6 +174,6 @@ def _both(some: _Elements, others: _Elements) -> _Elements:
     if len(some) != len(others):  # of tuples in tuples
         return (_union([*some, *others]),)
     return tuple(
-        one if one == other else _Along(one.axes | other.axes)
-        for one, other in zip(some, others, strict=True)
+        first if first == second else _Along(first.axes | second.axes)
+        for first, second in zip(some, others, strict=True)
     )
