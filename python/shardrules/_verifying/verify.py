@@ -21,15 +21,13 @@ from shardrules._verifying.states import changed, not_donated, states, undonated
 from shardrules._verifying.wanted import wanted
 
 if TYPE_CHECKING:
-    from jax.stages import Compiled
-
     from shardrules._verifying.wanted import Wanted
 
 __all__ = ["verify"]
 
 
 def verify(
-    compiled: Compiled,
+    compiled: Any,
     inputs: Any,
     outputs: Any = None,
     *,
