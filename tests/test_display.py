@@ -354,7 +354,8 @@ class TestNothingFound:
         spec = jax.sharding.PartitionSpec()
         none = sr.verify(compiled, (None, None))
         assert str(none) == (
-            "nothing found: 0 of 2 inputs planned, 0 of 1 output planned; peak memory not asked for"
+            "nothing found: 0 of 2 inputs planned, no output compared, as outputs= is not given; "
+            "peak memory not asked for"
         )
         planned = (jax.sharding.NamedSharding(mesh, spec), None)
         found = sr.verify(compiled, planned, planned[0], hbm=10**9)

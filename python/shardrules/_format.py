@@ -117,7 +117,10 @@ def byte_count(text: str) -> int:
 def counted(count: int, what: str) -> str:
     """`1 leaf`, `2,000 large leaves`: the last word in the plural."""
     *before, noun = what.split(" ")
-    irregular = {"leaf": "leaves", "axis": "axes", "mesh": "meshes", "process": "processes"}
+    irregular = {
+        "leaf": "leaves", "axis": "axes", "mesh": "meshes", "process": "processes",
+        "entry": "entries",
+    }  # fmt: skip
     plural = noun if count == 1 else irregular.get(noun, noun + "s")
     return f"{count:,} {' '.join([*before, plural])}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 
 import pytest
@@ -36,6 +37,41 @@ MODULE = textwrap.dedent(
         return plan
     """
 )
+
+
+WRAPPED = {
+    "flax.nnx": """
+import jax
+import shardrules as sr
+from flax import nnx
+from jax.sharding import Mesh
+
+mesh = Mesh(jax.devices(), ("data",))
+model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "data")], sr.NNX), mesh)
+
+def go():
+    nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
+    def step(model):
+        model.kernel.value *= 2
+    return nnx.jit(step, donate_argnums=0).lower(model).compile(), (plan,)
+""",
+    "equinox": """
+import equinox as eqx
+import jax
+import shardrules as sr
+from jax.sharding import Mesh
+
+mesh = Mesh(jax.devices(), ("data",))
+model = eqx.nn.Linear(64, 64, use_bias=False, key=jax.random.key(0))
+plan = sr.plan(model, [("weight", "data")], mesh)
+
+def go():
+    placed = sr.shard(model, plan.shardings())
+    step = eqx.filter_jit(lambda model: jax.tree.map(lambda w: w * 2, model), donate="all")
+    return step.lower(placed).compile(), (plan,), plan
+""",
+}
 
 
 @pytest.fixture
@@ -82,3 +118,20 @@ def test_what_a_function_must_return(verify):
     assert "verified:plan_alone" in message
     assert "(compiled, inputs, outputs)" in message
     assert "is not the name of an object" in invoke("verify", "step.py").stderr
+
+
+@pytest.mark.parametrize("library", WRAPPED)
+def test_what_other_libraries_compile_in_a_module_of_one_letter(library, tmp_path, monkeypatch):
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    is_old = library == "equinox" and module.__version__.startswith(("0.11.", "0.12."))
+    if is_old or (library == "flax.nnx" and not hasattr(module, "graphlib")):
+        pytest.skip(f"this {library} is older than those that verify reads")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "v.py").write_text(WRAPPED[library])
+    try:
+        result = invoke("verify", "v:go", "--fail-on", "info")
+    finally:
+        sys.modules.pop("v", None)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("nothing found: 1 of 1 input planned, 1 of 1 output planned")

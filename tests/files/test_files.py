@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -291,6 +292,14 @@ def test_a_damaged_or_unreadable_checkpoint(orbax, tmp_path, monkeypatch):
 )
 def test_the_form_of_modules(text, expected):
     assert is_module_form(text) is expected
+
+
+@pytest.mark.skipif(os.name == "nt", reason="v: is a drive")
+def test_a_single_letter_is_a_module_if_there_is_one(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not is_module_form("v:rules")
+    write("v.py", "rules = []")
+    assert is_module_form("v:rules")
 
 
 @pytest.fixture

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules._verifying.dataflow import Origin, Value, held_by_loops, origin_of, returned
+from shardrules._verifying.dataflow import (
+    Origin,
+    Value,
+    held_by_loops,
+    is_made_from,
+    origin_of,
+    returned,
+    uses_of,
+)
 from shardrules._verifying.hlo import Hlo
+from shardrules._verifying.variation import Variation
 
 ASYNCHRONOUS = """\
 HloModule asynchronous, num_partitions=4
@@ -100,3 +109,85 @@ def test_what_is_returned_and_held(hlo):
     held = {Value("main", "a"), Value("main", "ags"), Value("main", "two", 0)}
     assert held_by_loops(hlo, "main") == held
     assert held_by_loops(hlo, "body") == set()
+
+
+STEP = """\
+HloModule step, num_partitions=4
+
+%fused_slice (q: f32[3,8,8], r: s32[]) -> f32[8,8] {
+  %q = f32[3,8,8]{2,1,0} parameter(0)
+  %r = s32[] parameter(1)
+  %layer = f32[1,8,8]{2,1,0} dynamic-slice(%q, %r, %r, %r), dynamic_slice_sizes={1,8,8}
+  ROOT %flat = f32[8,8]{1,0} bitcast(%layer)
+}
+
+%fused_offset (table: s32[4], id: u32[], batch: f32[8,8]) -> f32[4,8] {
+  %table = s32[4]{0} parameter(0)
+  %id = u32[] parameter(1)
+  %batch = f32[8,8]{1,0} parameter(2)
+  %entry = s32[1]{0} dynamic-slice(%table, %id), dynamic_slice_sizes={1}
+  %offset = s32[] bitcast(%entry)
+  ROOT %rows = f32[4,8]{1,0} dynamic-slice(%batch, %offset, %offset), dynamic_slice_sizes={4,8}
+}
+
+%body (p: (s32[], f32[4,8], f32[3,8,8])) -> (s32[], f32[4,8], f32[3,8,8]) {
+  %p = (s32[], f32[4,8]{1,0}, f32[3,8,8]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%p), index=1
+  %stack = f32[3,8,8]{2,1,0} get-tuple-element(%p), index=2
+  %w = f32[8,8]{1,0} fusion(%stack, %i), kind=kLoop, calls=%fused_slice
+  %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[4,8]{1,0}, f32[3,8,8]{2,1,0}) tuple(%i, %y, %stack)
+}
+
+%condition (p: (s32[], f32[4,8], f32[3,8,8])) -> pred[] {
+  %p = (s32[], f32[4,8]{1,0}, f32[3,8,8]{2,1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (stacked: f32[3,2,8], whole: f32[8,8], cut: f32[4,8]) -> (f32[3,2,8], f32[4,8]) {
+  %stacked = f32[3,2,8]{2,1,0} parameter(0)
+  %whole = f32[8,8]{1,0} parameter(1)
+  %cut = f32[4,8]{1,0} parameter(2)
+  %id = u32[] partition-id()
+  %offsets = s32[4]{0} constant({0, 0, 4, 4})
+  %rows = f32[4,8]{1,0} fusion(%offsets, %id, %whole), kind=kLoop, calls=%fused_offset
+  %zero = s32[] constant(0)
+  %gathered = f32[3,8,8]{2,1,0} all-gather(%stacked), replica_groups={{0,1,2,3}}, dimensions={1}
+  %in = (s32[], f32[4,8]{1,0}, f32[3,8,8]{2,1,0}) tuple(%zero, %rows, %gathered)
+  %loop = (s32[], f32[4,8]{1,0}, f32[3,8,8]{2,1,0}) while(%in), condition=%condition, body=%body
+  %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  %both = f32[4,8]{1,0} add(%out, %cut)
+  %sum = f32[4,8]{1,0} all-reduce(%both), replica_groups={{0,2},{1,3}}, to_apply=%condition
+  %all = f32[4,8]{1,0} all-reduce(%both), replica_groups={{0,1,2,3}}, to_apply=%condition
+  %gradient = f32[3,2,8]{2,1,0} custom-call(%stacked, %sum), custom_call_target="product"
+  %step = f32[3,2,8]{2,1,0} subtract(%stacked, %gradient)
+  ROOT %result = (f32[3,2,8]{2,1,0}, f32[4,8]{1,0}) tuple(%step, %sum)
+}
+"""
+
+
+def test_what_a_gathered_value_is_used_for():
+    hlo = Hlo(STEP)
+    uses = {one.opcode: one for one in uses_of(hlo, Value("main", "gathered"))}
+    assert uses.keys() == {"dynamic-slice", "dot"}
+    assert uses["dynamic-slice"].is_layer
+    assert uses["dot"].site == ("body", "y", "w")
+    assert not uses["dot"].is_layer
+
+
+def test_a_new_state_is_made_from_the_old_one_and_a_gradient_is_not():
+    hlo = Hlo(STEP)
+    assert is_made_from(hlo, Value("main", "step"), 0)
+    assert is_made_from(hlo, Value("main", "sum"), 2)
+    assert not is_made_from(hlo, Value("main", "gradient"), 0)
+    assert not is_made_from(hlo, Value("main", "sum"), 0)
+
+
+def test_the_axes_along_which_values_differ():
+    hlo = Hlo(STEP)
+    variation = Variation(hlo, {"x": 2, "y": 2}, {0: frozenset("x"), 2: frozenset("y")})
+    expected = {"whole": "", "rows": "x", "cut": "y", "id": "xy", "gathered": "", "out": "x"}
+    expected |= {"both": "xy", "sum": "y", "all": "", "step": "xy"}
+    assert {name: "".join(sorted(variation.of("main", [name]))) for name in expected} == expected
+    assert variation.of("body", ["x", "w"]) == {"x"}

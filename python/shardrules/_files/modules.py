@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,13 +18,18 @@ from shardrules._file_error import FileError
 
 __all__ = ["is_module_form", "load_object"]
 
-# A module of one letter would be a drive of Windows.
-_FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]+):(?P<name>[^\W\d][\w.]*)")
+_FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 
 
 def is_module_form(text: str) -> bool:
-    """Whether the text has the form `package.module:name`, and no file has this name."""
-    return _FORM.fullmatch(text) is not None and not Path(text).exists()
+    """Whether the text has the form `package.module:name`, and no file has this name.
+
+    A single letter may be a drive of Windows, unless it is a module.
+    """
+    form = _FORM.fullmatch(text)
+    if form is None or Path(text).exists():
+        return False
+    return len(form["module"]) > 1 or (os.name != "nt" and _is_module(form["module"]))
 
 
 def load_object(text: str) -> Any:
@@ -50,6 +57,10 @@ def load_object(text: str) -> Any:
             f"{text}: the call of {form['name']}() has raised {_shown(error)}; it must work "
             "without arguments"
         ) from error
+
+
+def _is_module(name: str) -> bool:
+    return PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is not None
 
 
 def _module(text: str, name: str) -> Any:

@@ -5,7 +5,6 @@ Costs some microseconds per instruction on the way. Must not know about plans.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,9 +12,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from shardrules._verifying.hlo import Hlo, Instruction
 
-__all__ = ["Origin", "Value", "held_by_loops", "origin_of", "returned", "source_of"]
+__all__ = [
+    "MOVES", "PRODUCTS", "Origin", "Value", "ValueUse", "held_by_loops", "is_made_from",
+    "origin_of", "returned", "source_of", "uses_of",
+]  # fmt: skip
 
-_MOVES: Final = frozenset({
+MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
     "reshape", "transpose",
 })  # fmt: skip
@@ -28,8 +30,9 @@ _GATHERS: Final = frozenset({
 # With a broadcast or a constant, such as the scales and the zero points of quantized weights.
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _CALLS: Final = frozenset({"call", "fusion"})
-_NUMBER: Final = re.compile(r"parameter\((\d+)\)")
-_INDEX: Final = re.compile(r"\bindex=(\d+)")
+PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
+# What hands a value on, and makes nothing of it.
+_PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
 
 
 class Value(NamedTuple):
@@ -43,6 +46,24 @@ class Value(NamedTuple):
     """How many slices it has such as what was traced back: the sizes of dimensions cut to 1."""
     is_scaled: bool = False
     """Whether what was traced back is this times, or plus, something that is broadcast."""
+
+
+class _Site(NamedTuple):
+    """An instruction that has a value as an operand."""
+
+    computation: str
+    name: str
+    operand: str
+
+
+class ValueUse(NamedTuple):
+    """What is made of a value, or of what is moved, sliced or gathered of it."""
+
+    opcode: str
+    site: _Site
+    """Where that is; of what a fusion makes, the fusion."""
+    is_layer: bool
+    """Whether it is a slice, such as a layer of a stack."""
 
 
 class Origin(NamedTuple):
@@ -107,6 +128,107 @@ def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
     return held
 
 
+def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
+    """Whether a value is a parameter of the module that is updated: element by element, or in part.
+
+    A new state is; a gradient, which comes of a product, is not made so from its parameter.
+    """
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.computation == hlo.entry and _parameter_number(hlo, value) == parameter:
+            return True
+        pending += _updated(hlo, value)
+    return False
+
+
+def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
+    """What is made of a value, in loops and fusions too; slices of it are uses of their own."""
+    pending: list[tuple[Value, tuple[_Site, ...]]] = [(value, ())]
+    seen = set()
+    while pending:
+        place = pending.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        value, calls = place
+        if calls and value.name == hlo.root(value.computation).name:
+            *outer, call = calls
+            pending.append((Value(call.computation, call.name, value.element), tuple(outer)))
+        for user in hlo.users(value.computation, value.name):
+            instruction = hlo.instruction(value.computation, user)
+            inner = (*calls, _Site(value.computation, user, value.name))
+            if instruction.opcode in _SLICES or instruction.opcode not in _PASSING:
+                is_layer = instruction.opcode in _SLICES and _is_layer(hlo, value, instruction)
+                yield ValueUse(instruction.opcode, inner[0], is_layer)
+            if instruction.opcode in _CALLS:
+                after = inner
+            else:
+                after = () if instruction.opcode == "while" else calls
+            pending += ((passed, after) for passed in _passed_on(hlo, value, instruction))
+
+
+def _is_layer(hlo: Hlo, value: Value, instruction: Instruction) -> bool:
+    return _of_layers(hlo, value._replace(layers=1), instruction).layers > 1
+
+
+def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Value]:
+    """Where an instruction hands a value on: as its result, or into what it calls."""
+    after = value._replace(name=instruction.name)
+    if instruction.opcode in MOVES | _SLICES | _GATHERS:
+        yield after
+    elif instruction.opcode == "get-tuple-element":
+        if value.element in (None, instruction.element):
+            yield after._replace(element=None)
+    elif instruction.opcode == "tuple":
+        for element, operand in enumerate(instruction.operands):
+            if operand == value.name:
+                yield after._replace(element=element)
+    elif instruction.opcode == "while":
+        yield from _parameters(hlo, instruction.called["body"][0], 0, value.element)
+    elif instruction.opcode in _CALLS:
+        (body,) = next(iter(instruction.called.values()))
+        for number, operand in enumerate(instruction.operands):
+            if operand == value.name:
+                yield from _parameters(hlo, body, number, value.element)
+
+
+def _parameters(hlo: Hlo, body: str, number: int, element: int | None) -> Iterator[Value]:
+    for name in hlo.instructions(body):
+        if hlo.instruction(body, name).parameter == number:
+            yield Value(body, name, element)
+
+
+def _updated(hlo: Hlo, value: Value) -> Iterator[Value]:
+    """What a value is, before its instruction has updated it."""
+    instruction = hlo.instruction(value.computation, value.name)
+    if (number := _parameter_number(hlo, value)) is not None:
+        for computation, caller in hlo.callers(value.computation):
+            if (operand := _operand_for(value, number, caller)) is not None:
+                yield Value(computation, operand, value.element)
+    elif instruction.opcode in _CALLS or instruction.opcode in ("conditional", "while"):
+        if instruction.opcode == "while":
+            yield value._replace(name=instruction.operands[0])
+        called = instruction.called.get("body") or [
+            name for names in instruction.called.values() for name in names
+        ]
+        for body in called:
+            yield Value(body, hlo.root(body).name, value.element)
+    elif (moved := _moved(hlo, instruction, value.element, _GATHERS)) is not None:
+        yield Value(value.computation, instruction.operands[moved[0]], moved[1])
+    elif instruction.opcode == "dynamic-update-slice":
+        yield from (Value(value.computation, name) for name in instruction.operands[:2])
+    elif instruction.opcode not in PRODUCTS and instruction.results:
+        size = prod(instruction.results[0].dims)
+        for name in instruction.operands:
+            results = hlo.instruction(value.computation, name).results
+            if len(results) == 1 and prod(results[0].dims) == size:
+                yield Value(value.computation, name)
+
+
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
     """Traced back within a computation, as far as it goes."""
     while (before := _step(hlo, value, through)) is not None:
@@ -137,11 +259,11 @@ def _moved(
     opcode = found.opcode
     if opcode in through and not opcode.endswith("-done"):
         return element or 0, None  # it may gather several arrays at once
-    if opcode in _MOVES or opcode in _SLICES or opcode in through:
+    if opcode in MOVES or opcode in _SLICES or opcode in through:
         # An asynchronous copy begins with a tuple of what goes in and what comes out.
         return 0, None if opcode == "copy-start" else element
-    if opcode == "get-tuple-element" and (index := _INDEX.search(found.attributes)):
-        return 0, int(index[1])
+    if opcode == "get-tuple-element":
+        return 0, found.element
     if opcode == "tuple" and element is not None:
         return element, None
     if opcode == "while" and element is not None and _is_invariant(hlo, found, element):
@@ -187,18 +309,24 @@ def _lifted(
     hlo: Hlo, value: Value, number: int, computation: str, caller: Instruction
 ) -> Value | None:
     """What the caller gives for a parameter of the computation that it calls."""
-    if caller.opcode == "while":
-        if value.element is None or not _is_invariant(hlo, caller, value.element):
-            return None
-        operand = caller.operands[0]
-    elif caller.opcode == "conditional":
-        branches = [name for names in caller.called.values() for name in names]
-        operand = caller.operands[1 + branches.index(value.computation)]
-    elif caller.opcode in _CALLS or caller.opcode == "async-start":
-        operand = caller.operands[number]
-    else:
+    if caller.opcode == "while" and (
+        value.element is None or not _is_invariant(hlo, caller, value.element)
+    ):
         return None
-    return value._replace(computation=computation, name=operand)
+    operand = _operand_for(value, number, caller)
+    return None if operand is None else value._replace(computation=computation, name=operand)
+
+
+def _operand_for(value: Value, number: int, caller: Instruction) -> str | None:
+    """The operand that a caller gives for a parameter; None where it is not of the same form."""
+    if caller.opcode == "while":
+        return caller.operands[0]
+    if caller.opcode == "conditional":
+        branches = [name for names in caller.called.values() for name in names]
+        return caller.operands[1 + branches.index(value.computation)]
+    if caller.opcode in _CALLS or caller.opcode == "async-start":
+        return caller.operands[number]
+    return None
 
 
 def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
@@ -211,6 +339,4 @@ def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
 
 
 def _parameter_number(hlo: Hlo, value: Value) -> int | None:
-    number = _NUMBER.search(hlo.instructions(value.computation)[value.name])
-    is_parameter = hlo.instruction(value.computation, value.name).opcode == "parameter"
-    return int(number[1]) if number and is_parameter else None
+    return hlo.instruction(value.computation, value.name).parameter

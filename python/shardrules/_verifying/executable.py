@@ -6,7 +6,7 @@ there is no public one in every version. Must not know about plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardrules._dtypes import bits_of
 from shardrules._specs import spec_shown
+from shardrules._verifying.dataflow import Value, returned
 from shardrules._verifying.hlo import Hlo
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+    from shardrules._verifying.calls import Call
 
 __all__ = ["Executable", "Side", "sharding_shown"]
 
@@ -30,6 +33,8 @@ class Side:
         treedef: The structure: of inputs that of (positional, keyword) arguments.
         shardings: Per leaf; None for an argument that jit has dropped.
         leaves: Per leaf, something that has its shape and dtype.
+        updated: Of outputs, the paths of the last leaves, which the structure does not have: those
+            of arguments that the call changes in place.
     """
 
     def __init__(
@@ -38,24 +43,27 @@ class Side:
         treedef: Any,
         shardings: list[Any],
         leaves: list[Any],
+        updated: Callable[[], list[str]] = list,
     ) -> None:
         self.name = name
         self.treedef = treedef
         self.shardings = shardings
         self.leaves = leaves
+        self._updated = updated
 
     @cached_property
     def paths(self) -> list[str]:
         """Per leaf its path, such as inputs/0/w or, of a keyword argument, inputs/batch."""
         from jax import tree_util
 
-        numbers = self.treedef.unflatten(range(len(self.leaves)))
+        numbers = self.treedef.unflatten(range(self.treedef.num_leaves))
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = self.name == "inputs"
-        return [
+        own = [
             "/".join([self.name, *map(_key_shown, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ]
+        return own + self._updated()
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -102,34 +110,40 @@ class Side:
 
 
 class Executable:
-    """A `jax.stages.Compiled`, read."""
+    """A compiled function, read in the order of its caller's arguments and results."""
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, call: Call) -> None:
         from jax import tree_util
 
-        self._compiled = compiled
-        infos, treedef = tree_util.tree_flatten(compiled.args_info)
-        self._infos: list[Any] = infos
-        self._in_tree: Any = treedef
+        self.call = call
+        self._compiled: Any = call.compiled
+        infos = tree_util.tree_leaves(call.compiled.args_info)
+        self._all_infos: list[Any] = infos
+        self._infos: list[Any] = _at(infos, call.in_leaves)
 
     @cached_property
     def inputs(self) -> Side:
         """The arguments, with those that jit has dropped, since the function does not use them."""
-        shardings = self._compiled._executable._in_shardings
-        has_constants = bool(getattr(self._compiled._params, "const_args", ()))
-        if has_constants or len(shardings) < len(self._infos):
-            # The public property, which takes longer, knows which are dropped.
-            shardings = self._in_tree.flatten_up_to(self._compiled.input_shardings)
         # The same shapes and dtypes, without a call of Python for each.
         has_own = all(hasattr(info, "_aval") for info in self._infos[:1])
         leaves = list(map(attrgetter("_aval"), self._infos)) if has_own else self._infos
-        return Side("inputs", self._in_tree, list(shardings), leaves)
+        shardings = _at(self._in_shardings, self.call.in_leaves)
+        return Side("inputs", self.call.in_tree, shardings, leaves)
 
     @cached_property
     def outputs(self) -> Side:
-        """The results."""
-        executable, treedef = self._compiled._executable, self._compiled.out_tree
-        return Side("outputs", treedef, list(executable._out_shardings), list(executable.out_avals))
+        """The results; behind them, what arguments become that the call changes in place."""
+        executable, call = self._compiled._executable, self.call
+        shardings, leaves = (
+            _at(list(every), self._out_leaves)
+            for every in (executable._out_shardings, executable.out_avals)
+        )
+
+        def updated() -> list[str]:
+            paths = self.inputs.paths
+            return [paths[before].replace("inputs", "updates", 1) for before, _ in call.updates]
+
+        return Side("outputs", call.out_tree, shardings, leaves, updated)
 
     @cached_property
     def donated(self) -> list[bool]:
@@ -160,10 +174,7 @@ class Executable:
     @cached_property
     def kept(self) -> list[int]:
         """The leaves of the inputs that jit has not dropped."""
-        shardings = self.inputs.shardings
-        if type(None) not in set(map(type, shardings)):
-            return list(range(len(shardings)))
-        return [i for i, one in enumerate(shardings) if one is not None]
+        return _not_none(self.inputs.shardings)
 
     @cached_property
     def parameter_of(self) -> dict[int, int]:
@@ -172,21 +183,57 @@ class Executable:
         Constants and tokens, which JAX passes as well, come first.
         """
         assert self.hlo is not None
-        first = self.hlo.counts[0] - len(self.kept)
-        return {leaf: first + number for number, leaf in enumerate(self.kept)}
+        passed = _not_none(self._in_shardings)
+        first = self.hlo.counts[0] - len(passed)
+        number_of = {leaf: first + number for number, leaf in enumerate(passed)}
+        return {leaf: number_of[self.call.in_leaves[leaf]] for leaf in self.kept}
 
     @cached_property
-    def aliased(self) -> dict[int, int]:
-        """By leaf of the inputs, the leaf of the outputs that takes its memory."""
+    def aliased(self) -> set[int]:
+        """The leaves of the inputs whose memory an output takes."""
         assert self.hlo is not None
-        first = self.hlo.counts[1] - len(self.outputs.leaves)
-        outputs = {parameter: output - first for output, parameter in self.hlo.aliases.items()}
-        of_leaf = self.parameter_of.items()
-        return {leaf: outputs[number] for leaf, number in of_leaf if number in outputs}
+        numbers = set(self.hlo.aliases.values())
+        return {leaf for leaf, number in self.parameter_of.items() if number in numbers}
+
+    @cached_property
+    def sources(self) -> list[Value]:
+        """Per leaf of the outputs, the value that it is a copy of."""
+        assert self.hlo is not None
+        values = list(returned(self.hlo))
+        # Tokens, which JAX returns as well, come first.
+        first = len(values) - len(self._compiled._executable.out_avals)
+        return [values[first + leaf] for leaf in self._out_leaves]
+
+    @cached_property
+    def _in_shardings(self) -> list[Any]:
+        """Of all inputs in the executable's order; None for those that jit has dropped."""
+        shardings = self._compiled._executable._in_shardings
+        has_constants = bool(getattr(self._compiled._params, "const_args", ()))
+        if has_constants or len(shardings) < len(self._all_infos):
+            # The public property, which takes longer, knows which are dropped.
+            shardings = self._compiled.in_tree.flatten_up_to(self._compiled.input_shardings)
+        return list(shardings)
+
+    @cached_property
+    def _out_leaves(self) -> list[int]:
+        """Per leaf of the outputs, which of the executable's it is."""
+        return [*self.call.out_leaves, *(after for _, after in self.call.updates)]
 
     def _shardings(self) -> Iterator[Any]:
         yield from self.inputs.shardings
         yield from self.outputs.shardings
+
+
+def _at(every: list[Any], leaves: Sequence[int]) -> list[Any]:
+    """Those of all leaves that a caller knows, in the caller's order."""
+    return every if leaves == range(len(every)) else [every[leaf] for leaf in leaves]
+
+
+def _not_none(shardings: list[Any]) -> list[int]:
+    """The places at which there is a sharding."""
+    if type(None) not in set(map(type, shardings)):
+        return list(range(len(shardings)))
+    return [i for i, sharding in enumerate(shardings) if sharding is not None]
 
 
 def sharding_shown(sharding: Any) -> str:

@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._format import bytes_shown, counted
+from shardrules._planning.data_axes import expert_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._planning.roles import experts_dim
 from shardrules._specs import entry_axes
-from shardrules._verifying.dataflow import Value, held_by_loops, origin_of, returned, source_of
+from shardrules._verifying.dataflow import (
+    PRODUCTS,
+    Value,
+    held_by_loops,
+    origin_of,
+    source_of,
+    uses_of,
+)
 from shardrules._verifying.executable import sharding_shown
 from shardrules._verifying.hlo import axes_of_groups
+from shardrules._verifying.variation import Variation
 from shardrules._verifying.words import finding_of, is_same
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
     from shardrules._verifying.executable import Executable
-    from shardrules._verifying.hlo import Collective
+    from shardrules._verifying.hlo import Collective, Hlo
     from shardrules._verifying.states import State
     from shardrules._verifying.wanted import Wanted
 
@@ -39,7 +49,7 @@ _NARROW: Final = 8
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
 
-class _Use(NamedTuple):
+class _UseWords(NamedTuple):
     """What a gathered copy is for."""
 
     level: Level
@@ -48,33 +58,35 @@ class _Use(NamedTuple):
 
 
 _USES: Final = {
-    "loop": _Use(
+    "loop": _UseWords(
         "warning",
         "before a loop, which holds them whole while it runs",
         "gather within the loop, a layer at a time: constrain the layer's slice inside its body, "
         "and keep XLA from moving the gather out",
     ),
-    "model axis": _Use(
+    "model axis": _UseWords(
         "warning",
-        "though no other argument is cut by these axes: each device along them has all of it, and "
-        "may do the same work",
+        "though what it is multiplied by is not cut by all of these axes: devices along them do "
+        "the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
-    "wide": _Use(
+    "wide": _UseWords(
         "warning",
         "converted or scaled first: the copies are of a wider dtype than what is stored",
         "gather what is stored: constrain the stored values, and their scales, to be whole along "
         "these axes before they are converted",
     ),
-    "experts": _Use(
+    "experts": _UseWords(
         "warning",
-        "which cut experts and nothing else of this argument: each device gets all experts",
+        "which cut experts: each device gets all experts",
         "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
         "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
-    "slice": _Use("info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"),
-    "step": _Use(
+    "slice": _UseWords(
+        "info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"
+    ),
+    "step": _UseWords(
         "info",
         "inside the function",
         "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
@@ -142,7 +154,7 @@ def gathered(
         if result.bytes >= large
     ]
     if gathers:
-        sources = list(returned(executable.hlo))[-len(outputs) :] if outputs else []
+        sources = executable.sources
         yield from _returned(executable, _meant(inputs, outputs, found), sources, gathers)
         # What is gathered again, or returned, is told of where it ends.
         passed_on = {*sources, *(source_of(executable.hlo, one.operand) for one in gathers)}
@@ -161,15 +173,15 @@ def _of_arguments(
     leaf_of = {number: leaf for leaf, number in executable.parameter_of.items()}
     computations = {gather.value.computation for gather in gathers}
     held = set().union(*(held_by_loops(executable.hlo, name) for name in computations))
-    others = _Others(executable, found)
+    work = _Work(executable, found)
     copies: dict[tuple[str, tuple[str, ...], str], dict[int, int]] = defaultdict(dict)
     for gather in gathers:
         copy = _copy(executable, inputs, leaf_of, gather)
         if copy is None:
             continue
-        if gather.value in held:
+        if gather.value in held and _is_taken_apart(executable.hlo, gather.value):
             use = "loop"
-        elif others.are_not_cut_by(copy.axes, copy.leaf):
+        elif work.is_the_same_with(copy, gather.value):
             use = "model axis"
         elif copy.is_wide:
             use = "wide"
@@ -192,6 +204,11 @@ def _of_arguments(
             leaves=sorted(of_leaf),
             bytes=size,
         )
+
+
+def _is_taken_apart(hlo: Hlo, value: Value) -> bool:
+    """Whether a slice of a value is used at a time, such as a layer."""
+    return any(use.is_layer for use in uses_of(hlo, value))
 
 
 def _copy(
@@ -222,13 +239,18 @@ def _copy(
 
 
 def _are_for_experts(executable: Executable, planned: Wanted | None, copy: _Copy) -> bool:
-    """Whether the axes cut, of the argument that the leaf is in, experts and nothing else."""
+    """Whether the axes cut experts for their own sake, and not as FSDP cuts anything.
+
+    Their names say so, or that they cut nothing else of the argument that the leaf is in.
+    """
     side = executable.inputs
     dim = experts_dim(side.paths[copy.leaf], side.shapes[copy.leaf])
     if dim is None or planned is None:
         return False
-    if set(copy.axes).isdisjoint(chain(*map(entry_axes, planned.sharding.spec[dim : dim + 1]))):
-        return False
+    cutting = chain(*map(entry_axes, planned.sharding.spec[dim : dim + 1]))
+    axes = set(copy.axes).intersection(cutting)
+    if not axes or expert_axes_among(axes):
+        return bool(axes)
     part = next(part for part in side.parts if copy.leaf in part)
     others = (
         _axes_cutting(side.shardings[leaf])
@@ -236,7 +258,7 @@ def _are_for_experts(executable: Executable, planned: Wanted | None, copy: _Copy
         if side.shardings[leaf] is not None
         and experts_dim(side.paths[leaf], side.shapes[leaf]) is None
     )
-    return all(axes is not None and axes.isdisjoint(copy.axes) for axes in others)
+    return all(cut is not None and cut.isdisjoint(axes) for cut in others)
 
 
 def _meant(
@@ -302,27 +324,53 @@ def _axes(
     return tuple(axis for axis in mesh.axis_names if axis in cut and (is_whole or axis in axes))
 
 
-class _Others:
-    """The arguments that are not states, such as the batch, and the axes that cut them."""
+class _Work:
+    """Whether the devices along axes do the same work with an array that is whole on each."""
 
     def __init__(self, executable: Executable, found: Sequence[State]) -> None:
+        self._executable = executable
         of_states = {leaf for state in found for leaf in state.inputs}
-        self._arguments = executable.inputs.parts
         self._axes: dict[range, frozenset[str] | None] = {}
-        for part in self._arguments:
+        for part in executable.inputs.parts:
             kept = [executable.inputs.shardings[leaf] for leaf in part if leaf not in of_states]
             cut = [_axes_cutting(sharding) for sharding in kept if sharding is not None]
             if cut:
                 known = [one for one in cut if one is not None]
                 self._axes[part] = frozenset(chain(*known)) if len(known) == len(cut) else None
 
-    def are_not_cut_by(self, axes: tuple[str, ...], leaf: int) -> bool:
-        """Whether some of the axes cut none of the arguments but that of the leaf."""
-        others = [cut for part, cut in self._axes.items() if leaf not in part]
+    def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
+        """Whether what a gathered copy is multiplied by is the same along some of its axes.
+
+        It differs where the batch comes in cut. Else it is asked of the program, which may cut the
+        batch, or what it makes of it. Rows that are looked up are in no product.
+        """
+        others = [cut for part, cut in self._axes.items() if copy.leaf not in part]
         known = [cut for cut in others if cut is not None]
-        if not others or len(known) < len(others):
+        if not others or len(known) < len(others) or frozenset(chain(*known)).issuperset(copy.axes):
             return False
-        return not frozenset(chain(*known)).issuperset(axes)
+        products = [use for use in uses_of(self._hlo, value) if use.opcode in PRODUCTS]
+        differing: frozenset[str] = frozenset()
+        for use in products:
+            computation, name, operand = use.site
+            operands = self._hlo.instruction(computation, name).operands
+            factors = [factor for factor in operands if factor != operand]
+            differing |= self._variation.of(computation, factors)
+        return bool(products) and not differing.issuperset(copy.axes)
+
+    @property
+    def _hlo(self) -> Hlo:
+        assert self._executable.hlo is not None
+        return self._executable.hlo
+
+    @cached_property
+    def _variation(self) -> Variation:
+        side, mesh = self._executable.inputs, self._executable.mesh
+        assert mesh is not None
+        cut = {
+            number: _axes_cutting(side.shardings[leaf]) or frozenset()
+            for leaf, number in self._executable.parameter_of.items()
+        }
+        return Variation(self._hlo, dict(mesh.shape), cut)
 
 
 def _axes_cutting(sharding: Any) -> frozenset[str] | None:

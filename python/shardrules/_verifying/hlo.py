@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
@@ -42,6 +42,7 @@ _CALLS: Final = re.compile(r"=%[^\s,)}]+")
 _BRANCHES: Final = re.compile(r"_computations=\{[^}]*\}")
 _TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 _GROUPS: Final = re.compile(r"(?:replica_groups|source_target_pairs)=")
@@ -81,6 +82,8 @@ class Instruction(NamedTuple):
     """Its result; of a tuple, the arrays in order."""
     operands: tuple[str, ...]
     """Their names."""
+    literal: str
+    """The text of the operands: of a parameter its number, of a constant its value."""
     attributes: str
     """The text behind the operands."""
 
@@ -95,6 +98,17 @@ class Instruction(NamedTuple):
         """The one dimension of its attribute of this name, if it has one."""
         found = _DIMENSION.search(self.attributes)
         return int(found[1]) if found else None
+
+    @property
+    def element(self) -> int | None:
+        """Which element of a tuple it gets."""
+        found = _INDEX.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def parameter(self) -> int | None:
+        """Of a parameter its number."""
+        return int(self.literal) if self.opcode == "parameter" else None
 
     @property
     def called(self) -> dict[str, tuple[str, ...]]:
@@ -127,6 +141,8 @@ class Hlo:
         self._groups: dict[str, Groups] = {}
         self._times: dict[str, int | None] = {}
         self._instructions: dict[str, dict[str, str]] = {}
+        self._parsed: dict[tuple[str, str], Instruction] = {}
+        self._users: dict[str, dict[str, list[str]]] = {}
 
     @cached_property
     def partitions(self) -> int:
@@ -190,7 +206,18 @@ class Hlo:
 
     def instruction(self, computation: str, name: str) -> Instruction:
         """An instruction of a computation."""
-        return parsed(self.instructions(computation)[name])
+        if (computation, name) not in self._parsed:
+            self._parsed[computation, name] = parsed(self.instructions(computation)[name])
+        return self._parsed[computation, name]
+
+    def users(self, computation: str, name: str) -> Sequence[str]:
+        """The instructions of a computation that have this operand."""
+        if computation not in self._users:
+            users = self._users[computation] = defaultdict(list)
+            for user in self.instructions(computation):
+                for operand in set(self.instruction(computation, user).operands):
+                    users[operand].append(user)
+        return self._users[computation].get(name, ())
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result is that of the computation."""
@@ -341,6 +368,7 @@ def parsed(line: str) -> Instruction:
         opcode=opcode[1],
         results=_shapes(rest[: opcode.start()]),
         operands=tuple(_NAME.findall(rest[begin:end])),
+        literal=rest[begin:end],
         attributes=rest[end + 1 :],
     )
 

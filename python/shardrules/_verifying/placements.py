@@ -16,10 +16,11 @@ from shardrules._planning.asking.findings import VerifyKind
 from shardrules._printable import printable
 from shardrules._sharding.memory import memory_apart
 from shardrules._verifying.executable import sharding_shown
-from shardrules._verifying.words import ObjectPairs, finding_of, is_same, together
+from shardrules._verifying.words import PLACING, ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding
+    from shardrules._verifying.calls import Library
     from shardrules._verifying.executable import Side
     from shardrules._verifying.wanted import Wanted
 
@@ -32,7 +33,6 @@ class _Said(NamedTuple):
     kind: VerifyKind
     verb: str
     cost: str
-    fix: str
 
 
 _SAID: Final = {
@@ -40,27 +40,25 @@ _SAID: Final = {
         "input",
         "takes",
         "it refuses arrays as planned, and jit compiles again for them",
-        "lower the function with arrays or shapes that are sharded as planned (plan.abstract()), "
-        "or give jit in_shardings=plan.shardings()",
     ),
     "outputs": _Said(
         "output",
         "returns",
         "what needs them as planned moves them first",
-        "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
     ),
 }
 
 
-def placements(side: Side, wanted: Sequence[Wanted | None]) -> Iterator[Finding]:
+def placements(side: Side, wanted: Sequence[Wanted | None], library: Library) -> Iterator[Finding]:
     """Where the inputs or outputs are not as planned."""
     pairs = ObjectPairs(wanted, side.shardings)
-    yield from _misplaced(side, wanted, pairs)
-    yield from _in_other_memory(side, wanted, pairs)
+    fix = PLACING[library].arguments if side.name == "inputs" else PLACING[library].results
+    yield from _misplaced(side, wanted, pairs, fix)
+    yield from _in_other_memory(side, wanted, pairs, fix)
 
 
 def _misplaced(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs
+    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
     """Leaves whose sharding in the executable is not equivalent to the planned one."""
     said = _SAID[side.name]
@@ -86,7 +84,7 @@ def _misplaced(
             f"{counted(len(leaves), 'leaf')} planned {meant}, but the executable {said.verb} "
             f"{has}{others} with {bytes_shown(held)} on each device instead of "
             f"{bytes_shown(planned)}: {said.cost}",
-            said.fix,
+            fix,
             side=side,
             leaves=leaves,
             bytes=held,
@@ -94,7 +92,7 @@ def _misplaced(
 
 
 def _in_other_memory(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs
+    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
     """Leaves that are planned in a memory kind other than the executable's."""
 
@@ -117,7 +115,7 @@ def _in_other_memory(
             "memory-kind",
             f"{counted(len(leaves), 'leaf')} planned in {meant} memory, but the executable "
             f"{said.verb} them in {has} memory: {bytes_shown(held)} on each device",
-            f"{said.fix}; specs alone say nothing about memory",
+            f"{fix}; specs alone say nothing about memory",
             side=side,
             leaves=leaves,
             bytes=held,
@@ -129,6 +127,8 @@ def dropped(side: Side, wanted: Sequence[Wanted | None], kept: Sequence[int]) ->
     if len(kept) == len(wanted):
         return
     lacking = set(range(len(wanted))).difference(kept)
+    # Such as optax's adafactor has for the moments that a parameter does not need.
+    lacking = {leaf for leaf in lacking if side.shapes[leaf] != (1,)}
     if leaves := [leaf for leaf in sorted(lacking) if wanted[leaf] is not None]:
         yield finding_of(
             "info",

@@ -2,8 +2,9 @@
 
 An output stands for an argument if both have the same structure and shapes, and further: the
 argument is donated; or the same plan or tree is given for both; or, less surely, the dtypes are
-the same too. Donation is read from `Compiled.args_info`, its effect from input_output_alias in the
-HLO. Costs a comparison of structures per argument and output. Must not know how findings are shown.
+the same too. `flax.nnx.jit` says itself which modules come back. Donation is read from
+`Compiled.args_info`, its effect from input_output_alias in the HLO. Costs a comparison of
+structures per argument and output. Must not know how findings are shown.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._format import bytes_shown, counted
 from shardrules._specs import is_partition_spec
+from shardrules._verifying.dataflow import is_made_from
 from shardrules._verifying.placements import placement_text
-from shardrules._verifying.words import ObjectPairs, finding_of, is_same, together
+from shardrules._verifying.words import PLACING, ObjectPairs, finding_of, is_same, together
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Finding, Level
     from shardrules._verifying.executable import Executable, Side
 
-__all__ = ["State", "changed", "states", "undonated"]
+__all__ = ["State", "changed", "not_donated", "states", "undonated"]
 
 
-Evidence = Literal["donated", "planned", "alike"]
+Evidence = Literal["updated", "donated", "planned", "alike"]
 _SAID: Final = {
+    "updated": ("a module, which comes back from the call", "the next step"),
     "donated": ("a donated state", "the next step"),
     "planned": ("a state, for which the same is planned on both sides", "the next step"),
     "alike": (
@@ -38,8 +41,8 @@ _SAID: Final = {
 class State(NamedTuple):
     """Leaves of the inputs, and as many of the outputs that stand for them."""
 
-    inputs: range
-    outputs: range
+    inputs: Sequence[int]
+    outputs: Sequence[int]
     evidence: Evidence
     """What tells so: of likeness alone nobody has said it."""
 
@@ -55,9 +58,31 @@ class _Part(NamedTuple):
 
 def states(executable: Executable, given_inputs: Any, given_outputs: Any) -> list[State]:
     """The states of a step: of the output as a whole, or else of its children."""
-    arguments = _arguments(executable.inputs, given_inputs)
+    updated = _updated(executable)
+    taken = {leaf for state in updated for leaf in state.inputs}
+    arguments = {
+        place: part
+        for place, part in enumerate(_arguments(executable.inputs, given_inputs))
+        if taken.isdisjoint(part.leaves)
+    }
+    return updated + _returned(executable, arguments, given_outputs)
+
+
+def _updated(executable: Executable) -> list[State]:
+    """The arguments that the call changes in place."""
+    updates = executable.call.updates
+    first = len(executable.outputs.leaves) - len(updates)
+    output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
+    parts = ([leaf for leaf in part if leaf in output_of] for part in executable.inputs.parts)
+    return [State(part, [output_of[leaf] for leaf in part], "updated") for part in parts if part]
+
+
+def _returned(
+    executable: Executable, arguments: Mapping[int, _Part], given_outputs: Any
+) -> list[State]:
+    """The states that the function returns: all of its result, or its children."""
     outputs = executable.outputs
-    whole = _Part(outputs.treedef, range(len(outputs.leaves)), given_outputs)
+    whole = _Part(outputs.treedef, range(outputs.treedef.num_leaves), given_outputs)
     if found := _matched(executable, arguments, [whole]):
         return found
     entries = _children(given_outputs, outputs.treedef)
@@ -102,11 +127,77 @@ def undonated(executable: Executable, found: Sequence[State]) -> Iterator[Findin
         return
     lost = [leaf for leaf in donated if leaf not in executable.aliased]
     of_states = {leaf for state in found for leaf in state.inputs}
-    for is_state in (True, False):
+    # equinox donates all arguments, the batch as well, or all but the first.
+    for is_state in (True, False) if executable.call.library != "equinox" else (True,):
         leaves = [leaf for leaf in lost if (leaf in of_states) == is_state]
         if leaves:
             held = sum(map(side.bytes_of, leaves))
             yield _not_aliased(side, leaves, held, is_state=is_state)
+
+
+def not_donated(executable: Executable, found: Sequence[State], large: int) -> Iterator[Finding]:
+    """States that are large and not donated: the old one stays beside the new one."""
+    side = executable.inputs
+    for evidence, (what, _) in _SAID.items():
+        states = [state for state in found if state.evidence == evidence]
+        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, large)]
+        held = sum(map(side.bytes_of, leaves))
+        if leaves and held >= large:
+            yield finding_of(
+                "warning",
+                "donation",
+                f"{counted(len(leaves), 'leaf')} of {what}: not donated, so the old and the new "
+                f"ones take {bytes_shown(held)} each on each device",
+                _how_to_donate(executable, leaves),
+                side=side,
+                leaves=leaves,
+                bytes=held,
+            )
+
+
+def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
+    """The leaves of a state that are not donated, and that the new ones are made from."""
+    side = executable.inputs
+    pairs = [
+        (before, after)
+        for before, after in zip(state.inputs, state.outputs, strict=True)
+        if side.shardings[before] is not None and not executable.donated[before]
+    ]
+    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < large:
+        return []
+    if state.evidence == "updated":
+        return [before for before, _ in pairs]
+    # What is only like an argument, such as its gradient, is not made from it.
+    sources, number_of = executable.sources, executable.parameter_of
+    return [
+        before
+        for before, after in pairs
+        if is_made_from(executable.hlo, sources[after], number_of[before])
+    ]
+
+
+def _how_to_donate(executable: Executable, leaves: Sequence[int]) -> str:
+    library = executable.call.library
+    if library == "equinox":
+        return (
+            'give filter_jit donate="all", or donate="all-except-first" with all that is used '
+            "again in the first argument"
+        )
+    side = executable.inputs
+    count = len(side.parts) - len(side.keywords)
+    chosen = set(leaves)
+    places = [i for i, part in enumerate(side.parts) if not chosen.isdisjoint(part)]
+    numbers: tuple[Any, ...] = tuple(i for i in places if i < count)
+    names = tuple(side.keywords[i - count] for i in places if i >= count)
+    options = [
+        f"{option}={chosen if len(chosen) > 1 else chosen[0]!r}"
+        for option, chosen in (("donate_argnums", numbers), ("donate_argnames", names))
+        if chosen
+    ]
+    fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
+    if library == "nnx":
+        fix += "; a function that only reads the module needs graph_updates=False instead"
+    return fix
 
 
 def _not_aliased(side: Side, leaves: list[int], held: int, *, is_state: bool) -> Finding:
@@ -141,10 +232,12 @@ def _arguments(side: Side, given: Sequence[Any]) -> list[_Part]:
     return [_Part(*subtree, one) for subtree, one in zip(side.subtrees, entries, strict=True)]
 
 
-def _matched(executable: Executable, arguments: list[_Part], outputs: list[_Part]) -> list[State]:
+def _matched(
+    executable: Executable, arguments: Mapping[int, _Part], outputs: list[_Part]
+) -> list[State]:
     """For each output the argument that it stands for: that at the same place, or the first."""
     found: list[State] = []
-    left = dict(enumerate(arguments))
+    left = dict(arguments)
     for place, output in enumerate(outputs):
         for i in sorted(left, key=lambda i: (i != place, i)):
             if state := _state(executable, left[i], output):
@@ -183,10 +276,17 @@ def slice_of(leaves: range) -> slice:
     return slice(leaves.start, leaves.stop)
 
 
+def _among(every: list[Any], leaves: Sequence[int]) -> list[Any]:
+    """Those of all leaves that are of a state."""
+    if isinstance(leaves, range):
+        return every[slice_of(leaves)]
+    return [every[leaf] for leaf in leaves]
+
+
 def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
     inputs, outputs = executable.inputs, executable.outputs
-    before = inputs.shardings[slice_of(state.inputs)]
-    after = outputs.shardings[slice_of(state.outputs)]
+    before = _among(inputs.shardings, state.inputs)
+    after = _among(outputs.shardings, state.outputs)
     # The same objects, as a rule.
     if before == after:
         return
@@ -211,8 +311,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
             "fixed-point",
             f"{counted(len(rows), 'leaf')} of {what}: in as {was}, out as {becomes}: {when} "
             f"compiles again, or moves them back, {bytes_shown(moved)} to each device",
-            "give jit out_shardings that are the shardings of the arguments, or constrain the new "
-            "state to them inside the function",
+            PLACING[executable.call.library].states,
             side=inputs,
             leaves=leaves,
             bytes=moved,
@@ -221,8 +320,8 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
 def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
     inputs, outputs = executable.inputs, executable.outputs
-    before = inputs.dtypes[slice_of(state.inputs)]
-    after = outputs.dtypes[slice_of(state.outputs)]
+    before = _among(inputs.dtypes, state.inputs)
+    after = _among(outputs.dtypes, state.outputs)
     if before == after:
         return
     what, when = _SAID[state.evidence]

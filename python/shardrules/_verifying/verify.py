@@ -9,26 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_real
-from shardrules._format import bytes_shown, counted, shown
+from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Findings
+from shardrules._verifying.calls import call_of
 from shardrules._verifying.executable import Executable
 from shardrules._verifying.gathered import gathered
 from shardrules._verifying.peak import peak
 from shardrules._verifying.placements import dropped, placements
-from shardrules._verifying.states import changed, states, undonated
+from shardrules._verifying.states import changed, not_donated, states, undonated
 from shardrules._verifying.wanted import wanted
 
 if TYPE_CHECKING:
-    from jax.stages import Compiled
-
     from shardrules._verifying.wanted import Wanted
 
 __all__ = ["verify"]
 
 
 def verify(
-    compiled: Compiled,
+    compiled: Any,
     inputs: Any,
     outputs: Any = None,
     *,
@@ -48,22 +47,24 @@ def verify(
       only its likeness tells that it is one |
     | memory-kind | error | arguments or results in another memory than planned |
     | donation | error, warning | donated arguments whose memory no result takes; a warning if they
-      are not states |
+      are not states; a warning for large states that are not donated |
     | gathered | error, warning, info | planned arrays of which a device gets more than its part:
-      an error if they are returned so; a warning if a loop holds them, or the axes cut no other
-      argument; info for what FSDP does |
+      an error if they are returned so; a warning if a loop holds layers, devices do the same work
+      with them, or they are experts; info for what FSDP does |
     | peak | error | more memory than `hbm` |
 
     A warning of donation, gathered or peak may also say that the backend does not tell.
 
     Args:
-        compiled: `jax.jit(f).lower(...).compile()`.
+        compiled: `jax.jit(f).lower(...).compile()`, or the same of `flax.nnx.jit` or
+            `equinox.filter_jit`.
         inputs: A tuple with an entry for each positional argument: a Plan, a tree of PartitionSpecs
             or shardings, one of these for all of the argument, or None for what is not looked at.
             Behind these there may be a dict for keyword arguments.
         outputs: The same for what the function returns. Default: nothing is planned for it.
         hbm: Bytes of memory of a device, for `peak`. Default: it is not asked.
-        large: Minimum bytes on a device of what is `gathered`. Default: 16 MiB.
+        large: Minimum bytes on a device of what is `gathered`, and of states that are not donated.
+            Default: 16 MiB.
 
     Returns:
         All findings, the worst first.
@@ -79,42 +80,44 @@ def verify(
         >>> step = jax.jit(lambda params, x: x @ params["w"])
         >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
         >>> compiled = step.lower(plan.abstract(), x).compile()
-        >>> print(sr.verify(compiled, (plan, None)))
-        nothing found: 1 of 2 inputs planned, 0 of 1 output planned; peak memory not asked for
+        >>> print(sr.verify(compiled, (plan, None), jax.sharding.PartitionSpec()))
+        nothing found: 1 of 2 inputs planned, 1 of 1 output planned; peak memory not asked for
         >>> sr.verify(compiled, (plan, None)).raise_for("error")
     """
-    from jax.stages import Compiled
-
-    if not isinstance(compiled, Compiled):
-        raise TypeError(
-            f"compiled is {shown(compiled)}; give a compiled function, "
-            "jax.jit(f).lower(...).compile()"
-        )
     if hbm is not None:
         check_real("hbm", hbm)
     check_real("large", large)
-    executable = Executable(compiled)
+    executable = Executable(call_of(compiled, inputs))
     planned_in, planned_out = wanted(executable, inputs, outputs)
     found = states(executable, inputs, outputs)
     return Findings(
         [
-            *placements(executable.inputs, planned_in),
-            *placements(executable.outputs, planned_out),
+            *placements(executable.inputs, planned_in, executable.call.library),
+            *placements(executable.outputs, planned_out, executable.call.library),
             *dropped(executable.inputs, planned_in, executable.kept),
             *changed(executable, found),
             *undonated(executable, found),
+            *not_donated(executable, found, large),
             *gathered(executable, planned_in, planned_out, found, large),
             *peak(executable, hbm),
         ],
-        _scope(planned_in, planned_out, hbm),
+        _scope(planned_in, planned_out, hbm, is_compared=outputs is not None),
     )
 
 
-def _scope(inputs: list[Wanted | None], outputs: list[Wanted | None], hbm: int | None) -> str:
+def _scope(
+    inputs: list[Wanted | None],
+    outputs: list[Wanted | None],
+    hbm: int | None,
+    *,
+    is_compared: bool,
+) -> str:
     """What is looked at, in words."""
-    sides = (
+    texts = [
         f"{len(planned) - planned.count(None):,} of {counted(len(planned), side)} planned"
         for side, planned in (("input", inputs), ("output", outputs))
-    )
+    ]
+    if not is_compared and outputs.count(None) == len(outputs):
+        texts[1] = "no output compared, as outputs= is not given"
     room = "not asked for" if hbm is None else f"within {bytes_shown(hbm)}"
-    return f"{', '.join(sides)}; peak memory {room}"
+    return f"{', '.join(texts)}; peak memory {room}"

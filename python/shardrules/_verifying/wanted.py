@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._format import brief, mesh_shown, shown
+from shardrules._format import brief, counted, mesh_shown, shown
 from shardrules._logical.leaves import without_boxes
 from shardrules._matching.rules import Rules
 from shardrules._near import near_shown
@@ -26,7 +26,6 @@ from shardrules._specs import as_partition_spec, is_partition_spec
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._planning.leaves import Leaves
     from shardrules._verifying.executable import Executable, Side
 
 __all__ = ["Wanted", "wanted"]
@@ -57,6 +56,8 @@ def wanted(
 ) -> tuple[list[Wanted | None], list[Wanted | None]]:
     """What is planned for each leaf of the inputs and of the outputs.
 
+    What the call changes in place is planned as it goes in.
+
     Args:
         executable: The executable.
         inputs: A tuple with an entry for each positional argument. Behind these, a dict for keyword
@@ -72,7 +73,8 @@ def wanted(
     _fill_arguments(of_inputs, executable.inputs, inputs)
     of_outputs = _Filled(executable.outputs, executable, plans)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
-    return of_inputs.wanted, of_outputs.wanted
+    updated = [of_inputs.wanted[before] for before, _ in executable.call.updates]
+    return of_inputs.wanted, of_outputs.wanted + updated
 
 
 def _fill_arguments(filled: _Filled, side: Side, given: Any) -> None:
@@ -86,7 +88,7 @@ def _fill_arguments(filled: _Filled, side: Side, given: Any) -> None:
     positional, keywords = side.subtrees[:count], side.subtrees[count:]
     if len(given) not in (count, count + bool(names)):
         raise _misfit(
-            f"inputs has {len(given)} entries; the function was lowered with {count} "
+            f"inputs has {counted(len(given), 'entry')}; the function was lowered with {count} "
             f"positional arguments{_and_keywords(names)}"
         )
     for i, (entry, (treedef, _)) in enumerate(zip(given, positional, strict=False)):
@@ -197,7 +199,7 @@ class _Filled:
             self._plans[id(plan)] = _arranged(plan, self._of_kind(at, plan), structure, rows)
         placed = self._plans[id(plan)]
         if placed.structure != treedef:
-            rows = self._rows_by_paths(at, leaves, treedef)
+            rows = self._rows_by_paths(at, plan, treedef)
             placed = _arranged(plan, placed.of_kind, treedef, rows)
         begin = len(self.wanted)
         there = self._side.shapes[begin : begin + treedef.num_leaves]
@@ -221,10 +223,12 @@ class _Filled:
             for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
         ]
 
-    def _rows_by_paths(self, at: str, leaves: Leaves, treedef: Any) -> list[int]:
+    def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
         """The plan's row for each leaf of another structure, by the leaves' paths."""
         from jax import tree_util
 
+        columns = plan._columns
+        leaves = columns.leaves
         begin = len(self.wanted)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
@@ -240,8 +244,9 @@ class _Filled:
                     f"{at}: the plan is for another tree: it has no leaf {path}"
                     f"{near_shown(path, leaves.paths)}; plan the tree that the function takes"
                 )
-        for path in leaves.paths:
-            if path not in there.rows:
+        for path, row in leaves.rows.items():
+            # What is no array, such as a function in a module of equinox, is no argument either.
+            if path not in there.rows and columns.kinds[columns.kind_of[row]].shape is not None:
                 raise _misfit(
                     f"{at}: the plan is for another tree: there is no leaf {path} in the "
                     f"{self._side.name}{near_shown(path, there.paths)}; plan the tree that the "

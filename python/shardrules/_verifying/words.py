@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,45 @@ from shardrules._planning.fold import fold
 
 if TYPE_CHECKING:
     from shardrules._planning.asking.findings import FindingKind, Level
+    from shardrules._verifying.calls import Library
     from shardrules._verifying.executable import Side
 
-__all__ = ["ObjectPairs", "finding_of", "is_same", "together"]
+__all__ = ["PLACING", "ObjectPairs", "finding_of", "is_same", "together"]
+
+
+class _Placing(NamedTuple):
+    """What places arrays as planned, in words."""
+
+    arguments: str
+    results: str
+    states: str
+
+
+PLACING: Final[dict[Library, _Placing]] = {
+    "jax": _Placing(
+        "lower the function with arrays or shapes that are sharded as planned (plan.abstract()), "
+        "or give jit in_shardings=plan.shardings()",
+        "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
+        "give jit out_shardings that are the shardings of the arguments, or constrain the new "
+        "state to them inside the function",
+    ),
+    "nnx": _Placing(
+        "lower the function with modules that are sharded as planned, or give nnx.jit "
+        "in_shardings=nnx.StateSharding(plan.shardings())",
+        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is updated, and "
+        "out_shardings for what is returned, or constrain it inside the function",
+        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which count for the "
+        "updated module too, or constrain the new state inside the function",
+    ),
+    "equinox": _Placing(
+        "lower the function with arrays that are sharded as planned",
+        "constrain the result inside the function, as by "
+        "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
+        "constrain the arrays of the new state inside the function, as by "
+        "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
+    ),
+}
+"""By whose function compiles."""
 
 
 def finding_of(

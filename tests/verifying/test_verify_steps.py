@@ -1,0 +1,279 @@
+"""`verify` of small training and decoding steps: each with a fault, and without it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+LARGE = 2**12
+PARAMS = {
+    "embed": jax.ShapeDtypeStruct((512, 64), "float32"),
+    "layers": {
+        "up": jax.ShapeDtypeStruct((3, 64, 256), "float32"),
+        "down": jax.ShapeDtypeStruct((3, 256, 64), "float32"),
+    },
+}
+RULES = [
+    ("embed", P("fsdp", "tp")),
+    ("up", P(None, "fsdp", "tp")),
+    ("down", P(None, "tp", "fsdp")),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+
+
+@pytest.fixture(scope="module")
+def plan(mesh):
+    return sr.plan(PARAMS, RULES, mesh)
+
+
+@pytest.fixture(scope="module")
+def loss(mesh):
+    def cut(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def loss(params, tokens, hidden="tp"):
+        def layer(x, w):
+            h = cut(jnp.tanh(x @ w["up"]), "fsdp", None, hidden)
+            return cut(x + h @ w["down"], "fsdp"), None
+
+        x = cut(params["embed"][tokens], "fsdp")
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+    return loss
+
+
+def shape(mesh, dims, *spec, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def descend(params, gradients):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def warnings(findings):
+    """(kind, paths) of what is a warning or worse."""
+    return [(one.kind, one.paths) for one in findings.at_least("warning")]
+
+
+# Donation
+
+
+@pytest.fixture(scope="module")
+def compiled_step(mesh, plan, loss):
+    """compiled_step(donate, function): a step, or what has a result like the parameters."""
+
+    def step(params, tokens):
+        return descend(params, jax.grad(loss)(params, tokens))
+
+    def compiled(donate, function=step):
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=plan.shardings())
+        tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
+        return jitted.lower(plan.abstract(), tokens).compile()
+
+    return compiled
+
+
+@pytest.mark.parametrize("outputs", ["planned", "alike"])
+def test_a_state_that_is_not_donated(compiled_step, plan, outputs):
+    planned = plan if outputs == "planned" else None
+    findings = sr.verify(compiled_step(()), (plan, None), planned, large=LARGE)
+    ((kind, paths),) = warnings(findings)
+    assert kind == "donation"
+    assert set(paths) == {"inputs/0/embed", "inputs/0/layers/up", "inputs/0/layers/down"}
+    finding = findings.at_least("warning")[0]
+    assert finding.bytes == int(plan.device_bytes.sum())
+    assert "the old and the new ones take" in finding.message
+    assert "donate_argnums=0" in finding.fix
+    assert not warnings(sr.verify(compiled_step(()), (plan, None), planned))  # it is small
+    assert not warnings(sr.verify(compiled_step(0), (plan, None), planned, large=LARGE))
+
+
+def test_gradients_are_no_state_to_donate(compiled_step, plan, loss):
+    compiled = compiled_step((), jax.grad(loss))
+    assert not warnings(sr.verify(compiled, (plan, None), plan, large=LARGE))
+
+
+def test_a_function_without_a_state_has_nothing_to_donate(mesh, plan, loss):
+    tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
+    compiled = jax.jit(loss).lower(plan.abstract(), tokens).compile()
+    assert not warnings(sr.verify(compiled, (plan, None), P(), large=LARGE))
+
+
+def test_a_keyword_is_donated_by_its_name(mesh):
+    compiled = (
+        jax.jit(lambda *, state: {"w": state["w"] + 1})
+        .lower(state={"w": shape(mesh, (64, 64), "fsdp")})
+        .compile()
+    )
+    (finding,) = sr.verify(compiled, (), large=LARGE // 4)
+    assert "donate_argnames='state'" in finding.fix
+
+
+@pytest.mark.parametrize("donate", [(), 1])
+def test_a_cache_of_scanned_layers_that_is_not_donated(mesh, donate):
+    weights = {name: shape(mesh, (3, 64, 64)) for name in "qkv"}
+    cut = (None, "fsdp", None, "tp")
+    cache = {name: shape(mesh, (3, 8, 128, 64), *cut) for name in "kv"}
+
+    def decode(weights, cache, x, position):
+        def layer(x, of_layer):
+            w, old = of_layer
+            new = {
+                name: jax.lax.dynamic_update_slice(
+                    old[name], (x @ w[name])[:, None], (0, position, 0)
+                )
+                for name in "kv"
+            }
+            scores = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x @ w["q"], new["k"]))
+            return x + jnp.einsum("bs,bsd->bd", scores, new["v"]), new
+
+        return jax.lax.scan(layer, x, (weights, cache))
+
+    out = (None, {name: NamedSharding(mesh, P(*cut)) for name in "kv"})
+    x, position = shape(mesh, (8, 64), "fsdp"), shape(mesh, (), dtype="int32")
+    jitted = jax.jit(decode, donate_argnums=donate, out_shardings=out)
+    compiled = jitted.lower(weights, cache, x, position).compile()
+    findings = sr.verify(compiled, (None, P(*cut), None, None), large=LARGE)
+    told = [] if donate else [("donation", ("inputs/1/k", "inputs/1/v"))]
+    assert warnings(findings) == told
+
+
+def test_placeholders_that_are_not_used_are_not_told(mesh, plan, loss):
+    """Such as optax's adafactor has; an array that is not used is told."""
+
+    def step(params, state, tokens):
+        return descend(params, jax.grad(loss)(params, tokens)), state["v"] * 0.9
+
+    state = {"v": shape(mesh, (64,)), "v_row": shape(mesh, (1,)), "unused": shape(mesh, (64,))}
+    tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
+    compiled = jax.jit(step).lower(plan.abstract(), state, tokens).compile()
+    (finding,) = sr.verify(compiled, (plan, P(), None))
+    assert finding.paths == ("inputs/1/unused",)
+
+
+# Gathers
+
+
+def compiled_loss(mesh, plan, loss, *spec, **options):
+    """The gradient of the loss, for tokens that come in with this spec."""
+    tokens = shape(mesh, (16, 32), *spec, dtype="int32")
+    jitted = jax.jit(jax.grad(partial(loss, **options)), out_shardings=plan.shardings())
+    return jitted.lower(plan.abstract(), tokens).compile()
+
+
+def test_tokens_that_come_in_whole_are_cut_by_what_is_made_of_them(mesh, plan, loss):
+    whole, cut = (compiled_loss(mesh, plan, loss, *spec) for spec in ((), ("fsdp",)))
+    for compiled in (whole, cut):
+        findings = sr.verify(compiled, (plan, None), large=LARGE)
+        assert any(one.kind == "gathered" for one in findings)
+        assert not warnings(findings)
+
+
+def test_tokens_that_come_in_whole_do_not_hide_an_axis_of_the_model(mesh, plan, loss):
+    """Where the hidden activations are whole, the kernel that reads them is gathered over tp."""
+    for spec in ((), ("fsdp",)):
+        compiled = compiled_loss(mesh, plan, loss, *spec, hidden=None)
+        findings = sr.verify(compiled, (plan, None), large=LARGE)
+        told = {path for _, paths in warnings(findings) for path in paths}
+        assert told == {"inputs/0/layers/down"}, spec
+        assert any("do the same work" in one.message for one in findings)
+
+
+@pytest.mark.parametrize("spec", [P(("fsdp", "tp"), None), P("fsdp", "tp")])
+def test_a_table_of_rows_that_are_looked_up_is_in_no_product(mesh, spec):
+    def looked_up(table, kernel, tokens):
+        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P()))
+        return jnp.tanh(table[tokens] @ kernel)
+
+    def multiplied(table, kernel, x):
+        table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, P()))
+        return jnp.tanh(x @ table @ kernel)
+
+    table, kernel = shape(mesh, (512, 64), *spec), shape(mesh, (64, 64))
+    tokens = shape(mesh, (16, 32), "fsdp", dtype="int32")
+    compiled = jax.jit(looked_up).lower(table, kernel, tokens).compile()
+    findings = sr.verify(compiled, (spec, None, None), large=LARGE)
+    assert [(one.level, one.kind) for one in findings] == [("info", "gathered")]
+    x = shape(mesh, (64, 512), "fsdp")
+    compiled = jax.jit(multiplied).lower(table, kernel, x).compile()
+    assert warnings(sr.verify(compiled, (spec, None, None), large=LARGE))
+
+
+def test_what_is_gathered_before_a_loop_over_micro_batches(mesh):
+    """XLA moves the gathers out of the loop: each trip needs all of them."""
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["up"])
+        return jnp.mean((h @ params["down"]) ** 2)
+
+    def step(params, batches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return descend(params, jax.lax.scan(add, zeros, batches)[0])
+
+    tree = {"up": shape(mesh, (64, 256)), "down": shape(mesh, (256, 64))}
+    plan = sr.plan(tree, [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], mesh)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=plan.shardings())
+    batches = shape(mesh, (4, 64, 64), None, "fsdp")
+    compiled = jitted.lower(plan.abstract(), batches).compile()
+    findings = sr.verify(compiled, (plan, None), plan, large=LARGE)
+    assert {one.kind for one in findings} == {"gathered"}
+    assert not warnings(findings)
+
+
+def test_experts_that_are_gathered_over_an_axis_for_experts():
+    """On a mesh with another axis, and where the axis for experts cuts dense kernels as well."""
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("this JAX has no jax.shard_map")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "ep"))
+    tree = {
+        "experts": {"up": shape(mesh, (8, 32, 64)), "down": shape(mesh, (8, 64, 32))},
+        "out": shape(mesh, (32, 32)),
+    }
+    tokens = P(("fsdp", "ep"))
+    rules = [("experts/", P("ep", "fsdp")), ("out", P(("fsdp", "ep"), None))]
+    plan = sr.plan(tree, rules, mesh)
+
+    def layer(kernels, x, is_sent):
+        whole = partial(jax.lax.all_gather, tiled=True)
+        kernels = [whole(kernels[name], "fsdp", axis=1) for name in ("up", "down")]
+        x = x.reshape(8, -1, 32)
+        if is_sent:
+            x = jax.lax.all_to_all(x, "ep", 0, 1, tiled=True)
+        else:
+            kernels = [whole(kernel, "ep", axis=0) for kernel in kernels]
+        x = jnp.einsum("etd,edh,ehf->etf", x, *kernels)
+        if is_sent:
+            x = jax.lax.all_to_all(x, "ep", 1, 0, tiled=True)
+        return x.reshape(-1, 32)
+
+    def loss(params, x, is_sent):
+        specs = (plan.specs()["experts"], tokens)
+        sharded = jax.shard_map(
+            partial(layer, is_sent=is_sent), mesh=mesh, in_specs=specs, out_specs=tokens
+        )
+        return jnp.mean((sharded(params["experts"], x) @ params["out"]) ** 2)
+
+    x = shape(mesh, (512, 32), *tokens)
+    for is_sent in (True, False):
+        gradient = jax.grad(partial(loss, is_sent=is_sent))
+        jitted = jax.jit(gradient, out_shardings=plan.shardings())
+        compiled = jitted.lower(plan.abstract(), x).compile()
+        findings = sr.verify(compiled, (plan, None), large=LARGE)
+        told = [] if is_sent else [("gathered", ("inputs/0/experts/down", "inputs/0/experts/up"))]
+        assert warnings(findings) == told
+        assert is_sent or "all_to_all" in findings[0].fix

@@ -1,0 +1,311 @@
+"""`verify` of what `flax.nnx.jit` and `equinox.filter_jit` compile: steps that compile once, and twice."""
+
+from __future__ import annotations
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+
+RULES = [("kernel$|weight$", P("fsdp", "tp")), ("bias$", P())]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+
+
+@pytest.fixture(scope="module")
+def batch(mesh):
+    return jax.device_put(np.ones((16, 64), "float32"), NamedSharding(mesh, P("fsdp")))
+
+
+def kinds(findings):
+    """The kinds of what is a warning or worse."""
+    return {one.kind for one in findings.at_least("warning")}
+
+
+def paths(findings, kind):
+    """The paths of the findings of a kind."""
+    return {path for one in findings if one.kind == kind for path in one.paths}
+
+
+class TestNnx:
+    @pytest.fixture(scope="class")
+    def nnx(self):
+        nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+        if not hasattr(nnx, "graphlib"):
+            pytest.skip("this flax is older than those that verify reads")
+        return nnx
+
+    @pytest.fixture(scope="class")
+    def create(self, nnx):
+        optax = pytest.importorskip("optax", reason="optax is not installed")
+
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(64, 128, rngs=rngs)
+                self.down = nnx.Linear(128, 64, rngs=rngs)
+
+            def __call__(self, x):
+                return self.down(nnx.relu(self.up(x)))
+
+        def create():
+            model = Model(nnx.Rngs(0))
+            return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+        return create
+
+    @pytest.fixture(scope="class")
+    def plans(self, nnx, create, mesh):
+        model, optimizer = nnx.eval_shape(create)
+        plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.NNX), mesh)
+        return plan, plan.for_optimizer(nnx.state(optimizer))
+
+    @pytest.fixture(scope="class")
+    def train(self, nnx):
+        def train(model, optimizer, x):
+            value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            optimizer.update(model, gradients)
+            return value
+
+        return train
+
+    @pytest.fixture
+    def placed(self, nnx, create, plans):
+        """A model and its optimizer, as planned."""
+        parts = create()
+        for part, plan in zip(parts, plans, strict=True):
+            nnx.update(part, sr.shard(nnx.state(part), plan.shardings()))
+        return parts
+
+    @pytest.fixture(scope="class")
+    def in_shardings(self, nnx, plans):
+        return (*(nnx.StateSharding(plan.shardings()) for plan in plans), None)
+
+    @pytest.mark.parametrize("is_planned", [False, True])
+    def test_a_step_compiles_again_where_it_is_told(
+        self, nnx, plans, placed, in_shardings, train, batch, is_planned
+    ):
+        options = {"in_shardings": in_shardings} if is_planned else {}
+        step = nnx.jit(train, donate_argnums=(0, 1), **options)
+        compiled = step.lower(*placed, batch).compile()
+        findings = sr.verify(compiled, (*plans, None))
+        assert kinds(findings) == (set() if is_planned else {"fixed-point", "output", "donation"})
+        for _ in range(3):
+            step(*placed, batch)
+        assert step.jitted_fn._cache_size() == 2 - is_planned
+        if not is_planned:
+            assert "inputs/0/up/bias/value" in paths(findings, "fixed-point")
+            assert "updates/0/up/bias/value" in paths(findings, "output")
+            assert "StateSharding" in findings[0].fix
+
+    def test_leaves_are_in_the_order_of_the_plan(
+        self, nnx, plans, placed, in_shardings, train, batch
+    ):
+        """StateSharding splits a state by its shardings."""
+        step = nnx.jit(train, in_shardings=in_shardings, donate_argnums=(0, 1))
+        compiled = step.lower(*placed, batch).compile()
+        told = "14 of 15 inputs planned, 14 of 15 outputs planned"
+        model = plans[0]
+        for planned in (model, model.shardings(), model.specs()):
+            findings = sr.verify(compiled, (planned, plans[1], None))
+            assert (kinds(findings), told in findings.scope) == (set(), True)
+        specs = jax.tree.map(lambda _: P("tp"), model.shardings())
+        findings = sr.verify(compiled, (specs, None, None))
+        assert len(paths(findings, "input")) == len(paths(findings, "output")) == 4
+
+    def test_modules_that_are_not_donated(self, nnx, plans, placed, in_shardings, train, batch):
+        step = nnx.jit(train, in_shardings=in_shardings)
+        findings = sr.verify(step.lower(*placed, batch).compile(), (*plans, None), large=2**10)
+        assert kinds(findings) == {"donation"}
+        assert "nnx.jit donate_argnums=(0, 1)" in findings[0].fix
+        assert not kinds(sr.verify(step.lower(*placed, batch).compile(), (*plans, None)))
+
+    @pytest.mark.parametrize("options", [{"graph": False}, {"graph": True, "graph_updates": False}])
+    @pytest.mark.parametrize("is_donated", [False, True])
+    def test_modules_that_are_trees(self, nnx, plans, placed, train, batch, options, is_donated):
+        try:
+            step = nnx.jit(train, donate_argnums=(0, 1) if is_donated else (), **options)
+        except TypeError:
+            pytest.skip("nnx.jit of this flax has no such modules")
+        findings = sr.verify(step.lower(*placed, batch).compile(), (*plans, None), large=2**10)
+        assert kinds(findings) == {"fixed-point", "output", "donation"}
+        assert "updates/0/up/bias/value" in paths(findings, "output")
+        assert "14 of 15 outputs planned" in findings.scope
+
+    def test_what_is_returned_is_planned_by_outputs(self, nnx, plans, placed, batch):
+        def forward(model, x):
+            return {"y": model(x)}
+
+        compiled = nnx.jit(forward).lower(placed[0], batch).compile()
+        findings = sr.verify(compiled, (plans[0], P("fsdp")), {"y": P("tp")})
+        assert paths(findings, "output") == {"outputs/y"}
+        assert not sr.verify(compiled, (plans[0], P("fsdp")), {"y": None})
+
+    def test_modules_in_containers_with_keys_and_tied_parameters(self, nnx, mesh, batch):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(64, 64, rngs=rngs)
+                self.norm = nnx.BatchNorm(64, rngs=rngs)
+                self.drop = nnx.Dropout(0.1, rngs=rngs)
+                self.tied = self.up
+
+            def __call__(self, x):
+                return self.tied(self.drop(self.norm(self.up(x))))
+
+        def forward(models, x, *, scale):
+            return {"y": models["a"](x) * scale, "state": nnx.state(models["a"], nnx.BatchStat)}
+
+        model = Model(nnx.Rngs(0))
+        plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "fsdp"), (".*", P())], sr.NNX), mesh)
+        nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
+        compiled = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
+        findings = sr.verify(compiled, ({"a": plan}, None, {"scale": None}), large=2**10)
+        count = len(plan.paths)
+        assert f"{count} of {count + 2} inputs planned" in findings.scope
+        assert f"{count} of {count + 3} outputs planned" in findings.scope
+        assert not paths(findings, "input")
+        assert "inputs/0/a/norm/mean/value" in paths(findings, "donation")
+
+    def test_another_flax_is_an_error_that_says_so(self, nnx, plans, placed, batch, monkeypatch):
+        compiled = nnx.jit(lambda model, x: model(x)).lower(placed[0], batch).compile()
+        compilation = pytest.importorskip("flax.nnx.transforms.compilation")
+        monkeypatch.delattr(compilation, "_jit_merge_fn")
+        with pytest.raises(TypeError, match=r"of flax \d.*_jit_merge_fn.*by jax.jit"):
+            sr.verify(compiled, (plans[0], None))
+
+
+class TestEquinox:
+    @pytest.fixture(scope="class")
+    def eqx(self):
+        eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+        if tuple(map(int, eqx.__version__.split(".")[:2])) < (0, 13):
+            pytest.skip("this equinox is older than those that verify reads")
+        return eqx
+
+    @pytest.fixture(scope="class")
+    def optimizer(self):
+        return pytest.importorskip("optax", reason="optax is not installed").adam(1e-3)
+
+    @pytest.fixture(scope="class")
+    def placed(self, eqx, optimizer, mesh):
+        """A model and its optimizer's state as planned, and their plans."""
+        whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+        arrays, static = eqx.partition(whole, eqx.is_array)
+        plan = sr.plan(arrays, RULES, mesh)
+        state = optimizer.init(arrays)
+        state_plan = plan.for_optimizer(state)
+        model = eqx.combine(sr.shard(arrays, plan.shardings()), static)
+        return model, sr.shard(state, state_plan.shardings()), plan, state_plan
+
+    @pytest.fixture(scope="class")
+    def train(self, eqx, optimizer):
+        def train(x, model, state, *, shardings=None, scale=1.0):
+            def loss(model):
+                return scale * jnp.mean(jax.vmap(model)(x) ** 2)
+
+            value, gradients = eqx.filter_value_and_grad(loss)(model)
+            updates, state = optimizer.update(gradients, state)
+            model = eqx.apply_updates(model, updates)
+            if shardings is not None:
+                arrays, static = eqx.partition(model, eqx.is_array)
+                arrays, state = jax.lax.with_sharding_constraint((arrays, state), shardings)
+                model = eqx.combine(arrays, static)
+            return model, state, value
+
+        return train
+
+    @pytest.mark.parametrize("is_planned", [False, True])
+    def test_a_step_compiles_again_where_it_is_told(self, eqx, placed, train, batch, is_planned):
+        model, state, plan, state_plan = placed
+        shardings = (plan.shardings(), state_plan.shardings()) if is_planned else None
+        step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings))
+        compiled = step.lower(batch, model, state).compile()
+        findings = sr.verify(compiled, (None, plan, state_plan), (plan, state_plan, None))
+        assert kinds(findings) == (set() if is_planned else {"fixed-point", "output"})
+        before = step._cached._cache_size()
+        for _ in range(3):
+            model, state, _ = step(batch, model, state)
+        assert step._cached._cache_size() - before == 2 - is_planned
+        if not is_planned:
+            assert paths(findings, "fixed-point") >= {"inputs/1/layers/{0,1}/bias"}
+            assert "outputs/0/layers/{0,1}/bias" in paths(findings, "output")
+            assert "with_sharding_constraint" in findings[0].fix
+
+    def test_a_state_that_is_not_donated(self, eqx, placed, train, batch):
+        model, state, plan, state_plan = placed
+        shardings = (plan.shardings(), state_plan.shardings())
+        for donate in ("none", "all-except-first", "all"):
+            step = eqx.filter_jit(lambda *args: train(*args, shardings=shardings), donate=donate)
+            compiled = step.lower(batch, model, state).compile()
+            planned = (None, plan, state_plan)
+            findings = sr.verify(compiled, planned, (*planned[1:], None), large=2**10)
+            assert kinds(findings) == ({"donation"} if donate == "none" else set())
+            assert donate != "none" or 'filter_jit donate="all"' in findings[0].fix
+
+    def test_what_is_planned_is_found_among_flat_arguments(self, eqx, placed, train, batch):
+        model, state, plan, state_plan = placed
+        whole = sr.plan(model, RULES, plan.mesh)
+        compiled = eqx.filter_jit(train).lower(batch, model, state, scale=jnp.ones(())).compile()
+        told = "15 of 15 inputs planned"
+        for planned in (plan, whole, plan.shardings(), plan.specs()):
+            inputs = (P("fsdp"), planned, state_plan, {"scale": P()})
+            findings = sr.verify(compiled, inputs)
+            assert (paths(findings, "input"), told in findings.scope) == (set(), True)
+        findings = sr.verify(compiled, (P("tp"), None, state_plan, {"scale": P()}))
+        assert paths(findings, "input") == {"inputs/0"}
+        swapped = sr.plan(eqx.filter(model, eqx.is_array), [(".*", P("tp"))], plan.mesh)
+        findings = sr.verify(compiled, (None, swapped, None))
+        assert "inputs/1/layers/{0,1}/weight" in paths(findings, "input")
+
+    @pytest.mark.parametrize(
+        ("chosen", "message"),
+        [
+            (lambda x, plan, state: 3, "inputs is 3"),
+            (lambda x, plan, state: (x, plan), r"inputs has 2 entries.*3 positional"),
+            (lambda x, plan, state: (x, plan, state, x), r"inputs has 4 entries.*3 positional"),
+            (
+                lambda x, plan, state: (x, state, plan),
+                r"inputs\[1\], inputs\[2\].*does not say which of 13 arrays",
+            ),
+            (
+                lambda x, plan, state: (plan, x, state),
+                r"inputs\[0\].*does not say which of 1 array",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_an_error(self, eqx, placed, train, batch, chosen, message):
+        model, state, *plans = placed
+        compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+        with pytest.raises((TypeError, ValueError), match=message):
+            sr.verify(compiled, chosen(None, *plans))
+
+    def test_what_fits_in_two_ways_is_an_error(self, eqx, mesh, batch):
+        plan = sr.plan({"w": batch}, [("w", P("fsdp"))], mesh)
+        compiled = eqx.filter_jit(lambda x, *rest: sum(rest, x)).lower(*[batch] * 4).compile()
+        with pytest.raises(ValueError, match="which of 3 arrays"):
+            sr.verify(compiled, (None, None, plan, None))
+
+    def test_another_equinox_is_an_error_that_says_so(self, eqx, placed, train, batch):
+        model, state, plan, _ = placed
+        compiled = eqx.filter_jit(train).lower(batch, model, state).compile()
+        other = types.new_class("Compiled")
+        other.__module__ = "equinox.other"
+        changed = other()
+        changed.compiled = compiled.compiled
+        with pytest.raises(TypeError, match=r"of equinox \d.*'info'.*by jax.jit"):
+            sr.verify(changed, (None, plan, None))
+
+
+def test_what_is_compiled_by_something_else_is_an_error():
+    other = types.SimpleNamespace(compiled=jax.jit(lambda x: x).lower(1.0).compile())
+    with pytest.raises(TypeError, match=re.escape("flax.nnx.jit or equinox.filter_jit")):
+        sr.verify(other, (None,))
