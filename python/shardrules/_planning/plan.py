@@ -888,7 +888,7 @@ class Plan(PlanLike):
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
             >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
-            rules changed: rule 0
+            rules: 1 changed (0)
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """

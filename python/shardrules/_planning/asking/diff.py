@@ -89,7 +89,7 @@ class PlanDiff(NamedTuple):
             return "no differences"
         meshes = " -> ".join(map(mesh_shown, self.mesh))
         lines = [printable(f"mesh {meshes}")] if self._meshes_differ else []
-        lines += [printable(f"rules changed: {', '.join(self.rules)}")] if self.rules else []
+        lines += [printable(f"rules: {', '.join(self.rules)}")] if self.rules else []
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)

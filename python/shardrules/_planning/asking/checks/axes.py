@@ -108,7 +108,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
     for axis, size in columns.axis_sizes.items():
         if size == 1 or axis in used or axis in queries.data_axes:
             continue
-        if dead := _dead_rules_naming(queries, axis):
+        if axis not in named and (dead := _dead_rules_naming(queries, axis)):
             yield _named_in_vain(queries, axis, size, dead)
             continue
         could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, columns.axis_sizes))  # type: ignore[misc]
