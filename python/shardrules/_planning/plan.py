@@ -388,7 +388,7 @@ class Plan(PlanLike):
             >>> tree = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
             >>> plan = sr.plan(tree, [("kernel", "tp"), (".*", ())], {"tp": 8})
             >>> [(finding.level, finding.kind) for finding in plan.check()]
-            [('error', 'catch-all'), ('warning', 'unused-axis'), ('warning', 'dead')]
+            [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
         """
         check_real("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
