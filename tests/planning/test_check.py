@@ -362,7 +362,7 @@ class TestCorrection:
 
     def test_a_spec_that_is_too_long(self):
         one = only(findings({"w": array(8)}, SHARDED), "correction")
-        assert "the spec has 2 entries, the array 1 dimensions" in one.message
+        assert "the spec has 2 entries, the array 1 dimension" in one.message
         assert one.fix == "shorten the spec"
 
 

@@ -443,8 +443,7 @@ class TestDiff:
             assert diff.changes == ()
             assert diff.rules == tuple(told.split(", ", 1) if "dialect, " in told else [told])
             assert (
-                str(diff)
-                == f"rules: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
+                str(diff) == f"rules: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
             )
 
     def test_the_rule_that_decides_alone(self):
