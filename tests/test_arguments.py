@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "batch": NOT_TREE,
     "spec": ("tp", 3, None, THING, {"w": 3}, {"v": P()}, RULES, P("no axis"), P(None, None, None)),
     "donate": NOT_TRUTH,
-    "scalars": ("drop", None, 0, THING, HUGE, []),
+    "scalars": ("drop", 0, THING, HUGE, []),
     "strict": NOT_TRUTH,
     "path": NOT_TEXT,
     "shape": (3, 0, "ab", (2.5,), (-1,), (2**63,), (None,), ("8",), THING, {8: 8}, (10**5000,)),

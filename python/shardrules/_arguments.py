@@ -16,7 +16,7 @@ from numbers import Number, Real
 from types import ModuleType, UnionType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from shardrules._format import brief, shown
+from shardrules._format import brief, counted, shown
 
 __all__ = [
     "MOST",
@@ -222,12 +222,14 @@ def check_tree(name: str, tree: object) -> None:
         first = first or (keys, leaf)
     if first is None:
         return
+    if hasattr(first[1], "shape") and _is_without_leaves(first[1]):
+        check_shapes(name, tree, None)
     instead = _RETURNED if callable(first[1]) and not first[0] else _ARRAYS
     raise TypeError(_no_arrays(name, *first, "and no array anywhere", instead))
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Checks a tree none of whose leaves has a shape: it must have no leaf, and no None.
+    """Checks a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
 
     Args:
         name: The parameter's name.
@@ -242,6 +244,15 @@ def check_shapes(name: str, tree: object, path: str | None) -> None:
             f"{name}: no leaf has a shape; the first is at {brief(path)}. Numbers are no arrays, "
             "a tuple of them is no shape of one, and JAX sees no leaves inside of types that it "
             f"does not know: give {_ARRAYS}"
+        )
+    jax = sys.modules.get("jax.tree_util")
+    if jax and (meant := jax.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "shape"))):
+        kind = type(meant[0]).__name__
+        raise TypeError(
+            f"{name}: it has {counted(len(meant), 'node')} such as {brief(meant[0])}, in which JAX "
+            f"sees no leaf, since {kind} is registered without data: give jax.ShapeDtypeStruct("
+            "x.shape, x.dtype) for each such x, by jax.tree.map(..., is_leaf=lambda x: "
+            f"isinstance(x, {kind}))"
         )
     if any(leaf is None for _, leaf in _leaves(tree)):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")
@@ -273,8 +284,10 @@ def _children(
 def _may_be_array(leaf: object) -> bool:
     if isinstance(leaf, type | ModuleType | str | bytes):
         return False
-    if hasattr(leaf, "shape") or isinstance(leaf, Number):
+    if isinstance(leaf, Number):
         return True
+    if hasattr(leaf, "shape"):
+        return _is_leaf(leaf) or not _is_without_leaves(leaf)
     return not (isinstance(leaf, _PLAIN) or _is_leaf(leaf))
 
 
@@ -323,6 +336,11 @@ def _instead_of_objects(of_type: Any) -> str | None:
         return _OPTIMIZER
     never: Any = ModuleType, os.PathLike, Iterator
     return _ARRAYS if issubclass(of_type, never) else None
+
+
+def _is_without_leaves(node: object) -> bool:
+    jax = sys.modules.get("jax.tree_util")
+    return jax is not None and not jax.tree_leaves(node)
 
 
 def _is_leaf(node: object) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
 _NEAR: Final = 0.7
 # Comparing takes the product of two lengths.
 _COMPARED: Final = 100
+_VOWELS: Final = ("a", "e", "i", "o", "A", "E", "I", "O", "nd")  # an ndarray
 # Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
 _WIDEST: Final = 200
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -75,7 +76,9 @@ def brief(value: object) -> str:
 
 def shown(value: object) -> str:
     """A value and its type, short enough for an error message."""
-    return f"{brief(value)} (a {type(value).__name__})"
+    name = type(value).__name__
+    article = "an" if name.startswith(_VOWELS) else "a"
+    return f"{brief(value)} ({article} {name})"
 
 
 def bytes_shown(count: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +19,7 @@ from shardrules._cli import show
 from tests.support import corpus
 from tests.support.command_line import ended
 from tests.support.command_line import invoke as run
+from tests.support.contexts import pseudo_terminal
 
 MODEL, RULES, MESH = str(demo.MODEL), str(demo.RULES), "fsdp=64,sp=1,tp=8"
 SMALL = {
@@ -266,11 +270,11 @@ def test_sweep(small):
         "sweep", model, "-r", rules, "--devices", 8, "--axes", "fsdp,tp,sp=1", "--hbm", "67MB"
     )
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[0].startswith("fsdp=8,tp=1,sp=1")
-    assert len(result.stdout.splitlines()) == 4
+    assert result.stdout.splitlines()[1].startswith("fsdp=8,tp=1,sp=1")
+    assert len(result.stdout.splitlines()) == 5
     assert "does not fit" in result.stdout
     given = run("sweep", model, "-r", rules, "-m", "fsdp=2", "-m", "fsdp=4")
-    assert [line.split()[0] for line in given.stdout.splitlines()] == ["fsdp=4", "fsdp=2"]
+    assert [line.split()[0] for line in given.stdout.splitlines()] == ["mesh", "fsdp=4", "fsdp=2"]
     assert run("sweep", model, "-r", rules).exit_code == 2
 
 
@@ -416,6 +420,49 @@ def test_a_reader_that_leaves_early_is_no_error(small):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+
+
+def many_leaves(folder):
+    """A model of 100 paths that do not fold, which is more than a plan's `repr` has, and rules."""
+    names = [f"{a}{b}" for a in "abcdefghij" for b in "abcdefghij"]
+    model, rules = folder / "m.json", folder / "r.json"
+    model.write_text(json.dumps({"params": [[f"{name}/kernel", [8, 8], "BF16"] for name in names]}))
+    rules.write_text(json.dumps({"rules": [["kernel", ["fsdp", "tp"]]]}))
+    return model, rules
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "-m", "fsdp=2,tp=4"),
+        ("check", "-m", "fsdp=2,tp=4,dp=2"),
+        ("sweep", "--devices", "8", "--axes", "fsdp,tp", "--most", "2", "--hbm", "100kB"),
+    ],
+)
+def test_a_terminal_is_shown_what_a_pipe_gets_but_for_colours(words, tmp_path):
+    pytest.importorskip("rich")
+    command, *more = words
+    model, rules = many_leaves(tmp_path)
+    line = [sys.executable, "-m", "shardrules", command, model, "-r", rules, *more]
+    ours, theirs = pseudo_terminal()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    with subprocess.Popen(line, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        chunks = []
+        with contextlib.suppress(OSError):  # the other end is closed
+            while chunk := os.read(ours, 1 << 16):
+                chunks.append(chunk)
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode()).replace("\r", "")
+    piped = subprocess.run(line, capture_output=True, text=True, check=False)
+    # On a terminal what is being done stands on stderr, and is wiped out.
+    assert [text.rstrip() for text in shown.splitlines() if "trying meshes" not in text][
+        -len(piped.stdout.splitlines()) :
+    ] == piped.stdout.splitlines()
+    if command == "plan":
+        assert piped.stdout.count("/kernel ") == 100
+    if command == "sweep":
+        assert "... and 2 more meshes" in piped.stdout
 
 
 @pytest.mark.parametrize("command", ["plan", "check", "sweep"])

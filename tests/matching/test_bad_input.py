@@ -29,6 +29,14 @@ def test_an_invalid_regex_names_the_rule_and_the_place():
     assert info.value.pos == 7
 
 
+def test_a_glob_is_told_that_patterns_are_regexes():
+    with pytest.raises(re.error, match=r"regular expressions, not globs: write '\.\*/kernel'"):
+        sr.Rules([("*/kernel", None)])
+    with pytest.raises(re.error) as other:
+        sr.Rules([("(/kernel", None)])
+    assert "globs" not in str(other.value)
+
+
 def test_the_caret_is_under_the_right_line():
     with pytest.raises(re.error) as info:
         sr.Rules([("(?x) a\n  b (?P<n", P())])
@@ -76,7 +84,7 @@ def test_a_pattern_that_is_no_string(pattern):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (("tp", 3), "rule 0: entry 1 of the spec is 3 .a int."),
+        (("tp", 3), "rule 0: entry 1 of the spec is 3 .an int."),
         (["tp", {"dp"}], "rule 0: entry 1"),
         ([["tp", None]], "rule 0: entry 0"),
         ({"tp": 1}, "rule 0: the spec .* cannot be hashed"),

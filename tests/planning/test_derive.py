@@ -369,8 +369,12 @@ def test_a_flat_name_of_several_parameters_is_that_of_none():
     same = {"a_b": {"c": abstract(8, 8)}, "a": {"b_c": abstract(8, 8)}}
     plan = sr.plan(same, [("", P("fsdp", "tp"))], SIZES)
     assert plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds[0].spec == P("fsdp", "tp")
-    plan = sr.plan(same, [("a_b", P("fsdp", "tp")), ("", P("tp"))], SIZES)
-    (kind,) = plan.for_optimizer({"a_b_c_momentum": abstract(8, 8)}).kinds
+    rules = [("other|a_b", P("fsdp", "tp")), ("", P("tp"))]
+    plan = sr.plan({**same, "other": abstract(8, 8)}, rules, SIZES)
+    state = {"a_b_c_momentum": abstract(8, 8), "other_momentum": abstract(8, 8)}
+    derived = plan.for_optimizer(state)
+    assert derived.kind("other_momentum").spec == P("fsdp", "tp")
+    kind = derived.kind("a_b_c_momentum")
     assert tuple(kind.spec) == ()
     assert kind.origin == "no parameter is found by its path: replicated"
 
@@ -397,6 +401,46 @@ def test_keystr_paths():
         P("fsdp"),
         P("tp"),
     }
+
+
+@pytest.mark.parametrize("dialect", [sr.EFORMER, replace(sr.KEYSTR, correction=sr.Correction())])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "multi_transform"])
+def test_a_state_of_params_follows_a_plan_of_variables(name, dialect):
+    """flax's init gives {"params": params}, and optimizers are given params alone."""
+    tx, tree = TRANSFORMATIONS[name](), params()
+    rules = sr.Rules([("embed", P("tp")), ("kernel", P("fsdp", "tp")), ("", P())], dialect)
+    state = jax.eval_shape(tx.init, tree)
+    expected = sr.plan(tree, rules, SIZES).for_optimizer(state).specs()
+    for variables in (
+        {"params": tree},
+        {"params": tree, "batch_stats": {"mean": abstract(64, 32)}},
+        {"model": {"params": tree}},
+    ):
+        plan = sr.plan(variables, rules, SIZES)
+        assert plan.for_optimizer(state).specs() == expected
+        train_state = {"params": variables, "opt_state": state}
+        assert plan.for_optimizer(train_state).specs()["opt_state"] == expected
+
+
+def test_a_state_of_another_model_is_no_replicated_state():
+    plan = plan_of()
+    other = jax.eval_shape(optax.adam(1e-3).init, {"decoder": {"kernel": abstract(8, 8)}})
+    with pytest.raises(ValueError, match=r"no leaf of the state follows a parameter: .*decoder"):
+        plan.for_optimizer(other)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(1e-3),
+        optax.inject_hyperparams(optax.sgd)(1e-3),
+        optax.contrib.differentially_private_aggregate(1.0, 1.0, jax.random.key(0)),
+    ],
+)
+def test_a_state_without_moments_is_replicated(tx):
+    state = jax.eval_shape(tx.init, params())
+    derived = plan_of().for_optimizer(state)
+    assert all(tuple(spec) == () for spec in jax.tree.leaves(derived.specs()))
 
 
 def test_what_is_not_known_is_told():

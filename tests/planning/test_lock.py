@@ -141,7 +141,7 @@ def test_specs_that_are_made_from_shapes():
     assert back.rules[0][1].spec == rules[0][1]
     assert back.rules[1][1] == rules[1][1]
     stricter = [rules[0], (".*", sr.RuleSpec(sr.fsdp("fsdp", min_rank=3), units=(2,)))]
-    assert sr.plan(TREE, stricter, MESH).diff(back).rules == ("rule 1",)
+    assert sr.plan(TREE, stricter, MESH).diff(back).rules == ("1 changed (1)",)
 
 
 FSDP = {"fsdp": ["fsdp"], "min_bytes": 0, "min_rank": 0, "within": []}
@@ -403,7 +403,7 @@ class TestDiff:
             "~ layers/{0..3}/wq  P('fsdp', 'tp') -> P('fsdp', None)  (+128 B on each device)",
             "- gone  (4,)  float32  P('tp')",
             "+ new/{0,1}  (6,)  float32  P('tp')",
-            "rules changed: rules 0, 1, 2",
+            "rules: 1 added (0)",
         }
         back = {
             (c.path, c.leaves, c.before is None, c.after is None)
@@ -411,17 +411,26 @@ class TestDiff:
         }
         assert back == {(path, leaves, new, gone) for path, leaves, gone, new in found}
 
+    def test_a_rule_that_moved_is_the_same_rule(self):
+        tree = {"wq": array(8, 8), "b": array(8)}
+        first, *others = [("a", "tp"), ("b", "tp"), ("c", "dp"), ("wq", ("fsdp", "tp"))]
+        before = self.plan(tree, [first, *others])
+        assert before.diff(self.plan(tree, [*others, first])).rules == ("1 moved (0 -> 3)",)
+        assert before.diff(self.plan(tree, others)).rules == ("1 removed (0)",)
+        more = [("x", None), *others, ("y", None)]
+        assert before.diff(self.plan(tree, more)).rules == ("1 added (4)", "1 changed (0)")
+
     @pytest.mark.parametrize(
         ("rules", "told"),
         [
-            ([("wq", ("fsdp", "tp")), ("b", "tp")], "rule 1"),
-            ([("wq", ("fsdp", "tp")), (re.compile(""), "tp")], "rule 1"),
-            ([("wq", ("fsdp", "tp")), ("never", "dp"), ("", "tp")], "rules 1, 2"),
-            ([("wq", sr.RuleSpec(("fsdp", "tp"), units=(2, None))), ("", "tp")], "rule 0"),
-            ([("wq", sr.RuleSpec(("fsdp", "tp"), optional_axes=["tp"])), ("", "tp")], "rule 0"),
-            ([(f"x{i}", None) for i in range(2000)] + list(RULES), "rules 0, 1, 2, 3, 4, 5, 6, 7 and 1,994 more"),
+            ([("wq", ("fsdp", "tp")), ("b", "tp")], "1 changed (1)"),
+            ([("wq", ("fsdp", "tp")), (re.compile(""), "tp")], "1 changed (1)"),
+            ([("wq", ("fsdp", "tp")), ("never", "dp"), ("", "tp")], "1 added (1)"),
+            ([("wq", sr.RuleSpec(("fsdp", "tp"), units=(2, None))), ("", "tp")], "1 changed (0)"),
+            ([("wq", sr.RuleSpec(("fsdp", "tp"), optional_axes=["tp"])), ("", "tp")], "1 changed (0)"),
+            ([(f"x{i}", None) for i in range(2000)] + list(RULES), "2,000 added (0, 1, 2, 3, 4, 5, 6, 7 and 1,992 more)"),
             (sr.Rules(RULES, replace(sr.EFORMER, name="mine")), "the dialect"),
-            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.EASYLM), "the dialect, rule 1"),
+            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.EASYLM), "the dialect, 1 changed (1)"),
         ],
         ids=range(8),
     )  # fmt: skip
@@ -434,8 +443,7 @@ class TestDiff:
             assert diff.changes == ()
             assert diff.rules == tuple(told.split(", ", 1) if "dialect, " in told else [told])
             assert (
-                str(diff)
-                == f"rules changed: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
+                str(diff) == f"rules: {told}\n0 leaves changed; 48 B -> 48 B on the fullest device"
             )
 
     def test_the_rule_that_decides_alone(self):

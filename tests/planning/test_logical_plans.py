@@ -401,7 +401,7 @@ class TestQuestions:
         before = planned()
         other = sr.LogicalRules([(n, a) for n, a in RULES if n != "mlp"])
         found = before.diff(planned(rules=other))
-        assert found.rules == ("rules 3, 4, 5, 6",)
+        assert found.rules == ("1 removed (3)",)
         assert [change.path for change in found.changes] == ["wi"]
         assert not before.diff(planned())
         tree, _ = beside()

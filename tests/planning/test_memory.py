@@ -198,7 +198,7 @@ class TestLocksAndDiffs:
         assert before.fingerprint() != after.fingerprint()
         found = before.diff(after)
         assert [(one.path, one.leaves) for one in found.changes] == [("embed", 1)]
-        assert found.rules == ("rule 0",)
+        assert found.rules == ("1 changed (0)",)
         saved = "-256" if kind != "device" else "+0"
         assert f"~ embed  P('fsdp', 'tp') -> P('fsdp', 'tp') in {kind}  ({saved} B on" in str(found)
         if kind != "device":

@@ -9,7 +9,7 @@ import sys
 import tracemalloc
 import weakref
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from types import SimpleNamespace
@@ -108,6 +108,34 @@ def all_trees():
 def test_trees_without_arrays_are_refused(name):
     with pytest.raises(TypeError, match="no leaf"):
         sr.plan(all_trees()[name], [("", "tp")], {"tp": 2})
+
+
+def test_a_tree_in_which_jax_sees_no_leaf_is_refused():
+    """jax-llm-examples keeps its abstract arrays in dataclasses that are registered without data."""
+
+    @dataclass
+    class Info:
+        shape: tuple
+        names: tuple
+
+    @dataclass
+    class Weights:
+        w: Info
+
+    tree_util.register_dataclass(Info, data_fields=(), meta_fields=("shape", "names"))
+    tree_util.register_dataclass(Weights, data_fields=("w",), meta_fields=())
+    tree, logical = Weights(Info((8, 8), ("x", "y"))), sr.LogicalRules([("x", "tp")])
+    mesh = {"tp": 2}
+    for call in (
+        lambda: sr.plan(tree, [("w", "tp")], mesh),
+        lambda: sr.plan(tree, logical, mesh),
+        lambda: sr.named_shardings(tree, logical, mesh),
+        lambda: sr.named_shardings({"w": tree.w}, [("w", "tp")], mesh),
+    ):
+        with pytest.raises(TypeError, match=r"1 node such as .*Info.* is registered without data"):
+            call()
+    for empty in ({}, {"a": ()}, [{}, ()]):
+        assert len(sr.plan(empty, [("w", "tp")], mesh)) == 0
 
 
 @pytest.mark.parametrize("name", sorted(all_trees().keys() - WITHOUT_ARRAYS))

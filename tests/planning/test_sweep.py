@@ -110,8 +110,8 @@ def test_meshes_of_ones_own():
     assert [row.largest_replicated for row in rows] == ["n", "n", "w", "w"]
     assert [row.corrections for row in rows] == [0, 0, 0, 1]
     assert all(row.fits is None for row in rows)
-    assert len(str(rows).splitlines()) == 4
-    assert str(rows).startswith("tp=8 ")
+    assert len(str(rows).splitlines()) == 5
+    assert str(rows).splitlines()[1].startswith("tp=8 ")
     assert plan.sweep([]) == ()
 
 

@@ -110,7 +110,7 @@ def test_axis_sizes():
         (
             {"dp": 0},
             ValueError,
-            "the size of the mesh axis 'dp' is 0 (a int); it must be an integer from 1",
+            "the size of the mesh axis 'dp' is 0 (an int); it must be an integer from 1",
         ),
         ({"dp": -2}, ValueError, "the size of the mesh axis 'dp' is -2"),
         (
@@ -119,7 +119,7 @@ def test_axis_sizes():
             "the size of the mesh axis 'dp' is 2.0 (a float); it must be an integer",
         ),
         ({"dp": True}, TypeError, "the size of the mesh axis 'dp' is True"),
-        ({3: 2}, TypeError, "the name of a mesh axis is 3 (a int); it must be a string"),
+        ({3: 2}, TypeError, "the name of a mesh axis is 3 (an int); it must be a string"),
         ((8, 4), TypeError, "mesh is (8, 4) (a tuple); it must be a jax.sharding.Mesh"),
     ],
 )

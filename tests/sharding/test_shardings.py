@@ -126,7 +126,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
         "dim 0 of size 6 is not divisible by fsdp=4: use fewer axes",
         "dim 1: the mesh has no axis 'zz': rename it in the rule",
         "b  shape (8,)  rule 1",
-        "the spec has 2 entries, the array 1 dimensions: shorten the spec",
+        "the spec has 2 entries, the array 1 dimension: shorten the spec",
         "c  shape (2, 2)  rule 2",
         "dim 1: 'tp' is used twice",
     ):

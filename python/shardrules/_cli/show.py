@@ -1,4 +1,4 @@
-"""Plans, findings and sweeps as output: rich tables on a terminal, plain text in a pipe.
+"""Plans, findings and sweeps as output: the same text everywhere, with colours on a terminal.
 
 Imports rich only for a terminal, and does without if it is not installed. Must
 not know where a plan comes from.
@@ -7,15 +7,15 @@ not know where a plan comes from.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardrules._format import and_more, bytes_shown, mesh_shown, seconds_shown
+from shardrules._format import and_more
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
-from shardrules._planning.showing.table import HEADS, RIGHT, heading, rows
+from shardrules._planning.showing.table import heading, lines
 from shardrules._printable import printable, printable_json
 from shardrules._specs import spec_shown
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.findings import Findings
     from shardrules._planning.asking.step_time import StepTime
     from shardrules._planning.asking.sweep import Sweep
+    from shardrules._planning.kinds import Kind
     from shardrules._planning.plan import Plan
 
 __all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "sweep_json", "working"]
@@ -45,24 +46,29 @@ def working(what: str) -> Iterator[None]:
 
 def show_plan(plan: Plan) -> None:
     """Prints the heading and all folded paths."""
+    columns = plan._columns
+    print(heading(columns))
+    head, *rows = lines(columns)
+    kinds = [columns.kinds[folded.group] for folded in columns.folded]
+    _print_table(head, rows, [_is_alarming(kind, columns.axis_sizes) for kind in kinds])
+
+
+def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
+    is_large = kind.bytes >= DEFAULT_LARGE and is_replicated(kind, axis_sizes)
+    return kind.status != "placed" or is_large
+
+
+def _print_table(head: str, rows: list[str], alarming: list[bool]) -> None:
+    """Prints the same lines everywhere; on a terminal the head is bold and some rows are red."""
     if not _is_styled(sys.stdout):
-        print(repr(plan))
+        print("\n".join([head, *rows]))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
-    for head in HEADS:
-        table.add_column(head, justify="right" if head in RIGHT else "left", overflow="fold")
-    columns = plan._columns
-    for row, folded in zip(rows(columns), columns.folded, strict=True):
-        kind = columns.kinds[folded.group]
-        is_large = kind.bytes >= DEFAULT_LARGE and is_replicated(kind, columns.axis_sizes)
-        style = "red" if kind.status != "placed" or is_large else None
-        table.add_row(*map(_plain, row), style=style)
-    console = Console(highlight=False)
-    console.print(_plain(heading(columns)))
-    console.print(table)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_plain(head), style="bold")
+    for row, is_red in zip(rows, alarming, strict=True):
+        console.print(_plain(row), style="red" if is_red else None)
 
 
 def show_findings(findings: Findings) -> None:
@@ -84,31 +90,11 @@ def show_findings(findings: Findings) -> None:
 
 
 def show_sweep(found: Sweep, most: int) -> None:
-    """Prints the first `most` rows."""
-    from shardrules._planning.asking.sweep import Sweep, held_shown
+    """Prints the first `most` rows, how many more there are, and the assumptions."""
+    from shardrules._planning.asking.sweep import table
 
-    if not _is_styled(sys.stdout):
-        print(Sweep(found[:most]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    has_times = bool(found.assumptions)
-    heads = ["mesh", "devices", "per device", "replicated", "largest replicated leaf", ""]
-    heads[2:2] = ["a step", "longest"] if has_times else []
-    table = Table(box=None, header_style="bold")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("mesh", "longest", "") else "right")
-    for row in found[:most]:
-        whole = f"{row.largest_replicated or '-'}  {bytes_shown(row.largest_replicated_bytes)}"
-        verdict = {None: "", True: "fits", False: "does not fit"}[row.fits]
-        time = row.time and [seconds_shown(row.time.total), _plain(row.time.dominant)]
-        table.add_row(
-            _plain(mesh_shown(row.mesh)), f"{row.devices:,}", *(time or []), held_shown(row),
-            bytes_shown(row.replicated), _plain(whole), verdict,
-            style="red" if row.fits is False else None,
-        )  # fmt: skip
-    Console(highlight=False).print(table)
+    head, *rows = table(found[:most])
+    _print_table(head, rows, [row.fits is False for row in found[:most]])
     for line in (*and_more(len(found), most, "mesh"), *found.notes):
         print(printable(line))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "box_types",
+    "is_flax_struct",
     "loaded",
     "own_rules",
     "says_its_sharding",
@@ -35,6 +36,12 @@ def box_types() -> tuple[type, ...]:
     """The base classes of boxes, ours and flax's, that are already imported."""
     modules = ("shardrules.compat.flax_core_meta", "flax.core.meta")
     return tuple(sys.modules[name].AxisMetadata for name in modules if name in sys.modules)
+
+
+def is_flax_struct(node: object) -> bool:
+    """Whether a node is a record of flax.struct, such as a TrainState."""
+    # The public mark of `flax.struct.dataclass` is its `replace`, which others have as well.
+    return bool(getattr(type(node), "_flax_dataclass", False))
 
 
 def variable_sharding(variable: Any) -> Any:

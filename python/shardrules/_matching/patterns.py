@@ -362,5 +362,8 @@ def _located(where: str, error: re.error, pattern: str) -> re.error:
         message += f"\n{printable(f'    {line}')}\n{' ' * len(before)}^"
     elif pattern:
         message += f"\n{printable(f'    {pattern}')}"
+    if error.pos == 0 and pattern.startswith("*"):
+        meant = printable(repr(f".{pattern}"))
+        message += f"\npatterns are regular expressions, not globs: write {meant}"
     located.args = (message,)
     return located

@@ -388,7 +388,7 @@ class Plan(PlanLike):
             >>> tree = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
             >>> plan = sr.plan(tree, [("kernel", "tp"), (".*", ())], {"tp": 8})
             >>> [(finding.level, finding.kind) for finding in plan.check()]
-            [('error', 'catch-all'), ('warning', 'unused-axis'), ('warning', 'dead')]
+            [('error', 'catch-all'), ('warning', 'dead'), ('info', 'unused-axis')]
         """
         check_real("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
@@ -888,7 +888,7 @@ class Plan(PlanLike):
             >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
             >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
             >>> print(plan.diff(sr.plan(tree, [("w", ())], {"tp": 2})))
-            rules changed: rule 0
+            rules: 1 changed (0)
             ~ w  P('tp', None) -> P()  (+64 B on each device)
             1 leaf changed; 64 B -> 128 B on the fullest device
         """
@@ -932,12 +932,14 @@ class Plan(PlanLike):
         """The plan of an optimizer's state: each leaf is cut as its parameter is, and beside it.
 
         A leaf's parameter is the one whose path ends the leaf's, whole components only; of several
-        the longest. In a state of Keras, `dense_kernel_momentum` belongs to `dense/kernel`. A
-        moment of the parameter's shape gets its spec; one that lacks a dimension, as Adafactor's
-        `v_row` and `v_col` (`optax.scale_by_factored_rms`), lacks its entry; a history with a
-        dimension in front gets it behind None; of dimensions that are 1, none is cut. All else is
-        replicated; `Kind.origin` says which of these it was. What follows a parameter is in its
-        kind of memory, unless another is given.
+        the longest. What begins all parameters' paths, or flax's `params`, may be missing there: a
+        plan of {"params": params} fits the state of `params`. In a state of Keras,
+        `dense_kernel_momentum` belongs to `dense/kernel`. A moment of the parameter's shape gets
+        its spec; one that lacks a dimension, as Adafactor's `v_row` and `v_col`
+        (`optax.scale_by_factored_rms`), lacks its entry; a history with a dimension in front gets
+        it behind None; of dimensions that are 1, none is cut. All else is replicated; `Kind.origin`
+        says which of these it was. What follows a parameter is in its kind of memory, unless
+        another is given.
 
         Args:
             state: Any pytree of arrays or abstract arrays: `jax.eval_shape(tx.init, params)` of
@@ -951,7 +953,8 @@ class Plan(PlanLike):
                 leaves of an optimizer's state, of those alone. Default: the parameters'.
 
         Raises:
-            ValueError: The mesh has no axis `zero1`, or its devices no such memory; or as `plan`.
+            ValueError: The state has arrays of numbers, and none follows a parameter; the mesh has
+                no axis `zero1`, or its devices no such memory; or as `plan`.
             TypeError: The state is not a tree of arrays.
 
         Example:
@@ -974,7 +977,7 @@ class Plan(PlanLike):
         dialect = self._columns.leaves.paths_dialect
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(unboxed(state).tree if is_boxed else state, Rules((), dialect))
-        found = find_parameters(self._columns.leaves, leaves.paths)
+        found = find_parameters(self._columns.leaves, leaves)
         follow = partial(
             by_parameters, state=leaves, found=found, zero1=cut, memory_kind=memory_kind
         )

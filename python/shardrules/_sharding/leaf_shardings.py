@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_tree
+from shardrules._arguments import check_shapes, check_tree
 from shardrules._correction import Correction, check_correction
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
@@ -168,6 +168,8 @@ def requested_shardings(
         )
         return leaves, treedef, _in_own_memory(leaves, placements)
     leaves, treedef = tree_util.tree_flatten(tree)
+    if not leaves:
+        check_shapes("tree", tree, None)
     if isinstance(decider, LogicalRules):
         on_mesh = local_view(resolve_mesh(mesh))
         _, found = shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)

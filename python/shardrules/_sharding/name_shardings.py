@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardrules._arguments import check_shapes
 from shardrules._core import resolve_all
 from shardrules._logical.arrays import named_arrays
 from shardrules._logical.rules import resolver_of
@@ -51,6 +52,8 @@ def shardings_by_names(
     arrays: list[Any]
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
+    if not arrays:
+        check_shapes("tree", tree, None)
     policy = correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
     make = corrected(resolver_of(rules, sizes, policy), mesh, policy)

@@ -17,9 +17,11 @@ from shardrules._arguments import Tree, boolean, check_choice, check_tree
 from shardrules._correction import Correction
 from shardrules._dtypes import given_name, is_plain_float
 from shardrules._format import shown
+from shardrules._logical.flax import is_flax_struct, variable_types
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
+from shardrules._specs import is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
     import jax
@@ -40,6 +42,7 @@ __all__ = [
 
 
 _T = TypeVar("_T")
+_NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
@@ -53,7 +56,7 @@ def shard(
     names: Any = None,
     donate: bool = False,
     dtype: Any = None,
-    scalars: Literal["place", "keep"] = "place",
+    scalars: Literal["place", "keep"] | None = None,
 ) -> Tree:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
@@ -63,8 +66,8 @@ def shard(
     process.
 
     Args:
-        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and other
-            attributes of equinox modules stay unchanged.
+        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and the
+            attributes of modules that are no arrays stay unchanged, such as a dropout rate.
         specs_or_rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
@@ -74,8 +77,10 @@ def shard(
         donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless a
             device keeps its part. Default: False.
         dtype: The dtype of all floating arrays of 16 bits or more. Default: their own.
-        scalars: "keep" leaves all leaves as they are that are not arrays, such as numbers, strings
-            and None. Default: "place": numbers become arrays, and other leaves are errors.
+        scalars: "place" makes arrays of all numbers. "keep" leaves all leaves as they are that are
+            not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
+            and flax's states become arrays, as optimizers' counts; those that are attributes of a
+            module stay, as in `equinox.is_array`. Other leaves are errors.
 
     Returns:
         A tree of the same structure, with jax.Arrays; type checkers take it for one of the type of
@@ -105,7 +110,7 @@ def shard(
         correction=correction,
         companions=companions,
         names=names,
-        chosen=partial(of_placeable, keep=scalars == "keep"),
+        chosen=partial(of_placeable, scalars=scalars),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
     chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
@@ -117,7 +122,7 @@ def shard(
 
 
 def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
-    check_choice("scalars", scalars, ("place", "keep"))
+    check_choice("scalars", scalars, ("place", "keep", None))
     gives_up = boolean("donate", donate)
     if dtype is None and not gives_up:
         return []
@@ -343,17 +348,24 @@ def _is_plain_array_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def of_placeable(
-    tree: Any, leaves: list[Any], shardings: list[NamedSharding | None], *, keep: bool = False
+    tree: Any,
+    leaves: list[Any],
+    shardings: list[NamedSharding | None],
+    *,
+    scalars: Literal["place", "keep"] | None = None,
 ) -> list[NamedSharding | None]:
-    """The shardings, with None for leaves that stay unchanged: with `keep` all but arrays."""
+    """Returns the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
     import jax
-    from jax.core import Tracer
-    from jax.sharding import Mesh
 
     chosen = list(shardings)
-    if keep:
+    if scalars == "keep":
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
         chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
+    elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
+        numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
+        for index, path in _paths(tree, numbers):
+            if _is_attribute_of_module(tree, path):
+                chosen[index] = None
     can_all = all(map(_can_be_placed, _of_each_type(leaves)))
     others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
@@ -362,24 +374,56 @@ def of_placeable(
         if not _stays(leaves[index], path) or len(others) == len(leaves):
             raise TypeError(
                 f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
-                f"{shown(leaves[index])}; only arrays and numbers can be placed: take it out of "
-                "the tree, give None for it instead of a spec, or give scalars='keep', which "
-                "leaves all that is not an array as it is (as in an equinox module)"
+                f"{shown(leaves[index])}; {_instead(leaves[index])}"
             )
         chosen[index] = None
-    for leaf, sharding in zip(leaves, chosen, strict=True):
+    _check_placeable(tree, leaves, chosen)
+    return chosen
+
+
+def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
+    """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
+    import jax
+    from jax.core import Tracer
+    from jax.sharding import Mesh
+
+    for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is not None and isinstance(leaf, Tracer):
             raise TypeError(
                 "shard places arrays on devices, and inside jit there are none yet: "
                 "use with_sharding_constraint, which takes the same arguments"
             )
-    for sharding in _distinct(chosen):
-        if sharding is not None and not isinstance(sharding.mesh, Mesh):
+    for sharding in _distinct(shardings):
+        if sharding is None:
+            continue
+        if not isinstance(sharding.mesh, Mesh):
             raise TypeError(
                 "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
                 f"{shown(sharding.mesh)}"
             )
-    return chosen
+        if any(map(is_unconstrained, sharding.spec)):
+            index = next(i for i, one in enumerate(shardings) if one is sharding)
+            ((_, path),) = _paths(tree, [index])
+            raise ValueError(
+                f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} cannot be placed as "
+                f"{spec_shown(sharding.spec)}: UNCONSTRAINED leaves a dimension to the compiler, "
+                "which places nothing; name mesh axes or None there, or give "
+                "Correction(unconstrained='drop')"
+            )
+
+
+def _instead(leaf: Any) -> str:
+    """What to do with a leaf that cannot be placed."""
+    if hasattr(leaf, "shape") and not isinstance(leaf, type):
+        return (
+            "it is abstract and has no data to place: make the arrays where they belong, with "
+            "jax.jit(init, out_shardings=plan.shardings())(...), or give the arrays themselves"
+        )
+    return (
+        "only arrays and numbers can be placed: take it out of the tree, give None for it instead "
+        "of a spec, or give scalars='keep', which leaves all that is not an array as it is (as in "
+        "an equinox module)"
+    )
 
 
 def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
@@ -390,6 +434,20 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
         return []
     paths = tree_util.tree_flatten_with_path(tree)[0]
     return [(index, paths[index][0]) for index in indices]
+
+
+def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
+    """Whether the leaf of this path is an attribute of a module, and not in a container of data."""
+    from jax.tree_util import GetAttrKey, tree_flatten_with_path
+
+    if not path or not isinstance(path[-1], GetAttrKey):
+        return False
+    node = tree
+    for key in path[:-1]:
+        children = tree_flatten_with_path(node, is_leaf=lambda child, node=node: child is not node)
+        node = next(child for keys, child in children[0] if keys == (key,))
+    is_state = isinstance(node, (tuple, *variable_types())) or is_flax_struct(node)
+    return not is_state
 
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:

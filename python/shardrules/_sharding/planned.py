@@ -1,12 +1,13 @@
 """The placements of a plan, for functions of this room that take companions.
 
-Planning is a later room, which this one must not know; so it hands in how it finds them. It is
-there as soon as anyone has made a companion. Costs a plan.
+Planning is a later room, which this one must not know; so it hands in how it finds them when it is
+imported. Costs a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Final
 
 from shardrules._arguments import listed
@@ -37,6 +38,8 @@ def planned_placements(tree: Any, companions: tuple[Any, ...], *arguments: Any, 
     Raises:
         TypeError, ValueError: As `shardrules.plan` and `Plan.shardings`.
     """
-    if not _finders:
-        raise TypeError(f"companions[0] is {type(companions[0]).__name__}; give {_WHAT}")
+    if not _finders:  # as in a process that has read or unpickled its companions
+        if not type(companions[0]).__module__.startswith("shardrules."):
+            raise TypeError(f"companions[0] is {type(companions[0]).__name__}; give {_WHAT}")
+        import_module("shardrules._planning.plan")
     return _finders[0](tree, *arguments, companions=companions, **more)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._core import Corrector
 from shardrules._correction import Correction
-from shardrules._format import nearest
+from shardrules._format import counted, nearest
 from shardrules._sharding.factors import Cut, cuts_of
 from shardrules._specs import (
     Dim,
@@ -279,7 +279,10 @@ class SpecOnMesh:
         return words[lost.kind](lost, shape)
 
     def _words_of_rank(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
-        message = f"the spec has {len(self.spec)} entries, the array {len(shape)} dimensions"
+        message = (
+            f"the spec has {counted(len(self.spec), 'entry')}, the array "
+            f"{counted(len(shape), 'dimension')}"
+        )
         other = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
         return message, f"shorten the spec{other}"
 

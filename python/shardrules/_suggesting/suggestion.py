@@ -169,7 +169,7 @@ class Suggestion:
             >>> import jax, shardrules as sr
             >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
             >>> print(sr.suggest(tree, {"tp": 4}).compare([("kernel", ()), ("bias", ())]))
-            rules changed: rules 0, 1
+            rules: 1 added (0), 2 removed (0, 1)
             ~ up/kernel  P() -> P(None, 'tp')  (-49.2 kB on each device)
             1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
             2 rules -> 1 rule

@@ -6,10 +6,11 @@ plan is made.
 
 from __future__ import annotations
 
-import itertools
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -71,7 +72,8 @@ class PlanDiff(NamedTuple):
     """On the device that holds most, before and after."""
     changes: tuple[Change, ...]
     rules: tuple[str, ...] = ()
-    """Which rules differ, such as "the dialect" or "rule 3", even if each leaf gets the same."""
+    """What differs in the rules, such as "the dialect" or "2 added (0, 1)", even if each leaf gets
+    the same. Rules are compared by content; a removed one has the number that it had."""
     host_bytes: tuple[int, int] = (0, 0)
     """In the host's memory for the device that has most there, before and after."""
 
@@ -87,7 +89,7 @@ class PlanDiff(NamedTuple):
             return "no differences"
         meshes = " -> ".join(map(mesh_shown, self.mesh))
         lines = [printable(f"mesh {meshes}")] if self._meshes_differ else []
-        lines += [printable(f"rules changed: {', '.join(self.rules)}")] if self.rules else []
+        lines += [printable(f"rules: {', '.join(self.rules)}")] if self.rules else []
         lines += map(str, self.changes)
         leaves = counted(sum(change.leaves for change in self.changes), "leaf")
         before, after = map(bytes_shown, self.bytes)
@@ -136,14 +138,43 @@ def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) ->
         return
     if before.dialect != after.dialect:
         yield "the dialect"
-    pairs = itertools.zip_longest(_comparable(before), _comparable(after))
-    changed = [index for index, (a, b) in enumerate(pairs) if a != b]
-    if changed:
-        first = ", ".join(map(str, changed[:_MOST_RULES]))
-        more = f" and {len(changed) - _MOST_RULES:,} more" if len(changed) > _MOST_RULES else ""
-        yield f"{'rule' if len(changed) == 1 else 'rules'} {first}{more}"
-    elif decided_otherwise:
+    changes = list(_content_changed(_comparable(before), _comparable(after)))
+    yield from changes
+    if not changes and decided_otherwise:
         yield f"which rule decides {counted(decided_otherwise, 'leaf')}"
+
+
+def _content_changed(before: list[Any], after: list[Any]) -> Iterator[str]:
+    """Says which rules are new, gone, changed or elsewhere; a rule that moved is the same rule."""
+    new: list[int] = []
+    gone: list[int] = []
+    changed: list[int] = []
+    for what, start, end, start_after, end_after in SequenceMatcher(
+        a=before, b=after, autojunk=False
+    ).get_opcodes():
+        if what == "replace" and end - start == end_after - start_after:
+            changed += range(start_after, end_after)
+        elif what != "equal":
+            gone += range(start, end)
+            new += range(start_after, end_after)
+    places: defaultdict[Any, deque[int]] = defaultdict(deque)
+    for place in gone:
+        places[before[place]].append(place)
+    moved = [
+        f"{places[after[place]].popleft()} -> {place}" for place in new if places.get(after[place])
+    ]
+    left = sorted(place for kept in places.values() for place in kept)
+    stayed = {int(pair.rpartition(" ")[2]) for pair in moved}
+    for verb, numbers in (
+        ("added", [place for place in new if place not in stayed]),
+        ("removed", left),
+        ("changed", changed),
+        ("moved", moved),
+    ):
+        if numbers:
+            listed = ", ".join(map(str, numbers[:_MOST_RULES]))
+            more = f" and {len(numbers) - _MOST_RULES:,} more" * (len(numbers) > _MOST_RULES)
+            yield f"{len(numbers):,} {verb} ({listed}{more})"
 
 
 def _comparable(rules: AnyRules) -> list[tuple[Any, ...]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._display import answer, record
-from shardrules._format import bytes_shown, mesh_shown
+from shardrules._format import aligned, bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.step_time import assumed_lines, step_time, time_shown
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from shardrules._planning.asking.step_time import Run, StepTime
     from shardrules._planning.columns import Columns
 
-__all__ = ["Sweep", "SweepRow", "factorizations", "held_shown", "sweep"]
+__all__ = ["Sweep", "SweepRow", "factorizations", "sweep", "table"]
 
 _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
 # than this part of a device's memory: activations take more, and no estimate is as near.
 _TIE: Final = 0.05
+_HEADS: Final = (
+    "mesh", "devices", "a step", "per device", "replicated", "corrections", "memory",
+    "largest replicated leaf",
+)  # fmt: skip
+_RIGHT: Final = frozenset({"devices", "per device", "replicated", "corrections"})
 
 
 @record
@@ -84,23 +89,32 @@ class Sweep(tuple[SweepRow, ...]):
         return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
 
     def __str__(self) -> str:
-        return "\n".join([*map(_line, self), *self.notes]) or "no meshes"
+        return "\n".join([*table(self), *self.notes])
 
 
-def held_shown(row: SweepRow) -> str:
-    """The bytes on the fullest device, and those on its host if there are any."""
+def table(rows: Sequence[SweepRow]) -> list[str]:
+    """Returns the lines of a table: the heads, and a line for each mesh."""
+    if not rows:
+        return ["no meshes"]
+    has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
+    hidden = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
+    kept = [place for place, head in enumerate(_HEADS) if head not in hidden]
+    cells = ([_cells(row)[place] for place in kept] for row in rows)
+    return aligned([_HEADS[place] for place in kept], cells, _RIGHT)
+
+
+def _cells(row: SweepRow) -> tuple[str, ...]:
     host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
-    return bytes_shown(row.bytes) + host
-
-
-def _line(row: SweepRow) -> str:
-    fits = "" if row.fits is None else f"  {'fits' if row.fits else 'does not fit'}"
-    time = "" if row.time is None else f"{time_shown(row.time):<22} "
-    largest = f"{row.largest_replicated} {bytes_shown(row.largest_replicated_bytes)}"
-    return printable(
-        f"{mesh_shown(row.mesh):<40} {time}{held_shown(row):>10}  "
-        f"replicated {bytes_shown(row.replicated):>10}  corrections {row.corrections:,}{fits}"
-        + (f"  largest replicated: {largest}" if row.largest_replicated else "")
+    largest = row.largest_replicated
+    return (
+        printable(mesh_shown(row.mesh)),
+        f"{row.devices:,}",
+        "" if row.time is None else time_shown(row.time),
+        bytes_shown(row.bytes) + host,
+        bytes_shown(row.replicated),
+        f"{row.corrections:,}",
+        {None: "", True: "fits", False: "does not fit"}[row.fits],
+        printable(f"{largest}  {bytes_shown(row.largest_replicated_bytes)}") if largest else "-",
     )
 
 

@@ -7,6 +7,7 @@ any optimizer but what Adafactor calls its factors, and how Keras names what goe
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._dtypes import is_inexact
+from shardrules._format import brief
 from shardrules._planning.columns import Columns
 from shardrules._planning.kinds import Kind
 from shardrules._planning.leaves import LeafType, Leaves
@@ -56,6 +59,8 @@ class _Relation(NamedTuple):
     origin: str
 
 
+_COLLECTION: Final = "params"
+"""What flax calls the collection of the parameters."""
 _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
@@ -131,15 +136,20 @@ def by_parameters(
     return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
 
 
-def find_parameters(params: Leaves, paths: list[str]) -> FoundParameters:
-    """The parameters of the leaves of these paths, on whatever mesh."""
+def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
+    """Finds the parameters of the leaves of a state, on whatever mesh.
+
+    Raises:
+        ValueError: The state has moments, by their dtypes and sizes, and none of them follows a
+            parameter.
+    """
     separator = params.paths_dialect.separator
     # A component of `keystr` paths begins with [ or a dot.
     boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
-    row_of = params.rows
+    row_of = {**_rows_without_prefix(params, boundary), **params.rows}
     flat_names = functools.cache(lambda: _rows_of_flat_names(params))
     rows, factors = [], []
-    for path in paths:
+    for path in state.paths:
         start = 0
         while (row := row_of.get(path[start:], _NONE)) == _NONE:
             passed = boundary.search(path, start)
@@ -149,7 +159,52 @@ def find_parameters(params: Leaves, paths: list[str]) -> FoundParameters:
             start = passed.end()
         rows.append(row)
         factors.append(None if row == _NONE else _factor(path[:start]))
+    if params.paths and all(row == _NONE for row in rows):
+        _check_no_moments(params, state)
     return FoundParameters(rows, factors)
+
+
+def _check_no_moments(params: Leaves, state: Leaves) -> None:
+    for path, number in zip(state.paths, state.kind_of.tolist(), strict=True):
+        if _may_be_moment(state.types[number]):
+            raise ValueError(
+                f"no leaf of the state follows a parameter: the state has {brief(path)}, and the "
+                f"plan {brief(params.paths[0])}; plan the tree that the optimizer was initialized "
+                "with, or give the state of the tree that the plan is of"
+            )
+
+
+def _may_be_moment(leaf: LeafType) -> bool:
+    return leaf.shape is not None and prod(leaf.shape) > 1 and is_inexact(leaf.dtype)
+
+
+def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str, int]:
+    """The parameters' rows by their paths without what begins them all, or flax's `params`.
+
+    Of {"params": params} the optimizer sees params alone. A path that stands for several parameters
+    is that of none, unless they are of one kind.
+    """
+    rows: dict[str, int] = {}
+    common = _common_prefix(params.paths, boundary)
+    for row, path in enumerate(params.paths):
+        first = boundary.search(path)
+        end = 0 if first is None else first.end()
+        start = end if path[:end].strip("[]'./") == _COLLECTION else 0
+        if start := max(start, common):
+            _add_unless_ambiguous(rows, path[start:], row, params)
+    return rows
+
+
+def _common_prefix(paths: list[str], boundary: re.Pattern[str]) -> int:
+    """The length of the whole components that begin each of the paths."""
+    shared = os.path.commonprefix(paths)  # noqa: RUF071 - by characters; components are cut below
+    return max((passed.end() for passed in boundary.finditer(shared)), default=0)
+
+
+def _add_unless_ambiguous(rows: dict[str, int], name: str, row: int, params: Leaves) -> None:
+    other = rows.setdefault(name, row)
+    if other not in (_NONE, row) and params.kind_of[other] != params.kind_of[row]:
+        rows[name] = _NONE
 
 
 def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
@@ -160,9 +215,7 @@ def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
     separator = params.paths_dialect.separator or "/"
     rows: dict[str, int] = {}
     for row, path in enumerate(params.paths):
-        other = rows.setdefault(path.replace(separator, "_"), row)
-        if other not in (_NONE, row) and params.kind_of[other] != params.kind_of[row]:
-            rows[path.replace(separator, "_")] = _NONE
+        _add_unless_ambiguous(rows, path.replace(separator, "_"), row, params)
     return rows
 
 

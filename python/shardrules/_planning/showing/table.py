@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._planning.fold import Folded
 
-__all__ = ["HEADS", "RIGHT", "Row", "heading", "rows", "table"]
+__all__ = ["HEADS", "Row", "heading", "lines", "rows", "table"]
 
 _MOST_ROWS: Final = 60
 HEADS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
 """Heads of the columns of `rows`."""
-RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
+_RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
 
 
 class Row(NamedTuple):
@@ -52,10 +52,14 @@ def rows(columns: Columns, most: int | None = None) -> list[Row]:
 
 
 def table(columns: Columns) -> str:
-    """The heading, and the first rows in aligned columns."""
-    shown = aligned(HEADS, rows(columns, _MOST_ROWS), RIGHT)
+    """Returns the heading, and the first rows in aligned columns."""
     more = and_more(len(columns.folded), _MOST_ROWS, "row")
-    return "\n".join([heading(columns), *shown, *more])
+    return "\n".join([heading(columns), *lines(columns, _MOST_ROWS), *more])
+
+
+def lines(columns: Columns, most: int | None = None) -> list[str]:
+    """Returns the heads, and a line for each folded path; for the first `most` of them."""
+    return aligned(HEADS, rows(columns, most), _RIGHT)
 
 
 def _row(columns: Columns, folded: Folded) -> Row:

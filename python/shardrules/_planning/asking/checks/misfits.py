@@ -102,6 +102,7 @@ def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
             )
     if kind.shape is not None and len(spec) > len(kind.shape):
         yield (
-            f"the spec has {len(spec)} entries, the array {len(kind.shape)} dimensions",
+            f"the spec has {counted(len(spec), 'entry')}, the array "
+            f"{counted(len(kind.shape), 'dimension')}",
             "shorten the spec, or truncate it with Correction(rank='truncate')",
         )
