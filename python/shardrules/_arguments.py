@@ -9,12 +9,23 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import re
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from numbers import Number, Real
 from types import ModuleType, UnionType
-from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Final,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from shardrules._format import brief, counted, shown
 
@@ -30,11 +41,14 @@ __all__ = [
     "check_tree",
     "check_type",
     "each",
+    "in_order",
     "integer",
     "listed",
     "shape_of",
     "texts",
 ]
+
+Kind: TypeAlias = Literal["tree", "rules", "mesh", "plan", "path", "shape"]
 
 Tree = TypeVar("Tree")
 """The type of a tree, of what returns one of the same structure."""
@@ -226,6 +240,59 @@ def check_tree(name: str, tree: object) -> None:
         check_shapes(name, tree, None)
     instead = _RETURNED if callable(first[1]) and not first[0] else _ARRAYS
     raise TypeError(_no_arrays(name, *first, "and no array anywhere", instead))
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_Function: TypeAlias = Callable[_Parameters, _Result]
+
+
+def in_order(
+    *kinds: Kind,
+) -> Callable[[_Function[_Parameters, _Result]], _Function[_Parameters, _Result]]:
+    """Makes a function tell arguments that are swapped, once it has refused them.
+
+    Args:
+        kinds: What its first parameters are, in their order.
+    """
+
+    def told(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
+        @functools.wraps(function)
+        def call(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+            try:
+                return function(*arguments, **named)
+            except (TypeError, ValueError, re.error):
+                given, expected = list(map(_kind_of, arguments))[: len(kinds)], list(kinds)
+                if given != expected[: len(given)] and sorted(given) == sorted(kinds):
+                    name = function.__name__
+                    raise TypeError(
+                        f"{name}: the arguments are in another order, {', '.join(given)}: write "
+                        f"{name}({', '.join(kinds)})"
+                    ) from None
+                raise
+
+        return call
+
+    return told
+
+
+def _kind_of(argument: Any) -> Kind:
+    """What an argument seems to be, by a look at the object itself."""
+    if isinstance(argument, str):
+        return "path"
+    if hasattr(argument, "axis_names"):
+        return "mesh"
+    if isinstance(argument, Mapping) and argument:
+        sizes = all(type(size) is int for size in argument.values())
+        return "mesh" if sizes and all(isinstance(name, str) for name in argument) else "tree"
+    if isinstance(argument, list | tuple) and argument:
+        first = argument[0]
+        if all(type(size) is int for size in argument):
+            return "shape"
+        is_pair = isinstance(first, list | tuple) and len(first) == 2
+        return "rules" if is_pair and isinstance(first[0], str | re.Pattern) else "tree"
+    name = type(argument).__name__
+    return "plan" if name == "Plan" else "rules" if name.endswith("Rules") else "tree"
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:

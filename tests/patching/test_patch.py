@@ -112,6 +112,7 @@ class TestReplacing:
                 assert (new.__name__, new.__doc__) == (name, original.__doc__)
                 assert pickle.loads(pickle.dumps(new)) is new
             assert len(patched.replaced) == len(names)
+            assert all(name in repr(patched) for name in patched.replaced)
             now = globals_of_all_modules()
             changed = {key for key in before if before[key] != now[key]}
             assert len(changed) > 2 * len(names)  # re-exports

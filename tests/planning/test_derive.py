@@ -455,6 +455,17 @@ def test_what_is_not_known_is_told():
     assert derived.kind("layers").status == "placed"
 
 
+def test_a_stack_at_the_root():
+    """An ensemble, as `equinox.filter_vmap(Model)` makes it, had no companion that found a leaf."""
+    tree = {"wq": abstract(8, 64, 32), "deep": {"wq": abstract(8, 64, 32)}}
+    rules = [("wq", P("fsdp", "tp"))]
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("")])
+    assert set(jax.tree.leaves(plan.specs())) == {P(None, "fsdp", "tp")}
+    along = sr.plan(tree, rules, SIZES, companions=[sr.stacked("", mesh_axis="dp")])
+    assert along.specs()["deep"]["wq"] == P("dp", "fsdp", "tp")
+    assert along.check().at_least("warning") == ()
+
+
 def test_ambiguous_without_a_name():
     """A square kernel's moment that is no v_row or v_col could lack either dimension."""
     plan = plan_of()

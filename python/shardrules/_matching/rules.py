@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from shardrules._arguments import boolean, check_tree, check_type, integer
+from shardrules._arguments import boolean, check_tree, check_type, in_order, integer
 from shardrules._correction import RuleSpec
 from shardrules._display import answer
 from shardrules._format import shown
@@ -183,6 +183,7 @@ PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
 """(pattern, spec) pairs, or rules that are compiled already."""
 
 
+@in_order("rules", "tree")
 def match_partition_rules(
     rules: PathRules,
     tree: Any,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrules._arguments import check_type, each, integer, listed
+from shardrules._arguments import check_type, each, in_order, integer, listed
 from shardrules._dtypes import bits_of, given_name
 from shardrules._file_content import path_of
 from shardrules._file_error import FileError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 
+@in_order("path", "rules", "mesh")
 def load(
     source: str | os.PathLike[str],
     rules: RulesLike,

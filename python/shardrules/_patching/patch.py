@@ -82,6 +82,9 @@ class Patch:
         """The full names of the functions that this call replaced."""
         return tuple(f"{f.__module__}.{f.__qualname__}" for f in self._replaced)
 
+    def __repr__(self) -> str:
+        return f"<Patch of {', '.join(self.replaced) or 'nothing'}>"
+
     def __enter__(self) -> Patch:
         """Return the patch. The functions are replaced already."""
         return self

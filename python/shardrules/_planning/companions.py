@@ -113,7 +113,8 @@ def stacked(
     r"""Rules for single layers on a tree whose layers are stacked, as `jax.lax.scan` wants them.
 
     Args:
-        at: The path of the stack, without what is above it: `decoder/layers`.
+        at: The path of the stack, without what is above it: `decoder/layers`. "" is the root: each
+            array is stacked, as in an ensemble that `jax.vmap` has made.
         layer: The path of the layer whose rules count; a `*` in it is layer 0. Default: `{at}/*`.
         axis: The dimension of the stack in its arrays; 1 in MaxText. Default: 0.
         mesh_axis: The mesh axis that cuts the stack, such as one of pipeline stages. Default: none.
@@ -136,8 +137,10 @@ def stacked(
     """
     _check_places(at, layer)
     check_type("mesh_axis", mesh_axis, str | None, "a mesh axis or None")
-    base = (layer or f"{at}/*").replace("*", "0")
-    return _moved(re.escape(at), base, (*range(_checked_axis(axis)), mesh_axis, ...))
+    dims = (*range(_checked_axis(axis)), mesh_axis, ...)
+    if not at and layer is None:
+        return Companion("^(.*)$", r"\g<1>", dims)
+    return _moved(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
 
 
 def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:

@@ -22,6 +22,7 @@ from shardrules._arguments import (
     check_tree,
     check_type,
     each,
+    in_order,
     integer,
     listed,
     texts,
@@ -89,6 +90,7 @@ _PATH: Final = "a string, as in plan.paths, such as 'layers/0/w' for JAX's keys 
 _MOMENTS: Final = f"{_DTYPES}; or plan.for_optimizer(state)"
 
 
+@in_order("tree", "rules", "mesh")
 def plan(
     tree: Any,
     rules: RulesLike,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import Tree, check_choice, check_tree, check_type, shape_of
+from shardrules._arguments import Tree, check_choice, check_tree, check_type, in_order, shape_of
 from shardrules._core import resolve_all
 from shardrules._correction import Correction, check_correction
 from shardrules._format import mesh_shown, shown
@@ -95,6 +95,7 @@ def logical_to_mesh(
     return _resolved(tree, None, lambda names, _: resolver.spec(names))
 
 
+@in_order("tree", "mesh", "rules")
 def logical_to_mesh_sharding(
     tree: Any,
     mesh: MeshLike | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, NamedTuple
 
-from shardrules._arguments import check_tree
+from shardrules._arguments import check_tree, in_order
 from shardrules._core import resolve_all
 from shardrules._display import record
 from shardrules._logical.arrays import named_arrays, rows_and_paths
@@ -66,6 +66,7 @@ _AMBIGUOUS: Final = Decision(None, None, None, "ambiguous")
 _NAME_TWICE: Final = Decision(None, None, None, "name twice")
 
 
+@in_order("tree", "rules", "rules")
 def compare(
     tree: Any,
     rules_a: RulesLike,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import Tree
+from shardrules._arguments import Tree, in_order
 from shardrules._correction import Correction
 from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import has_devices
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["with_sharding_constraint"]
 
 
+@in_order("tree", "rules", "mesh")
 def with_sharding_constraint(
     tree: Tree,
     specs_or_rules: RulesLike,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes, check_tree
+from shardrules._arguments import check_shapes, check_tree, in_order
 from shardrules._correction import Correction, check_correction
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 
+@in_order("tree", "rules", "mesh")
 def named_shardings(
     tree: Any,
     rules: RulesLike,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from shardrules._arguments import Tree, boolean, check_choice, check_tree
+from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_name, is_plain_float
 from shardrules._format import shown
@@ -46,6 +46,7 @@ _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
+@in_order("tree", "rules", "mesh")
 def shard(
     tree: Tree,
     specs_or_rules: RulesLike,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_type, shape_of
+from shardrules._arguments import check_type, in_order, shape_of
 from shardrules._correction import Correction, check_correction
 from shardrules._dtypes import given_bits
 from shardrules._logical.rules import LogicalRules
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["spec_for"]
 
 
+@in_order("path", "shape", "rules", "mesh")
 def spec_for(
     path: str,
     shape: Sequence[int],

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardrules._arguments import check_tree, check_type, integer, listed, texts
+from shardrules._arguments import check_tree, check_type, in_order, integer, listed, texts
 from shardrules._correction import plain_spec
 from shardrules._declared import Declared
 from shardrules._format import brief, bytes_shown, mesh_shown
@@ -45,6 +45,7 @@ _ROLES: Final = {
 _ADAM: Final = ("float32", "float32")
 
 
+@in_order("tree", "mesh")
 def suggest(
     model: Any,
     mesh: MeshLike | None = None,

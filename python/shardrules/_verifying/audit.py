@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrules._arguments import check_tree, check_type
+from shardrules._arguments import check_tree, check_type, in_order
 from shardrules._dtypes import bits_of
 from shardrules._format import counted, mesh_shown
 from shardrules._planning.asking.findings import Finding, Findings
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["audit"]
 
 
+@in_order("tree", "plan")
 def audit(tree: Any, plan: Plan) -> Findings:
     """Compares live arrays with a plan: where they are, how they are sharded, in which memory.
 
