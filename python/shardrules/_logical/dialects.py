@@ -60,7 +60,7 @@ MAXTEXT: Final = LogicalDialect(
     "maxtext",
     last_wins=False,
     keeps_unknown=False,
-    correction=Correction(indivisible="drop_axis"),
+    correction=Correction(absent="drop_axis", indivisible="drop_axis"),
     tries_next=False,
 )
 """The dialect of MaxText: flax.linen's choice of rules, of whose mesh axes those are then dropped

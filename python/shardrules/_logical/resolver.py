@@ -64,6 +64,8 @@ class Resolver:
         correction: The axes that a rule keeps if the mesh lacks one of them, or if they do not
             divide the dimension. A rule that keeps none loses, if the dialect tries the next one.
             Default: rules do not lose so.
+        optional_axes: Axes that a rule loses alone where the mesh lacks them and the correction
+            makes that an error.
 
     Raises:
         ValueError: A rule is not a pair, `rules` is not a tuple or list, or the correction is to
@@ -78,6 +80,7 @@ class Resolver:
         dialect: LogicalDialect,
         axis_sizes: Mapping[str, int],
         correction: Correction | None = None,
+        optional_axes: frozenset[str] = frozenset(),
     ) -> None:
         if not isinstance(rules, (tuple, list)):
             raise ValueError(  # noqa: TRY004 flax's type
@@ -104,6 +107,8 @@ class Resolver:
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
             left = axes_present(axes, axis_sizes, policy.absent)
+            if policy.absent == "error":
+                left = [a for a in axes if a in axis_sizes or a not in optional_axes]
             if axes and not left:
                 self._absent.setdefault(name, []).append(index)
                 continue
@@ -252,17 +257,18 @@ def resolver_for(
     dialect: LogicalDialect,
     axis_sizes: Mapping[str, int],
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
     """The rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
     # Most rules have no lists in them.
     for as_key in (_as_tuple, _hashable):
         try:
-            return _compiled(as_key(rules), dialect, axes, correction)
+            return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
         except TypeError:  # something in it cannot be hashed
             pass
     # Raises the error that names the rule, if one is invalid.
-    return Resolver(rules, dialect, axis_sizes, correction)
+    return Resolver(rules, dialect, axis_sizes, correction, optional_axes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -271,8 +277,9 @@ def _compiled(
     dialect: LogicalDialect,
     axis_sizes: tuple[tuple[str, int], ...],
     correction: Correction | None,
+    optional_axes: frozenset[str],
 ) -> Resolver:
-    return Resolver(rules, dialect, dict(axis_sizes), correction)
+    return Resolver(rules, dialect, dict(axis_sizes), correction, optional_axes)
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:

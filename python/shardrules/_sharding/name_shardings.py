@@ -31,6 +31,7 @@ def shardings_by_names(
     *,
     names: Any = None,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[Any, list[NamedSharding]]:
     """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
@@ -40,6 +41,7 @@ def shardings_by_names(
         mesh: The mesh.
         names: As in `plan`.
         correction: Default: the dialect's.
+        optional_axes: As in `plan`.
 
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
@@ -53,7 +55,8 @@ def shardings_by_names(
     arrays, treedef = tree_util.tree_flatten(named.tree)
     policy = correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
-    make = corrected(resolver_of(rules, sizes, policy), mesh, policy)
+    resolver = resolver_of(rules, sizes, policy, optional_axes)
+    make = corrected(resolver, mesh, policy, optional_axes)
     given = [() if one is None else one for one in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(given, shapes, {}, make)
@@ -61,11 +64,16 @@ def shardings_by_names(
     return named.boxed(treedef.unflatten(shardings)), shardings
 
 
-def corrected(resolver: Resolver, mesh: AnyMesh, correction: Correction) -> ErrorCollector:
+def corrected(
+    resolver: Resolver,
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str] = frozenset(),
+) -> ErrorCollector:
     """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
 
     def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
         spec = resolver.resolve(names, shape).spec(names)
-        return corrected_sharding(spec, shape, mesh, correction)
+        return corrected_sharding(spec, shape, mesh, correction, None, optional_axes)
 
     return ErrorCollector(make, resolver, mesh)

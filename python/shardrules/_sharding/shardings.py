@@ -73,9 +73,10 @@ def shardings_by_rules(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> Any:
     """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
-    on_mesh = _bound(matcher, mesh, correction)
+    on_mesh = _bound(matcher, mesh, correction, optional_axes)
     return _decided(tree, matcher, on_mesh, on_mesh.shardings, min_size)
 
 
@@ -91,12 +92,16 @@ class Placement:
 
 
 def placements_by_rules(
-    tree: Any, matcher: Matcher, mesh: AnyMesh, correction: Correction | None
+    tree: Any,
+    matcher: Matcher,
+    mesh: AnyMesh,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> list[Placement]:
     """The placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound(matcher, mesh, correction)
+    on_mesh = _bound(matcher, mesh, correction, optional_axes)
     placements = _decided(tree, matcher, on_mesh, on_mesh.placements, 0)
     return tree_util.tree_leaves(placements)
 
@@ -117,6 +122,7 @@ def mesh_for(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> AnyMesh:
     """The mesh with the parts of axes that the leaves need for indivisible="factor"; see `factors`.
 
@@ -125,7 +131,7 @@ def mesh_for(
     Raises:
         ValueError: The mesh cannot be factored.
     """
-    bound = _bound(matcher, mesh, correction)
+    bound = _bound(matcher, mesh, correction, optional_axes)
     specs, spec_of = bound.specs, bound.spec_of
     if not any(spec.by_factors for spec in specs):
         return mesh
@@ -161,6 +167,7 @@ def corrected_sharding(
     mesh: AnyMesh,
     correction: Correction,
     dtype: Any = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> NamedSharding:
     """The NamedSharding of one array whose spec is known.
 
@@ -169,7 +176,7 @@ def corrected_sharding(
     """
     from jax.sharding import NamedSharding
 
-    on_mesh = _spec_on_mesh(spec, mesh, correction)
+    on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
     corrected = on_mesh.decided(shape, dtype)
     if corrected is None:
         what = (
@@ -191,9 +198,14 @@ def correction_losses(
 
 @functools.lru_cache(maxsize=1024)
 def _spec_on_mesh(
-    spec: PartitionSpec | Fsdp, mesh: AnyMesh, correction: Correction
+    spec: PartitionSpec | Fsdp,
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> SpecOnMesh | SpecByShape:
-    return bound_spec(RuleSpec(spec), dict(mesh.shape), correction, manual_axes(mesh))
+    manual = manual_axes(mesh)
+    sizes = dict(mesh.shape)
+    return bound_spec(RuleSpec(spec), sizes, correction, manual, optional_axes=optional_axes)
 
 
 class ManualAxes(NamedTuple):
@@ -251,9 +263,15 @@ class _OnMesh(NamedTuple):
     mesh: AnyMesh
 
 
-def _bound(matcher: Matcher, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
+def _bound(
+    matcher: Matcher,
+    mesh: AnyMesh,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> _OnMesh:
     chosen = correction or matcher.dialect.correction
-    return matcher.remembered((mesh, chosen), lambda: _bind(matcher.pairs, mesh, chosen))
+    key = mesh, chosen, optional_axes
+    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
 
 
 def specs_on_mesh(
@@ -263,6 +281,7 @@ def specs_on_mesh(
     *,
     manual: ManualAxes = _NO_MANUAL_AXES,
     made: bool = True,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
     """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
@@ -272,6 +291,7 @@ def specs_on_mesh(
         correction: The correction of rules without their own.
         manual: Manual axes, which are left out because shapes are local.
         made: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
+        optional_axes: Axes that the mesh may lack, beside those of each rule.
 
     Raises:
         TypeError: The spec of a rule cannot become a PartitionSpec.
@@ -290,8 +310,9 @@ def specs_on_mesh(
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
     policies = [wanted.correction or correction for wanted in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
+    options: Any = {"made": made, "has_parts": has_parts, "optional_axes": optional_axes}
     specs = [
-        bound_spec(one, axis_sizes, policy, manual, made=made, has_parts=has_parts)
+        bound_spec(one, axis_sizes, policy, manual, **options)
         for one, policy in zip(index_of, policies, strict=True)
     ]
     return specs, spec_of
@@ -305,13 +326,21 @@ def bound_spec(
     *,
     made: bool = True,
     has_parts: bool = False,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> SpecOnMesh | SpecByShape:
     """One of the specs of `specs_on_mesh`."""
     by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
     given: Any = wanted.spec if by_shape is None else by_shape.within
     spec = as_partition_spec(given) if made else given
     local, inside = _inside_shard_map(spec, correction, manual)
-    on_mesh = SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts)
+    on_mesh = SpecOnMesh(
+        local,
+        axis_sizes,
+        inside,
+        wanted.units,
+        has_parts=has_parts,
+        optional_axes=optional_axes.union(wanted.optional_axes),
+    )
     if by_shape is None:
         return on_mesh
     if not by_shape.named.isdisjoint(manual.axes):
@@ -348,8 +377,16 @@ def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> N
         raise ValueError(f"{name}: memory_kind={kind!r} is not on this mesh: {error}") from None
 
 
-def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Correction) -> _OnMesh:
-    specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
+def _bind(
+    rules: Sequence[tuple[Pattern, Any]],
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str],
+) -> _OnMesh:
+    manual = manual_axes(mesh)
+    specs, spec_of = specs_on_mesh(
+        rules, dict(mesh.shape), correction, manual=manual, optional_axes=optional_axes
+    )
     check_memory_of_rules(rules, mesh)
     memory_of = {
         spec: memory_kind_of(given) for spec, (_, given) in zip(spec_of, rules, strict=True)

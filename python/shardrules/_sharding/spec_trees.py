@@ -31,7 +31,12 @@ _SHOWN: Final = 20
 
 
 def placements_by_specs(
-    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
+    name: str,
+    tree: Any,
+    specs: Any,
+    mesh: MeshLike | None,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[Any], Any, list[Placement | None]]:
     """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
@@ -45,7 +50,7 @@ def placements_by_specs(
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, policy)
+        kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
     wrong = {kind: error for kind, error in of_kind.items() if isinstance(error, ValueError)}
@@ -65,12 +70,13 @@ def _of_kind(
     kind: tuple[int, tuple[int, ...], Any],
     bound: dict[int, tuple[Any, AnyMesh]],
     policy: Correction,
+    optional_axes: frozenset[str],
 ) -> Placement | ValueError:
     """What leaves of one spec, shape and dtype get, or what is wrong."""
     number, shape, dtype = kind
     wanted, on_mesh = bound[number]
     try:
-        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype)
+        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype, optional_axes)
         if wanted is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)

@@ -105,7 +105,7 @@ def _line(row: SweepRow) -> str:
 
 
 def sweep(
-    on_mesh: Callable[[Mapping[str, int]], Columns],
+    on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
     room: Room,
@@ -114,13 +114,14 @@ def sweep(
     optimizer_memory_kind: MemoryKind | None,
     run: Run | None,
 ) -> Sweep:
-    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(chosen) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows = []
+    axes = frozenset(axis for mesh in chosen if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in chosen:
-        there = on_mesh(mesh)
+        there = on_mesh(mesh, axes)
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
         rows.append(_row(there, held, room, run))
     if run is not None:

@@ -5,7 +5,7 @@ Costs a sharding per distinct spec, and a look-up per leaf. Must not know how a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._declared import NOTHING
 from shardrules._planning.asking.check import check
@@ -30,6 +30,8 @@ __all__ = [
     "sharding_tree",
     "spec_tree",
 ]
+
+_NOT_PLACED: Final = ("unmatched", "misfit", "unknown-axis")
 
 
 def spec_tree(columns: Columns) -> Any:
@@ -119,7 +121,7 @@ def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
 def placement_errors(columns: Columns) -> str:
     """The findings of `check` about leaves that get no sharding, a line each or more."""
     found = check(columns, declared=NOTHING)
-    return "\n".join(str(one) for one in found if one.kind in ("unmatched", "misfit"))
+    return "\n".join(str(one) for one in found if one.kind in _NOT_PLACED)
 
 
 def _mapped(columns: Columns, of_kind: list[Any]) -> Any:

@@ -37,7 +37,12 @@ __all__ = ["by_names"]
 
 
 def by_names(
-    leaves: Leaves, rules: LogicalRules, correction: Correction, mesh: MeshLike
+    leaves: Leaves,
+    rules: LogicalRules,
+    correction: Correction,
+    optional_axes: frozenset[str],
+    mesh: MeshLike,
+    may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """The sharding of each leaf on the mesh.
 
@@ -45,9 +50,11 @@ def by_names(
         leaves: As surveyed, with their names.
         rules: The rules for these names.
         correction: For rules and specs that do not fit.
+        optional_axes: As in `by_rules`.
         mesh: A mesh of any form.
+        may_lack: As in `by_rules`.
     """
-    on_mesh = _NamesOnMesh(rules, correction, mesh)
+    on_mesh = _NamesOnMesh(rules, correction, mesh, optional_axes | may_lack)
     return Columns(
         leaves, list(map(on_mesh.kind, leaves.types)), on_mesh.axis_sizes, explicit_axes_of(mesh)
     )
@@ -56,12 +63,20 @@ def by_names(
 class _NamesOnMesh:
     """Logical rules, bound to a mesh."""
 
-    def __init__(self, rules: LogicalRules, correction: Correction, mesh: MeshLike) -> None:
+    def __init__(
+        self,
+        rules: LogicalRules,
+        correction: Correction,
+        mesh: MeshLike,
+        optional_axes: frozenset[str],
+    ) -> None:
         self.axis_sizes = axis_sizes_of(mesh)
         self._correction = correction
+        self._optional_axes = optional_axes
         self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
         self._anywhere = resolver_of(rules, {})
-        self._here = resolver_of(rules, local_sizes(self.axis_sizes, self._manual), correction)
+        sizes = local_sizes(self.axis_sizes, self._manual)
+        self._here = resolver_of(rules, sizes, correction, optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
         """The kind of such leaves."""
@@ -78,14 +93,15 @@ class _NamesOnMesh:
         wanted = self._anywhere.resolve(leaf.names)
         found = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(wanted)
-        spec, losses, problem = fitted(self._bound(found), leaf.shape)
+        fit = fitted(self._bound(found), leaf.shape)
         return kind_on_mesh(
             leaf,
             bound.spec,
-            spec,
+            fit.spec,
             self.axis_sizes,
-            problem=problem,
-            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *losses),
+            counted=fit.counted,
+            problem=fit.problem,
+            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *fit.losses),
             dim_rules=tuple(found.winners),
             lost_rules=tuple(found.lost),
         )
@@ -93,7 +109,7 @@ class _NamesOnMesh:
     def _bound(self, resolution: Resolution) -> SpecOnMesh:
         """The spec of the rules that were chosen, on the mesh."""
         entries = (None if one is UNASSIGNED else one for one in resolution.entries())
-        wanted = RuleSpec(Entries(entries))
+        wanted = RuleSpec(Entries(entries), optional_axes=tuple(self._optional_axes))
         spec = bound_spec(wanted, self.axis_sizes, self._correction, self._manual, made=False)
         return cast(SpecOnMesh, spec)  # of entries, and not made from shapes
 
@@ -109,7 +125,8 @@ class _NamesOnMesh:
                 continue
             axes = entry_axes(bound.spec[dim])
             if absent := tuple(axis for axis in axes if axis not in self.axis_sizes):
-                yield loss_of(bound, LostAxes("absent", dim, absent), shape)
+                kind = "optional" if self._optional_axes.issuperset(absent) else "absent"
+                yield loss_of(bound, LostAxes(kind, dim, absent), shape)
             if reason == "indivisible":
                 present = tuple(axis for axis in axes if axis in self.axis_sizes)
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)

@@ -23,7 +23,7 @@ class _Lost(NamedTuple):
     loss: Loss
     """The first of them."""
     is_unknown: bool
-    """Whether the mesh lacks the axes, and no one has declared that it may."""
+    """Whether the mesh lacks the axes, and nobody has declared that it may."""
     folded: list[Folded]
     bytes: int
     has_several_shapes: bool
@@ -67,9 +67,12 @@ def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
 def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.columns.kinds
     alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
-    for one in queries.folded(lambda kind: kind.status == "placed" and bool(kind.losses)):
+    for one in queries.folded(lambda kind: bool(kind.losses)):
         optional = queries.optional_axes_of(kinds[one.group].rule)
+        is_placed = kinds[one.group].status == "placed"
         for loss in kinds[one.group].losses:
+            if not is_placed and loss.kind != "absent":
+                continue  # the misfit is the finding
             is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
             key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
