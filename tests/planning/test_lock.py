@@ -549,7 +549,7 @@ def removing(*keys):
         setting("leaves", 1, "rule", 0),
         setting("leaves", 0, "rule", None),
         setting("dialect", "precedence", "only"),
-        setting("dialect", "correction", "absent", "error"),
+        setting("dialect", "correction", "absent", "drop"),
         setting("dialect", "name", "eformer2"),
         setting("dialect", "separator", "."),
         lambda content: content["rules"].append({"rule": 3, "pattern": "x", "spec": []}),

@@ -51,7 +51,8 @@ class SweepRow(NamedTuple):
     corrections: int
     """The number of leaves that lose axes of their rule's spec."""
     problems: int
-    """The number of leaves that get no spec; they count as replicated."""
+    """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks axes
+    of their rule, as if it did not name them."""
     fits: bool | None
     """Whether the bytes fit into the memory of the device and of its host; None if neither was
     given."""
@@ -206,7 +207,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
-    is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
+    is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     whole = [one for one in columns.folded if is_whole[one.group]]
     largest = max(whole, key=lambda one: columns.kinds[one.group].device_bytes, default=None)

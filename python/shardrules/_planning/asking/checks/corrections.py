@@ -25,6 +25,8 @@ class _Lost(NamedTuple):
     is_unknown: bool
     """Whether the mesh lacks the axes, and nobody has declared that it may."""
     folded: list[Folded]
+    rules: list[int]
+    """Those that ask for the axes, ascending."""
     bytes: int
     has_several_shapes: bool
 
@@ -37,8 +39,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
         # Who lets factors of an axis cut has accepted that they cut less.
         is_accepted = one.loss.kind == "factored"
-        rules = sorted({rule for part in one.folded for rule in _deciding(queries, part, one.loss)})
-        who = queries.rules(rules) or queries.who(queries.columns.kinds[one.folded[0].group])
+        who = queries.rules(one.rules) or queries.who(queries.columns.kinds[one.folded[0].group])
         # The message has the size of the first.
         is_like = one.has_several_shapes and one.loss.kind in ("indivisible", "factored")
         free = "" if one.is_unknown else "; costs nothing"
@@ -49,7 +50,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
             + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
             one.loss.fix,
             folded=one.folded,
-            rule=rules[0] if len(rules) == 1 else None,
+            rule=one.rules[0] if len(one.rules) == 1 else None,
             bytes=one.bytes,
         )
 
@@ -85,6 +86,7 @@ def _losses(queries: Queries) -> Iterator[_Lost]:
             first,
             is_unknown,
             [one for one, _ in found],
+            sorted({rule for one, loss in found for rule in _deciding(queries, one, loss)}),
             sum(loss.bytes * len(one.rows) for one, loss in found),
             len({kinds[one.group].shape for one, _ in found}) > 1,
         )
