@@ -715,8 +715,8 @@ def test_many_leaves_together():
         (setting("leaves", 1, "dtype", "float7"), "float7"),
         (setting("leaves", 1, "dtype", {"a": 1}), "stands where a str belongs"),
         (setting("leaves", 1, "shape", None), "a leaf that is no array has the dtype 'bfloat16'"),
-        (setting("leaves", 1, "spec", None), "either a spec or a problem"),
-        (setting("leaves", 1, "problem", "unmatched"), "either a spec or a problem"),
+        (setting("leaves", 1, "spec", None), "a leaf has a spec, or a problem"),
+        (setting("leaves", 1, "problem", "unmatched"), "it was changed by hand"),
         (setting("leaves", 1, "spec", [3]), "an entry of a spec is 3"),
         (setting("leaves", 1, "spec", ["tp", "tp"]), r"leaves\[1\]: .* names an axis twice"),
         (

@@ -125,7 +125,7 @@ def test_all_that_would_fail_is_listed_at_once(mesh):
         "3 leaves cannot be sharded as the rules say, on the mesh dp=1,fsdp=4,tp=2:",
         "a/wk  shape (6, 7)  rule 0: 'wk' -> ",
         "dim 0 of size 6 is not divisible by fsdp=4: use fewer axes",
-        "        the mesh has no axis 'zz': rename it in the rule",
+        "        the mesh has no axis 'zz': rename it, add",
         "b  shape (8,)  rule 1",
         "the spec has 2 entries, the array 1 dimensions: shorten the spec",
         "c  shape (2, 2)  rule 2",

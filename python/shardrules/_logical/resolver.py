@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from shardrules._core import LogicalRuleSet
 from shardrules._correction import Correction
@@ -17,7 +17,7 @@ from shardrules._format import shown
 from shardrules._logical.dialects import FLAX_CORE, LogicalDialect
 from shardrules._logical.names import check_rules, last_wins, logical_names, spec_of_names
 from shardrules._printable import printable_lines
-from shardrules._specs import axes_present, is_unconstrained
+from shardrules._specs import Entries, axes_present, is_unconstrained, without_axes
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -33,6 +33,8 @@ __all__ = [
     "resolve_core",
     "resolver_for",
 ]
+
+_Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
 
 UNASSIGNED: Final = object()
 _KEEP: Final = Correction(absent="keep", indivisible="keep")
@@ -176,6 +178,12 @@ class Resolver:
             [None if winner is None else numbers[winner] for winner in winners],
             sorted([*self._lost_to_absent(wanted), *self._lost(lost)]),
         )
+
+    def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
+        """The spec, without axes of one device if the dialect leaves them out."""
+        if self.dialect.keeps_size_one:
+            return spec
+        return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
 
     def _lost(self, found: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
         """The rules that lost, by their numbers in the core."""

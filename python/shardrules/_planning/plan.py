@@ -425,7 +425,7 @@ class Plan(PlanLike):
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
 
         Raises:
-            ValueError: Some leaves get no spec; the message has the findings of `check`.
+            ValueError: Some leaves get no spec. The message has their number, and lists the first.
         """
         return asking.trees.spec_tree(self._columns)
 

@@ -73,7 +73,7 @@ def corrected(
     """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
 
     def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
-        spec = resolver.resolve(names, shape).spec(names)
+        spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)
         return corrected_sharding(spec, shape, mesh, correction, None, optional_axes)
 
     return ErrorCollector(make, resolver, mesh)

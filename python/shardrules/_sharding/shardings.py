@@ -20,18 +20,18 @@ from shardrules._correction import (
     plain_spec,
     rule_spec,
 )
-from shardrules._format import and_more, counted, mesh_shown, shown
+from shardrules._format import mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
-from shardrules._printable import printable_lines
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
+from shardrules._sharding.leaf_errors import LeafError, Misfit, leaf_errors
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, on_axes
 from shardrules._sharding.spec_by_shape import SpecByShape
-from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._sharding.spec_on_mesh import NO_OTHERS, LostAxes, SpecOnMesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -39,6 +39,7 @@ from shardrules._specs import (
     is_partition_spec,
     is_unconstrained,
     partition_spec,
+    spec_shown,
     with_entries,
     without_axes,
 )
@@ -172,7 +173,7 @@ def corrected_sharding(
     """The NamedSharding of one array whose spec is known.
 
     Raises:
-        ValueError: The correction makes it an error. The message names no path.
+        Misfit: The correction makes it an error. The message names no path.
     """
     from jax.sharding import NamedSharding
 
@@ -180,11 +181,10 @@ def corrected_sharding(
     corrected = on_mesh.decided(shape, dtype)
     if corrected is None:
         what = (
-            f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
+            f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
             f"{mesh_shown(mesh.shape)}:"
         )
-        listed = (f"  {text}" for text in on_mesh.errors(shape))
-        raise ValueError(printable_lines([what, *listed]))
+        raise Misfit(what, on_mesh.errors(shape))
     return NamedSharding(mesh, corrected)
 
 
@@ -327,6 +327,7 @@ def bound_spec(
     made: bool = True,
     has_parts: bool = False,
     optional_axes: frozenset[str] = frozenset(),
+    named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
     """One of the specs of `specs_on_mesh`."""
     by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
@@ -340,6 +341,7 @@ def bound_spec(
         wanted.units,
         has_parts=has_parts,
         optional_axes=optional_axes.union(wanted.optional_axes),
+        named_with=named_with,
     )
     if by_shape is None:
         return on_mesh
@@ -432,13 +434,11 @@ def _bind(
 def _misfits_message(
     on_mesh: _OnMesh, matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    mesh = mesh_shown(on_mesh.mesh.shape)
-    lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
+    rows = []
     for path, (rule, shape) in leaves:
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
         said = plain_spec(matcher.pairs[rule][1])
         given = said if isinstance(said, Fsdp) else spec.spec
-        lines.append(f"    {path}  shape {shape}  rule {rule}: {pattern!r} -> {given}")
-        lines += [f"        {text}" for text in spec.errors(tuple(shape))]
-    lines += [f"    {line}" for line in and_more(count, len(leaves), "leaf")]
-    return printable_lines(lines)
+        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(given)}"
+        rows.append(LeafError(path, shape, decided_by, list(spec.errors(tuple(shape)))))
+    return leaf_errors(rows, on_mesh.mesh.shape, count=count)

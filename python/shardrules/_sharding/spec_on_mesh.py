@@ -32,11 +32,14 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-__all__ = ["LossKind", "LostAxes", "SpecOnMesh"]
+__all__ = ["NO_OTHERS", "LossKind", "LostAxes", "SpecOnMesh"]
 
 LossKind = Literal[
     "absent", "optional", "indivisible", "factored", "unfactored", "rank", "duplicate"
 ]
+
+
+NO_OTHERS: Final[Mapping[str, frozenset[str]]] = {}
 
 
 class LostAxes(NamedTuple):
@@ -59,6 +62,8 @@ class SpecOnMesh:
         has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
             indivisible="factor".
         optional_axes: Axes that the mesh may lack, which are no error then.
+        named_with: For axes that the mesh may lack, others that rules name beside them, which they
+            are no misspellings of.
 
     Raises:
         ValueError: The spec has more than 64 axes.
@@ -71,6 +76,7 @@ class SpecOnMesh:
         "_cuts",
         "_follows",
         "_has_parts",
+        "_named_with",
         "_optional_axes",
         "axis_sizes",
         "corrector",
@@ -89,8 +95,10 @@ class SpecOnMesh:
         follows: bool = False,
         has_parts: bool = False,
         optional_axes: frozenset[str] = frozenset(),
+        named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
     ) -> None:
         self._follows = follows
+        self._named_with = named_with
         self._optional_axes = optional_axes if correction.absent == "error" else frozenset()
         self.written: Any = spec
         self.axis_sizes: Final = axis_sizes
@@ -201,7 +209,7 @@ class SpecOnMesh:
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
             wanted = self._axes[dim]
             absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
-            optional = tuple(axis for axis in absent if axis in self._optional_axes)
+            optional = tuple(filter(self._may_lack, absent))
             if unknown := tuple(axis for axis in absent if axis not in optional):
                 yield LostAxes("absent", dim, unknown)
             if optional:
@@ -275,9 +283,17 @@ class SpecOnMesh:
         """Mesh axes that were probably meant by absent axes, and that the spec does not name."""
         if lost.kind != "absent":
             return ()
-        named = {axis for axes in self._axes for axis in axes}
-        free = [axis for axis in self.axis_sizes if axis not in named]
-        return tuple(near for axis in lost.axes if (near := nearest(axis, free)))
+        return tuple(near for axis in lost.axes if (near := self._near(axis)))
+
+    def _near(self, axis: str) -> str | None:
+        named = self._named_with.get(axis, frozenset()).union(*self._axes)
+        return nearest(axis, [other for other in self.axis_sizes if other not in named])
+
+    def _may_lack(self, axis: str) -> bool:
+        """Whether it is declared that the mesh may lack the axis, which is dropped alone."""
+        if self._correction.absent == "drop_axis":
+            return self._near(axis) is None
+        return axis in self._optional_axes
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
         """Axes of the mesh that are dropped only because absent axes are in the same entry."""
@@ -309,7 +325,7 @@ class SpecOnMesh:
         message = f"the mesh has no {_axes_shown(lost.axes)}{hint}"
         it = "it" if len(lost.axes) == 1 else "them"
         fix = (
-            f"rename {it} in the rule, add {it} to the mesh, or declare that a mesh may lack {it}: "
+            f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
             f"optional_axes={list(lost.axes)}"
         )
         beside = self.beside(lost)
@@ -322,8 +338,9 @@ class SpecOnMesh:
         )
 
     def _words_of_optional(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
-        message = f"the mesh has no {_axes_shown(lost.axes)}, as is declared that it may"
-        return message, "leave it so, or add the axis to the mesh"
+        it = "it" if len(lost.axes) == 1 else "them"
+        message = f"the mesh has no {_axes_shown(lost.axes)}, which alone the spec is without"
+        return message, f"leave it so, add {it} to the mesh, or take {it} out of the rule"
 
     def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         return (

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._format import and_more, brief, shown
+from shardrules._format import brief, shown
+from shardrules._logical.arrays import leaf_paths
 from shardrules._matching.dialects import EFORMER
-from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
+from shardrules._sharding.leaf_errors import LeafError, Misfit, leaf_errors
 from shardrules._sharding.mesh import local_view, resolve_mesh
 from shardrules._sharding.rules_like import is_named_sharding, is_spec, is_spec_of_mesh
 from shardrules._sharding.shardings import Placement, corrected_sharding
-from shardrules._specs import is_partition_spec
+from shardrules._specs import is_partition_spec, spec_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["placements_by_specs", "spread_specs"]
 
-_SHOWN: Final = 20
+_Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
 def placements_by_specs(
@@ -53,21 +54,32 @@ def placements_by_specs(
         kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
-    wrong = {kind: error for kind, error in of_kind.items() if isinstance(error, ValueError)}
-    if wrong:
-        places = [index for index, kind in enumerate(kinds) if kind in wrong]
-        lines = [
-            f"{printable(f'the leaf {_path(tree, index)}')}: {wrong[kinds[index]]}"
-            for index in places[:_SHOWN]
-        ]
-        raise ValueError("\n".join([*lines, *and_more(len(places), _SHOWN, "leaf")]))
+    if any(isinstance(found, ValueError) for found in of_kind.values()):
+        raise ValueError(_errors(tree, kinds, of_kind, bound))
     placements: Any = list(map(of_kind.__getitem__, kinds))
     return leaves, treedef, placements
 
 
+def _errors(
+    tree: Any,
+    kinds: list[_Kind],
+    of_kind: dict[_Kind, Any],
+    bound: dict[int, tuple[Any, AnyMesh]],
+) -> str:
+    rows, meshes = [], set()
+    for path, kind in zip(leaf_paths(tree), kinds, strict=True):
+        if isinstance(error := of_kind[kind], ValueError):
+            spec, mesh = bound[kind[0]]
+            reasons = error.reasons if isinstance(error, Misfit) else str(error).splitlines()
+            rows.append(LeafError(path, kind[1], spec_shown(spec), reasons))
+            meshes.add(tuple(mesh.shape.items()))
+    sizes = dict(meshes.pop()) if len(meshes) == 1 else None
+    return leaf_errors(rows, sizes, said_by="specs")
+
+
 def _of_kind(
     spec: Any,
-    kind: tuple[int, tuple[int, ...], Any],
+    kind: _Kind,
     bound: dict[int, tuple[Any, AnyMesh]],
     policy: Correction,
     optional_axes: frozenset[str],

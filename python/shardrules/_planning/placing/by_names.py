@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from shardrules._correction import RuleSpec
-from shardrules._logical.resolver import UNASSIGNED, repeated
+from shardrules._logical.resolver import UNASSIGNED, axes_in, repeated
 from shardrules._logical.rules import resolver_of
 from shardrules._planning.columns import Columns
 from shardrules._planning.placing.on_mesh import (
@@ -73,6 +73,7 @@ class _NamesOnMesh:
         self.axis_sizes = axis_sizes_of(mesh)
         self._correction = correction
         self._optional_axes = optional_axes
+        self._named_with = _named_with(rules, self.axis_sizes)
         self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
         self._anywhere = resolver_of(rules, {})
         sizes = local_sizes(self.axis_sizes, self._manual)
@@ -93,7 +94,7 @@ class _NamesOnMesh:
         wanted = self._anywhere.resolve(leaf.names)
         found = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(wanted)
-        fit = fitted(self._bound(found), leaf.shape)
+        fit = fitted(self._bound(found, whole=False), leaf.shape)
         return kind_on_mesh(
             leaf,
             bound.spec,
@@ -106,12 +107,21 @@ class _NamesOnMesh:
             lost_rules=tuple(found.lost),
         )
 
-    def _bound(self, resolution: Resolution) -> SpecOnMesh:
+    def _bound(self, resolution: Resolution, *, whole: bool = True) -> SpecOnMesh:
         """The spec of the rules that were chosen, on the mesh."""
-        entries = (None if one is UNASSIGNED else one for one in resolution.entries())
-        wanted = RuleSpec(Entries(entries), optional_axes=tuple(self._optional_axes))
-        spec = bound_spec(wanted, self.axis_sizes, self._correction, self._manual, made=False)
-        return cast(SpecOnMesh, spec)  # of entries, and not made from shapes
+        spec = Entries(None if one is UNASSIGNED else one for one in resolution.entries())
+        if not whole:
+            spec = self._here.without_ones(spec, self.axis_sizes)
+        bound = bound_spec(
+            RuleSpec(spec),
+            self.axis_sizes,
+            self._correction,
+            self._manual,
+            made=False,
+            optional_axes=self._optional_axes,
+            named_with=self._named_with,
+        )
+        return cast(SpecOnMesh, bound)  # of entries, and not made from shapes
 
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]
@@ -130,3 +140,14 @@ class _NamesOnMesh:
             if reason == "indivisible":
                 present = tuple(axis for axis in axes if axis in self.axis_sizes)
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
+
+
+def _named_with(
+    rules: LogicalRules, axis_sizes: Mapping[str, int]
+) -> Mapping[str, frozenset[str]]:
+    """For each axis that the mesh lacks, the axes that rules name beside it."""
+    beside: dict[str, frozenset[str]] = {}
+    for named in (frozenset(axes_in(axes)) for _, axes in rules):
+        for axis in named.difference(axis_sizes):
+            beside[axis] = beside.get(axis, frozenset()) | named
+    return beside

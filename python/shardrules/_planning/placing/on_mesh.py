@@ -11,7 +11,6 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._correction import memory_kind_of
-from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 from shardrules._planning.kinds import Kind, Loss, Status, axes_named, refused
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
@@ -251,9 +250,7 @@ def kind_on_mesh(
     kept = axes_named(counted)
 
     def parts_lost(loss: Loss) -> int:
-        lost = _axes_lost(loss, losses, wanted)
-        if loss.kind == "absent":
-            lost = _meant(lost, wanted or Entries(), axis_sizes)
+        lost = (*_axes_lost(loss, losses, wanted), *loss.meant)
         return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
 
     return Kind(
@@ -285,9 +282,3 @@ def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tup
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
     return entry_axes(entries_of(wanted or Entries())[loss.dim])
-
-
-def _meant(axes: tuple[str, ...], wanted: Spec, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes, those misspelt as they were probably meant; others that are absent cut nothing."""
-    free = axis_sizes.keys() - axes_named(wanted)
-    return tuple(a if a in axis_sizes else nearest(a, free) or a for a in axes)

@@ -77,7 +77,7 @@ def _losses(queries: Queries) -> Iterator[_Lost]:
             is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
             key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
-            if loss.kind == "absent":
+            if loss.kind in ("absent", "optional"):
                 key = (loss.axes, loss.meant, loss.beside)
             alike[is_unknown, *key].append((one, loss))
     for (is_unknown, *_), found in alike.items():
