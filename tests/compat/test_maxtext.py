@@ -102,7 +102,9 @@ class TestItsRuleLists:
     @pytest.mark.parametrize("sizes", SIZES, ids=range(3))
     def test_each_leaf_gets_what_maxtext_gives_it(self, name, sizes):
         given = RULE_LISTS[name]
-        rules = [(a, b if isinstance(b, str) else tuple(b or ()) or None) for a, b in given["rules"]]
+        rules = [
+            (a, b if isinstance(b, str) else tuple(b or ()) or None) for a, b in given["rules"]
+        ]
         mesh = {axis: sizes.get(axis, 1) for axis in given["mesh_axes"]}
         for dump in map(maxtext.read_dump, DUMPS[0::2]):
             arrays, names = dump.leaves.arrays, dump.leaves.names
@@ -120,7 +122,9 @@ class TestItsRuleLists:
 
     def test_a_stale_axis_is_no_error(self, name):
         given = RULE_LISTS[name]
-        rules = sr.LogicalRules([(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]], sr.MAXTEXT)
+        rules = sr.LogicalRules(
+            [(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]], sr.MAXTEXT
+        )
         mesh = {axis: SIZES[0].get(axis, 1) for axis in given["mesh_axes"]}
         leaves = maxtext.read_dump(DUMPS[0]).leaves
         found = sr.plan(leaves.arrays, rules, mesh, names=leaves.names).check()

@@ -268,7 +268,9 @@ class TestMistakes:
         assert "did you mean 'fsdp'?" in message
 
     def test_a_wrong_mesh_axis_with_a_correction_names_the_rule(self):
-        with pytest.raises(ValueError, match="did you mean 'fsdp'(?s:.*)'embed' -> 'fspd'  \\(rule 0"):
+        with pytest.raises(
+            ValueError, match="did you mean 'fsdp'(?s:.*)'embed' -> 'fspd'  \\(rule 0"
+        ):
             sr.logical_to_mesh_sharding(
                 {"w": ("embed",)}, self.MESH, [("embed", "fspd")],
                 arrays={"w": np.zeros(8)}, correction=sr.Correction(absent="error"),

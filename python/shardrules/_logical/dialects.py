@@ -68,8 +68,8 @@ MAXTEXT: Final = LogicalDialect(
     keeps_size_one=False,
 )
 """The dialect of MaxText: flax.linen's choice of rules, of whose mesh axes those are then dropped
-that the mesh lacks or has one device of, as by `maxtext.utils.sharding.remove_size_one_mesh_axis` of
-2026, or that do not divide the dimension, as by `adjust_pspec_for_indivisible_shapes`."""
+that the mesh lacks or that have one device, as by `remove_size_one_mesh_axis` of MaxText's
+`utils.sharding` of 2026, or that do not divide, as by `adjust_pspec_for_indivisible_shapes`."""
 HALIAX: Final = LogicalDialect(
     "haliax",
     last_wins=True,

@@ -167,7 +167,7 @@ def plan(
         on_mesh = _by_names(tree, decider, names, correction, optional)
     elif isinstance(decider, Rules):
         check_rules_are_for_paths(decider, tree)
-        on_mesh = _by_paths(tree, decider, smallest, followers, correction, optional)
+        on_mesh = _by_paths(tree, decider, smallest, followers, correction, optional=optional)
     else:
         on_mesh = _by_rules_of_leaves(survey(tree, Rules(())), rules, correction, optional)
     columns = on_mesh(chosen)
@@ -187,7 +187,8 @@ def _by_names(
     from shardrules._planning.placing.names import survey_named
 
     leaves = survey_named(tree, rules, names)
-    return partial(by_names, leaves, rules, correction or rules.dialect.correction, optional)
+    policy = correction or rules.dialect.correction
+    return partial(by_names, leaves, rules, policy, optional_axes=optional)
 
 
 def _by_paths(
@@ -196,12 +197,13 @@ def _by_paths(
     min_size: int,
     companions: tuple[Companion, ...],
     correction: Correction | None,
+    *,
     optional: frozenset[str],
 ) -> _OnMesh:
     leaves = survey(tree, rules, min_size)
     leaves, derivations = with_companions(leaves, rules, companions, min_size)
     policy = correction or rules.dialect.correction
-    return partial(by_rules, leaves, rules, derivations, policy, optional)
+    return partial(by_rules, leaves, rules, derivations, policy, optional_axes=optional)
 
 
 def _by_rules_of_leaves(
@@ -217,7 +219,7 @@ def _by_rules_of_leaves(
     decided = redecided(leaves, compiled)
     none = [None] * len(decided.types)
     policy = correction or compiled.dialect.correction
-    return partial(by_rules, decided, compiled, none, policy, optional)
+    return partial(by_rules, decided, compiled, none, policy, optional_axes=optional)
 
 
 def _placements(*arguments: Any, **more: Any) -> Any:
@@ -416,7 +418,7 @@ class Plan(PlanLike):
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
         columns = self._columns
         if any(loss.is_error for kind in self.kinds for loss in kind.losses):
-            columns = self._on_mesh(self._mesh, frozenset(declared["optional_axes"]))
+            columns = self._on_mesh(self._mesh, may_lack=frozenset(declared["optional_axes"]))
         return asking.check.check(
             columns, large=large, declared=declared, head_dim=size, levels=levels
         )
@@ -522,7 +524,7 @@ class Plan(PlanLike):
 
             named = replace(leaves, rules=decider)
             policy = decider.dialect.correction
-            on_mesh: _OnMesh = partial(by_names, named, decider, policy, frozenset())
+            on_mesh: _OnMesh = partial(by_names, named, decider, policy)
         else:
             given = rules if decider is None else decider
             on_mesh = _by_rules_of_leaves(leaves, given, None, frozenset())
@@ -564,7 +566,8 @@ class Plan(PlanLike):
         """The same leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
         Args:
-            meshes: The meshes, each of which may lack axes of the others. Default: all factorizations of `devices` over `axes`.
+            meshes: The meshes, each of which may lack axes of the others. Default: all
+                factorizations of `devices` over `axes`.
             devices: Devices of these factorizations. Default: as many as the plan has.
             axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
             fixed: Further axes, with the size that each has in all meshes.
@@ -638,7 +641,7 @@ class Plan(PlanLike):
 
         def on_mesh(mesh: MeshLike, may_lack: frozenset[str]) -> Columns:
             chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-            return self._on_mesh(chosen, may_lack.union(axis_sizes_of(self._mesh)))
+            return self._on_mesh(chosen, may_lack=may_lack.union(axis_sizes_of(self._mesh)))
 
         return asking.sweep.sweep(
             on_mesh,
@@ -1199,7 +1202,7 @@ def _room(hbm: int | None, host_memory: int | None) -> Room:
     return asking.budget.Room(hbm, host_memory)
 
 
-def _locked(columns: Columns, mesh: MeshLike, _: frozenset[str] = frozenset()) -> Columns:
+def _locked(columns: Columns, mesh: MeshLike, **_: frozenset[str]) -> Columns:
     if not columns.is_on(axis_sizes_of(mesh)):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
     return replace(columns, explicit_axes=explicit_axes_of(mesh))
@@ -1211,9 +1214,10 @@ def _followed(
     follow: Callable[[Columns], Columns],
     memory_kind: MemoryKind | None,
     mesh: MeshLike,
+    *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     if has_devices(mesh):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh)
     is_same = params.is_on(axis_sizes_of(mesh)) and params.explicit_axes == explicit_axes_of(mesh)
-    return follow(params if is_same and not may_lack else on_mesh(mesh, may_lack))
+    return follow(params if is_same and not may_lack else on_mesh(mesh, may_lack=may_lack))

@@ -83,7 +83,9 @@ def with_sharding_constraint(
     """
     optional = texts("optional_axes", optional_axes)
     if is_tracing([]):
-        traced: Tree = constrained(tree, specs_or_rules, mesh, correction, names, optional)
+        traced: Tree = constrained(
+            tree, specs_or_rules, mesh, correction=correction, names=names, optional_axes=optional
+        )
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",

@@ -1,4 +1,4 @@
-"""The message about leaves that get no sharding: one form for rules, specs, logical rules and plans.
+"""The message about leaves that get no sharding: one form, whatever decides them.
 
 Costs a line or more for each leaf listed. Must not know why a leaf gets none.
 """
@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 from shardrules._format import and_more, counted, mesh_shown
 from shardrules._printable import printable_lines
 
-__all__ = ["MOST_LISTED", "LeafError", "Misfit", "leaf_errors"]
+__all__ = ["MOST_LISTED", "LeafError", "MisfitError", "leaf_errors"]
 
 MOST_LISTED: Final = 20
 
 
-class Misfit(ValueError):
+class MisfitError(ValueError):
     """The error of one array; `reasons` has message and fix of each loss, a line each."""
 
     def __init__(self, what: str, reasons: Iterable[str]) -> None:

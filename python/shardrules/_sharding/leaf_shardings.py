@@ -83,8 +83,8 @@ def named_shardings(
     Raises:
         ValueError: There is no mesh; no rule matches a leaf; a leaf cannot be sharded as its rule
             says, because the mesh lacks an axis, it uses an axis twice, or the correction makes it
-            an error; or a tree of specs does not fit the tree. All leaves are checked first; the message has their number
-            and lists the first 20.
+            an error; or a tree of specs does not fit the tree. All leaves are checked first; the
+            message has their number and lists the first 20.
         TypeError: The spec of a rule cannot become a PartitionSpec, or `tree` is not a pytree of
             arrays.
 
@@ -120,9 +120,7 @@ def named_shardings(
         return treedef.unflatten(one and one.sharding for one in found)
     on_mesh = resolve_mesh(mesh)
     if followers:
-        planned = planned_placements(
-            tree, followers, decider, on_mesh, min_size=smallest, **policy
-        )
+        planned = planned_placements(tree, followers, decider, on_mesh, min_size=smallest, **policy)
         return tree_util.tree_map(lambda one: one.sharding, planned)
     matcher = matcher_of(decider)
     on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, **policy)

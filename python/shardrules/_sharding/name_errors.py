@@ -11,9 +11,10 @@ from typing import Any
 from shardrules._format import nearest
 from shardrules._logical.names import logical_names
 from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, axes_in
-from shardrules._sharding.leaf_errors import LeafError, Misfit, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
 
 __all__ = ["ErrorCollector", "unknown_axes"]
+
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
     """A line for each mesh axis that an array gets and the mesh does not have."""
@@ -78,12 +79,12 @@ class ErrorCollector:
 
     def _errors_of(self, names: Any, shape: Any) -> list[str]:
         error = self._failed[names, shape]
-        reasons = error.reasons if isinstance(error, Misfit) else str(error).splitlines()
+        reasons = error.reasons if isinstance(error, MisfitError) else str(error).splitlines()
         try:
             resolution = self._rules.resolve(names, shape)
         except ValueError:  # the names themselves are wrong
             return reasons
-        if not isinstance(error, Misfit):
+        if not isinstance(error, MisfitError):
             # Without a correction the only error is JAX's, about these axes.
             reasons = unknown_axes(resolution, self._mesh.axis_names) or reasons
         return reasons + resolution.explained().splitlines()

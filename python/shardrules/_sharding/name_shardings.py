@@ -74,6 +74,6 @@ def corrected(
 
     def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
         spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)
-        return corrected_sharding(spec, shape, mesh, correction, None, optional_axes)
+        return corrected_sharding(spec, shape, mesh, correction, optional_axes=optional_axes)
 
     return ErrorCollector(make, resolver, mesh)

@@ -27,7 +27,7 @@ from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
-from shardrules._sharding.leaf_errors import LeafError, Misfit, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, on_axes
 from shardrules._sharding.spec_by_shape import SpecByShape
@@ -168,12 +168,13 @@ def corrected_sharding(
     mesh: AnyMesh,
     correction: Correction,
     dtype: Any = None,
+    *,
     optional_axes: frozenset[str] = frozenset(),
 ) -> NamedSharding:
     """The NamedSharding of one array whose spec is known.
 
     Raises:
-        Misfit: The correction makes it an error. The message names no path.
+        MisfitError: The correction makes it an error. The message names no path.
     """
     from jax.sharding import NamedSharding
 
@@ -184,7 +185,7 @@ def corrected_sharding(
             f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
             f"{mesh_shown(mesh.shape)}:"
         )
-        raise Misfit(what, on_mesh.errors(shape))
+        raise MisfitError(what, on_mesh.errors(shape))
     return NamedSharding(mesh, corrected)
 
 

@@ -15,7 +15,7 @@ from shardrules._format import brief, shown
 from shardrules._logical.arrays import leaf_paths
 from shardrules._matching.dialects import EFORMER
 from shardrules._shape_specs import Fsdp
-from shardrules._sharding.leaf_errors import LeafError, Misfit, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
 from shardrules._sharding.mesh import local_view, resolve_mesh
 from shardrules._sharding.rules_like import is_named_sharding, is_spec, is_spec_of_mesh
 from shardrules._sharding.shardings import Placement, corrected_sharding
@@ -36,6 +36,7 @@ def placements_by_specs(
     tree: Any,
     specs: Any,
     mesh: MeshLike | None,
+    *,
     correction: Correction | None,
     optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[Any], Any, list[Placement | None]]:
@@ -70,7 +71,7 @@ def _errors(
     for path, kind in zip(leaf_paths(tree), kinds, strict=True):
         if isinstance(error := of_kind[kind], ValueError):
             spec, mesh = bound[kind[0]]
-            reasons = error.reasons if isinstance(error, Misfit) else str(error).splitlines()
+            reasons = error.reasons if isinstance(error, MisfitError) else str(error).splitlines()
             rows.append(LeafError(path, kind[1], spec_shown(spec), reasons))
             meshes.add(tuple(mesh.shape.items()))
     sizes = dict(meshes.pop()) if len(meshes) == 1 else None
@@ -88,7 +89,9 @@ def _of_kind(
     number, shape, dtype = kind
     wanted, on_mesh = bound[number]
     try:
-        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype, optional_axes)
+        sharding = corrected_sharding(
+            wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
+        )
         if wanted is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)

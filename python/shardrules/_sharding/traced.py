@@ -48,6 +48,7 @@ def constrained(
     tree: Any,
     specs_or_rules: RulesLike,
     mesh: MeshLike | None,
+    *,
     correction: Correction | None,
     names: Any,
     optional_axes: tuple[str, ...],

@@ -51,8 +51,8 @@ class SweepRow(NamedTuple):
     corrections: int
     """The number of leaves that lose axes of their rule's spec."""
     problems: int
-    """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks axes
-    of their rule, as if it did not name them."""
+    """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks
+    axes of their rule, as if it did not name them."""
     fits: bool | None
     """Whether the bytes fit into the memory of the device and of its host; None if neither was
     given."""

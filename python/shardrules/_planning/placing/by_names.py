@@ -40,8 +40,9 @@ def by_names(
     leaves: Leaves,
     rules: LogicalRules,
     correction: Correction,
-    optional_axes: frozenset[str],
     mesh: MeshLike,
+    *,
+    optional_axes: frozenset[str] = frozenset(),
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """The sharding of each leaf on the mesh.
@@ -50,8 +51,8 @@ def by_names(
         leaves: As surveyed, with their names.
         rules: The rules for these names.
         correction: For rules and specs that do not fit.
-        optional_axes: As in `by_rules`.
         mesh: A mesh of any form.
+        optional_axes: As in `by_rules`.
         may_lack: As in `by_rules`.
     """
     on_mesh = _NamesOnMesh(rules, correction, mesh, optional_axes | may_lack)
@@ -135,16 +136,15 @@ class _NamesOnMesh:
                 continue
             axes = entry_axes(bound.spec[dim])
             if absent := tuple(axis for axis in axes if axis not in self.axis_sizes):
-                kind = "optional" if self._optional_axes.issuperset(absent) else "absent"
-                yield loss_of(bound, LostAxes(kind, dim, absent), shape)
+                is_optional = self._optional_axes.issuperset(absent)
+                lost = LostAxes("optional" if is_optional else "absent", dim, absent)
+                yield loss_of(bound, lost, shape)
             if reason == "indivisible":
                 present = tuple(axis for axis in axes if axis in self.axis_sizes)
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
 
 
-def _named_with(
-    rules: LogicalRules, axis_sizes: Mapping[str, int]
-) -> Mapping[str, frozenset[str]]:
+def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[str, frozenset[str]]:
     """For each axis that the mesh lacks, the axes that rules name beside it."""
     beside: dict[str, frozenset[str]] = {}
     for named in (frozenset(axes_in(axes)) for _, axes in rules):

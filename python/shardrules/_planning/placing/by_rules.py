@@ -28,8 +28,9 @@ def by_rules(
     rules: Rules,
     derivations: Iterable[Derivation | None],
     correction: Correction,
-    optional_axes: frozenset[str],
     mesh: MeshLike,
+    *,
+    optional_axes: frozenset[str] = frozenset(),
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """The sharding of each leaf on the mesh.
@@ -39,8 +40,8 @@ def by_rules(
         rules: What decides them.
         derivations: Per kind how it follows a base, or None.
         correction: For rules that have none of their own.
-        optional_axes: Axes that a mesh may lack, beside those of each rule.
         mesh: A mesh of any form.
+        optional_axes: Axes that a mesh may lack, beside those of each rule.
         may_lack: Further axes that this one may lack.
 
     Raises:
