@@ -59,7 +59,8 @@ def named_shardings(
     """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
 
     The result equals `eformer.escale.get_corrected_named_sharding` of the specs of
-    `match_partition_rules`, leaf by leaf, but takes one call. Equal shardings are one object.
+    `match_partition_rules`, leaf by leaf, but takes one call; and an axis that the mesh lacks is an
+    error. Equal shardings are one object.
 
     Inside shard_map, shapes are the local shapes, and manual axes are left out. A dimension that
     only they cut is UNCONSTRAINED, if the mesh has axes of type Auto left.
