@@ -152,6 +152,20 @@ def test_what_matches_specs_alone_knows_no_mesh():
     assert sr.match_partition_rules(rules_of(P("tpp")), TREE)["b"] == P("tpp")
 
 
+def test_a_plan_keeps_what_is_declared():
+    rules = [("a", (("fsdp", "sp"), "tp"))]
+    plan = sr.plan(TREE, [*rules, ("b", "tp")], {"fsdp": 2, "tp": 2}, optional_axes=["sp"])
+    for other in (
+        plan.on_mesh({"fsdp": 4, "tp": 2}),
+        plan.with_rules([*rules, ("b", "fsdp")]),
+        plan.for_optimizer({"mu": TREE}),
+        sr.plan(TREE, plan),
+        sr.suggest(plan, like=sr.Rules(rules)).plan,
+    ):
+        assert not other.check().at_least("error")
+        other.shardings()
+
+
 class TestSweep:
     RULES = (("a", ("fsdp", "tp")), (".*", (("fsdp", "sp"), None)))
 

@@ -173,7 +173,7 @@ def plan(
     columns = on_mesh(chosen)
     if all(kind.shape is None for kind in columns.kinds):
         check_shapes("tree", tree, next(iter(columns.paths), None))
-    return Plan(columns, on_mesh, chosen)
+    return Plan(columns, on_mesh, chosen, optional)
 
 
 def _by_names(
@@ -245,10 +245,17 @@ class Plan(PlanLike):
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
-    def __init__(self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike) -> None:
+    def __init__(
+        self,
+        _columns: Columns,
+        _on_mesh: _OnMesh,
+        _mesh: MeshLike,
+        _optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
         self._columns = _columns
         self._on_mesh = _on_mesh
         self._mesh = _mesh
+        self._optional_axes = _optional_axes
 
     @property
     def rules(self) -> Rules | LogicalRules:
@@ -488,12 +495,12 @@ class Plan(PlanLike):
             array([16])
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-        return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
+        return Plan(self._on_mesh(chosen), self._on_mesh, chosen, self._optional_axes)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """The same leaves and mesh under other rules; the tree is not walked again.
 
-        Companions, the correction and the optional axes of `plan` are left out.
+        Companions and the correction of `plan` are left out.
 
         Args:
             rules: As in `plan`; but `LogicalRules` if those of the plan are, and only then.
@@ -524,11 +531,13 @@ class Plan(PlanLike):
 
             named = replace(leaves, rules=decider)
             policy = decider.dialect.correction
-            on_mesh: _OnMesh = partial(by_names, named, decider, policy)
+            on_mesh: _OnMesh = partial(
+                by_names, named, decider, policy, optional_axes=self._optional_axes
+            )
         else:
             given = rules if decider is None else decider
-            on_mesh = _by_rules_of_leaves(leaves, given, None, frozenset())
-        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
+            on_mesh = _by_rules_of_leaves(leaves, given, None, self._optional_axes)
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh, self._optional_axes)
 
     def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
