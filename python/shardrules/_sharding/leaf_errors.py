@@ -5,23 +5,15 @@ Costs a line or more for each leaf listed. Must not know why a leaf gets none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from shardrules._format import and_more, counted, mesh_shown
 from shardrules._printable import printable_lines
 
-__all__ = ["MOST_LISTED", "LeafError", "MisfitError", "leaf_errors"]
+__all__ = ["MOST_LISTED", "LeafError", "leaf_errors"]
 
 MOST_LISTED: Final = 20
-
-
-class MisfitError(ValueError):
-    """The error of one array; `reasons` has message and fix of each loss, a line each."""
-
-    def __init__(self, what: str, reasons: Iterable[str]) -> None:
-        self.reasons = list(reasons)
-        super().__init__(printable_lines([what, *(f"  {reason}" for reason in self.reasons)]))
 
 
 class LeafError(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from shardrules._format import nearest
 from shardrules._logical.names import logical_names
 from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, axes_in
-from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 
 __all__ = ["ErrorCollector", "unknown_axes"]
 
@@ -40,7 +40,8 @@ class ErrorCollector:
     """Calls `make` for each leaf and collects its errors, so that one error reports all leaves.
 
     Args:
-        make: make(names, shape or None). A ValueError is an error of the leaf.
+        make: make(names, shape or None). A ValueError is an error of the leaf, and so is a list, of
+            reasons.
         rules: The rules that `make` resolves names by.
         mesh: The mesh that `make` uses.
     """
@@ -49,14 +50,17 @@ class ErrorCollector:
         self._make = make
         self._rules = rules
         self._mesh = mesh
-        self._failed: dict[Any, Exception] = {}
+        self._failed: dict[Any, ValueError | list[str]] = {}
 
     def __call__(self, names: Any, shape: Any) -> Any:
         try:
-            return self._make(names, shape)
+            found = self._make(names, shape)
         except ValueError as error:
-            self._failed[names, shape] = error
+            found = error
+        if isinstance(found, ValueError | list):
+            self._failed[names, shape] = found
             return None
+        return found
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
         """Checks that there was no error.
@@ -75,16 +79,17 @@ class ErrorCollector:
             for path, names, shape in wrong
         ]
         message = leaf_errors(rows, self._mesh.shape, said_by="logical rules")
-        raise ValueError(message) from next(iter(self._failed.values()))
+        first = next(iter(self._failed.values()))
+        raise ValueError(message) from (first if isinstance(first, ValueError) else None)
 
     def _errors_of(self, names: Any, shape: Any) -> list[str]:
         error = self._failed[names, shape]
-        reasons = error.reasons if isinstance(error, MisfitError) else str(error).splitlines()
+        reasons = error if isinstance(error, list) else str(error).splitlines()
         try:
             resolution = self._rules.resolve(names, shape)
         except ValueError:  # the names themselves are wrong
             return reasons
-        if not isinstance(error, MisfitError):
+        if isinstance(error, ValueError):
             # Without a correction the only error is JAX's, about these axes.
             reasons = unknown_axes(resolution, self._mesh.axis_names) or reasons
         return reasons + resolution.explained().splitlines()

@@ -11,7 +11,7 @@ from shardrules._core import resolve_all
 from shardrules._logical.arrays import named_arrays
 from shardrules._logical.rules import resolver_of
 from shardrules._sharding.name_errors import ErrorCollector
-from shardrules._sharding.shardings import corrected_sharding, local_sizes, manual_axes
+from shardrules._sharding.shardings import local_sizes, manual_axes, sharding_or_reasons
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -72,8 +72,8 @@ def corrected(
 ) -> ErrorCollector:
     """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
 
-    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
+    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding | list[str]:
         spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)
-        return corrected_sharding(spec, shape, mesh, correction, optional_axes=optional_axes)
+        return sharding_or_reasons(spec, shape, mesh, correction, optional_axes=optional_axes)
 
     return ErrorCollector(make, resolver, mesh)

@@ -25,9 +25,10 @@ from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
 from shardrules._matching.reports import decided_tree
+from shardrules._printable import printable_lines
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
-from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, on_axes
 from shardrules._sharding.spec_by_shape import SpecByShape
@@ -62,6 +63,7 @@ __all__ = [
     "manual_axes",
     "mesh_for",
     "placements_by_rules",
+    "sharding_or_reasons",
     "shardings_by_rules",
     "specs_on_mesh",
 ]
@@ -162,7 +164,7 @@ def mesh_for(
 
 
 @functools.lru_cache(maxsize=4096)
-def corrected_sharding(
+def sharding_or_reasons(
     spec: PartitionSpec | Fsdp,
     shape: tuple[int, ...],
     mesh: AnyMesh,
@@ -170,23 +172,31 @@ def corrected_sharding(
     dtype: Any = None,
     *,
     optional_axes: frozenset[str] = frozenset(),
-) -> NamedSharding:
-    """The NamedSharding of one array whose spec is known.
-
-    Raises:
-        MisfitError: The correction makes it an error. The message names no path.
-    """
+) -> NamedSharding | list[str]:
+    """The NamedSharding of one array whose spec is known; or why the correction forbids it."""
     from jax.sharding import NamedSharding
 
     on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
     corrected = on_mesh.decided(shape, dtype)
-    if corrected is None:
-        what = (
-            f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
-            f"{mesh_shown(mesh.shape)}:"
-        )
-        raise MisfitError(what, on_mesh.errors(shape))
-    return NamedSharding(mesh, corrected)
+    return list(on_mesh.errors(shape)) if corrected is None else NamedSharding(mesh, corrected)
+
+
+def corrected_sharding(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
+) -> NamedSharding:
+    """The NamedSharding of one array whose spec is known.
+
+    Raises:
+        ValueError: The correction makes it an error. The message names no path.
+    """
+    found = sharding_or_reasons(spec, shape, mesh, correction)
+    if not isinstance(found, list):
+        return found
+    what = (
+        f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
+        f"{mesh_shown(mesh.shape)}:"
+    )
+    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in found)]))
 
 
 def correction_losses(

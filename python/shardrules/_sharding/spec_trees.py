@@ -15,10 +15,10 @@ from shardrules._format import brief, shown
 from shardrules._logical.arrays import leaf_paths
 from shardrules._matching.dialects import EFORMER
 from shardrules._shape_specs import Fsdp
-from shardrules._sharding.leaf_errors import LeafError, MisfitError, leaf_errors
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 from shardrules._sharding.mesh import local_view, resolve_mesh
 from shardrules._sharding.rules_like import is_named_sharding, is_spec, is_spec_of_mesh
-from shardrules._sharding.shardings import Placement, corrected_sharding
+from shardrules._sharding.shardings import Placement, sharding_or_reasons
 from shardrules._specs import is_partition_spec, spec_shown
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def placements_by_specs(
         kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
-    if any(isinstance(found, ValueError) for found in of_kind.values()):
+    if any(isinstance(found, list) for found in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
     placements: Any = list(map(of_kind.__getitem__, kinds))
     return leaves, treedef, placements
@@ -69,9 +69,8 @@ def _errors(
 ) -> str:
     rows, meshes = [], set()
     for path, kind in zip(leaf_paths(tree), kinds, strict=True):
-        if isinstance(error := of_kind[kind], ValueError):
+        if isinstance(reasons := of_kind[kind], list):
             spec, mesh = bound[kind[0]]
-            reasons = error.reasons if isinstance(error, MisfitError) else str(error).splitlines()
             rows.append(LeafError(path, kind[1], spec_shown(spec), reasons))
             meshes.add(tuple(mesh.shape.items()))
     sizes = dict(meshes.pop()) if len(meshes) == 1 else None
@@ -84,19 +83,21 @@ def _of_kind(
     bound: dict[int, tuple[Any, AnyMesh]],
     policy: Correction,
     optional_axes: frozenset[str],
-) -> Placement | ValueError:
-    """What leaves of one spec, shape and dtype get, or what is wrong."""
+) -> Placement | list[str]:
+    """What leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
     wanted, on_mesh = bound[number]
     try:
-        sharding = corrected_sharding(
+        sharding = sharding_or_reasons(
             wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
         )
+        if isinstance(sharding, list):
+            return sharding
         if wanted is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)
     except ValueError as error:
-        return error
+        return str(error).splitlines()
 
 
 def _bound_specs(
