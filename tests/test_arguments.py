@@ -134,6 +134,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "last_wins": NOT_TRUTH,
     "keeps_unknown": NOT_TRUTH,
     "tries_next": NOT_TRUTH,
+    "keeps_size_one": NOT_TRUTH,
     "units": (3, 0, "12", [0], [-1], [2**63], ["8"], [1.5], [True], THING, HUGE),
     "pattern": (3, None, b"x", THING, HUGE, "("),
     "base": (3, None, THING, HUGE, r"\9"),
@@ -333,7 +334,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Hardware.named": (sr.Hardware.named, {"name": "v5p"}),
     "LogicalDialect": (sr.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
-        "tries_next": True}),
+        "tries_next": True, "keeps_size_one": True}),
     "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {
@@ -407,11 +408,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "companions": (), "names": None}),
+        "companions": (), "names": None, "optional_axes": ()}),
     "patch": (lambda libraries: sr.patch(libraries), {}),
     "plan": (sr.plan, {
         "tree": TREE, "rules": RULES, "mesh": SIZES, "min_size": 0, "correction": None,
-        "companions": (), "names": None}),
+        "companions": (), "names": None, "optional_axes": ()}),
     "read_hardware": (sr.read_hardware, {"path": "tests/data/hardware.toml"}),
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
@@ -421,11 +422,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
-        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place"}),
+        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
+        "optional_axes": ()}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {
         "path": "w", "shape": (8, 8), "rules": RULES, "mesh": SIZES, "min_size": 0,
-        "correction": None, "dtype": "float32"}),
+        "correction": None, "dtype": "float32", "optional_axes": ()}),
     "stacked": (sr.stacked, {"at": "layers", "layer": None, "axis": 0, "mesh_axis": None}),
     "unpatch": (sr.unpatch, {}),
     "unstacked": (sr.unstacked, {"at": "layers", "layer": None, "axis": 0}),
@@ -436,7 +438,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None}),
+        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None,
+        "optional_axes": ()}),
 }  # fmt: skip
 
 CALLS |= {

@@ -37,7 +37,7 @@ def spec_of(shape, spec, mesh=MESH, **policies):
         ((6, 8), (("tp", "fsdp", "ep"),), {"indivisible": "drop_axis"}, (("tp", "ep"), None)),
         ((12, 8), (("tp", "fsdp", "ep"),), {"indivisible": "prefix"}, ("tp", None)),
         ((5, 8), ("fsdp",), {"indivisible": "keep"}, ("fsdp", None)),
-        ((8, 8), (("absent", "tp"),), {}, ()),
+        ((8, 8), (("absent", "tp"),), {"absent": "drop"}, ()),
         ((8, 8), (("absent", "tp"),), {"absent": "drop_axis"}, ("tp", None)),
         ((8, 8), (("tp", "absent", "fsdp"),), {"absent": "prefix"}, ("tp", None)),
         ((8, 8), (("tp", "absent", "fsdp"),), {"absent": "drop_axis"}, (("tp", "fsdp"), None)),

@@ -36,9 +36,10 @@ class Correction:
     A mesh axis that shards two dimensions is an error under every policy, as it is in JAX.
 
     Args:
-        absent: For an entry that names an axis the mesh does not have: "drop" all axes of the
-            entry, "drop_axis" only that axis, keep the "prefix" before it, "keep" it (JAX will
-            refuse it, and `Plan.check` says so), or "error".
+        absent: For an entry that names an axis the mesh does not have: "error", but for axes that
+            are declared optional, which are dropped alone; "drop" all axes of the entry,
+            "drop_axis" only that axis, keep the "prefix" before it, or "keep" it (JAX will refuse
+            it, and `Plan.check` says so).
         indivisible: For an entry whose axes do not divide the dimension: "drop" all, "drop_axis"
             the axes that do not fit beside those before them, keep the longest "prefix" that fits,
             cut by the largest "factor" of the axes that divides, on a mesh that has it as an axis
@@ -54,10 +55,10 @@ class Correction:
 
     Example:
         >>> Correction(indivisible="prefix").absent
-        'drop'
+        'error'
     """
 
-    absent: MisfitPolicy = "drop"
+    absent: MisfitPolicy = "error"
     indivisible: IndivisiblePolicy = "drop"
     rank: RankPolicy = "truncate"
     unconstrained: Literal["keep", "drop"] = "keep"
@@ -83,8 +84,9 @@ class RuleSpec:
             "unpinned_host". A PartitionSpec has no memory kind, so `match_partition_rules` gives
             the spec alone. Default: the rule says nothing; a new array is in the devices' default
             memory, and `shard` leaves an array of a device in its memory.
-        optional_axes: Mesh axes that this rule names and a mesh may lack, so that `Plan.check`
-            does not report them. They change no spec.
+        optional_axes: Mesh axes that this rule names and a mesh may lack. Where the correction
+            makes absent axes an error, these are dropped alone instead; and `Plan.check` does not
+            report them.
 
     Raises:
         TypeError: correction is not a Correction, units are not integers, or optional_axes are not

@@ -60,6 +60,21 @@ def test_specs(rules, logical, spec):
     assert found == NamedSharding(mesh, spec)
 
 
+def test_what_is_remembered_is_of_these_rules_and_this_mesh():
+    """Equal calls get one object; rules that were changed, lists and other meshes get their own."""
+    meshes = [sr.resolve_mesh({"x": size, "y": 2, "z": 2}) for size in (1, 2)]
+    rules = Llama3()
+    first = examples.logical_to_sharding(("batch", "kv_heads"), meshes[0], rules)
+    assert examples.logical_to_sharding(("batch", "kv_heads"), meshes[0], rules) is first
+    assert examples.logical_to_sharding(("batch", "kv_heads"), meshes[1], rules).mesh is meshes[1]
+    rules.batch = ["x", "z"]
+    found = examples.logical_to_sharding(("batch", "kv_heads"), meshes[0], rules)
+    assert found == NamedSharding(meshes[0], P(("x", "z"), "y"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Colliding"):
+            examples.logical_to_sharding(("q_heads", "kv_heads"), meshes[0], rules)
+
+
 @pytest.mark.parametrize(("rules", "logical", "spec"), [case for case in CASES if case[1]])
 def test_the_same_rules_as_logical_rules(rules, logical, spec):
     compiled = examples.logical_rules(rules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import flax.linen as nn
 import jax
 import pytest
 from jax.sharding import NamedSharding
@@ -68,6 +70,68 @@ class TestGoldenFiles:
     def test_the_check_finds_no_error(self, dump):
         for part in (dump.leaves, dump.activations):
             assert not plan_of(dump, part).check().at_least("warning")
+
+
+RULE_LISTS = json.loads(
+    gzip.decompress((Path(__file__).parents[1] / "data" / "maxtext-rules.json.gz").read_bytes())
+)["files"]
+SIZES = [
+    {"fsdp": 4, "tensor": 4, "model": 4},
+    {"data": 2, "stage": 2, "fsdp": 2, "expert": 4, "context": 2, "tensor": 2, "model": 2},
+    {"fsdp": 3, "fsdp_transpose": 2, "tensor_sequence": 2, "expert": 5, "autoregressive": 7},
+]
+
+
+def as_maxtext_shards(names, shape, rules, sizes):
+    """flax.linen's spec; without axes of one device, or none; of others those that divide."""
+    entries = []
+    for dim, entry in enumerate(nn.logical_to_mesh_axes(names, rules)):
+        left, kept = shape[dim], []
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            if sizes.get(axis, 1) > 1 and left % sizes[axis] == 0:
+                kept.append(axis)
+                left //= sizes[axis]
+        entries.append(tuple(kept) or None)
+    return P(*entries)
+
+
+@pytest.mark.parametrize("name", RULE_LISTS)
+class TestItsRuleLists:
+    """All that MaxText's repository has; some name axes that its meshes no longer have."""
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=range(3))
+    def test_each_leaf_gets_what_maxtext_gives_it(self, name, sizes):
+        given = RULE_LISTS[name]
+        rules = [
+            (a, b if isinstance(b, str) else tuple(b or ()) or None) for a, b in given["rules"]
+        ]
+        mesh = {axis: sizes.get(axis, 1) for axis in given["mesh_axes"]}
+        for dump in map(maxtext.read_dump, DUMPS[0::2]):
+            arrays, names = dump.leaves.arrays, dump.leaves.names
+            found = sr.named_shardings(
+                {path: jax.ShapeDtypeStruct(array.shape, "int8") for path, array in arrays.items()},
+                sr.LogicalRules(rules, sr.MAXTEXT),
+                mesh,
+                names=names,
+            )
+            planned = sr.plan(arrays, sr.LogicalRules(rules, sr.MAXTEXT), mesh, names=names)
+            assert planned.specs() == {path: one.spec for path, one in found.items()}
+            for path, sharding in found.items():
+                wanted = as_maxtext_shards(names[path], arrays[path].shape, rules, mesh)
+                assert sharding.spec == wanted, (path, names[path])
+
+    def test_a_stale_axis_is_no_error(self, name):
+        given = RULE_LISTS[name]
+        rules = sr.LogicalRules(
+            [(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]], sr.MAXTEXT
+        )
+        mesh = {axis: SIZES[0].get(axis, 1) for axis in given["mesh_axes"]}
+        leaves = maxtext.read_dump(DUMPS[0]).leaves
+        found = sr.plan(leaves.arrays, rules, mesh, names=leaves.names).check()
+        stale = [one for one in found if "the mesh has no ax" in one.message]
+        assert bool(stale) == (name in ("inference/inference", "post_train/rl_mt_jt"))
+        assert all((one.level, one.bytes) == ("info", 0) for one in stale)
+        assert not any("did you mean" in one.message for one in stale)
 
 
 class TestADifference:

@@ -61,7 +61,7 @@ class TestRules:
         read = sr.read_rules(written(tmp_path, "rules.json", json.dumps(table)))
         assert tuple(read.rules) == (RULES[0], ("mlp", ("tp",)), RULES[2])
         assert read.rules.dialect.name == "maxtext"
-        assert read.rules.dialect.correction == sr.Correction("drop_axis", "drop_axis")
+        assert read.rules.dialect.correction == sr.Correction("drop_axis", "drop_axis", pad=False)
 
     def test_the_yaml_of_maxtext(self):
         dump = json.loads(gzip.decompress(next(DUMPS.glob("qwen3*")).read_bytes()))

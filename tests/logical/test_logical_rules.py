@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,9 +74,12 @@ class TestWhereNamesAreResolved:
 
     def test_the_explanation_names_the_reason(self):
         rules = [("seq", "sp"), ("seq", "tp"), ("seq", "fsdp")]
-        text = sr.explain_logical(("seq",), rules, {"fsdp": 2, "tp": 3}, (8,))
+        dropping = replace(sr.LINEN, correction=sr.Correction(absent="drop"))
+        text = sr.explain_logical(("seq",), rules, {"fsdp": 2, "tp": 3}, (8,), dialect=dropping)
         assert text.splitlines() == [
             "dim 0 'seq' -> 'fsdp'  (rule 2)",
             "    rule 0 ('seq', 'sp') lost: the mesh lacks its mesh axes",
             "    rule 1 ('seq', 'tp') lost: its mesh axes do not divide the dimension",
         ]
+        text = sr.explain_logical(("seq",), rules, {"fsdp": 2, "tp": 3}, (8,))
+        assert text.splitlines()[-1] == "dim 0: rule 0 ('seq', 'sp'): the mesh has no axis 'sp'"

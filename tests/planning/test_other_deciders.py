@@ -103,7 +103,7 @@ class TestSpecs:
         again = sr.Plan.from_lock(plan.lock())
         assert again.fingerprint() == plan.fingerprint()
         assert "wins" in str(plan.explain("layers/1/wq"))
-        assert plan.on_mesh({"fsdp": 4}).specs()["head"] == P()
+        assert plan.on_mesh({"fsdp": 4, "tp": 3}).specs()["head"] == P()
         assert plan.with_rules(layers_specs).fingerprint() == plan.fingerprint()
         assert sr.compare(layers(), layers_specs, plan.rules) == []
 

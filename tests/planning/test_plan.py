@@ -39,6 +39,9 @@ MESHES = [
 ]
 
 
+DROPPING = sr.Correction(absent="drop")
+
+
 def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -80,7 +83,8 @@ def test_real_rules_on_real_models(model, rule_set):
     rules = sr.Rules([*corpus.rules(rule_set), (".*", P())])
     flat, nested = real_trees(model)
     for mesh, tree in zip(MESHES, (flat, nested, nested), strict=True):
-        check_equal_to_named_shardings(sr.plan(tree, rules, mesh), tree, rules, mesh)
+        plan = sr.plan(tree, rules, mesh, correction=DROPPING)
+        check_equal_to_named_shardings(plan, tree, rules, mesh, correction=DROPPING)
 
 
 def test_without_a_correction_they_are_those_of_match():
@@ -668,7 +672,8 @@ class TestExplain:
             "  lost           dim 1 of size 6 is not divisible by tp=4 (costs 36 B on each device)",
         ]
         assert "the mesh has no axis 'sp', so 'fsdp' beside it is dropped too (costs 48 B on each device)" in str(
-            self.plan().explain("b"))  # fmt: skip
+            self.plan(correction=DROPPING).explain("b"))  # fmt: skip
+        assert "  PROBLEM        the mesh has no axis 'sp'\n" in str(self.plan().explain("b"))
         assert str(self.plan().explain("s")).splitlines()[1:] == [
             "  no rule matches, of 4; the leaf needs none",
             "  on fsdp=4,tp=4  P(), 4 B on each device",
@@ -720,7 +725,8 @@ import sys
 from types import SimpleNamespace as Leaf
 import shardrules as sr
 tree = {"layers": [{"w": Leaf(shape=(8, 6), dtype="bfloat16")} for _ in range(3)], "b": Leaf(shape=(4,), dtype="float32")}
-plan = sr.plan(tree, [("w", (("fsdp", "sp"), "tp")), (".*", None)], {"fsdp": 2, "tp": 4})
+rules = [("w", (("fsdp", "sp"), "tp")), (".*", None)]
+plan = sr.plan(tree, rules, {"fsdp": 2, "tp": 4}, optional_axes=["sp"])
 text = plan.lock()
 other = sr.Plan.from_lock(text)
 str(plan), str(plan.check()), plan.check().to_json(), plan.bytes_per_device(gradients="float32"), str(plan.sweep())

@@ -53,7 +53,6 @@ SPECS = [
     ((8, 8), P("a", "b"), ("a", "b")),
     ((8, 8), P(("a", "b"), "c"), (("a", "b"), "c")),
     ((8, 7), P("a", "b"), ("a",)),
-    ((8, 8), P("zz", "b"), (None, "b")),
     ((8,), P("b", "a"), ("b",)),
     ((7, 5), P("a", "b"), ()),
     ((8, 8), P(), ()),
@@ -243,7 +242,7 @@ class TestErrors:
                 constrain({"a": jnp.zeros(8)}, specs, mesh)
 
     def test_an_axis_used_twice(self, mesh):
-        with pytest.raises(ValueError, match=r"\['a'\]: an array of shape [^$]*'tp' is used twice"):
+        with pytest.raises(ValueError, match=r"(?s) a  shape \(8, 8\)  P.*'tp' is used twice"):
             constrain({"a": jnp.zeros((8, 8))}, P("tp", "tp"), mesh)
 
     def test_all_leaves_are_looked_at_before_any_is_moved(self, mesh):

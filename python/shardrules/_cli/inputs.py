@@ -95,6 +95,7 @@ def load_plan(
         min_size=min_size,
         companions=loaded.companions,
         names=names,
+        optional_axes=loaded.declared["optional_axes"],
     )
     return Planned(planned, name, loaded, fallbacks)
 

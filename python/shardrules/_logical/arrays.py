@@ -12,7 +12,7 @@ from shardrules._logical.beside import names_beside
 from shardrules._logical.leaves import Unboxed, unboxed_with_names
 from shardrules._matching.rules import Rules, matcher_of
 
-__all__ = ["NamedArrays", "named_arrays", "rows_and_paths"]
+__all__ = ["NamedArrays", "leaf_paths", "named_arrays", "rows_and_paths"]
 
 _NO_RULES: Final = Rules(())
 
@@ -33,10 +33,7 @@ class NamedArrays(NamedTuple):
 
     def paths(self) -> list[str]:
         """The paths of the arrays, in the order of JAX's leaves."""
-        from jax import tree_util
-
-        of_rows, paths = rows_and_paths(self.tree)
-        return [paths[row] for row in tree_util.tree_leaves(of_rows)]
+        return leaf_paths(self.tree)
 
 
 def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
@@ -63,6 +60,14 @@ def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
 
 def _hashable(names: list[Any]) -> list[Any]:
     return [tuple(one) if isinstance(one, list) else one for one in names]
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The paths of a tree's leaves, in the order of JAX's leaves."""
+    from jax import tree_util
+
+    of_rows, paths = rows_and_paths(tree)
+    return [paths[row] for row in tree_util.tree_leaves(of_rows)]
 
 
 def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> tuple[Any, list[str]]:

@@ -15,7 +15,8 @@ from shardrules._display import without_defaults
 __all__ = ["FLAX_CORE", "HALIAX", "LINEN", "MAXTEXT", "LogicalDialect"]
 
 
-_DROP: Final = Correction()
+# As long as the names, as flax's specs.
+_NAMES_LONG: Final = Correction(pad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,15 @@ class LogicalDialect:
         tries_next: Whether a rule of which the correction leaves no mesh axes loses to the next
             rule for the name. Otherwise names alone choose the rules, and the correction cuts the
             specs.
+        keeps_size_one: Whether mesh axes of one device stay in the specs, where they cut nothing.
     """
 
     name: str
     last_wins: bool
     keeps_unknown: bool
-    correction: Correction = _DROP
+    correction: Correction = _NAMES_LONG
     tries_next: bool = True
+    keeps_size_one: bool = True
 
     def __repr__(self) -> str:
         return _NAMES.get(self) or without_defaults(self)
@@ -48,7 +51,7 @@ class LogicalDialect:
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a string")
         check_type("correction", self.correction, Correction, "a Correction")
-        for field in ("last_wins", "keeps_unknown", "tries_next"):
+        for field in ("last_wins", "keeps_unknown", "tries_next", "keeps_size_one"):
             object.__setattr__(self, field, boolean(field, getattr(self, field)))
 
 
@@ -60,12 +63,13 @@ MAXTEXT: Final = LogicalDialect(
     "maxtext",
     last_wins=False,
     keeps_unknown=False,
-    correction=Correction(indivisible="drop_axis"),
+    correction=Correction(absent="drop_axis", indivisible="drop_axis", pad=False),
     tries_next=False,
+    keeps_size_one=False,
 )
 """The dialect of MaxText: flax.linen's choice of rules, of whose mesh axes those are then dropped
-that do not divide the dimension, as by `maxtext.utils.sharding.adjust_pspec_for_indivisible_shapes`
-of 2026."""
+that the mesh lacks or that have one device, as by `remove_size_one_mesh_axis` of MaxText's
+`utils.sharding` of 2026, or that do not divide, as by `adjust_pspec_for_indivisible_shapes`."""
 HALIAX: Final = LogicalDialect(
     "haliax",
     last_wins=True,

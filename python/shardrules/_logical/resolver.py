@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from shardrules._core import LogicalRuleSet
 from shardrules._correction import Correction
@@ -17,7 +17,7 @@ from shardrules._format import shown
 from shardrules._logical.dialects import FLAX_CORE, LogicalDialect
 from shardrules._logical.names import check_rules, last_wins, logical_names, spec_of_names
 from shardrules._printable import printable_lines
-from shardrules._specs import axes_present, is_unconstrained
+from shardrules._specs import Entries, axes_present, is_unconstrained, without_axes
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -33,6 +33,8 @@ __all__ = [
     "resolve_core",
     "resolver_for",
 ]
+
+_Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
 
 UNASSIGNED: Final = object()
 _KEEP: Final = Correction(absent="keep", indivisible="keep")
@@ -64,6 +66,8 @@ class Resolver:
         correction: The axes that a rule keeps if the mesh lacks one of them, or if they do not
             divide the dimension. A rule that keeps none loses, if the dialect tries the next one.
             Default: rules do not lose so.
+        optional_axes: Axes that a rule loses alone where the mesh lacks them and the correction
+            makes that an error.
 
     Raises:
         ValueError: A rule is not a pair, `rules` is not a tuple or list, or the correction is to
@@ -78,6 +82,7 @@ class Resolver:
         dialect: LogicalDialect,
         axis_sizes: Mapping[str, int],
         correction: Correction | None = None,
+        optional_axes: frozenset[str] = frozenset(),
     ) -> None:
         if not isinstance(rules, (tuple, list)):
             raise ValueError(  # noqa: TRY004 flax's type
@@ -104,6 +109,8 @@ class Resolver:
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
             left = axes_present(axes, axis_sizes, policy.absent)
+            if policy.absent == "error":
+                left = [a for a in axes if a in axis_sizes or a not in optional_axes]
             if axes and not left:
                 self._absent.setdefault(name, []).append(index)
                 continue
@@ -171,6 +178,12 @@ class Resolver:
             [None if winner is None else numbers[winner] for winner in winners],
             sorted([*self._lost_to_absent(wanted), *self._lost(lost)]),
         )
+
+    def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
+        """The spec, without axes of one device if the dialect leaves them out."""
+        if self.dialect.keeps_size_one:
+            return spec
+        return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
 
     def _lost(self, found: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
         """The rules that lost, by their numbers in the core."""
@@ -252,17 +265,18 @@ def resolver_for(
     dialect: LogicalDialect,
     axis_sizes: Mapping[str, int],
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
     """The rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
     # Most rules have no lists in them.
     for as_key in (_as_tuple, _hashable):
         try:
-            return _compiled(as_key(rules), dialect, axes, correction)
+            return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
         except TypeError:  # something in it cannot be hashed
             pass
     # Raises the error that names the rule, if one is invalid.
-    return Resolver(rules, dialect, axis_sizes, correction)
+    return Resolver(rules, dialect, axis_sizes, correction, optional_axes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -271,8 +285,9 @@ def _compiled(
     dialect: LogicalDialect,
     axis_sizes: tuple[tuple[str, int], ...],
     correction: Correction | None,
+    optional_axes: frozenset[str],
 ) -> Resolver:
-    return Resolver(rules, dialect, dict(axis_sizes), correction)
+    return Resolver(rules, dialect, dict(axis_sizes), correction, optional_axes)
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:

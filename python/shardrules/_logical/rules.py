@@ -114,7 +114,10 @@ def _checked_pair(index: int, rule: Any) -> tuple[Any, Any]:
 
 
 def resolver_of(
-    rules: LogicalRules, axis_sizes: Mapping[str, int], correction: Correction | None = None
+    rules: LogicalRules,
+    axis_sizes: Mapping[str, int],
+    correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
     """The rules on a mesh, compiled once for its axis sizes."""
-    return resolver_for(tuple(rules), rules.dialect, axis_sizes, correction)
+    return resolver_for(tuple(rules), rules.dialect, axis_sizes, correction, optional_axes)

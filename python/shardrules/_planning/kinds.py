@@ -16,7 +16,7 @@ from shardrules._shape_specs import Fsdp
 from shardrules._specs import Entries, entries_of, entry_axes, is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from jax.sharding import PartitionSpec
 
@@ -39,6 +39,7 @@ __all__ = [
     "is_replicated",
     "placement_shown",
     "problem_shown",
+    "refused",
 ]
 
 Status = Literal["placed", "unmatched", "ambiguous", "misfit"]
@@ -57,7 +58,8 @@ class Loss(NamedTuple):
     """
 
     kind: LossKind
-    """Why: "absent" from the mesh; "indivisible"; beside the factors that do divide ("factored");
+    """Why: "absent" from the mesh, or so as is declared that it may be ("optional"); "indivisible";
+    beside the factors that do divide ("factored");
     factors that the mesh does not have as axes ("unfactored"); beyond the leaf's "rank"; or a
     "duplicate"."""
     dim: int
@@ -71,6 +73,8 @@ class Loss(NamedTuple):
     """Bytes on the fullest device that there would not be without this loss."""
     message: str
     fix: str
+    is_error: bool = False
+    """Whether the correction forbids it, so that the leaves are not placed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +118,9 @@ class Kind:
     host's."""
     _held: Held = field(repr=False)
     """The parts of one leaf that the devices hold."""
+    _counted: Spec | None = field(repr=False)
+    """The spec that bytes are counted by: that of leaves that are placed, and for others the one
+    without the axes that the mesh lacks, if these alone are wrong."""
 
     @property
     def deciders(self) -> tuple[int, ...]:
@@ -154,6 +161,12 @@ def problem_shown(kind: Kind) -> str | None:
 def placement_shown(kind: Kind) -> str:
     """The spec and the memory kind as people write them; - for leaves that are not placed."""
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
+
+
+def refused(losses: Sequence[Loss]) -> tuple[str, str]:
+    """(message, fix) of leaves with these losses, which the correction forbids."""
+    messages = dict.fromkeys(loss.message for loss in losses)
+    return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:

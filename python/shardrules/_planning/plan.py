@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
     from shardrules._sharding.shardings import Placement
 
-    # The columns of the same leaves on another mesh.
-    _OnMesh = Callable[[MeshLike], Columns]
+    # The columns of the same leaves on another mesh; with axes, which that mesh may lack.
+    _OnMesh = Callable[..., Columns]
 
 __all__ = ["Plan", "plan"]
 
@@ -100,6 +100,7 @@ def plan(
     correction: Correction | None = None,
     companions: Iterable[Companion] = (),
     names: Any = None,
+    optional_axes: Iterable[str] = (),
 ) -> Plan:
     """Plans how each leaf of the tree is sharded on the mesh, and why.
 
@@ -121,6 +122,9 @@ def plan(
         names: For `LogicalRules`, the logical axis names of the arrays: a tree of tuples or
             PartitionSpecs of names, or {path: names}. Default: those in the tree's boxes, nnx
             Variables or haliax arrays.
+        optional_axes: Mesh axes that rules or specs name and a mesh may lack, such as "sp", beside
+            those of a `RuleSpec`. They are dropped alone where the mesh lacks them. Any other axis
+            that it lacks is an error, unless the correction says otherwise.
 
     Raises:
         ValueError: There is no mesh, a dimension is negative, a dtype is unknown, or names do not
@@ -146,6 +150,7 @@ def plan(
         "a Companion, such as those of shardrules.LORA",
     )
     smallest = checked_min_size(min_size)
+    optional = frozenset(texts("optional_axes", optional_axes))
     decider = as_decider("rules", rules)
     check_taken(
         decider, min_size=smallest, companions=followers, names=names, correction=correction
@@ -161,24 +166,31 @@ def plan(
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
     axis_sizes_of(chosen)  # a mesh that is wrong is refused before the walk
     if isinstance(decider, LogicalRules):
-        on_mesh = _by_names(tree, decider, names, correction)
+        on_mesh = _by_names(tree, decider, names, correction, optional)
     elif isinstance(decider, Rules):
         check_rules_are_for_paths(decider, tree)
-        on_mesh = _by_paths(tree, decider, smallest, followers, correction)
+        on_mesh = _by_paths(tree, decider, smallest, followers, correction, optional=optional)
     else:
-        on_mesh = _by_rules_of_leaves(survey(tree, Rules(())), rules, correction)
+        on_mesh = _by_rules_of_leaves(survey(tree, Rules(())), rules, correction, optional)
     columns = on_mesh(chosen)
     if all(kind.shape is None for kind in columns.kinds):
         check_shapes("tree", tree, next(iter(columns.paths), None))
-    return Plan(columns, on_mesh, chosen)
+    return Plan(columns, on_mesh, chosen, optional)
 
 
-def _by_names(tree: Any, rules: LogicalRules, names: Any, correction: Correction | None) -> _OnMesh:
+def _by_names(
+    tree: Any,
+    rules: LogicalRules,
+    names: Any,
+    correction: Correction | None,
+    optional: frozenset[str],
+) -> _OnMesh:
     from shardrules._planning.placing.by_names import by_names
     from shardrules._planning.placing.names import survey_named
 
     leaves = survey_named(tree, rules, names)
-    return partial(by_names, leaves, rules, correction or rules.dialect.correction)
+    policy = correction or rules.dialect.correction
+    return partial(by_names, leaves, rules, policy, optional_axes=optional)
 
 
 def _by_paths(
@@ -187,14 +199,17 @@ def _by_paths(
     min_size: int,
     companions: tuple[Companion, ...],
     correction: Correction | None,
+    *,
+    optional: frozenset[str],
 ) -> _OnMesh:
     leaves = survey(tree, rules, min_size)
     leaves, derivations = with_companions(leaves, rules, companions, min_size)
-    return partial(by_rules, leaves, rules, derivations, correction or rules.dialect.correction)
+    policy = correction or rules.dialect.correction
+    return partial(by_rules, leaves, rules, derivations, policy, optional_axes=optional)
 
 
 def _by_rules_of_leaves(
-    leaves: Leaves, rules: Rules | Any, correction: Correction | None
+    leaves: Leaves, rules: Rules | Any, correction: Correction | None, optional: frozenset[str]
 ) -> _OnMesh:
     """Leaves that were surveyed already, under rules of paths or under specs."""
     if isinstance(rules, Rules):
@@ -205,7 +220,8 @@ def _by_rules_of_leaves(
         compiled = rules_of_specs(leaves, rules)
     decided = redecided(leaves, compiled)
     none = [None] * len(decided.types)
-    return partial(by_rules, decided, compiled, none, correction or compiled.dialect.correction)
+    policy = correction or compiled.dialect.correction
+    return partial(by_rules, decided, compiled, none, policy, optional_axes=optional)
 
 
 def _placements(*arguments: Any, **more: Any) -> Any:
@@ -231,10 +247,17 @@ class Plan(PlanLike):
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
-    def __init__(self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike) -> None:
+    def __init__(
+        self,
+        _columns: Columns,
+        _on_mesh: _OnMesh,
+        _mesh: MeshLike,
+        _optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
         self._columns = _columns
         self._on_mesh = _on_mesh
         self._mesh = _mesh
+        self._optional_axes = _optional_axes
 
     @property
     def rules(self) -> Rules | LogicalRules:
@@ -372,7 +395,7 @@ class Plan(PlanLike):
                 Default: 16 MiB. What is large only together with others must also be more than 2 %
                 of the fullest device's bytes.
             replicated: Patterns, searched in the paths, of leaves that are meant to be replicated.
-            optional_axes: Mesh axes that rules name and a mesh may lack, such as "sp".
+            optional_axes: As in `plan`: the findings are those of a plan with these axes too.
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.
@@ -402,15 +425,18 @@ class Plan(PlanLike):
             data_axes=texts("data_axes", data_axes),
         )
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+        columns = self._columns
+        if any(loss.is_error for kind in self.kinds for loss in kind.losses):
+            columns = self._on_mesh(self._mesh, may_lack=frozenset(declared["optional_axes"]))
         return asking.check.check(
-            self._columns, large=large, declared=declared, head_dim=size, levels=levels
+            columns, large=large, declared=declared, head_dim=size, levels=levels
         )
 
     def specs(self) -> Any:
         """The tree of PartitionSpecs, corrected; those of `named_shardings`.
 
         Raises:
-            ValueError: Some leaves get no spec; the message has the findings of `check`.
+            ValueError: Some leaves get no spec. The message has their number, and lists the first.
         """
         return asking.trees.spec_tree(self._columns)
 
@@ -471,12 +497,12 @@ class Plan(PlanLike):
             array([16])
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-        return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
+        return Plan(self._on_mesh(chosen), self._on_mesh, chosen, self._optional_axes)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """The same leaves and mesh under other rules; the tree is not walked again.
 
-        Companions are left out.
+        Companions and the correction of `plan` are left out.
 
         Args:
             rules: As in `plan`; but `LogicalRules` if those of the plan are, and only then.
@@ -506,10 +532,14 @@ class Plan(PlanLike):
             from shardrules._planning.placing.by_names import by_names
 
             named = replace(leaves, rules=decider)
-            on_mesh: _OnMesh = partial(by_names, named, decider, decider.dialect.correction)
+            policy = decider.dialect.correction
+            on_mesh: _OnMesh = partial(
+                by_names, named, decider, policy, optional_axes=self._optional_axes
+            )
         else:
-            on_mesh = _by_rules_of_leaves(leaves, rules if decider is None else decider, None)
-        return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
+            given = rules if decider is None else decider
+            on_mesh = _by_rules_of_leaves(leaves, given, None, self._optional_axes)
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh, self._optional_axes)
 
     def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
@@ -547,7 +577,8 @@ class Plan(PlanLike):
         """The same leaves and rules on many meshes: bytes per device, what fits, time of a step.
 
         Args:
-            meshes: The meshes. Default: all factorizations of `devices` over `axes`.
+            meshes: The meshes, each of which may lack axes of the others. Default: all
+                factorizations of `devices` over `axes`.
             devices: Devices of these factorizations. Default: as many as the plan has.
             axes: Axes of these factorizations. Default: those of the plan that are not in `fixed`.
             fixed: Further axes, with the size that each has in all meshes.
@@ -619,8 +650,9 @@ class Plan(PlanLike):
         else:
             check_type("meshes", meshes, Iterable, "a sequence of dicts of axis sizes")
 
-        def on_mesh(mesh: MeshLike) -> Columns:
-            return self.on_mesh(mesh)._columns
+        def on_mesh(mesh: MeshLike, may_lack: frozenset[str]) -> Columns:
+            chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
+            return self._on_mesh(chosen, may_lack=may_lack.union(axis_sizes_of(self._mesh)))
 
         return asking.sweep.sweep(
             on_mesh,
@@ -1184,7 +1216,7 @@ def _room(hbm: int | None, host_memory: int | None) -> Room:
     return asking.budget.Room(hbm, host_memory)
 
 
-def _locked(columns: Columns, mesh: MeshLike) -> Columns:
+def _locked(columns: Columns, mesh: MeshLike, **_: frozenset[str]) -> Columns:
     if not columns.is_on(axis_sizes_of(mesh)):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
     return replace(columns, explicit_axes=explicit_axes_of(mesh))
@@ -1196,8 +1228,10 @@ def _followed(
     follow: Callable[[Columns], Columns],
     memory_kind: MemoryKind | None,
     mesh: MeshLike,
+    *,
+    may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     if has_devices(mesh):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh)
     is_same = params.is_on(axis_sizes_of(mesh)) and params.explicit_axes == explicit_axes_of(mesh)
-    return follow(params if is_same else on_mesh(mesh))
+    return follow(params if is_same and not may_lack else on_mesh(mesh, may_lack=may_lack))

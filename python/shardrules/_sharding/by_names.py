@@ -234,7 +234,7 @@ def explain_logical(
 
     Returns:
         A line for each dimension with its mesh axes and its rule, followed by a line for each rule
-        that lost the dimension, and why.
+        that lost the dimension, and why; and a line for each axis that the mesh does not have.
 
     Example:
         >>> rules = [("batch", "fsdp"), ("embed", "fsdp"), ("embed", "tp")]
@@ -248,7 +248,9 @@ def explain_logical(
     pairs, chosen = _in_force(rules, dialect)
     axis_sizes = {} if on_mesh is None else dict(on_mesh.shape)
     correction = None if sizes is None else chosen.correction
-    return resolver_for(pairs, chosen, axis_sizes, correction).resolve(names, sizes).explained()
+    found = resolver_for(pairs, chosen, axis_sizes, correction).resolve(names, sizes)
+    lacking = [] if on_mesh is None else unknown_axes(found, axis_sizes)
+    return "\n".join([found.explained(), *lacking])
 
 
 def compiled(

@@ -6,9 +6,10 @@ sharding was decided.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import Tree, in_order
+from shardrules._arguments import Tree, in_order, texts
 from shardrules._correction import Correction
 from shardrules._sharding.memory import moved_inside_jit
 from shardrules._sharding.mesh import has_devices
@@ -34,6 +35,7 @@ def with_sharding_constraint(
     *,
     correction: Correction | None = None,
     names: Any = None,
+    optional_axes: Iterable[str] = (),
 ) -> Tree:
     """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
 
@@ -59,6 +61,7 @@ def with_sharding_constraint(
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
         names: For `LogicalRules`, as in `plan`.
+        optional_axes: As in `plan`.
 
     Returns:
         A tree of the same structure.
@@ -73,12 +76,17 @@ def with_sharding_constraint(
         >>> import jax
         >>> from jax.sharding import Mesh, PartitionSpec as P
         >>> mesh = Mesh(jax.devices()[:1], ("dp",))
-        >>> step = jax.jit(lambda x: with_sharding_constraint(2 * x, P("dp", "tp"), mesh))
+        >>> step = jax.jit(
+        ...     lambda x: with_sharding_constraint(2 * x, P("dp", "tp"), mesh, optional_axes=["tp"])
+        ... )
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
+    optional = texts("optional_axes", optional_axes)
     if is_tracing([]):
-        traced: Tree = constrained(tree, specs_or_rules, mesh, correction, names)
+        traced: Tree = constrained(
+            tree, specs_or_rules, mesh, correction=correction, names=names, optional_axes=optional
+        )
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",
@@ -87,6 +95,7 @@ def with_sharding_constraint(
         mesh,
         correction=correction,
         names=names,
+        optional_axes=optional,
     )
     placed = (
         applied(leaves, operations_for(leaves, shardings))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes, check_tree, in_order
+from shardrules._arguments import check_shapes, check_tree, in_order, texts
 from shardrules._correction import Correction, check_correction
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.environment import checked_min_size
@@ -55,11 +55,13 @@ def named_shardings(
     correction: Correction | None = None,
     companions: Iterable[Any] = (),
     names: Any = None,
+    optional_axes: Iterable[str] = (),
 ) -> Any:
     """Replace each leaf of a tree by the NamedSharding that its rule gives it on the mesh.
 
     The result equals `eformer.escale.get_corrected_named_sharding` of the specs of
-    `match_partition_rules`, leaf by leaf, but takes one call. Equal shardings are one object.
+    `match_partition_rules`, leaf by leaf, but takes one call; and an axis that the mesh lacks is an
+    error. Equal shardings are one object.
 
     Inside shard_map, shapes are the local shapes, and manual axes are left out. A dimension that
     only they cut is UNCONSTRAINED, if the mesh has axes of type Auto left.
@@ -74,6 +76,7 @@ def named_shardings(
             the dialect's for rules, eformer's for specs.
         companions: As in `plan`, whose shardings these are then. For rules of paths alone.
         names: For `LogicalRules`, as in `plan`.
+        optional_axes: As in `plan`.
 
     Returns:
         A tree of the same structure, with None for a spec that is None. With a dict of axis sizes
@@ -81,9 +84,9 @@ def named_shardings(
 
     Raises:
         ValueError: There is no mesh; no rule matches a leaf; a leaf cannot be sharded as its rule
-            says, because it uses an axis twice or the correction makes it an error; or a tree of
-            specs does not fit the tree. All leaves are checked first; the message has their number
-            and lists the first 20.
+            says, because the mesh lacks an axis, it uses an axis twice, or the correction makes it
+            an error; or a tree of specs does not fit the tree. All leaves are checked first; the
+            message has their number and lists the first 20.
         TypeError: The spec of a rule cannot become a PartitionSpec, or `tree` is not a pytree of
             arrays.
 
@@ -101,29 +104,29 @@ def named_shardings(
     check_correction(correction)
     smallest = checked_min_size(min_size)
     followers = checked_companions(companions)
+    optional = frozenset(texts("optional_axes", optional_axes))
+    policy: Any = {"correction": correction, "optional_axes": optional}
     decider = as_decider("rules", rules)
     check_taken(
         decider, min_size=min_size, companions=followers, names=names, correction=correction
     )
     if isinstance(decider, LogicalRules):
         on_mesh = resolve_mesh(mesh)
-        return shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)[0]
+        return shardings_by_names(tree, decider, on_mesh, names=names, **policy)[0]
     if isinstance(decider, PlanLike):
         placed = decider._placements(tree, mesh)
         treedef: Any = tree_util.tree_structure(tree)
         return treedef.unflatten(one.sharding for one in placed)
     if decider is None:
-        _, treedef, found = placements_by_specs("rules", tree, rules, mesh, correction)
+        _, treedef, found = placements_by_specs("rules", tree, rules, mesh, **policy)
         return treedef.unflatten(one and one.sharding for one in found)
     on_mesh = resolve_mesh(mesh)
     if followers:
-        planned = planned_placements(
-            tree, followers, decider, on_mesh, min_size=smallest, correction=correction
-        )
+        planned = planned_placements(tree, followers, decider, on_mesh, min_size=smallest, **policy)
         return tree_util.tree_map(lambda one: one.sharding, planned)
     matcher = matcher_of(decider)
-    on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, correction=correction)
-    return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, correction=correction)
+    on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, **policy)
+    return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, **policy)
 
 
 def requested_shardings(
@@ -134,6 +137,7 @@ def requested_shardings(
     *,
     companions: Iterable[Any] = (),
     names: Any = None,
+    optional_axes: Iterable[str] = (),
     called: str = "specs_or_rules",
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
@@ -149,6 +153,7 @@ def requested_shardings(
         correction: The policies for specs that do not fit. Default: the dialect's.
         companions: As in `named_shardings`.
         names: As in `named_shardings`.
+        optional_axes: As in `named_shardings`.
         called: What the caller's parameter for specs or rules is called, for errors.
 
     Raises:
@@ -160,12 +165,14 @@ def requested_shardings(
     check_tree("tree", tree)
     check_correction(correction)
     followers = checked_companions(companions)
+    optional = frozenset(texts("optional_axes", optional_axes))
+    policy: Any = {"correction": correction, "optional_axes": optional}
     decider = as_decider(called, specs_or_rules)
     check_taken(decider, companions=followers, names=names, correction=correction)
     placements: Sequence[Placement | None]
     if decider is None:
         leaves, treedef, placements = placements_by_specs(
-            called, tree, specs_or_rules, mesh, correction
+            called, tree, specs_or_rules, mesh, **policy
         )
         return leaves, treedef, _in_own_memory(leaves, placements)
     leaves, treedef = tree_util.tree_flatten(tree)
@@ -173,13 +180,13 @@ def requested_shardings(
         check_shapes("tree", tree, None)
     if isinstance(decider, LogicalRules):
         on_mesh = local_view(resolve_mesh(mesh))
-        _, found = shardings_by_names(tree, decider, on_mesh, names=names, correction=correction)
+        _, found = shardings_by_names(tree, decider, on_mesh, names=names, **policy)
         return leaves, treedef, list(map(memory_keeper(), leaves, found))
     if isinstance(decider, PlanLike):
         placements = decider._placements(tree, mesh)
     else:
         on_mesh = local_view(resolve_mesh(mesh))
-        placements = _placements(tree, decider, on_mesh, correction, followers)
+        placements = _placements(tree, decider, on_mesh, followers, **policy)
     return leaves, treedef, _in_own_memory(leaves, placements)
 
 
@@ -198,17 +205,17 @@ def _placements(
     tree: Any,
     rules: Rules,
     mesh: AnyMesh,
-    correction: Correction | None,
     companions: tuple[Any, ...],
+    **policy: Any,
 ) -> list[Placement]:
     from jax import tree_util
 
     if companions:
-        planned = planned_placements(tree, companions, rules, mesh, correction=correction)
+        planned = planned_placements(tree, companions, rules, mesh, **policy)
         return tree_util.tree_leaves(planned)
     matcher = matcher_of(rules)
-    factored = mesh_for(tree, matcher, mesh, correction=correction)
-    return placements_by_rules(tree, matcher, factored, correction)
+    factored = mesh_for(tree, matcher, mesh, **policy)
+    return placements_by_rules(tree, matcher, factored, **policy)
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:

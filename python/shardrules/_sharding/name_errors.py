@@ -6,17 +6,14 @@ Reads leaves only after an error. Must not know how names are resolved.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any
 
-from shardrules._format import and_more, counted, mesh_shown
+from shardrules._format import nearest
 from shardrules._logical.names import logical_names
 from shardrules._logical.resolver import UNASSIGNED, Resolution, Resolver, axes_in
-from shardrules._printable import printable_lines
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 
 __all__ = ["ErrorCollector", "unknown_axes"]
-
-_SHOWN: Final = 20
 
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
@@ -28,14 +25,14 @@ def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str
         for axis in axes_in(None if entry is UNASSIGNED else entry):
             if axis in mesh_axes:
                 continue
-            near = get_close_matches(str(axis), list(mesh_axes), n=1)
+            near = nearest(str(axis), mesh_axes)
             if winner is None:
                 lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
-                near = get_close_matches(str(axis), resolution.rules.names, n=1) or near
+                near = nearest(str(axis), resolution.rules.names) or near
             else:
                 rule = resolution.rules.rules[winner]
                 lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")
-            lines[-1] += f"; did you mean {near[0]!r}?" if near else ""
+            lines[-1] += f" (did you mean {near!r}?)" if near else ""
     return lines
 
 
@@ -43,7 +40,8 @@ class ErrorCollector:
     """Calls `make` for each leaf and collects its errors, so that one error reports all leaves.
 
     Args:
-        make: make(names, shape or None). A ValueError is an error of the leaf.
+        make: make(names, shape or None). A ValueError is an error of the leaf, and so is a list, of
+            reasons.
         rules: The rules that `make` resolves names by.
         mesh: The mesh that `make` uses.
     """
@@ -52,14 +50,17 @@ class ErrorCollector:
         self._make = make
         self._rules = rules
         self._mesh = mesh
-        self._failed: dict[Any, Exception] = {}
+        self._failed: dict[Any, ValueError | list[str]] = {}
 
     def __call__(self, names: Any, shape: Any) -> Any:
         try:
-            return self._make(names, shape)
+            found = self._make(names, shape)
         except ValueError as error:
-            self._failed[names, shape] = error
+            found = error
+        if isinstance(found, ValueError | list):
+            self._failed[names, shape] = found
             return None
+        return found
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
         """Checks that there was no error.
@@ -73,24 +74,22 @@ class ErrorCollector:
         if not self._failed:
             return
         wrong = [leaf for leaf in leaves() if leaf[1:] in self._failed]
-        lines = [
-            f"{counted(len(wrong), 'leaf')} cannot be sharded as the logical rules say, on the "
-            f"mesh {mesh_shown(self._mesh.shape)}:"
+        rows = [
+            LeafError(path, shape, f"names {logical_names(names)}", self._errors_of(names, shape))
+            for path, names, shape in wrong
         ]
-        for path, names, shape in wrong[:_SHOWN]:
-            size = "" if shape is None else f"  shape {shape}"
-            lines.append(f"    {path or '(the tree)'}  names {logical_names(names)}{size}")
-            lines += [f"        {text}" for text in self._errors_of(names, shape)]
-        lines += [f"    {line}" for line in and_more(len(wrong), _SHOWN, "leaf")]
-        raise ValueError(printable_lines(lines)) from next(iter(self._failed.values()))
+        message = leaf_errors(rows, self._mesh.shape, said_by="logical rules")
+        first = next(iter(self._failed.values()))
+        raise ValueError(message) from (first if isinstance(first, ValueError) else None)
 
     def _errors_of(self, names: Any, shape: Any) -> list[str]:
-        errors = str(self._failed[names, shape]).splitlines()
+        error = self._failed[names, shape]
+        reasons = error if isinstance(error, list) else str(error).splitlines()
         try:
             resolution = self._rules.resolve(names, shape)
         except ValueError:  # the names themselves are wrong
-            return errors
-        unknown = unknown_axes(resolution, self._mesh.axis_names)
-        # Without a correction the only error is JAX's, about these axes.
-        others = [] if unknown and shape is None else errors
-        return unknown + others + resolution.explained().splitlines()
+            return reasons
+        if isinstance(error, ValueError):
+            # Without a correction the only error is JAX's, about these axes.
+            reasons = unknown_axes(resolution, self._mesh.axis_names) or reasons
+        return reasons + resolution.explained().splitlines()

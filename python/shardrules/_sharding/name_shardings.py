@@ -12,7 +12,7 @@ from shardrules._core import resolve_all
 from shardrules._logical.arrays import named_arrays
 from shardrules._logical.rules import resolver_of
 from shardrules._sharding.name_errors import ErrorCollector
-from shardrules._sharding.shardings import corrected_sharding, local_sizes, manual_axes
+from shardrules._sharding.shardings import local_sizes, manual_axes, sharding_or_reasons
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -32,6 +32,7 @@ def shardings_by_names(
     *,
     names: Any = None,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[Any, list[NamedSharding]]:
     """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
@@ -41,6 +42,7 @@ def shardings_by_names(
         mesh: The mesh.
         names: As in `plan`.
         correction: Default: the dialect's.
+        optional_axes: As in `plan`.
 
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
@@ -56,7 +58,8 @@ def shardings_by_names(
         check_shapes("tree", tree, None)
     policy = correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
-    make = corrected(resolver_of(rules, sizes, policy), mesh, policy)
+    resolver = resolver_of(rules, sizes, policy, optional_axes)
+    make = corrected(resolver, mesh, policy, optional_axes)
     given = [() if one is None else one for one in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(given, shapes, {}, make)
@@ -64,11 +67,16 @@ def shardings_by_names(
     return named.boxed(treedef.unflatten(shardings)), shardings
 
 
-def corrected(resolver: Resolver, mesh: AnyMesh, correction: Correction) -> ErrorCollector:
+def corrected(
+    resolver: Resolver,
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str] = frozenset(),
+) -> ErrorCollector:
     """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
 
-    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding:
-        spec = resolver.resolve(names, shape).spec(names)
-        return corrected_sharding(spec, shape, mesh, correction)
+    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding | list[str]:
+        spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)
+        return sharding_or_reasons(spec, shape, mesh, correction, optional_axes=optional_axes)
 
     return ErrorCollector(make, resolver, mesh)

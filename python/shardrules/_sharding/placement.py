@@ -58,6 +58,7 @@ def shard(
     donate: bool = False,
     dtype: Any = None,
     scalars: Literal["place", "keep"] | None = None,
+    optional_axes: Iterable[str] = (),
 ) -> Tree:
     """Place the arrays and numbers of a tree on devices, as the rules say.
 
@@ -82,6 +83,7 @@ def shard(
             not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
             and flax's states become arrays, as optimizers' counts; those that are attributes of a
             module stay, as in `equinox.is_array`. Other leaves are errors.
+        optional_axes: As in `plan`.
 
     Returns:
         A tree of the same structure, with jax.Arrays; type checkers take it for one of the type of
@@ -111,6 +113,7 @@ def shard(
         correction=correction,
         companions=companions,
         names=names,
+        optional_axes=optional_axes,
         chosen=partial(of_placeable, scalars=scalars),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
@@ -205,6 +208,7 @@ def agreed_shardings(
     correction: Correction | None,
     companions: Iterable[Any] = (),
     names: Any = None,
+    optional_axes: Iterable[str] = (),
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     options: Callable[[], list[Row]] = list,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
@@ -218,6 +222,7 @@ def agreed_shardings(
         correction: As in `requested_shardings`.
         companions: As in `requested_shardings`.
         names: As in `requested_shardings`.
+        optional_axes: As in `requested_shardings`.
         chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
         options: Checks further arguments, and returns them as rows on which processes agree.
@@ -227,7 +232,13 @@ def agreed_shardings(
         if call.joint and asks_for_own_devices(specs_or_rules, mesh):
             call.alone()
         leaves, treedef, wanted = requested_shardings(
-            tree, specs_or_rules, mesh, correction, companions=companions, names=names
+            tree,
+            specs_or_rules,
+            mesh,
+            correction,
+            companions=companions,
+            names=names,
+            optional_axes=optional_axes,
         )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)

@@ -20,7 +20,7 @@ from shardrules._correction import (
     plain_spec,
     rule_spec,
 )
-from shardrules._format import and_more, counted, mesh_shown, shown
+from shardrules._format import mesh_shown, shown
 from shardrules._matching.environment import checked_min_size
 from shardrules._matching.match_modes import Pattern
 from shardrules._matching.matcher import Matcher
@@ -28,10 +28,11 @@ from shardrules._matching.reports import decided_tree
 from shardrules._printable import printable_lines
 from shardrules._shape_specs import Fsdp
 from shardrules._sharding.factors import in_parts
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import axes_of_type, on_axes
 from shardrules._sharding.spec_by_shape import SpecByShape
-from shardrules._sharding.spec_on_mesh import LostAxes, SpecOnMesh
+from shardrules._sharding.spec_on_mesh import NO_OTHERS, LostAxes, SpecOnMesh
 from shardrules._specs import (
     Entries,
     as_partition_spec,
@@ -39,6 +40,7 @@ from shardrules._specs import (
     is_partition_spec,
     is_unconstrained,
     partition_spec,
+    spec_shown,
     with_entries,
     without_axes,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "manual_axes",
     "mesh_for",
     "placements_by_rules",
+    "sharding_or_reasons",
     "shardings_by_rules",
     "specs_on_mesh",
 ]
@@ -73,9 +76,10 @@ def shardings_by_rules(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> Any:
     """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
-    on_mesh = _bound(matcher, mesh, correction)
+    on_mesh = _bound(matcher, mesh, correction, optional_axes)
     return _decided(tree, matcher, on_mesh, on_mesh.shardings, min_size)
 
 
@@ -91,12 +95,16 @@ class Placement:
 
 
 def placements_by_rules(
-    tree: Any, matcher: Matcher, mesh: AnyMesh, correction: Correction | None
+    tree: Any,
+    matcher: Matcher,
+    mesh: AnyMesh,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> list[Placement]:
     """The placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound(matcher, mesh, correction)
+    on_mesh = _bound(matcher, mesh, correction, optional_axes)
     placements = _decided(tree, matcher, on_mesh, on_mesh.placements, 0)
     return tree_util.tree_leaves(placements)
 
@@ -117,6 +125,7 @@ def mesh_for(
     *,
     min_size: int | None = 0,
     correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> AnyMesh:
     """The mesh with the parts of axes that the leaves need for indivisible="factor"; see `factors`.
 
@@ -125,7 +134,7 @@ def mesh_for(
     Raises:
         ValueError: The mesh cannot be factored.
     """
-    bound = _bound(matcher, mesh, correction)
+    bound = _bound(matcher, mesh, correction, optional_axes)
     specs, spec_of = bound.specs, bound.spec_of
     if not any(spec.by_factors for spec in specs):
         return mesh
@@ -155,30 +164,39 @@ def mesh_for(
 
 
 @functools.lru_cache(maxsize=4096)
-def corrected_sharding(
+def sharding_or_reasons(
     spec: PartitionSpec | Fsdp,
     shape: tuple[int, ...],
     mesh: AnyMesh,
     correction: Correction,
     dtype: Any = None,
+    *,
+    optional_axes: frozenset[str] = frozenset(),
+) -> NamedSharding | list[str]:
+    """The NamedSharding of one array whose spec is known; or why the correction forbids it."""
+    from jax.sharding import NamedSharding
+
+    on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
+    corrected = on_mesh.decided(shape, dtype)
+    return list(on_mesh.errors(shape)) if corrected is None else NamedSharding(mesh, corrected)
+
+
+def corrected_sharding(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> NamedSharding:
     """The NamedSharding of one array whose spec is known.
 
     Raises:
         ValueError: The correction makes it an error. The message names no path.
     """
-    from jax.sharding import NamedSharding
-
-    on_mesh = _spec_on_mesh(spec, mesh, correction)
-    corrected = on_mesh.decided(shape, dtype)
-    if corrected is None:
-        what = (
-            f"an array of shape {shape} cannot be sharded as {spec} on the mesh "
-            f"{mesh_shown(mesh.shape)}:"
-        )
-        listed = (f"  {text}" for text in on_mesh.errors(shape))
-        raise ValueError(printable_lines([what, *listed]))
-    return NamedSharding(mesh, corrected)
+    found = sharding_or_reasons(spec, shape, mesh, correction)
+    if not isinstance(found, list):
+        return found
+    what = (
+        f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
+        f"{mesh_shown(mesh.shape)}:"
+    )
+    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in found)]))
 
 
 def correction_losses(
@@ -191,9 +209,14 @@ def correction_losses(
 
 @functools.lru_cache(maxsize=1024)
 def _spec_on_mesh(
-    spec: PartitionSpec | Fsdp, mesh: AnyMesh, correction: Correction
+    spec: PartitionSpec | Fsdp,
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> SpecOnMesh | SpecByShape:
-    return bound_spec(RuleSpec(spec), dict(mesh.shape), correction, manual_axes(mesh))
+    manual = manual_axes(mesh)
+    sizes = dict(mesh.shape)
+    return bound_spec(RuleSpec(spec), sizes, correction, manual, optional_axes=optional_axes)
 
 
 class ManualAxes(NamedTuple):
@@ -251,9 +274,15 @@ class _OnMesh(NamedTuple):
     mesh: AnyMesh
 
 
-def _bound(matcher: Matcher, mesh: AnyMesh, correction: Correction | None) -> _OnMesh:
+def _bound(
+    matcher: Matcher,
+    mesh: AnyMesh,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> _OnMesh:
     chosen = correction or matcher.dialect.correction
-    return matcher.remembered((mesh, chosen), lambda: _bind(matcher.pairs, mesh, chosen))
+    key = mesh, chosen, optional_axes
+    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
 
 
 def specs_on_mesh(
@@ -263,6 +292,7 @@ def specs_on_mesh(
     *,
     manual: ManualAxes = _NO_MANUAL_AXES,
     made: bool = True,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
     """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
@@ -272,6 +302,7 @@ def specs_on_mesh(
         correction: The correction of rules without their own.
         manual: Manual axes, which are left out because shapes are local.
         made: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
+        optional_axes: Axes that the mesh may lack, beside those of each rule.
 
     Raises:
         TypeError: The spec of a rule cannot become a PartitionSpec.
@@ -290,8 +321,9 @@ def specs_on_mesh(
         spec_of.append(index_of.setdefault(wanted, len(index_of)))
     policies = [wanted.correction or correction for wanted in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
+    options: Any = {"made": made, "has_parts": has_parts, "optional_axes": optional_axes}
     specs = [
-        bound_spec(one, axis_sizes, policy, manual, made=made, has_parts=has_parts)
+        bound_spec(one, axis_sizes, policy, manual, **options)
         for one, policy in zip(index_of, policies, strict=True)
     ]
     return specs, spec_of
@@ -305,13 +337,23 @@ def bound_spec(
     *,
     made: bool = True,
     has_parts: bool = False,
+    optional_axes: frozenset[str] = frozenset(),
+    named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
     """One of the specs of `specs_on_mesh`."""
     by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
     given: Any = wanted.spec if by_shape is None else by_shape.within
     spec = as_partition_spec(given) if made else given
     local, inside = _inside_shard_map(spec, correction, manual)
-    on_mesh = SpecOnMesh(local, axis_sizes, inside, wanted.units, has_parts=has_parts)
+    on_mesh = SpecOnMesh(
+        local,
+        axis_sizes,
+        inside,
+        wanted.units,
+        has_parts=has_parts,
+        optional_axes=optional_axes.union(wanted.optional_axes),
+        named_with=named_with,
+    )
     if by_shape is None:
         return on_mesh
     if not by_shape.named.isdisjoint(manual.axes):
@@ -348,8 +390,16 @@ def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> N
         raise ValueError(f"{name}: memory_kind={kind!r} is not on this mesh: {error}") from None
 
 
-def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Correction) -> _OnMesh:
-    specs, spec_of = specs_on_mesh(rules, dict(mesh.shape), correction, manual=manual_axes(mesh))
+def _bind(
+    rules: Sequence[tuple[Pattern, Any]],
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str],
+) -> _OnMesh:
+    manual = manual_axes(mesh)
+    specs, spec_of = specs_on_mesh(
+        rules, dict(mesh.shape), correction, manual=manual, optional_axes=optional_axes
+    )
     check_memory_of_rules(rules, mesh)
     memory_of = {
         spec: memory_kind_of(given) for spec, (_, given) in zip(spec_of, rules, strict=True)
@@ -395,13 +445,11 @@ def _bind(rules: Sequence[tuple[Pattern, Any]], mesh: AnyMesh, correction: Corre
 def _misfits_message(
     on_mesh: _OnMesh, matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    mesh = mesh_shown(on_mesh.mesh.shape)
-    lines = [f"{counted(count, 'leaf')} cannot be sharded as the rules say, on the mesh {mesh}:"]
+    rows = []
     for path, (rule, shape) in leaves:
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
         said = plain_spec(matcher.pairs[rule][1])
         given = said if isinstance(said, Fsdp) else spec.spec
-        lines.append(f"    {path}  shape {shape}  rule {rule}: {pattern!r} -> {given}")
-        lines += [f"        {text}" for text in spec.errors(tuple(shape))]
-    lines += [f"    {line}" for line in and_more(count, len(leaves), "leaf")]
-    return printable_lines(lines)
+        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(given)}"
+        rows.append(LeafError(path, shape, decided_by, list(spec.errors(tuple(shape)))))
+    return leaf_errors(rows, on_mesh.mesh.shape, count=count)

@@ -5,11 +5,11 @@ Costs what a tree of one leaf costs. Must not know how a spec is made to fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_type, in_order, shape_of
+from shardrules._arguments import check_type, in_order, shape_of, texts
 from shardrules._correction import Correction, check_correction
 from shardrules._dtypes import given_bits
 from shardrules._logical.rules import LogicalRules
@@ -37,6 +37,7 @@ def spec_for(
     min_size: int | None = 0,
     correction: Correction | None = None,
     dtype: Any = None,
+    optional_axes: Iterable[str] = (),
 ) -> PartitionSpec:
     """The PartitionSpec of one array.
 
@@ -52,6 +53,7 @@ def spec_for(
         min_size: As in `match_partition_rules`.
         correction: As in `named_shardings`.
         dtype: The array's dtype, or its name; only specs that go by bytes need it, as `fsdp`.
+        optional_axes: As in `named_shardings`.
 
     Raises:
         ValueError, TypeError: As `named_shardings`.
@@ -64,6 +66,10 @@ def spec_for(
     check_correction(correction)
     if dtype is not None:
         given_bits("dtype", dtype)
+    policy: Any = {
+        "correction": correction,
+        "optional_axes": frozenset(texts("optional_axes", optional_axes)),
+    }
     array = SimpleNamespace(shape=shape_of("shape", shape), dtype=dtype)
     decider = as_decider("rules", rules)
     if isinstance(decider, LogicalRules):
@@ -75,9 +81,7 @@ def spec_for(
         check_type("path", path, str, "a string")
         if decider is not None and dtype is None:
             array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-        found = named_shardings(
-            {path: array}, rules, mesh, min_size=min_size, correction=correction
-        )
+        found = named_shardings({path: array}, rules, mesh, min_size=min_size, **policy)
         return found[path].spec  # type: ignore[no-any-return]
     matcher = matcher_of(decider).for_whole_paths()
     key = matcher.joined(path)
@@ -85,5 +89,5 @@ def spec_for(
     if mesh is None and context_mesh() is None:
         return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
     on_mesh = resolve_mesh(mesh)
-    shardings = shardings_by_rules(tree, matcher, on_mesh, min_size=min_size, correction=correction)
+    shardings = shardings_by_rules(tree, matcher, on_mesh, min_size=min_size, **policy)
     return shardings[key].spec  # type: ignore[no-any-return]

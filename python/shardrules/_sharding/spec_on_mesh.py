@@ -32,9 +32,14 @@ from shardrules._specs import (
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-__all__ = ["LossKind", "LostAxes", "SpecOnMesh"]
+__all__ = ["NO_OTHERS", "LossKind", "LostAxes", "SpecOnMesh"]
 
-LossKind = Literal["absent", "indivisible", "factored", "unfactored", "rank", "duplicate"]
+LossKind = Literal[
+    "absent", "optional", "indivisible", "factored", "unfactored", "rank", "duplicate"
+]
+
+
+NO_OTHERS: Final[Mapping[str, frozenset[str]]] = {}
 
 
 class LostAxes(NamedTuple):
@@ -56,6 +61,9 @@ class SpecOnMesh:
         follows: Whether the shapes of its arrays depend on other arrays, as for scales.
         has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
             indivisible="factor".
+        optional_axes: Axes that the mesh may lack, which are no error then.
+        named_with: For axes that the mesh may lack, others that rules name beside them, which they
+            are no misspellings of.
 
     Raises:
         ValueError: The spec has more than 64 axes.
@@ -68,6 +76,8 @@ class SpecOnMesh:
         "_cuts",
         "_follows",
         "_has_parts",
+        "_named_with",
+        "_optional_axes",
         "axis_sizes",
         "corrector",
         "spec",
@@ -84,8 +94,12 @@ class SpecOnMesh:
         *,
         follows: bool = False,
         has_parts: bool = False,
+        optional_axes: frozenset[str] = frozenset(),
+        named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
     ) -> None:
         self._follows = follows
+        self._named_with = named_with
+        self._optional_axes = optional_axes if correction.absent == "error" else frozenset()
         self.written: Any = spec
         self.axis_sizes: Final = axis_sizes
         self._correction = correction
@@ -104,8 +118,8 @@ class SpecOnMesh:
                 ([size for cut in of_dim for size in cut.sizes], unit)
                 for of_dim, unit in zip(cuts, self.units, strict=False)
             ],
-            absent=_dropping(correction.absent),
-            indivisible=_dropping(correction.indivisible),
+            absent=self._if_absent,
+            indivisible=_DROPPING.get(correction.indivisible, correction.indivisible),
         )
 
     def _cuts_of(self, axis: str) -> list[Cut]:
@@ -133,6 +147,7 @@ class SpecOnMesh:
             self.units,
             follows=self._follows,
             has_parts=self._has_parts,
+            optional_axes=self._optional_axes,
         )
 
     def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -143,6 +158,10 @@ class SpecOnMesh:
         """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
         if any(map(self.is_error, self.lost(rank, kept))):
             return None
+        return self.without_lost(rank, kept)
+
+    def without_lost(self, rank: int, kept: int) -> Any:
+        """The same, whether or not the correction forbids it."""
         if rank < len(self.spec) and self._correction.rank == "replicate":
             return Entries() if isinstance(self.spec, Entries) else partition_spec()
         entries = [
@@ -176,6 +195,7 @@ class SpecOnMesh:
             tuple(unit(position, dim) for position, dim in enumerate(dims)),
             follows=True,
             has_parts=self._has_parts,
+            optional_axes=self._optional_axes,
         )
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
@@ -189,8 +209,11 @@ class SpecOnMesh:
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
             wanted = self._axes[dim]
             absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
-            if absent:
-                yield LostAxes("absent", dim, absent)
+            optional = tuple(filter(self._may_lack, absent))
+            if unknown := tuple(axis for axis in absent if axis not in optional):
+                yield LostAxes("absent", dim, unknown)
+            if optional:
+                yield LostAxes("optional", dim, optional)
             if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
                 present = tuple(axis for axis in wanted if axis not in absent)
                 yield self._indivisible(dim, present, axes, kept)
@@ -240,8 +263,12 @@ class SpecOnMesh:
 
     def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Whether the absent axes explain the whole loss."""
-        policy = _dropping(self._correction.absent)
-        return list(kept) == axes_present(list(wanted), self.axis_sizes, policy)
+        return list(kept) == axes_present(list(wanted), self.axis_sizes, self._if_absent)
+
+    @property
+    def _if_absent(self) -> str:
+        # The caller sees the loss of what is not optional, and reports it.
+        return "drop_axis" if self._correction.absent == "error" else self._correction.absent
 
     @staticmethod
     def _in_parts(entry: Any, axes: tuple[str, ...]) -> Any:
@@ -256,9 +283,17 @@ class SpecOnMesh:
         """Mesh axes that were probably meant by absent axes, and that the spec does not name."""
         if lost.kind != "absent":
             return ()
-        named = {axis for axes in self._axes for axis in axes}
-        free = [axis for axis in self.axis_sizes if axis not in named]
-        return tuple(near for axis in lost.axes if (near := nearest(axis, free)))
+        return tuple(near for axis in lost.axes if (near := self._near(axis)))
+
+    def _near(self, axis: str) -> str | None:
+        named = self._named_with.get(axis, frozenset()).union(*self._axes)
+        return nearest(axis, [other for other in self.axis_sizes if other not in named])
+
+    def _may_lack(self, axis: str) -> bool:
+        """Whether it is declared that the mesh may lack the axis, which is dropped alone."""
+        if self._correction.absent == "drop_axis":
+            return self._near(axis) is None
+        return axis in self._optional_axes
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
         """Axes of the mesh that are dropped only because absent axes are in the same entry."""
@@ -271,6 +306,7 @@ class SpecOnMesh:
         words = {
             "rank": self._words_of_rank,
             "absent": self._words_of_absent,
+            "optional": self._words_of_optional,
             "duplicate": self._words_of_duplicate,
             "indivisible": self._words_of_indivisible,
             "factored": self._words_of_factored,
@@ -287,20 +323,13 @@ class SpecOnMesh:
         return message, f"shorten the spec{other}"
 
     def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
-        noun = "axis" if len(lost.axes) == 1 else "axes"
         meant = ", ".join(map(repr, self.meant(lost)))
         hint = f" (did you mean {meant}?)" if meant else ""
-        message = f"the mesh has no {noun} {', '.join(map(repr, lost.axes))}{hint}"
-        if self.is_error(lost):
-            return (
-                f"dim {lost.dim}: {message}",
-                "rename it in the rule, add it to the mesh, or drop it with "
-                "Correction(absent='drop_axis')",
-            )
+        message = f"the mesh has no {_axes_shown(lost.axes)}{hint}"
         it = "it" if len(lost.axes) == 1 else "them"
         fix = (
-            f"rename {it} in the rule, add {it} to the mesh, or declare {it} in optional_axes if a "
-            f"mesh may lack {it}"
+            f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
+            f"optional_axes={list(lost.axes)}"
         )
         beside = self.beside(lost)
         if not beside:
@@ -310,6 +339,11 @@ class SpecOnMesh:
             f"{message}, so {', '.join(map(repr, beside))} beside {it} {verb} dropped too",
             f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
         )
+
+    def _words_of_optional(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        it = "it" if len(lost.axes) == 1 else "them"
+        message = f"the mesh has no {_axes_shown(lost.axes)}, which alone the spec is without"
+        return message, f"leave it so, add {it} to the mesh, or take {it} out of the rule"
 
     def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         return (
@@ -359,7 +393,10 @@ def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
     return numbered
 
 
-def _dropping(misfit: str) -> str:
-    # "error" drops in the core; the caller sees the loss and reports it. What is kept of an axis's
-    # primes, one after the other, is the largest factor.
-    return {"error": "drop", "factor": "drop_axis"}.get(misfit, misfit)
+def _axes_shown(axes: tuple[str, ...]) -> str:
+    return f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
+
+
+# "error" drops in the core; the caller sees the loss and reports it. What is kept of an axis's
+# primes, one after the other, is the largest factor.
+_DROPPING: Final = {"error": "drop", "factor": "drop_axis"}

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._format import and_more, brief, shown
+from shardrules._format import brief, shown
+from shardrules._logical.arrays import leaf_paths
 from shardrules._matching.dialects import EFORMER
-from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 from shardrules._sharding.mesh import local_view, resolve_mesh
 from shardrules._sharding.rules_like import is_named_sharding, is_spec, is_spec_of_mesh
-from shardrules._sharding.shardings import Placement, corrected_sharding
-from shardrules._specs import is_partition_spec
+from shardrules._sharding.shardings import Placement, sharding_or_reasons
+from shardrules._specs import is_partition_spec, spec_shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -27,11 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["placements_by_specs", "spread_specs"]
 
-_SHOWN: Final = 20
+_Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
 def placements_by_specs(
-    name: str, tree: Any, specs: Any, mesh: MeshLike | None, correction: Correction | None
+    name: str,
+    tree: Any,
+    specs: Any,
+    mesh: MeshLike | None,
+    *,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[Any], Any, list[Placement | None]]:
     """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
@@ -45,37 +52,52 @@ def placements_by_specs(
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, policy)
+        kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
-    wrong = {kind: error for kind, error in of_kind.items() if isinstance(error, ValueError)}
-    if wrong:
-        places = [index for index, kind in enumerate(kinds) if kind in wrong]
-        lines = [
-            f"{printable(f'the leaf {_path(tree, index)}')}: {wrong[kinds[index]]}"
-            for index in places[:_SHOWN]
-        ]
-        raise ValueError("\n".join([*lines, *and_more(len(places), _SHOWN, "leaf")]))
+    if any(isinstance(found, list) for found in of_kind.values()):
+        raise ValueError(_errors(tree, kinds, of_kind, bound))
     placements: Any = list(map(of_kind.__getitem__, kinds))
     return leaves, treedef, placements
 
 
+def _errors(
+    tree: Any,
+    kinds: list[_Kind],
+    of_kind: dict[_Kind, Any],
+    bound: dict[int, tuple[Any, AnyMesh]],
+) -> str:
+    rows, meshes = [], set()
+    for path, kind in zip(leaf_paths(tree), kinds, strict=True):
+        if isinstance(reasons := of_kind[kind], list):
+            spec, mesh = bound[kind[0]]
+            rows.append(LeafError(path, kind[1], spec_shown(spec), reasons))
+            meshes.add(tuple(mesh.shape.items()))
+    sizes = dict(meshes.pop()) if len(meshes) == 1 else None
+    return leaf_errors(rows, sizes, said_by="specs")
+
+
 def _of_kind(
     spec: Any,
-    kind: tuple[int, tuple[int, ...], Any],
+    kind: _Kind,
     bound: dict[int, tuple[Any, AnyMesh]],
     policy: Correction,
-) -> Placement | ValueError:
-    """What leaves of one spec, shape and dtype get, or what is wrong."""
+    optional_axes: frozenset[str],
+) -> Placement | list[str]:
+    """What leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
     wanted, on_mesh = bound[number]
     try:
-        sharding = corrected_sharding(wanted, shape, on_mesh, policy, dtype)
+        sharding = sharding_or_reasons(
+            wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
+        )
+        if isinstance(sharding, list):
+            return sharding
         if wanted is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)
     except ValueError as error:
-        return error
+        return str(error).splitlines()
 
 
 def _bound_specs(

@@ -48,8 +48,10 @@ def constrained(
     tree: Any,
     specs_or_rules: RulesLike,
     mesh: MeshLike | None,
+    *,
     correction: Correction | None,
     names: Any,
+    optional_axes: tuple[str, ...],
 ) -> Any:
     """See `with_sharding_constraint`."""
     key: Hashable = None
@@ -59,12 +61,12 @@ def constrained(
         _check_not_read_once(specs_or_rules)
         leaves, structure = _names_of_jax().flatten((tree, specs_or_rules, names))
         said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, said, mesh, correction, contexts()
+        asked = structure, said, mesh, correction, optional_axes, contexts()
         known = _memory.get(asked)
         key = asked
     if known is None:
         leaves, treedef, shardings = requested_shardings(
-            tree, specs_or_rules, mesh, correction, names=names
+            tree, specs_or_rules, mesh, correction, names=names, optional_axes=optional_axes
         )
         operations = operations_for(leaves, shardings)
         known = _Known(treedef, operations, one_call(leaves, operations), specs_or_rules)

@@ -95,7 +95,10 @@ def _change(rules: Rules, found: Suggestion, declared: Declared) -> Amendment:
     added = [(*wanted[rule], notes[rule]) for rule in range(len(kept), len(wanted))]
     new = {pattern for pattern, _, _ in added}
     used = {
-        axis for kind in found.plan.kinds for entry in kind.spec or () for axis in entry_axes(entry)
+        axis
+        for kind in found.plan.kinds
+        for entry in kind._counted or ()
+        for axis in entry_axes(entry)
     }
     more: dict[str, list[Any]] = {
         "replicated": [

@@ -71,7 +71,7 @@ _SETTINGS: Final[dict[str, Callable[[], int | bool]]] = {
 }
 
 # eformer turns UNCONSTRAINED into None.
-_CORRECTION: Final = replace(EFORMER.correction, unconstrained="drop")
+_CORRECTION: Final = replace(EFORMER.correction, absent="drop", unconstrained="drop")
 _NO_MESH: Final = "No mesh found under this context manager."
 
 

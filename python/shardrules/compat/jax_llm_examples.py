@@ -7,6 +7,7 @@ There, rules are a dataclass: a field for each logical axis name, with the mesh 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._correction import Correction
@@ -47,16 +48,7 @@ def logical_to_physical(logical: tuple[Any, ...], rules: Any) -> PartitionSpec:
         >>> tuple(logical_to_physical(("vocab", "embed", None), rules))
         (('y', 'z'), None, None)
     """
-    from jax import tree_util
-
-    spec = tree_util.tree_map(lambda name: getattr(rules, name), tuple(logical))
-    axes = tree_util.tree_leaves(spec)
-    if len(set(axes)) < len(axes):
-        raise ValueError(
-            f"Colliding physical axes from translating logical spec {logical} -> {spec}: a mesh "
-            "axis can shard only one dimension; let the rules give these names other axes"
-        )
-    return partition_spec(*spec)
+    return _remembered(_spec, _entries(logical, rules), logical)  # type: ignore[no-any-return]
 
 
 def logical_to_sharding(logical: tuple[Any, ...], mesh: Any, rules: Any) -> NamedSharding:
@@ -72,9 +64,38 @@ def logical_to_sharding(logical: tuple[Any, ...], mesh: Any, rules: Any) -> Name
         >>> tuple(logical_to_sharding(("vocab",), mesh, SimpleNamespace(vocab="y")).spec)
         ('y',)
     """
+    return _remembered(_sharding, _entries(logical, rules), logical, mesh)  # type: ignore[no-any-return]
+
+
+def _remembered(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except TypeError:  # such as a list, which cannot be hashed
+        return function.__wrapped__(*args)
+
+
+def _entries(logical: tuple[Any, ...], rules: Any) -> tuple[Any, ...]:
+    return tuple([None if name is None else getattr(rules, name) for name in logical])
+
+
+@functools.lru_cache(maxsize=4096)  # JAX's constructors take longer than all else here
+def _sharding(entries: tuple[Any, ...], logical: tuple[Any, ...], mesh: Any) -> NamedSharding:
     from jax.sharding import NamedSharding
 
-    return NamedSharding(mesh, logical_to_physical(logical, rules))
+    return NamedSharding(mesh, _remembered(_spec, entries, logical))
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(entries: tuple[Any, ...], logical: tuple[Any, ...]) -> PartitionSpec:
+    from jax import tree_util
+
+    axes = tree_util.tree_leaves(entries)
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"Colliding physical axes from translating logical spec {logical} -> {entries}: a mesh "
+            "axis can shard only one dimension; let the rules give these names other axes"
+        )
+    return partition_spec(*entries)
 
 
 def logical_rules(rules: Any) -> LogicalRules:

@@ -197,7 +197,7 @@ def _like_params(columns: Columns, bits: int) -> list[Held]:
         held_of(
             kind.shape or (),
             0 if kind.shape is None else bits,
-            kind.spec or Entries(),
+            kind._counted or Entries(),
             columns.axis_sizes,
         )
         for kind in columns.kinds

@@ -110,7 +110,9 @@ class Explanation(NamedTuple):
                 for loss in kind.losses
             ]
         else:
-            lines.append(f"  PROBLEM        {kind.message}")
+            lost = sum(loss.bytes for loss in kind.losses if loss.kind == "absent")
+            cost = f" (costs {bytes_shown(lost)} on each device)" if lost else ""
+            lines.append(f"  PROBLEM        {kind.message}{cost}")
             lines += [f"  fix            {kind.fix}"] if kind.fix else []
         return printable_lines(lines)
 

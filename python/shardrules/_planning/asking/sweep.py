@@ -56,7 +56,8 @@ class SweepRow(NamedTuple):
     corrections: int
     """The number of leaves that lose axes of their rule's spec."""
     problems: int
-    """The number of leaves that get no spec; they count as replicated."""
+    """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks
+    axes of their rule, as if it did not name them."""
     fits: bool | None
     """Whether the bytes fit into the memory of the device and of its host; None if neither was
     given."""
@@ -119,7 +120,7 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
 
 
 def sweep(
-    on_mesh: Callable[[Mapping[str, int]], Columns],
+    on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
     meshes: Iterable[Mapping[str, int]],
     *,
     room: Room,
@@ -128,13 +129,14 @@ def sweep(
     optimizer_memory_kind: MemoryKind | None,
     run: Run | None,
 ) -> Sweep:
-    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh."""
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
     chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
     if len(chosen) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows = []
+    axes = frozenset(axis for mesh in chosen if isinstance(mesh, Mapping) for axis in mesh)
     for mesh in chosen:
-        there = on_mesh(mesh)
+        there = on_mesh(mesh, axes)
         held = by_class(there, gradients, optimizer, optimizer_memory_kind)
         rows.append(_row(there, held, room, run))
     if run is not None:
@@ -219,7 +221,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
-    is_whole = [not axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds]
+    is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     whole = [one for one in columns.folded if is_whole[one.group]]
     largest = max(whole, key=lambda one: columns.kinds[one.group].device_bytes, default=None)

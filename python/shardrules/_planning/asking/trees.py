@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardrules._correction import rule_spec_shown
 from shardrules._declared import NOTHING
 from shardrules._planning.asking.check import check
+from shardrules._planning.asking.checks.misfits import refusals
+from shardrules._sharding.leaf_errors import LeafError, leaf_errors
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import as_mesh
 from shardrules._sharding.shardings import Placement
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from shardrules._memory_kinds import MemoryKind
     from shardrules._planning.columns import Columns
+    from shardrules._planning.kinds import Kind
     from shardrules._sharding.mesh import MeshLike
 
 __all__ = [
@@ -117,9 +121,41 @@ def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
 
 
 def placement_errors(columns: Columns) -> str:
-    """The findings of `check` about leaves that get no sharding, a line each or more."""
-    found = check(columns, declared=NOTHING)
-    return "\n".join(str(one) for one in found if one.kind in ("unmatched", "misfit"))
+    """The message about leaves that get no sharding; for those without a rule, that of `check`."""
+    rows = [
+        LeafError(one.pattern, kind.shape, _decided_by(kind, columns), reasons, len(one.rows))
+        for one in columns.folded
+        for kind in [columns.kinds[one.group]]
+        if (reasons := _reasons(kind, columns))
+    ]
+    said_by = "rules" if columns.leaves.path_rules is not None else "logical rules"
+    messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
+    if any(kind.status == "unmatched" for kind in columns.kinds):
+        found = check(columns, declared=NOTHING)
+        messages += [str(one) for one in found if one.kind == "unmatched"]
+    return "\n".join(messages)
+
+
+def _reasons(kind: Kind, columns: Columns) -> list[str]:
+    """Message and fix for each reason why leaves get no sharding, though they have a rule."""
+    if kind.status == "placed" and kind.shape is not None:
+        return [": ".join(words) for words in refusals(kind, columns)]
+    if kind.status in ("placed", "unmatched"):
+        return []
+    reasons = [f"{loss.message}: {loss.fix}" for loss in kind.losses if loss.is_error]
+    reasons = reasons or [": ".join(filter(None, (kind.message, kind.fix)))]
+    return reasons + [
+        f"dim {dim} {name!r} -> {columns.rules[rule][1]!r}  (rule {rule})"
+        for dim, (name, rule) in enumerate(zip(kind.names or (), kind.dim_rules, strict=False))
+        if rule is not None
+    ]
+
+
+def _decided_by(kind: Kind, columns: Columns) -> str:
+    if kind.rule is None:
+        return "" if kind.names is None else f"names {kind.names}"
+    pattern, given = columns.rules[kind.rule]
+    return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(given)}"
 
 
 def _mapped(columns: Columns, of_kind: list[Any]) -> Any:

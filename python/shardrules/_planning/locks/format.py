@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from shardrules._planning.kinds import Kind, dtype_shown, placement_shown
+from shardrules._specs import spec_shown
 
 __all__ = [
     "FIELDS",
@@ -69,9 +70,14 @@ def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
     """A digest of what each leaf gets on which mesh, whatever the order of the leaves."""
-    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{placement_shown(k)}\n" for k in kinds]
+    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
     of_row = map(of_kind.__getitem__, kind_of.tolist())
     return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
+
+
+def _placed(kind: Kind) -> str:
+    counted = "" if kind.status == "placed" or kind._counted is None else spec_shown(kind._counted)
+    return placement_shown(kind) + counted
 
 
 def decided_by(entry: dict[str, Any]) -> str:

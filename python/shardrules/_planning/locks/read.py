@@ -285,8 +285,8 @@ def _leaf(entry: dict[str, Any], rules: int) -> LeafType:
     rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
     if rule is not None and not 0 <= _typed(rule, int) < rules:
         raise ValueError(f"there is no rule {rule}")
-    if (problem is None) == (entry["spec"] is None):
-        raise ValueError("a leaf has either a spec or a problem")
+    if problem is None and entry["spec"] is None:
+        raise ValueError("a leaf has a spec, or a problem")
     dtype = _typed(entry["dtype"], str)
     if shape is not None:
         shape = tuple(_typed(shape, list))
@@ -306,13 +306,15 @@ def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rul
         raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
     memory = entry.get("memory_kind")
     check_memory_kind("memory_kind", memory)
+    problem = _problem(entry.get("problem"))
     return kind_on_mesh(
         leaf,
         None,
-        spec,
+        spec if problem.status == "placed" else None,
         axis_sizes,
+        counted=spec,
         dim_rules=_dim_rules(leaf, entry, rules),
-        problem=_problem(entry.get("problem")),
+        problem=problem,
         origin="a lock",
         memory_kind=memory,
     )

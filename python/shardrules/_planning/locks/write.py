@@ -123,7 +123,7 @@ def _leaf_entry(kind: Kind) -> dict[str, Any]:
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
         **({} if kind.names is None else _of_names(kind.names, kind.dim_rules)),
-        "spec": None if kind.spec is None else _spec_entry(kind.spec),
+        "spec": None if kind._counted is None else _spec_entry(kind._counted),
         "memory_kind": kind.memory_kind,
         "problem": problem_shown(kind),
     }

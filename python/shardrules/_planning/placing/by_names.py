@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from shardrules._correction import RuleSpec
-from shardrules._logical.resolver import UNASSIGNED, repeated
+from shardrules._logical.resolver import UNASSIGNED, axes_in, repeated
 from shardrules._logical.rules import resolver_of
 from shardrules._planning.columns import Columns
 from shardrules._planning.placing.on_mesh import (
@@ -37,7 +37,13 @@ __all__ = ["by_names"]
 
 
 def by_names(
-    leaves: Leaves, rules: LogicalRules, correction: Correction, mesh: MeshLike
+    leaves: Leaves,
+    rules: LogicalRules,
+    correction: Correction,
+    mesh: MeshLike,
+    *,
+    optional_axes: frozenset[str] = frozenset(),
+    may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """The sharding of each leaf on the mesh.
 
@@ -46,8 +52,10 @@ def by_names(
         rules: The rules for these names.
         correction: For rules and specs that do not fit.
         mesh: A mesh of any form.
+        optional_axes: As in `by_rules`.
+        may_lack: As in `by_rules`.
     """
-    on_mesh = _NamesOnMesh(rules, correction, mesh)
+    on_mesh = _NamesOnMesh(rules, correction, mesh, optional_axes | may_lack)
     return Columns(
         leaves, list(map(on_mesh.kind, leaves.types)), on_mesh.axis_sizes, explicit_axes_of(mesh)
     )
@@ -56,12 +64,21 @@ def by_names(
 class _NamesOnMesh:
     """Logical rules, bound to a mesh."""
 
-    def __init__(self, rules: LogicalRules, correction: Correction, mesh: MeshLike) -> None:
+    def __init__(
+        self,
+        rules: LogicalRules,
+        correction: Correction,
+        mesh: MeshLike,
+        optional_axes: frozenset[str],
+    ) -> None:
         self.axis_sizes = axis_sizes_of(mesh)
         self._correction = correction
+        self._optional_axes = optional_axes
+        self._named_with = _named_with(rules, self.axis_sizes)
         self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
         self._anywhere = resolver_of(rules, {})
-        self._here = resolver_of(rules, local_sizes(self.axis_sizes, self._manual), correction)
+        sizes = local_sizes(self.axis_sizes, self._manual)
+        self._here = resolver_of(rules, sizes, correction, optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
         """The kind of such leaves."""
@@ -78,24 +95,34 @@ class _NamesOnMesh:
         wanted = self._anywhere.resolve(leaf.names)
         found = self._here.resolve(leaf.names, leaf.shape)
         bound = self._bound(wanted)
-        spec, losses, problem = fitted(self._bound(found), leaf.shape)
+        fit = fitted(self._bound(found, whole=False), leaf.shape)
         return kind_on_mesh(
             leaf,
             bound.spec,
-            spec,
+            fit.spec,
             self.axis_sizes,
-            problem=problem,
-            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *losses),
+            counted=fit.counted,
+            problem=fit.problem,
+            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *fit.losses),
             dim_rules=tuple(found.winners),
             lost_rules=tuple(found.lost),
         )
 
-    def _bound(self, resolution: Resolution) -> SpecOnMesh:
+    def _bound(self, resolution: Resolution, *, whole: bool = True) -> SpecOnMesh:
         """The spec of the rules that were chosen, on the mesh."""
-        entries = (None if one is UNASSIGNED else one for one in resolution.entries())
-        wanted = RuleSpec(Entries(entries))
-        spec = bound_spec(wanted, self.axis_sizes, self._correction, self._manual, made=False)
-        return cast(SpecOnMesh, spec)  # of entries, and not made from shapes
+        spec = Entries(None if one is UNASSIGNED else one for one in resolution.entries())
+        if not whole:
+            spec = self._here.without_ones(spec, self.axis_sizes)
+        bound = bound_spec(
+            RuleSpec(spec),
+            self.axis_sizes,
+            self._correction,
+            self._manual,
+            made=False,
+            optional_axes=self._optional_axes,
+            named_with=self._named_with,
+        )
+        return cast(SpecOnMesh, bound)  # of entries, and not made from shapes
 
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]
@@ -109,7 +136,18 @@ class _NamesOnMesh:
                 continue
             axes = entry_axes(bound.spec[dim])
             if absent := tuple(axis for axis in axes if axis not in self.axis_sizes):
-                yield loss_of(bound, LostAxes("absent", dim, absent), shape)
+                is_optional = self._optional_axes.issuperset(absent)
+                lost = LostAxes("optional" if is_optional else "absent", dim, absent)
+                yield loss_of(bound, lost, shape)
             if reason == "indivisible":
                 present = tuple(axis for axis in axes if axis in self.axis_sizes)
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
+
+
+def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[str, frozenset[str]]:
+    """For each axis that the mesh lacks, the axes that rules name beside it."""
+    beside: dict[str, frozenset[str]] = {}
+    for named in (frozenset(axes_in(axes)) for _, axes in rules):
+        for axis in named.difference(axis_sizes):
+            beside[axis] = beside.get(axis, frozenset()) | named
+    return beside

@@ -57,6 +57,7 @@ def _kind(leaf: LeafType, planned: Kind, axis_sizes: Mapping[str, int]) -> Kind:
         planned.wanted,
         planned.spec,
         axis_sizes,
+        counted=planned._counted,
         problem=Problem(planned.status, planned.message, planned.fix),
         losses=planned.losses,
         origin=planned.origin,

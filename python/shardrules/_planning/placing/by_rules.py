@@ -29,6 +29,9 @@ def by_rules(
     derivations: Iterable[Derivation | None],
     correction: Correction,
     mesh: MeshLike,
+    *,
+    optional_axes: frozenset[str] = frozenset(),
+    may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
     """The sharding of each leaf on the mesh.
 
@@ -38,16 +41,19 @@ def by_rules(
         derivations: Per kind how it follows a base, or None.
         correction: For rules that have none of their own.
         mesh: A mesh of any form.
+        optional_axes: Axes that a mesh may lack, beside those of each rule.
+        may_lack: Further axes that this one may lack.
 
     Raises:
         TypeError: A rule's spec cannot be made a PartitionSpec.
         ValueError: The leaves need factors of axes, and the mesh cannot be factored.
     """
     types = list(zip(leaves.types, derivations, strict=True))
-    on_mesh = RulesOnMesh(rules, correction, mesh)
+    optional = optional_axes | may_lack
+    on_mesh = RulesOnMesh(rules, correction, mesh, optional)
     axis_sizes = on_mesh.factored(types)
     if axis_sizes != on_mesh.axis_sizes:
         mesh = mesh_on(mesh, axis_sizes)
-        on_mesh = RulesOnMesh(rules, correction, mesh)
+        on_mesh = RulesOnMesh(rules, correction, mesh, optional)
     kinds = [on_mesh.kind(*one) for one in types]
     return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))

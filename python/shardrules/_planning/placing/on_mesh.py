@@ -11,9 +11,8 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._correction import memory_kind_of
-from shardrules._format import nearest
 from shardrules._mesh_sizes import check_bounds, checked_sizes
-from shardrules._planning.kinds import Kind, Loss, Status, axes_named
+from shardrules._planning.kinds import Kind, Loss, Status, axes_named, refused
 from shardrules._planning.path_rules import AMBIGUOUS, NO_RULE_NEEDED, UNMATCHED
 from shardrules._planning.placing.derive import Derivation, combined, dims_shown
 from shardrules._sharding.device_bytes import held_of
@@ -107,15 +106,27 @@ class RulesOnMesh:
         rules: The rules.
         correction: For rules that have none of their own.
         mesh: What to bind them to.
+        optional_axes: Axes that the mesh may lack, beside those of each rule.
     """
 
-    def __init__(self, rules: Rules, correction: Correction, mesh: MeshLike) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        correction: Correction,
+        mesh: MeshLike,
+        optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
         manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
         if has_devices(mesh):
             check_memory_of_rules(rules, mesh)
         self.axis_sizes = axis_sizes_of(mesh)
         self._specs, self._spec_of = specs_on_mesh(
-            rules, self.axis_sizes, correction, manual=manual, made=False
+            rules,
+            self.axis_sizes,
+            correction,
+            manual=manual,
+            made=False,
+            optional_axes=optional_axes,
         )
         self._memory_of: list[MemoryKind | None] = [memory_kind_of(given) for _, given in rules]
         self._unmatched_is_error = rules.dialect.unmatched != "replicate"
@@ -170,14 +181,15 @@ class RulesOnMesh:
             )
         wanted, made = by_rule.for_array(leaf.shape, leaf.bits)
         origin = "; ".join(filter(None, (origin, made))) or None
-        spec, losses, problem = fitted(wanted, leaf.shape)
+        fit = fitted(wanted, leaf.shape)
         return kind_on_mesh(
             leaf,
             wanted.spec,
-            spec,
+            fit.spec,
             self.axis_sizes,
-            problem=problem,
-            losses=losses,
+            counted=fit.counted,
+            problem=fit.problem,
+            losses=fit.losses,
             origin=origin,
             memory_kind=memory,
         )
@@ -187,6 +199,8 @@ class Fitted(NamedTuple):
     """What an array gets of a spec."""
 
     spec: Spec | None
+    counted: Spec | None
+    """See `Kind`."""
     losses: tuple[Loss, ...]
     """Their bytes are 0 still."""
     problem: Problem
@@ -195,21 +209,20 @@ class Fitted(NamedTuple):
 def fitted(wanted: SpecOnMesh, shape: tuple[int, ...]) -> Fitted:
     """What an array of this shape gets of a spec."""
     rank, kept = len(shape), wanted.corrector.kept(shape)
-    spec = wanted.corrected(rank, kept)
-    lost = list(wanted.lost(rank, kept))
-    losses = tuple(loss_of(wanted, one, shape) for one in lost)
-    if spec is not None:
-        return Fitted(spec, losses, PLACED)
-    errors = [loss for loss, one in zip(losses, lost, strict=True) if wanted.is_error(one)]
-    message = "; ".join(loss.message for loss in errors)
-    fix = "; ".join(dict.fromkeys(loss.fix for loss in errors))
-    return Fitted(None, losses, Problem("misfit", message, fix))
+    losses = tuple(loss_of(wanted, one, shape) for one in wanted.lost(rank, kept))
+    errors = [loss for loss in losses if loss.is_error]
+    counted = None
+    if all(loss.kind == "absent" for loss in errors):
+        counted = wanted.without_lost(rank, kept)
+    if not errors:
+        return Fitted(counted, counted, losses, PLACED)
+    return Fitted(None, counted, losses, Problem("misfit", *refused(errors)))
 
 
 def loss_of(wanted: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
     """The loss of these axes by an array of this shape; its bytes are 0 still."""
     words = wanted.words(lost, shape)
-    return Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words)
+    return Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words, wanted.is_error(lost))
 
 
 def kind_on_mesh(
@@ -218,6 +231,7 @@ def kind_on_mesh(
     spec: Spec | None,
     axis_sizes: Mapping[str, int],
     *,
+    counted: Spec | None = None,
     problem: Problem = PLACED,
     losses: tuple[Loss, ...] = (),
     origin: str | None = None,
@@ -225,16 +239,18 @@ def kind_on_mesh(
     lost_rules: tuple[LostRule, ...] = (),
     memory_kind: MemoryKind | None = None,
 ) -> Kind:
-    """The kind of these leaves, whose spec is known: its bytes and what its losses cost."""
-    # What is not placed is counted as if it were replicated.
-    held = held_of(leaf.shape or (), leaf.bits, spec or Entries(), axis_sizes)
+    """The kind of these leaves, whose spec is known: its bytes and what its losses cost.
+
+    `counted` is as in `Kind`, for leaves that are not placed.
+    """
+    counted = counted if spec is None else spec
+    # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
+    held = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
     fullest = held.most
-    kept = axes_named(spec)
+    kept = axes_named(counted)
 
     def parts_lost(loss: Loss) -> int:
-        lost = _axes_lost(loss, losses, wanted)
-        if loss.kind == "absent":
-            lost = _meant(lost, wanted or Entries(), axis_sizes)
+        lost = (*_axes_lost(loss, losses, wanted), *loss.meant)
         return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
 
     return Kind(
@@ -256,6 +272,7 @@ def kind_on_mesh(
         bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
         device_bytes=fullest,
         _held=held,
+        _counted=counted,
     )
 
 
@@ -265,9 +282,3 @@ def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tup
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
     return entry_axes(entries_of(wanted or Entries())[loss.dim])
-
-
-def _meant(axes: tuple[str, ...], wanted: Spec, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes, those misspelt as they were probably meant; others that are absent cut nothing."""
-    free = axis_sizes.keys() - axes_named(wanted)
-    return tuple(a if a in axis_sizes else nearest(a, free) or a for a in axes)

@@ -302,6 +302,7 @@ def _kind(
         like.wanted,
         spec,
         axis_sizes,
+        counted=like._counted,
         problem=Problem(like.status, like.message, like.fix),
         losses=like.losses,
         origin=origin,
@@ -321,6 +322,7 @@ def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
         parameter,
         wanted=None if parameter.wanted is None else _part(parameter.wanted, dims),
         spec=None if parameter.spec is None else _part(parameter.spec, dims),
+        _counted=None if parameter._counted is None else _part(parameter._counted, dims),
         losses=(),
     )
 

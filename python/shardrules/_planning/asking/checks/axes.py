@@ -100,13 +100,16 @@ def _named_in_vain(queries: Queries, axis: str, size: int, dead: list[int]) -> F
 def unused_axes(queries: Queries) -> Iterator[Finding]:
     """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
-    used = frozenset().union(*(axes_used(kind.spec, columns.axis_sizes) for kind in columns.kinds))
+    sizes = columns.axis_sizes
+    used = frozenset().union(*(axes_used(kind._counted, sizes) for kind in columns.kinds))
+    # An axis that is meant by a misspelt one is reported as that.
+    meant = {axis for kind in columns.kinds for loss in kind.losses for axis in loss.meant}
     # A rule that names an axis in vain is reported as a correction. Locks know rules alone.
     specs = [columns.spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
     wanted = [kind.wanted for kind in columns.kinds]
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
     for axis, size in columns.axis_sizes.items():
-        if size == 1 or axis in used or axis in queries.data_axes:
+        if size == 1 or axis in used or axis in meant or axis in queries.data_axes:
             continue
         if axis not in named and (dead := _dead_rules_naming(queries, axis)):
             yield _named_in_vain(queries, axis, size, dead)

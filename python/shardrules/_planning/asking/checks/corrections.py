@@ -23,8 +23,10 @@ class _Lost(NamedTuple):
     loss: Loss
     """The first of them."""
     is_unknown: bool
-    """Whether the mesh lacks the axes, and no one has declared that it may."""
+    """Whether the mesh lacks the axes, and nobody has declared that it may."""
     folded: list[Folded]
+    rules: list[int]
+    """Those that ask for the axes, ascending."""
     bytes: int
     has_several_shapes: bool
 
@@ -37,8 +39,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
         is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
         # Who lets factors of an axis cut has accepted that they cut less.
         is_accepted = one.loss.kind == "factored"
-        rules = sorted({rule for part in one.folded for rule in _deciding(queries, part, one.loss)})
-        who = queries.rules(rules) or queries.who(queries.columns.kinds[one.folded[0].group])
+        who = queries.rules(one.rules) or queries.who(queries.columns.kinds[one.folded[0].group])
         # The message has the size of the first.
         is_like = one.has_several_shapes and one.loss.kind in ("indivisible", "factored")
         free = "" if one.is_unknown else "; costs nothing"
@@ -49,7 +50,7 @@ def corrections(queries: Queries) -> Iterator[Finding]:
             + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
             one.loss.fix,
             folded=one.folded,
-            rule=rules[0] if len(rules) == 1 else None,
+            rule=one.rules[0] if len(one.rules) == 1 else None,
             bytes=one.bytes,
         )
 
@@ -67,13 +68,16 @@ def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
 def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.columns.kinds
     alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
-    for one in queries.folded(lambda kind: kind.status == "placed" and bool(kind.losses)):
+    for one in queries.folded(lambda kind: bool(kind.losses)):
         optional = queries.optional_axes_of(kinds[one.group].rule)
+        is_placed = kinds[one.group].status == "placed"
         for loss in kinds[one.group].losses:
+            if not is_placed and loss.kind != "absent":
+                continue  # the misfit is the finding
             is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
             key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
-            if loss.kind == "absent":
+            if loss.kind in ("absent", "optional"):
                 key = (loss.axes, loss.meant, loss.beside)
             alike[is_unknown, *key].append((one, loss))
     for (is_unknown, *_), found in alike.items():
@@ -82,6 +86,7 @@ def _losses(queries: Queries) -> Iterator[_Lost]:
             first,
             is_unknown,
             [one for one, _ in found],
+            sorted({rule for one, loss in found for rule in _deciding(queries, one, loss)}),
             sum(loss.bytes * len(one.rows) for one, loss in found),
             len({kinds[one.group].shape for one, _ in found}) > 1,
         )

@@ -14,7 +14,7 @@ from shardrules._planning.asking.checks.queries import Queries, finding, leaves_
 from shardrules._planning.asking.checks.tables import advice
 from shardrules._planning.asking.findings import Finding
 from shardrules._planning.fold import Folded
-from shardrules._planning.kinds import axes_named
+from shardrules._planning.kinds import axes_named, refused
 from shardrules._specs import Entries
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardrules._planning.kinds import Kind
 
 __all__ = ["misfits", "refusals", "unmatched", "unplaceable"]
+
+_Words = tuple[str | None, str | None]  # message and fix
 
 
 def unmatched(queries: Queries) -> Iterator[Finding]:
@@ -43,20 +45,31 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
 def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
     kinds = queries.columns.kinds
-    alike: dict[tuple[Any, str | None], list[Folded]] = defaultdict(list)
+    alike: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
     for one in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
-        alike[kinds[one.group].decided_by, kinds[one.group].message].append(one)
-    for folded in alike.values():
+        problem = _problem(kinds[one.group])
+        if problem is not None:
+            alike[kinds[one.group].decided_by, problem].append(one)
+    for (_, problem), folded in alike.items():
         kind = kinds[folded[0].group]
         rule = kind.rule
         if kind.status == "ambiguous":
             message, fix = kind.message, f"{kind.fix}; `explain` a path to see which they are"
         else:
             who = _who(queries, kind)
-            message = f"{who} cannot be applied to the shape {kind.shape}: {kind.message}"
-            fix = kind.fix or "change the rule, the mesh or the array"
+            message = f"{who} cannot be applied to the shape {kind.shape}: {problem[0]}"
+            fix = problem[1] or "change the rule, the mesh or the array"
         held = queries.device_bytes(folded)
         yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=held)
+
+
+def _problem(kind: Kind) -> _Words | None:
+    """Why a kind is not placed, and the fix; None if the mesh lacks axes, which is reported so."""
+    errors = [loss for loss in kind.losses if loss.is_error]
+    others = [loss for loss in errors if loss.kind != "absent"]
+    if len(others) == len(errors):
+        return kind.message, kind.fix
+    return refused(others) if others else None
 
 
 def unplaceable(queries: Queries) -> Iterator[Finding]:
@@ -89,8 +102,7 @@ def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
     for axis in sorted(axes_named(spec) - columns.axis_sizes.keys()):
         yield (
             f"the mesh has no axis {axis!r}",
-            "rename it in the rule, add it to the mesh, or drop it with "
-            "Correction(absent='drop_axis')",
+            "rename it, add it to the mesh, or drop it with Correction(absent='drop_axis')",
         )
     for name in ("unreduced", "reduced"):
         for axis in sorted(frozenset(getattr(spec, name, None) or ()) - columns.explicit_axes):

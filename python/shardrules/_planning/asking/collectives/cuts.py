@@ -43,7 +43,7 @@ class CutPart(NamedTuple):
         kind = self.kind
         if bits is None:
             return kind.device_bytes * self.part.leaves
-        held = held_of(kind.shape or (), bits, kind.spec or Entries(), self.sizes)
+        held = held_of(kind.shape or (), bits, kind._counted or Entries(), self.sizes)
         return held.most * self.part.leaves
 
     def devices(self, axes: Iterable[str]) -> int:
@@ -86,7 +86,7 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:
     """What the axes of a mesh of these sizes do for a part of this kind."""
-    entries = entries_of(kind.spec) if kind.spec is not None else ()
+    entries = entries_of(kind._counted) if kind._counted is not None else ()
     dims = [
         tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in entries
     ]
