@@ -104,8 +104,8 @@ class SpecOnMesh:
                 ([size for cut in of_dim for size in cut.sizes], unit)
                 for of_dim, unit in zip(cuts, self.units, strict=False)
             ],
-            absent=_dropping(correction.absent),
-            indivisible=_dropping(correction.indivisible),
+            _dropping(correction.absent),
+            _dropping(correction.indivisible),
         )
 
     def _cuts_of(self, axis: str) -> list[Cut]:
