@@ -116,7 +116,7 @@ def random_spec(draw: random.Random) -> P:
 
 def random_tree(draw: random.Random) -> list[Any]:
     template = random_block(draw, draw.choice([0, 1, 1, 2, 4]))
-    count = draw.choice([2, 3, 4, 5, 20])
+    count = draw.choice([2, 3, 3, 4, 4, 5, 6, 20])
     blocks = [copied(template, draw) for _ in range(count)]
     for _ in range(draw.choice([0, 1, 1, 2])):
         change(draw.choice(blocks), draw)

@@ -120,9 +120,7 @@ def all_walks(trees: dict[str, dict[int, Any]]) -> None:
 
 if __name__ == "__main__":
     # Freed by the main thread: CPython's own defaultdict is freed level by level on the C stack.
-    made = {
-        kind: {depth: nested(node, depth) for depth in DEPTHS} for kind, node in NODES.items()
-    }
+    made = {kind: {depth: nested(node, depth) for depth in DEPTHS} for kind, node in NODES.items()}
     made["property"] = {depth: nested(NODES["dict"], depth, Property()) for depth in DEPTHS}
     threading.stack_size(int(sys.argv[1]) << 10)
     thread = threading.Thread(target=all_walks, args=[made])

@@ -176,7 +176,6 @@ class TakesKeywords:
 
 
 class NewTakesKeywords(TakesKeywords):
-
     def __new__(cls, **keywords):
         made = super().__new__(cls)
         made.order = list(keywords)
