@@ -178,13 +178,13 @@ POLICIES = st.sampled_from(["drop", "drop_axis", "prefix", "keep"])
     POLICIES,
 )
 def test_against_the_restatement(shape, dims, absent, indivisible):
-    corrector = Corrector(dims, absent=absent, indivisible=indivisible)
+    corrector = Corrector(dims, absent, indivisible)
     assert corrector.kept(shape) == restated(shape, dims, absent, indivisible)
 
 
 def test_sizes_that_overflow():
     huge = 2**62
-    corrector = Corrector([([huge, huge], huge)], absent="drop", indivisible="prefix")
+    corrector = Corrector([([huge, huge], huge)], "drop", "prefix")
     assert corrector.kept((2**63 - 1,)) == 0
     assert corrector.kept((0,)) == 3
 

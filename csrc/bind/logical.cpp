@@ -113,13 +113,10 @@ py::object values_beside(const py::object& rows, const py::object& values, std::
 
 void register_logical(py::module_& module) {
     py::class_<LogicalRuleSet>(module, "LogicalRuleSet", whole())
-        .def(py::init(&logical_rules), py::arg("rules"), py::arg("axis_sizes"), py::kw_only(),
-             py::arg("last_wins"), py::arg("indivisible"))
-        .def("resolve", &resolve, py::arg("dims"));
-    module.def("resolve_all", &resolve_all, py::arg("names"), py::arg("shapes"), py::arg("memo"),
-               py::arg("make"));
-    module.def("values_beside", &values_beside, py::arg("rows"), py::arg("values"),
-               py::arg("leaves"));
+        .def(py::init(&logical_rules))
+        .def("resolve", &resolve);
+    module.def("resolve_all", &resolve_all);
+    module.def("values_beside", &values_beside);
 }
 
 }  // namespace shardrules::bind

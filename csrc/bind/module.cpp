@@ -1,4 +1,5 @@
-// shardrules._core: a list of what is bound, and nothing else.
+// shardrules._core: a list of what is bound, and nothing else. All that is bound takes positional
+// arguments alone: pybind11 3.1 crashes on a keyword where Python has no memory for its name.
 #include <pybind11/pybind11.h>
 
 #include "register.hpp"

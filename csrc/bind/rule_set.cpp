@@ -234,27 +234,15 @@ py::tuple RuleSet::counters() const {
 
 void register_rule_set(py::module_& module) {
     py::class_<resolution::Choices>(module, "Choices", whole())
-        .def(py::init(&choices_of), py::kw_only(), py::arg("separator"),
-             py::arg("shown_separator"), py::arg("keystr"), py::arg("hidden_key"),
-             py::arg("unique"), py::arg("scalars_need_rules"), py::arg("size_one_is_scalar"),
-             py::arg("min_size_first"));
+        .def(py::init(&choices_of));
     py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, Given<std::size_t>, std::size_t, const resolution::Choices&>(),
-             py::kw_only(), py::arg("patterns"), py::arg("classes"), py::arg("accepts"),
-             py::arg("word_class"), py::arg("ascii_word_class"),
-             py::arg("empty_text_has_no_non_boundary"), py::arg("searched"),
-             py::arg("memory_budget"), py::arg("match_modes"), py::arg("choices"))
-        .def("first_match", &RuleSet::first_match, py::arg("path"))
-        .def("all_matches", &RuleSet::all_matches, py::arg("path"))
-        .def("match", &RuleSet::match, py::arg("tree"), py::kw_only(), py::arg("answers"),
-             py::arg("strict"), py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
-             py::arg("ambiguous"), py::arg("record_events"))
-        .def("survey", &RuleSet::survey, py::arg("tree"), py::kw_only(), py::arg("answers"),
-             py::arg("min_size"), py::arg("replicated"), py::arg("unmatched"),
-             py::arg("ambiguous"))
-        .def("count_matches", &RuleSet::count_matches, py::arg("tree"), py::kw_only(),
-             py::arg("strict"))
+                      const py::sequence&, Given<std::size_t>, std::size_t, const resolution::Choices&>())
+        .def("first_match", &RuleSet::first_match)
+        .def("all_matches", &RuleSet::all_matches)
+        .def("match", &RuleSet::match)
+        .def("survey", &RuleSet::survey)
+        .def("count_matches", &RuleSet::count_matches)
         .def("counters", &RuleSet::counters);
 }
 

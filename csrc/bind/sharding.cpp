@@ -29,8 +29,7 @@ Corrector corrector(const Given<SpecDims>& dims, const std::string& absent,
 
 void register_sharding(py::module_& module) {
     py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector", whole())
-        .def(py::init(&corrector), py::arg("dims"), py::kw_only(), py::arg("absent"),
-             py::arg("indivisible"))
+        .def(py::init(&corrector))
         .def(
             "kept",
             [](const Corrector& self, const Given<py::tuple>& given) {
@@ -39,8 +38,7 @@ void register_sharding(py::module_& module) {
                     return resolution::kept_axes(self, shape.ptr(),
                                              static_cast<Py_ssize_t>(shape.size()));
                 });
-            },
-            py::arg("shape"));
+            });
     py::class_<ShardingTable, resolution::Answers>(module, "ShardingTable",
                                                collectable<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
@@ -49,9 +47,7 @@ void register_sharding(py::module_& module) {
                  return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
                                       pytree::Ref::borrow(make.ptr()),
                                       pytree::Ref::borrow(make_for_shape.ptr()));
-             }),
-             py::kw_only(), py::arg("correctors"), py::arg("spec_of"), py::arg("make"),
-             py::arg("make_for_shape"));
+             }));
 }
 
 }  // namespace shardrules::bind

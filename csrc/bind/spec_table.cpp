@@ -19,8 +19,7 @@ void register_spec_table(py::module_& module) {
                  for (const auto& spec : specs)
                      known.push_back(pytree::Ref::borrow(spec.ptr()));
                  return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
-             }),
-             py::kw_only(), py::arg("specs"), py::arg("lengths"), py::arg("make"));
+             }));
 }
 
 }  // namespace shardrules::bind

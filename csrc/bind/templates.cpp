@@ -54,7 +54,7 @@ py::tuple templates(const py::list& paths) {
 }  // namespace
 
 void register_templates(py::module_& module) {
-    module.def("templates", &templates, py::arg("paths"));
+    module.def("templates", &templates);
 }
 
 }  // namespace shardrules::bind

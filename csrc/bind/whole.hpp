@@ -8,9 +8,11 @@
 namespace shardrules::bind {
 
 inline PyObject* new_whole(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-    auto made =
-        pybind11::reinterpret_steal<pybind11::object>(pybind11::detail::make_new_instance(type));
-    return type->tp_init(made.ptr(), args, keywords) < 0 ? nullptr : made.release().ptr();
+    // pybind11's make_new_instance does not check that there is memory.
+    const auto made = pybind11::reinterpret_steal<pybind11::object>(type->tp_alloc(type, 0));
+    if (!made) return nullptr;
+    reinterpret_cast<pybind11::detail::instance*>(made.ptr())->allocate_layout();
+    return type->tp_init(made.ptr(), args, keywords) < 0 ? nullptr : made.inc_ref().ptr();
 }
 
 inline void make_whole(PyHeapTypeObject* heap_type) {

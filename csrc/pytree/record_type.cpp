@@ -1,5 +1,6 @@
 #include "record_type.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string_view>
 #include <type_traits>
@@ -48,21 +49,29 @@ Ref sorted_by_key(PyObject* dict) {
 
 RecordType::RecordType(PyTypeObject* type, PyObject* description)
     : type_(reinterpret_cast<PyObject*>(type)) {
-    const Ref layout = attribute(description, "layout");
-    const char* name = PyUnicode_AsUTF8(layout.get());
-    if (name == nullptr) throw PythonError{};
-    const std::string_view word(name);
-    layout_ = word == "call"         ? Layout::kCall
-              : word == "fields"     ? Layout::kFields
-              : word == "attributes" ? Layout::kAttributes
-                                     : Layout::kVariable;
+    layout_ = layout_of(attribute(description, "layout").get());
     const Ref keys = attribute(description, "keys");
     for (Py_ssize_t i = 0; i < PyTuple_Size(keys.get()); ++i)
         keys_.push_back(Ref::borrow(PyTuple_GET_ITEM(keys.get(), i)));
-    names_ = Ref::checked(PySequence_Concat(attribute(description, "children").get(),
-                                            attribute(description, "rest").get()));
-    if (layout_ == Layout::kCall) init_ = init_alone(type);
+    const Ref children = attribute(description, "children"), rest = attribute(description, "rest");
+    names_ = Ref::checked(PySequence_Concat(children.get(), rest.get()));
+    if (layout_ == Layout::kCall) {
+        init_ = init_alone(type);
+        call_names_ = Ref::checked(PySequence_Concat(rest.get(), children.get()));
+    }
     if (layout_ == Layout::kVariable) new_ = attribute(type_, "_new");
+}
+
+RecordType::Layout RecordType::layout_of(PyObject* name) {
+    const char* text = PyUnicode_AsUTF8(name);
+    if (text == nullptr) throw PythonError{};
+    const std::string_view word(text);
+    if (word == "call") return Layout::kCall;
+    if (word == "fields") return Layout::kFields;
+    if (word == "attributes") return Layout::kAttributes;
+    if (word == "variable") return Layout::kVariable;
+    PyErr_Format(PyExc_ValueError, "records have no layout %R", name);
+    throw PythonError{};
 }
 
 bool RecordType::read(PyObject* node, std::vector<Ref>& values) const {
@@ -136,11 +145,14 @@ Ref RecordType::variable(Ref* values) const {
 }
 
 Ref RecordType::call(Ref* values) const {
+    // A constructor with **keywords sees their order.
+    std::rotate(values + 1, values + 1 + keys_.size(), values + 1 + PyTuple_GET_SIZE(names_.get()));
+    PyObject* names = call_names_.get();
     if (!init_)
-        return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names_.get()));
+        return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names));
     values[0] = new_object();
     const Ref returned =
-        Ref::checked(PyObject_Vectorcall(init_.get(), arguments(values), 1, names_.get()));
+        Ref::checked(PyObject_Vectorcall(init_.get(), arguments(values), 1, names));
     if (returned.get() == Py_None) return values[0];
     PyErr_Format(PyExc_TypeError, "__init__() should return None, not '%.200s'",
                  Py_TYPE(returned.get())->tp_name);

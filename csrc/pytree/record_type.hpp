@@ -27,6 +27,7 @@ class RecordType {
   private:
     enum class Layout : std::uint8_t { kCall, kFields, kAttributes, kVariable };
 
+    static Layout layout_of(PyObject* name);
     bool read_values(PyObject* node, std::vector<Ref>& values) const;
     bool read_attributes(PyObject* node, std::vector<Ref>& values) const;
     Ref new_object() const;
@@ -37,9 +38,10 @@ class RecordType {
     Layout layout_;
     PyObject* type_;  // borrowed: the NodeType that has this record owns it
     std::vector<Ref> keys_;
-    Ref names_;  // of all values
-    Ref init_;   // kCall: the type's __init__, if calling the type does no more than that
-    Ref new_;    // kVariable: the type's _new
+    Ref names_;       // of all values
+    Ref call_names_;  // kCall: the same in JAX's order, in which the children come last
+    Ref init_;        // kCall: the type's __init__, if calling the type does no more than that
+    Ref new_;         // kVariable: the type's _new
     // kVariable: what _new has put into the slot _trace_state. It says where the walk was called, so
     // one object serves all nodes of the walk.
     mutable Ref trace_state_;

@@ -1,8 +1,7 @@
-// Remembers, for a state of the automaton, the last small dict that was walked from there, down to its
-// leaves, and what they got. A model's blocks repeat, so the next dict there mostly has the same keys
-// and the same kinds of leaves: it gets a copy of the earlier answer, which takes CPython less than
-// filling a new dict, and us a comparison instead of a walk. Runs no Python code. One entry per state,
-// to a bound.
+// Memo of a walk: (DFA state, keys, reuse key of each leaf) -> output dict. Correct because a visitor's
+// reuse key contains everything it read besides the state (leaf_visitor.hpp). It pays because the blocks
+// of a model repeat: comparing a block with the last one in its state and copying that one's output is
+// cheaper than walking it and filling a new dict. One entry per state, up to a bound. Runs no Python code.
 #pragma once
 
 #include <algorithm>
@@ -12,25 +11,27 @@
 #include <utility>
 #include <vector>
 
+#include "leaf_visitor.hpp"
 #include "tree_path.hpp"
-#include "walk.hpp"
 
 namespace shardrules::pytree {
 
-// A dict that was walked, of leaves and of other such dicts: its keys, what the answers depend on, and
-// the answers.
+// A walked dict of leaves and of other such dicts: its keys, and each leaf's reuse key and answer.
 class SmallDict : public std::enable_shared_from_this<SmallDict> {
   public:
     static constexpr std::size_t kMostKeys = 8;
     // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
     static constexpr std::size_t kMostInserted = 3;
+    // The levels of a copy are not counted against the bounds of the walk's depth, so it is made far
+    // above them.
+    static constexpr std::size_t kDeepest = 64;
 
-    // An empty kind: the answer depends on more.
-    void add_leaf(PyObject* key, Ref kind, const Ref& answer) {
-        known_ = known_ && kind;
-        if (add(key)) children_.push_back({Ref::borrow(key), std::move(kind), answer, nullptr});
+    // Without a reuse key this dict cannot be reused.
+    void add_leaf(PyObject* key, const ReuseKey& reuse_key, const Ref& answer) {
+        known_ = known_ && reuse_key;
+        if (add(key)) children_.push_back({Ref::borrow(key), reuse_key, answer, nullptr});
     }
-    // Null: it is not known.
+    // Null: a dict that cannot be reused.
     void add_dict(PyObject* key, const SmallDict* dict) {
         known_ = known_ && dict != nullptr && dict->levels_ < kMostLevels;
         if (!known_) return;
@@ -40,24 +41,25 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
             children_.push_back({Ref::borrow(key), {}, Ref::borrow(Py_None), dict->shared_from_this()});
     }
     void add_other() { known_ = false; }
-    // Whether it may be remembered, as far as it has been walked.
+    // Whether it can be reused, as far as it has been walked.
     bool known() const { return known_; }
 
-    bool is_like(PyObject* dict, LeafVisitor& visitor) const {
+    // Whether a walk of the dict from the same state would give this one's answer.
+    bool is_like(PyObject* dict, const ShapeReader& shapes) const {
         if (!PyDict_CheckExact(dict)) return false;
         if (static_cast<std::size_t>(PyDict_GET_SIZE(dict)) != children_.size()) return false;
         PyObject *key = nullptr, *value = nullptr;
         Py_ssize_t at = 0;
         for (const Child& child : children_)
             if (!PyDict_Next(dict, &at, &key, &value) || !same_key(child.key.get(), key) ||
-                !(child.dict ? child.dict->is_like(value, visitor)
-                             : visitor.is_of_kind(value, child.kind.get())))
+                !(child.dict ? child.dict->is_like(value, shapes)
+                             : child.reuse_key.fits(value, shapes)))
                 return false;
         return true;
     }
 
-    // The answer for a dict that is like this one. What is copied is nobody else's: a node's own
-    // unflatten function may change the dicts that it gets.
+    // A new output dict. It is not copied from one that users have got: a node's own unflatten function
+    // may change the dicts that it gets.
     Ref answer() const {
         const bool is_copied = levels_ == 1 || children_.size() > kMostInserted;
         if (is_copied && !answers_) answers_ = answers();
@@ -72,13 +74,13 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     }
 
   private:
-    // What is like the earlier one but for its last leaf is compared in vain on each level.
+    // A dict that differs only in its last leaf costs one useless comparison per level; hence the bounds.
     static constexpr std::size_t kMostLevels = 4, kMostKeysInAll = 48;
 
     struct Child {
         Ref key;
-        Ref kind;    // of a leaf
-        Ref answer;  // of a leaf
+        ReuseKey reuse_key;  // of a leaf
+        Ref answer;          // of a leaf
         std::shared_ptr<const SmallDict> dict;
     };
 
@@ -96,26 +98,26 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     bool known_ = true;
     std::size_t levels_ = 1, keys_ = 0;  // of this dict and those in it
     std::vector<Child> children_;
-    mutable Ref answers_;  // with None for each dict; made when it is needed first
+    mutable Ref answers_;  // the output dict to copy, with None for each dict in it; made on first use
 };
 
 class SmallDicts {
   public:
     using StateId = automata::LazyDfa::StateId;
 
-    // What is remembered for the state where the automaton stands, if the dict is like it; else null.
-    // Valid until something is remembered.
-    const SmallDict* like(PyObject* dict, const automata::LazyDfa& dfa, LeafVisitor& visitor) {
+    // The entry of the automaton's state, if the dict is like it; else null. Valid until something is
+    // remembered.
+    const SmallDict* like(PyObject* dict, const automata::LazyDfa& dfa, const ShapeReader& shapes) {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return nullptr;
         Entry& entry = entries_[state];
         if (!entry.dict || entry.epoch != dfa.epoch()) return nullptr;
-        const bool is_like = entry.dict->is_like(dict, visitor);
+        const bool is_like = entry.dict->is_like(dict, shapes);
         entry.misses = is_like ? 0 : entry.misses + 1;
         return is_like ? entry.dict.get() : nullptr;
     }
 
-    // Whether to remember the next dict there: only some where each is unlike the one before.
+    // Whether to remember the next dict of the automaton's state: not each, where they keep differing.
     bool wants(const automata::LazyDfa& dfa) const {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return state < kMostStates;

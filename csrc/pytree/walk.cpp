@@ -6,6 +6,7 @@
 #include "node_types.hpp"
 #include "registry.hpp"
 #include "small_dicts.hpp"
+#include "stack_bound.hpp"
 #include "step_memo.hpp"
 
 namespace shardrules::pytree {
@@ -44,9 +45,9 @@ class Walk {
         } catch (const PythonError&) {
             note_path();
             throw;
-        } catch (const TooDeep&) {
-            PyErr_Format(PyExc_RecursionError, "the tree is nested more than %zu levels deep",
-                         path_.depth());
+        } catch (const TooDeep& error) {
+            PyErr_Format(PyExc_RecursionError, "the tree is nested more than %zu levels deep%s",
+                         path_.depth(), error.more);
             note_path();
             throw PythonError{};
         }
@@ -54,9 +55,16 @@ class Walk {
 
   private:
     // Becomes a RecursionError once the stack is unwound: down there Python cannot make one.
-    struct TooDeep {};
+    struct TooDeep {
+        const char* more = "";
+    };
 
-    Ref leaf(PyObject* object) { return visitor_.visit(object, {dfa_, path_}); }
+    Ref leaf(PyObject* object) {
+        Leaf leaf(object, dfa_, path_, shapes_);
+        Visited visited = visitor_.visit(leaf);
+        last_reuse_key_ = std::move(visited.reuse_key);
+        return std::move(visited.answer);
+    }
 
     // A child of the node that the walk is in.
     Ref child(const Key& key, PyObject* object) {
@@ -116,6 +124,9 @@ class Walk {
 
     Ref node(PyObject* object, const NodeType& type) {
         if (path_.depth() > kMaxTreeDepth) throw TooDeep{};
+        if (stack_.is_reached())
+            throw TooDeep{", which is all that the C stack of this thread has room for: "
+                          "threading.stack_size() gives new threads a larger one"};
         if (Py_EnterRecursiveCall(" while walking a pytree") != 0) {
             PyErr_Clear();
             throw TooDeep{};
@@ -139,9 +150,10 @@ class Walk {
 
     Ref dict(PyObject* object) {
         last_dict_ = nullptr;
-        if (hidden_key_ != nullptr || PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostKeys})
+        if (hidden_key_ != nullptr || path_.depth() > SmallDict::kDeepest ||
+            PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostKeys})
             return new_dict(object, nullptr);
-        if (const SmallDict* like = small_dicts_.like(object, dfa_, visitor_)) {
+        if (const SmallDict* like = small_dicts_.like(object, dfa_, shapes_)) {
             Ref out = like->answer();
             last_dict_ = like;
             return out;
@@ -193,7 +205,7 @@ class Walk {
     // The child that has just been walked.
     void add_child(SmallDict& walked, PyObject* key, PyObject* object, const Ref& result) {
         switch (types_.of(object).kind) {
-            case NodeKind::kLeaf: return walked.add_leaf(key, visitor_.last_kind(), result);
+            case NodeKind::kLeaf: return walked.add_leaf(key, last_reuse_key_, result);
             case NodeKind::kDict: return walked.add_dict(key, last_dict_);
             default: return walked.add_other();
         }
@@ -365,9 +377,12 @@ class Walk {
     LeafVisitor& visitor_;
     TreePath path_;
     NodeTypes types_;
+    ShapeReader shapes_;
+    StackBound stack_;
     StepMemo steps_;
     SmallDicts small_dicts_;
-    const SmallDict* last_dict_ = nullptr;  // what is known of the dict that has just been walked
+    ReuseKey last_reuse_key_;               // of the last visit
+    const SmallDict* last_dict_ = nullptr;  // remembered of the last dict; null: nothing
     SignalChecks signals_;
     std::optional<KeystrTexts> keystrs_;
     std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open

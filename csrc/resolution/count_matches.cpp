@@ -2,13 +2,14 @@
 
 namespace shardrules::resolution {
 
-Ref CountMatches::visit(PyObject* leaf, const LeafPlace& place) {
-    if (strict_ && needs_no_rule(leaf)) return Ref::borrow(Py_None);
-    place.dfa.matches(rules_);
-    add_matches(searched_, [&] { return place.path.text(); }, rules_);
+Visited CountMatches::visit(Leaf& leaf) {
+    Visited nothing{Ref::borrow(Py_None)};
+    if (strict_ && needs_no_rule(leaf)) return nothing;
+    leaf.dfa().matches(rules_);
+    add_matches(searched_, [&] { return leaf.path().text(); }, rules_);
     if (rules_.empty()) {
         ++unmatched_;
-        return Ref::borrow(Py_None);
+        return nothing;
     }
     const automata::RuleId winner = modes_.rule_of(rules_.front());
     modes_.fold(rules_);
@@ -17,13 +18,12 @@ Ref CountMatches::visit(PyObject* leaf, const LeafPlace& place) {
         ++matched_[rule];
         if (rule != winner) ++lost_[{rule, winner}];
     }
-    return Ref::borrow(Py_None);
+    return nothing;
 }
 
-bool CountMatches::needs_no_rule(PyObject* leaf) {
-    const Ref shape = shapes_.read(leaf);
-    if (ShapeReader::rank_of(leaf, shape) == 0) return !choices_.scalars_need_rules;
-    return choices_.size_one_is_scalar && ShapeReader::holds_one(shape.get());
+bool CountMatches::needs_no_rule(Leaf& leaf) const {
+    if (leaf.rank() == 0) return !choices_.scalars_need_rules;
+    return choices_.size_one_is_scalar && pytree::ShapeReader::holds_one(leaf.shape().get());
 }
 
 }  // namespace shardrules::resolution

@@ -11,14 +11,14 @@
 #include "choices.hpp"
 #include "match_modes.hpp"
 #include "searched_rules.hpp"
-#include "shape_reader.hpp"
 #include "pytree/walk.hpp"
 
 namespace shardrules::resolution {
 
-using pytree::LeafPlace;
+using pytree::Leaf;
 using pytree::LeafVisitor;
 using pytree::Ref;
+using pytree::Visited;
 
 class CountMatches final : public LeafVisitor {
   public:
@@ -31,7 +31,7 @@ class CountMatches final : public LeafVisitor {
           strict_(strict),
           matched_(modes.rule_count()),
           won_(modes.rule_count()) {}
-    Ref visit(PyObject* leaf, const LeafPlace& place) override;
+    Visited visit(Leaf& leaf) override;
 
     // In leaves.
     const std::vector<std::uint64_t>& matched() const { return matched_; }
@@ -43,13 +43,12 @@ class CountMatches final : public LeafVisitor {
     }
 
   private:
-    bool needs_no_rule(PyObject* leaf);
+    bool needs_no_rule(Leaf& leaf) const;
 
     const MatchModes& modes_;
     const std::vector<SearchedRule>& searched_;
     const Choices& choices_;
     bool strict_;
-    ShapeReader shapes_;
     std::vector<std::uint64_t> matched_, won_;
     std::map<std::pair<automata::RuleId, automata::RuleId>, std::uint64_t> lost_;
     std::uint64_t unmatched_ = 0;

@@ -9,14 +9,13 @@
 #include "choices.hpp"
 #include "match_modes.hpp"
 #include "searched_rules.hpp"
-#include "shape_reader.hpp"
-#include "pytree/walk.hpp"
 
 namespace shardrules::resolution {
 
-using pytree::LeafPlace;
+using pytree::Leaf;
 using pytree::LeafVisitor;
 using pytree::Ref;
+using pytree::Visited;
 
 struct MatchOptions {
     bool strict;           // look at shapes: scalars, min_size, truncation
@@ -39,10 +38,7 @@ class MatchLeaves final : public LeafVisitor {
 
     MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const MatchModes& modes,
                 const Choices& choices, const MatchOptions& options);
-    Ref visit(PyObject* leaf, const LeafPlace& place) override;
-    // The rank, an int, or the shape.
-    Ref last_kind() const override;
-    bool is_of_kind(PyObject* leaf, PyObject* kind) const override;
+    Visited visit(Leaf& leaf) override { return {answer(leaf), leaf.reuse_key()}; }
 
     const Listing& unmatched() const { return unmatched_; }  // shape, or None
     // (rules, shape): several of them match, where only one may.
@@ -54,11 +50,15 @@ class MatchLeaves final : public LeafVisitor {
   private:
     static constexpr automata::RuleId kSeveral = automata::kNoRule - 1;
 
-    bool needs_no_rule(PyObject* shape) const;
+    // Has no effect but reports, which name the leaf's path.
+    Ref answer(Leaf& leaf);
+    bool needs_no_rule(Leaf& leaf) const;
     bool too_small(PyObject* shape) const;
-    automata::RuleId decide(const LeafPlace& place);
-    Ref undecided(automata::RuleId why, const LeafPlace& place, const Ref& shape);
-    void report(Listing& listing, Py_ssize_t most, const LeafPlace& place, const Ref& what) const;
+    automata::RuleId decide(Leaf& leaf);
+    Ref undecided(automata::RuleId why, Leaf& leaf);
+    // The leaf's shape, or None where no shapes are looked at.
+    Ref shown_shape(Leaf& leaf) const;
+    static void report(Listing& listing, Py_ssize_t most, Leaf& leaf, const Ref& what);
 
     Answers& answers_;
     const std::vector<SearchedRule>& searched_;
@@ -67,9 +67,6 @@ class MatchLeaves final : public LeafVisitor {
     MatchOptions options_;
     bool has_min_size_;
     bool sizes_first_, size_last_;  // looked at before and after the match
-    ShapeReader shapes_;
-    Ref last_shape_;
-    DependsOn last_depends_on_ = DependsOn::kMore;
     Listing unmatched_, ambiguous_, misfits_, events_;
     std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
 };

@@ -36,15 +36,13 @@ ShardingTable::ShardingTable(std::vector<CorrectorPtr> correctors,
         if (spec >= specs_.size()) throw std::invalid_argument("a rule has no such spec");
 }
 
-Answers::Answer ShardingTable::get(automata::RuleId rule, PyObject* leaf, PyObject* shape,
-                                   Py_ssize_t rank) {
+Answers::Answer ShardingTable::get(automata::RuleId rule, pytree::Leaf& leaf, Py_ssize_t rank) {
     const std::uint32_t index = spec_of_[rule];
     Spec& spec = specs_[index];
     if (!spec.corrector) [[unlikely]]
-        return {none_as_null(for_shape(index, leaf, shape)), false, DependsOn::kMore};
-    const Key key{rank, kept_axes(*spec.corrector, shape, rank)};
-    return {none_as_null(Ref::borrow(key == spec.last ? spec.last_made : make(index, key))), false,
-            DependsOn::kShape};
+        return {none_as_null(for_shape(index, leaf)), false};
+    const Key key{rank, kept_axes(*spec.corrector, leaf.shape().get(), rank)};
+    return {none_as_null(Ref::borrow(key == spec.last ? spec.last_made : make(index, key))), false};
 }
 
 PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
@@ -61,10 +59,11 @@ PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
 }
 
 // A leaf without a shape, which only a dialect that wants a rule for it brings here, is a scalar.
-Ref ShardingTable::for_shape(std::uint32_t index, PyObject* leaf, PyObject* shape) {
+Ref ShardingTable::for_shape(std::uint32_t index, pytree::Leaf& leaf) {
+    const Ref& shape = leaf.shape();
     // PySequence_Tuple gives a tuple itself.
-    const Ref sizes = Ref::checked(shape == nullptr ? PyTuple_New(0) : PySequence_Tuple(shape));
-    const Ref dtype = dtype_of(leaf);
+    const Ref sizes = Ref::checked(shape ? PySequence_Tuple(shape.get()) : PyTuple_New(0));
+    const Ref dtype = dtype_of(leaf.object());
     const Ref known = made_for(specs_[index].shapes, dtype);
     if (PyObject* found = PyDict_GetItemWithError(known.get(), sizes.get()))
         return Ref::borrow(found);

@@ -27,7 +27,7 @@ class ShardingTable final : public Answers {
                   Ref make, Ref make_for_shape);
 
     std::size_t rule_count() const override { return spec_of_.size(); }
-    Answer get(automata::RuleId rule, PyObject* leaf, PyObject* shape, Py_ssize_t rank) override;
+    Answer get(automata::RuleId rule, pytree::Leaf& leaf, Py_ssize_t rank) override;
 
     // For the garbage collector.
     int traverse(visitproc visit, void* arg) const;
@@ -60,7 +60,7 @@ class ShardingTable final : public Answers {
         Shapes shapes;
     };
     PyObject* make(std::uint32_t spec, const Key& key);
-    Ref for_shape(std::uint32_t spec, PyObject* leaf, PyObject* shape);
+    Ref for_shape(std::uint32_t spec, pytree::Leaf& leaf);
     static Ref made_for(Shapes& shapes, const Ref& dtype);
 
     std::vector<Spec> specs_;

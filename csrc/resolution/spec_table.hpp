@@ -21,13 +21,12 @@ class SpecTable final : public Answers {
 
     std::size_t rule_count() const override { return rows_.size(); }
 
-    Answer get(automata::RuleId rule, PyObject*, PyObject*, Py_ssize_t rank) override {
+    Answer get(automata::RuleId rule, pytree::Leaf&, Py_ssize_t rank) override {
         const Row& row = rows_[rule];
         const bool truncated = rank < row.length;
         const Py_ssize_t entries = truncated ? rank : row.length;
         const Ref& slot = specs_[row.start + static_cast<std::size_t>(entries)];
-        return {slot ? slot : Ref::borrow(make(rule, entries)), truncated,
-                DependsOn::kRank};
+        return {slot ? slot : Ref::borrow(make(rule, entries)), truncated};
     }
 
     // For the garbage collector.

@@ -10,9 +10,10 @@
 
 namespace shardrules::resolution {
 
-using pytree::LeafPlace;
+using pytree::Leaf;
 using pytree::LeafVisitor;
 using pytree::Ref;
+using pytree::Visited;
 
 class SurveyLeaves final : public LeafVisitor {
   public:
@@ -22,17 +23,14 @@ class SurveyLeaves final : public LeafVisitor {
           paths_(Ref::checked(PyList_New(0))),
           kinds_(Ref::checked(PyDict_New())) {}
     // The leaf's row: how many leaves came before it.
-    Ref visit(PyObject* leaf, const LeafPlace& place) override;
+    Visited visit(Leaf& leaf) override;
 
     const Ref& paths() const { return paths_; }                          // list of str
     const Ref& kinds() const { return kinds_; }                          // {(rule, shape, dtype): number}
     const std::vector<std::int32_t>& numbers() const { return numbers_; }  // per leaf
 
   private:
-    Ref shape_of(PyObject* leaf);
-
     MatchLeaves& decisions_;
-    ShapeReader shapes_;
     Ref paths_, kinds_;
     std::vector<std::int32_t> numbers_;
 };

@@ -1,7 +1,8 @@
 """The C++ core: csrc/bind.
 
 What comes from a user is refused with a short TypeError if it has another type than it has here, or
-if an int is not one of 64 bits.
+if an int is not one of 64 bits. Takes positional arguments alone: pybind11 crashes on a keyword
+where there is no memory for its name.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ class SpecTable(Answers):
 
     def __init__(
         self,
-        *,
         specs: Sequence[object],
         lengths: Sequence[int],
         make: Callable[[int, int], object],
+        /,
     ) -> None: ...
 
 @final
@@ -40,9 +41,9 @@ class Corrector:
     """
 
     def __init__(
-        self, dims: Sequence[tuple[Sequence[int], int]], *, absent: str, indivisible: str
+        self, dims: Sequence[tuple[Sequence[int], int]], absent: str, indivisible: str, /
     ) -> None: ...
-    def kept(self, shape: tuple[Any, ...]) -> int:
+    def kept(self, shape: tuple[Any, ...], /) -> int:
         """Bit i: the i-th axis of the spec is kept.
 
         Dimensions may be ints of any size, or symbolic, as jax.export has them.
@@ -65,12 +66,12 @@ class LogicalRuleSet:
         self,
         rules: Sequence[tuple[int, Sequence[int]]],
         axis_sizes: Sequence[int],
-        *,
         last_wins: bool,
         indivisible: str,
+        /,
     ) -> None: ...
     def resolve(
-        self, dims: Sequence[tuple[int | None, Sequence[int], Any]]
+        self, dims: Sequence[tuple[int | None, Sequence[int], Any]], /
     ) -> tuple[list[int | None], list[tuple[int, int, str, int | None]]]:
         """Per dimension (name, mesh axes that it has already, size), the rule it gets.
 
@@ -83,16 +84,17 @@ def resolve_all(
     shapes: list[Any] | None,
     memo: dict[Any, Any],
     make: Callable[[Any, Any], Any],
+    /,
 ) -> list[Any]:
     """Of each leaf make(names, shape), from the memo where it was asked before."""
 
-def values_beside(rows: Any, values: Any, leaves: int) -> list[Any] | None:
+def values_beside(rows: Any, values: Any, leaves: int, /) -> list[Any] | None:
     """What `values`, a tree like `rows`, has for each leaf, by the leaf's number in `rows`.
 
     None if the trees differ, or have other nodes than dicts, lists and tuples.
     """
 
-def templates(paths: list[str]) -> tuple[list[str], bytes, bytes]:
+def templates(paths: list[str], /) -> tuple[list[str], bytes, bytes]:
     """Paths with holes for their numbers; see csrc/folding/templates.hpp.
 
     Returns:
@@ -114,11 +116,11 @@ class ShardingTable(Answers):
 
     def __init__(
         self,
-        *,
         correctors: Sequence[Corrector | None],
         spec_of: Sequence[int],
         make: Callable[[int, int, int], object],
         make_for_shape: Callable[[int, tuple[Any, ...], Any], object],
+        /,
     ) -> None: ...
 
 @final
@@ -127,7 +129,6 @@ class Choices:
 
     def __init__(
         self,
-        *,
         separator: str,
         shown_separator: str,
         keystr: bool,
@@ -136,6 +137,7 @@ class Choices:
         scalars_need_rules: bool,
         size_one_is_scalar: bool,
         min_size_first: bool,
+        /,
     ) -> None: ...
 
 @final
@@ -159,7 +161,6 @@ class RuleSet:
 
     def __init__(
         self,
-        *,
         patterns: Sequence[str | list[int] | None],
         classes: Sequence[int],
         accepts: Callable[[int, str], bool],
@@ -170,13 +171,13 @@ class RuleSet:
         memory_budget: int,
         match_modes: int,
         choices: Choices,
+        /,
     ) -> None: ...
-    def first_match(self, path: str) -> int | None: ...
-    def all_matches(self, path: str) -> list[int]: ...
+    def first_match(self, path: str, /) -> int | None: ...
+    def all_matches(self, path: str, /) -> list[int]: ...
     def match(
         self,
         tree: object,
-        *,
         answers: Answers,
         strict: bool,
         min_size: object,
@@ -184,6 +185,7 @@ class RuleSet:
         unmatched: object,
         ambiguous: object,
         record_events: bool,
+        /,
     ) -> tuple[
         Any,
         tuple[int, list[tuple[str, Any]]],
@@ -196,17 +198,17 @@ class RuleSet:
     def survey(
         self,
         tree: object,
-        *,
         answers: Answers,
         min_size: object,
         replicated: object,
         unmatched: object,
         ambiguous: object,
+        /,
     ) -> tuple[Any, list[str], dict[tuple[Any, Any, Any], int], bytes]:
         """(tree of rows, paths, {(answer, shape, dtype): number}, int32 number of each row)."""
 
     def count_matches(
-        self, tree: object, *, strict: bool
+        self, tree: object, strict: bool, /
     ) -> tuple[list[int], list[int], int, list[tuple[int, int, int]]]:
         """Leaves (matched per rule, won per rule, unmatched, of (loser, winner) pairs)."""
 

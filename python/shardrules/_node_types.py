@@ -24,8 +24,8 @@ class Record(NamedTuple):
     """The way in which the core reads and rebuilds nodes of one type."""
 
     layout: str
-    """call: type(**everything); fields: a new object with each attribute set, in this order;
-    attributes: the same, of nodes whose __dict__ is everything;
+    """call: type(**everything), what is carried over first; fields: a new object with each
+    attribute set, children first; attributes: the same, of nodes whose __dict__ is everything;
     variable: type._new(child, metadata with sorted keys)."""
     children: tuple[str, ...]
     """Attributes that hold the children."""

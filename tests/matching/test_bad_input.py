@@ -322,9 +322,9 @@ def test_there_are_no_uninitialised_objects(cls):
 
 
 def test_init_again_changes_no_object_of_the_core():
-    corrector = _core.Corrector([([3], 1)], absent="drop", indivisible="drop")
+    corrector = _core.Corrector([([3], 1)], "drop", "drop")
     for dims in ([([2], 1)], [([-3], 1)]):
-        corrector.__init__(dims, absent="drop", indivisible="drop")
+        corrector.__init__(dims, "drop", "drop")
     assert corrector.kept((9,)) == 1
 
 
@@ -333,19 +333,16 @@ def test_what_the_core_refuses_is_not_printed():
     tree = {f"kernel {i}": np.zeros(2) for i in range(1000)}
     matcher = matcher_of(sr.Rules(CATCH_ALL))
     rules, answers = matcher.rule_set, matcher.numbers()
-    options = {"min_size": 0, "replicated": 0, "unmatched": 0, "ambiguous": 0}
     calls = [
-        lambda: rules.match(tree, answers=answers, strict="no", record_events=False, **options),
-        lambda: rules.count_matches(tree, strict=[]),
+        lambda: rules.match(tree, answers, "no", 0, 0, 0, 0, False),
+        lambda: rules.count_matches(tree, []),
         lambda: rules.first_match(list(tree)),
         lambda: rules.all_matches(list(tree)),
-        lambda: _core.Corrector([(list(tree), 1)], absent="drop", indivisible="drop"),
-        lambda: _core.Corrector([([2**63], 1)] * 1000, absent="drop", indivisible="drop"),
-        lambda: _core.Corrector([], absent="drop", indivisible="drop").kept(list(tree)),
-        lambda: _core.LogicalRuleSet([], list(tree), last_wins=False, indivisible="drop"),
-        lambda: _core.LogicalRuleSet([], [], last_wins=False, indivisible="drop").resolve(
-            list(tree)
-        ),
+        lambda: _core.Corrector([(list(tree), 1)], "drop", "drop"),
+        lambda: _core.Corrector([([2**63], 1)] * 1000, "drop", "drop"),
+        lambda: _core.Corrector([], "drop", "drop").kept(list(tree)),
+        lambda: _core.LogicalRuleSet([], list(tree), False, "drop"),
+        lambda: _core.LogicalRuleSet([], [], False, "drop").resolve(list(tree)),
     ]
     for call in calls:
         with pytest.raises(TypeError, match="the core does not take") as info:
@@ -356,7 +353,7 @@ def test_what_the_core_refuses_is_not_printed():
 def test_what_only_the_core_is_given():
     """Not to be reached by way of Python's side; no crash all the same."""
     with pytest.raises(ValueError, match="a rule has no such spec"):
-        _core.ShardingTable(correctors=[None], spec_of=[1], make=print, make_for_shape=print)
+        _core.ShardingTable([None], [1], print, print)
     names, shapes = ["a", "b"], [(1,), (2,)]
 
     def make(*_):

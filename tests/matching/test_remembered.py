@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import enum
 import gc
+import itertools
 import re
 import threading
 import weakref
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -79,6 +82,47 @@ def test_equal_pairs_are_compiled_once(compiled, entry):
     # Checked, a list of lists is what the tuples are.
     assert len(compiled) <= 2
     assert ENTRIES[entry]([("wq", P("tp")), ("norm", P())]) != first
+
+
+class Rule(NamedTuple):
+    pattern: Any
+    spec: Any
+
+
+class Numbered(tuple):
+    """A pair whose items are others each time that they are read."""
+
+    count = itertools.count()
+
+    def __getitem__(self, index):
+        return (".*", f"axis {next(self.count)}")[index]
+
+
+def test_equal_namedtuples_are_compiled_once(compiled):
+    for _ in range(3):
+        sr.match_partition_rules([Rule(*pair) for pair in fresh_pairs()], TREE)
+    assert len(compiled) == 1
+    assert sr.match_partition_rules([Rule("wq", P("tp")), Rule("norm", P())], TREE) == {
+        "wq": {"kernel": P("tp")}, "norm": P(),
+    }  # fmt: skip
+
+
+def test_namedtuples_that_differ_are_not_mixed_up(compiled):
+    tree = {"w": np.zeros((2, 2))}
+    # A spec that is a namedtuple is an object of the user's own, and no pair.
+    specs = [1, True, Rule("w", "tp"), Rule("w", "tp"), P("tp"), P(Axis.TP), ("w", "tp")]
+    for spec in specs * 2:
+        expected = sr.Rules([Rule("w", spec)]).match(tree)["w"]
+        leaf = sr.match_partition_rules([Rule("w", spec)], tree)["w"]
+        assert repr(leaf) == repr(expected)
+        assert isinstance(leaf, P) or leaf is spec
+    first, second = (sr.match_partition_rules([Numbered("ab")], tree)["w"] for _ in range(2))
+    assert first != second
+    for odd in (Rule("w", {}), Rule(3, None)):
+        with pytest.raises(TypeError, match="rule 0"):
+            sr.match_partition_rules([odd], tree)
+    with pytest.raises(TypeError, match=r"is not a \(pattern, spec\) pair: Own\(a=1, b=2, c=3\)"):
+        sr.match_partition_rules([namedtuple("Own", "a b c")(1, 2, 3)], tree)
 
 
 def layouts():

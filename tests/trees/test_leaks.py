@@ -39,7 +39,7 @@ def through_a_spec_table(payload):
     def make(rule, rank):
         return payload
 
-    payload.other = _core.SpecTable(specs=[None], lengths=[0], make=make)
+    payload.other = _core.SpecTable([None], [0], make)
     matcher = matcher_of(sr.Rules([(".*", None)]))
     matcher.decide([payload], payload.other, None, None)
 
@@ -48,10 +48,8 @@ def through_a_sharding_table(payload):
     def make(spec, rank, kept):
         return payload
 
-    corrector = _core.Corrector([([4], 1)], absent="drop", indivisible="drop")
-    payload.other = _core.ShardingTable(
-        correctors=[corrector], spec_of=[0], make=make, make_for_shape=make
-    )
+    corrector = _core.Corrector([([4], 1)], "drop", "drop")
+    payload.other = _core.ShardingTable([corrector], [0], make, make)
     matcher_of(sr.Rules([(".*", None)])).decide([payload], payload.other, None, None)
 
 
@@ -59,28 +57,22 @@ def through_a_sharding_table_by_shape(payload):
     def make(spec, shape, dtype):
         return payload
 
-    payload.other = _core.ShardingTable(
-        correctors=[None], spec_of=[0], make=make, make_for_shape=make
-    )
+    payload.other = _core.ShardingTable([None], [0], make, make)
     matcher_of(sr.Rules([(".*", None)])).decide([payload], payload.other, None, None)
 
 
 def through_searches(payload):
     """The functions that the core calls for rules and characters beyond it."""
     rules = sr.Rules([("a", None)])
-    choices = _core.Choices(
-        separator="/", shown_separator="/", keystr=False, hidden_key="value", unique=False, scalars_need_rules=False,
-        size_one_is_scalar=False, min_size_first=False,
-    )  # fmt: skip
+    choices = _core.Choices("/", "/", False, "value", False, False, False, False)
 
     def call(*_):
         return payload and rules
 
+    patterns = [None, [0x110000, 0]]
     payload.other = _core.RuleSet(
-        patterns=[None, [0x110000, 0]], classes=[0], accepts=call, word_class=-1, ascii_word_class=-1,
-        empty_text_has_no_non_boundary=True, searched=[(0, call)], memory_budget=1 << 20, match_modes=1,
-        choices=choices,
-    )  # fmt: skip
+        patterns, [0], call, -1, -1, True, [(0, call)], 1 << 20, 1, choices
+    )
     assert payload.other.first_match("é") == 0
 
 

@@ -165,7 +165,32 @@ class SetsAttributes:
 tree_util.register_dataclass(SetsAttributes, data_fields=["kernel", "bias"], meta_fields=[])
 
 
+class TakesKeywords:
+    """Shows the order in which it gets its fields."""
+
+    def __init__(self, **keywords):
+        vars(self).update(keywords)
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+
+class NewTakesKeywords(TakesKeywords):
+    def __new__(cls, **keywords):
+        made = super().__new__(cls)
+        made.order = list(keywords)
+        return made
+
+
+for takes_keywords in (TakesKeywords, NewTakesKeywords):
+    tree_util.register_dataclass(
+        takes_keywords, data_fields=["kernel", "bias"], meta_fields=["name", "size"]
+    )
+
+
 DATACLASSES = [
+    (TakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), "call"),
+    (NewTakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), "call"),
     (Plain(LEAF, [LEAF, LEAF], name="kept"), "fields"),
     (Frozen(LEAF, {"x": LEAF}), "fields"),
     (Slots(LEAF), "fields"),
@@ -192,6 +217,16 @@ def test_dataclasses(tree, layout):
         assert type(made) is type(tree)
         by_name = getattr(made, "__dict__", {})
         assert list(by_name.items()) == list(getattr(expected, "__dict__", {}).items())
+
+
+def test_a_layout_that_the_core_does_not_know(monkeypatch):
+    """It was taken for nnx's."""
+    known = registration(Plain, Plain(LEAF, LEAF))
+    for layout in ("attribute", "Call", ""):
+        made = known[0], known[1]._replace(layout=layout)
+        monkeypatch.setattr("shardrules._node_types.registration", lambda *_, made=made: made)
+        with pytest.raises(ValueError, match=f"records have no layout '{layout}'"):
+            match(Plain(LEAF, LEAF))
 
 
 def test_a_constructor_that_is_replaced_after_the_first_walk():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules.compat import easylm, jaxseq
 
 
 class Text(str):
@@ -191,6 +193,61 @@ def test_siblings_that_take_turns():
     expected = [{"kernel": whole}, {"kernel": cut}, {"bias": whole}, {"kernel": replicated}]
     ours = sr.match_partition_rules([(".*", P(None, "tp"))], tree)
     assert ours == expected * 10 + expected[:1] * 40
+
+
+ONE_ELEMENT = {
+    "easylm": lambda tree: easylm.match_partition_rules([("scale", P("fsdp"))], tree),
+    "jaxseq": lambda tree: jaxseq.match_partition_rules([("scale", P("fsdp"))], tree),
+    "own dialect": sr.Rules([("scale", P("fsdp"))], replace(sr.NNX, scalars="size 1")).match,
+}
+
+
+@pytest.mark.parametrize("entry", ONE_ELEMENT)
+@pytest.mark.parametrize("count", [1, 8, 16, 40])
+def test_a_leaf_of_one_element_gets_no_spec_of_larger_siblings(entry, count):
+    """It lost its P() once the automaton had states; the same call gave two answers."""
+    tree = [{"scale": leaf(64), "w": None} for _ in range(count)]
+    tree += [{"scale": leaf(1), "w": None}, {"scale": leaf(2), "w": None}]
+    for _ in range(14):
+        specs = [node["scale"] for node in ONE_ELEMENT[entry](tree)]
+        assert specs == [P("fsdp")] * count + [P(), P("fsdp")]
+
+
+def test_compare_sees_a_leaf_of_one_element_among_larger_ones():
+    easy, plain = (sr.Rules([("scale", P("tp"))], d) for d in (sr.EASYLM, sr.EFORMER))
+    tree = {f"l{i}": {"scale": leaf(8)} for i in range(60)}
+    assert sr.compare(tree, easy, plain) == []
+    for _ in range(2):
+        assert [d.path for d in sr.compare({**tree, "t": {"scale": leaf(1)}}, easy, plain)] == [
+            "t/scale"
+        ]
+
+
+def test_a_block_at_the_bound_of_depth_is_no_copy():
+    """The levels of a copy were not counted: what was too deep alone was taken among siblings."""
+    rules = sr.Rules([(".*", P("tp"))])
+
+    def blocks(count):
+        return [{"a": {"a": {"a": leaf(4, 8)}}} for _ in range(count)]
+
+    def fits(depth, count, first=0):
+        """Whether so many blocks do, under so many lists, behind blocks that are less deep."""
+        tree = blocks(count)
+        for _ in range(depth):
+            tree = [tree]
+        try:
+            rules.match([*blocks(first), tree])
+        except RecursionError:
+            return False
+        return True
+
+    fitting, too_deep = 5, 6000
+    while too_deep - fitting > 1:
+        depth = (fitting + too_deep) // 2
+        fitting, too_deep = (depth, too_deep) if fits(depth, 1) else (fitting, depth)
+    for count, first in [(1, 0), (MANY, 0), (1, MANY), (MANY, MANY)]:
+        assert fits(fitting, count, first)
+        assert not fits(too_deep, count, first)
 
 
 def test_every_sibling_without_a_rule_is_counted():

@@ -120,9 +120,9 @@ class Resolver:
         self._core = LogicalRuleSet(
             numbered,
             [axis_sizes.get(axis, 1) for axis in self._axis_ids],
-            last_wins=dialect.last_wins,
+            dialect.last_wins,
             # The correction reports the error later.
-            indivisible="keep" if policy.indivisible == "error" else policy.indivisible,
+            "keep" if policy.indivisible == "error" else policy.indivisible,
         )
 
     @property

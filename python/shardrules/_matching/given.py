@@ -33,9 +33,9 @@ class GivenPairs:
     __slots__ = ("_hash", "dialect", "pairs")
 
     def __init__(self, pairs: tuple[Any, ...], dialect: Dialect) -> None:
-        self.pairs: Final = pairs
+        self.pairs: Final = tuple(map(_plain_pair, pairs))
         self.dialect: Final = dialect
-        self._hash: Final = hash((pairs, id(dialect)))
+        self._hash: Final = hash((self.pairs, id(dialect)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -46,6 +46,13 @@ class GivenPairs:
             and self.dialect is other.dialect
             and _same(self.pairs, other.pairs)
         )
+
+
+def _plain_pair(pair: Any) -> Any:
+    """Read a pair of a type of its own, as a namedtuple, in the way that `Rules` reads it."""
+    if type(pair) is tuple or not isinstance(pair, tuple) or len(pair) != 2:
+        return pair
+    return pair[0], pair[1]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -97,16 +97,16 @@ class Matcher:
         self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank, None)
         """For `decide`: each rule's spec, as long as the dialect lets it be."""
         self.rule_set: Final = RuleSet(
-            patterns=code.patterns,
-            classes=code.classes,
-            accepts=code.accepts,
-            word_class=code.word_class,
-            ascii_word_class=code.ascii_word_class,
-            empty_text_has_no_non_boundary=EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
-            searched=code.searched,
-            memory_budget=memory_budget,
-            match_modes=len(modes),
-            choices=_choices(dialect),
+            code.patterns,
+            code.classes,
+            code.accepts,
+            code.word_class,
+            code.ascii_word_class,
+            EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
+            code.searched,
+            memory_budget,
+            len(modes),
+            _choices(dialect),
         )
         self._remembered: Final[dict[Hashable, Any]] = {}
 
@@ -138,14 +138,7 @@ class Matcher:
             unmatched = replicated
         return WalkResult(
             *self.rule_set.match(
-                tree,
-                answers=answers,
-                strict=strict,
-                min_size=min_size,
-                replicated=replicated,
-                unmatched=unmatched,
-                ambiguous=ambiguous,
-                record_events=logs_moves(),
+                tree, answers, strict, min_size, replicated, unmatched, ambiguous, logs_moves()
             )
         )
 
@@ -166,17 +159,12 @@ class Matcher:
             {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
         """
         return self.rule_set.survey(
-            tree,
-            answers=self.numbers(),
-            min_size=min_size,
-            replicated=replicated,
-            unmatched=unmatched,
-            ambiguous=ambiguous,
+            tree, self.numbers(), min_size, replicated, unmatched, ambiguous
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
         """Per rule, the leaves of the tree that it matches and wins."""
-        matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict=strict)
+        matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict)
         lost: dict[int, dict[int, int]] = {}
         for loser, winner, leaves in lost_pairs:
             lost.setdefault(loser, {})[winner] = leaves
@@ -192,7 +180,7 @@ class Matcher:
     def numbers(self) -> Answers:
         """For `decide`: the index of the rule itself; needs no JAX."""
         count = len(self.pairs)
-        return SpecTable(specs=list(range(count)), lengths=[0] * count, make=lambda rule, _: rule)
+        return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
 
     def first_match(self, path: str) -> int | None:
         """The index of the first rule that matches the path, or None."""
@@ -247,20 +235,20 @@ def _spec_table(
         return spec if answer is None else answer(rule, spec)
 
     return SpecTable(
-        specs=[None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
-        lengths=[0 if too_long == "keep" else spec_length(spec) for spec in specs],
-        make=make,
+        [None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
+        [0 if too_long == "keep" else spec_length(spec) for spec in specs],
+        make,
     )
 
 
 def _choices(dialect: Dialect) -> Choices:
     return Choices(
-        separator=key_separator(dialect),
-        shown_separator=dialect.separator,
-        keystr=dialect.keys == "keystr",
-        hidden_key=dialect.hidden_key,
-        unique=dialect.precedence == "only",
-        scalars_need_rules=dialect.scalars == "none",
-        size_one_is_scalar=dialect.scalars == "size 1",
-        min_size_first=dialect.min_size == "before",
+        key_separator(dialect),
+        dialect.separator,
+        dialect.keys == "keystr",
+        dialect.hidden_key,
+        dialect.precedence == "only",
+        dialect.scalars == "none",
+        dialect.scalars == "size 1",
+        dialect.min_size == "before",
     )

@@ -153,12 +153,7 @@ def mesh_for(
         return True
 
     # A table of its own, because one that is remembered would not ask again.
-    table = ShardingTable(
-        correctors=[spec.corrector for spec in specs],
-        spec_of=spec_of,
-        make=note,
-        make_for_shape=note_for_shape,
-    )
+    table = ShardingTable([spec.corrector for spec in specs], spec_of, note, note_for_shape)
     matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
     return on_axes(mesh, in_parts(mesh.shape, factors))
 
@@ -424,12 +419,8 @@ def _bind(
         def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
             return of(spec, specs[spec].decided(shape, dtype))
 
-        table = ShardingTable(
-            correctors=[spec.corrector for spec in specs],
-            spec_of=spec_of,
-            make=make,
-            make_for_shape=make_for_shape,
-        )
+        correctors = [spec.corrector for spec in specs]
+        table = ShardingTable(correctors, spec_of, make, make_for_shape)
         return _Answers(table, replicated)
 
     replicated = sharding(partition_spec(), None)

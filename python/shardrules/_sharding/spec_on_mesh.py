@@ -118,8 +118,8 @@ class SpecOnMesh:
                 ([size for cut in of_dim for size in cut.sizes], unit)
                 for of_dim, unit in zip(cuts, self.units, strict=False)
             ],
-            absent=self._if_absent,
-            indivisible=_DROPPING.get(correction.indivisible, correction.indivisible),
+            self._if_absent,
+            _DROPPING.get(correction.indivisible, correction.indivisible),
         )
 
     def _cuts_of(self, axis: str) -> list[Cut]:

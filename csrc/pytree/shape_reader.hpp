@@ -3,11 +3,9 @@
 // other. What is known about a type is kept for one walk. Knows nothing of what a shape means.
 #pragma once
 
-#include "pytree/ref.hpp"
+#include "ref.hpp"
 
-namespace shardrules::resolution {
-
-using pytree::Ref;
+namespace shardrules::pytree {
 
 class ShapeReader {
   public:
@@ -19,7 +17,8 @@ class ShapeReader {
         return Ref::borrow(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(leaf) + slot_));
     }
 
-    // The same, borrowed, for an object of the last leaf's type that has its shape in a slot; else null.
+    // The shape without running Python, borrowed: null unless `object` has the last leaf's type, and
+    // that type a slot for it.
     PyObject* peek(PyObject* object) const {
         if (slot_ == 0 || Py_TYPE(object) != type_) return nullptr;
         return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot_);
@@ -39,4 +38,4 @@ class ShapeReader {
     Py_ssize_t slot_ = 0;           // offset in the object; 0: none
 };
 
-}  // namespace shardrules::resolution
+}  // namespace shardrules::pytree

@@ -2,12 +2,7 @@
 
 #include <structmember.h>
 
-namespace shardrules::resolution {
-
-using pytree::PythonError;
-using pytree::check;
-using pytree::interned;
-
+namespace shardrules::pytree {
 namespace {
 
 PyObject* shape_name() {
@@ -63,4 +58,4 @@ Ref ShapeReader::read_attribute(PyObject* leaf) {
     return Ref::steal(shape);
 }
 
-}  // namespace shardrules::resolution
+}  // namespace shardrules::pytree

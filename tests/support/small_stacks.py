@@ -1,0 +1,129 @@
+"""Deep trees on threads with a small C stack; a process of its own, because a fault is a crash.
+
+`python -m tests.support.small_stacks KIB` walks trees of each kind on a thread with a stack of that many KiB,
+and prints, for each walk, the depths that got an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules._core import values_beside
+
+DEPTHS = [20, 50, 90, 130, 180, 250, 350, 500, 700, 1000, 1400, 1600, 3000]
+LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
+MESH = {"fsdp": 2, "tp": 2}
+RULES = sr.Rules([("x$", P("tp")), (".*", P("fsdp"))])
+KEYSTR_RULES = sr.Rules(RULES, sr.KEYSTR)
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class Fields:
+    a: Any
+    x: Any
+
+
+@tree_util.register_dataclass
+@dataclasses.dataclass
+class Called:
+    a: Any
+
+    def __post_init__(self):
+        self.made = True
+
+
+class Flattened:
+    def __init__(self, a: Any):
+        self.a = a
+
+
+tree_util.register_pytree_with_keys(
+    Flattened,
+    lambda node: ([(tree_util.GetAttrKey("a"), node.a)], None),
+    lambda _, children: Flattened(*children),
+)
+
+
+class Property:
+    """A leaf whose shape is read by calling Python."""
+
+    dtype = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sorted([8, 4], key=lambda size: int(str(size))))
+
+
+Named = namedtuple("Named", ["a"])
+NODES: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda child: {"a": child, "x": LEAF},
+    "large dict": lambda child: {"a": child} | {f"x{i}": LEAF for i in range(9)},
+    "list": lambda child: [child],
+    "tuple": lambda child: (LEAF, child),
+    "namedtuple": Named,
+    "OrderedDict": lambda child: OrderedDict(a=child),
+    "defaultdict": lambda child: defaultdict(list, a=child),
+    "fields": lambda child: Fields(child, LEAF),
+    "called": Called,
+    "flattened": Flattened,
+}
+WALKS: dict[str, Callable[[Any], Any]] = {
+    "match": RULES.match,
+    "match keystr": KEYSTR_RULES.match,
+    "named_shardings": lambda tree: sr.named_shardings(tree, RULES, MESH),
+    "plan": lambda tree: sr.plan(tree, RULES, MESH).specs(),
+    "coverage": RULES.coverage,
+}
+
+
+def nested(node: Callable[[Any], Any], depth: int, leaf: Any = LEAF) -> Any:
+    tree = leaf
+    for _ in range(depth):
+        tree = node(tree)
+    return tree
+
+
+def answered(walk: Callable[[Any], Any], trees: dict[int, Any]) -> list[int]:
+    """The depths whose tree is not too deep."""
+    depths = []
+    for depth, tree in trees.items():
+        with suppress(RecursionError):
+            walk(tree)
+            depths.append(depth)
+    return depths
+
+
+def beside(tree: Any) -> None:
+    if values_beside(tree, tree, 1) is None:
+        raise RecursionError
+
+
+def all_walks(trees: dict[str, dict[int, Any]]) -> None:
+    for name, walk in WALKS.items():
+        for kind, of_kind in trees.items():
+            print(name, kind, answered(walk, of_kind), sep=": ", flush=True)
+    rows = {depth: nested(NODES["list"], depth, 0) for depth in DEPTHS}
+    print("beside", "list", answered(beside, rows), sep=": ", flush=True)
+
+
+if __name__ == "__main__":
+    # Freed by the main thread: CPython's own defaultdict is freed level by level on the C stack.
+    made = {kind: {depth: nested(node, depth) for depth in DEPTHS} for kind, node in NODES.items()}
+    made["property"] = {depth: nested(NODES["dict"], depth, Property()) for depth in DEPTHS}
+    threading.stack_size(int(sys.argv[1]) << 10)
+    thread = threading.Thread(target=all_walks, args=[made])
+    thread.start()
+    thread.join()
+    print("done")
