@@ -14,7 +14,7 @@ from shardrules._planning import roles as roles_module
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.flops import flops
 from shardrules._planning.asking.traffic import traffic
-from shardrules._planning.data_axes import data_axes_among
+from shardrules._planning.axis_uses import data_axes_among
 from shardrules._planning.kinds import axes_named
 from tests.support import corpus, step_traffic
 from tests.support.step_traffic import CASES, COUNTED, compared

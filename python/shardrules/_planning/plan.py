@@ -28,7 +28,7 @@ from shardrules._arguments import (
 )
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
-from shardrules._declared import Declared
+from shardrules._declared import NOTHING, Declared, all_declared
 from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
@@ -229,10 +229,13 @@ class Plan(PlanLike):
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
 
-    def __init__(self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike) -> None:
+    def __init__(
+        self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
+    ) -> None:
         self._columns = _columns
         self._on_mesh = _on_mesh
         self._mesh = _mesh
+        self._declared = _declared
 
     @property
     def rules(self) -> Rules | LogicalRules:
@@ -333,6 +336,8 @@ class Plan(PlanLike):
     ) -> Findings:
         """The coverage contract: no leaf is replicated and no rule ignored without a finding.
 
+        A plan of `suggest` knows what its rules declare; arguments add to that.
+
         | kind | level | what |
         |---|---|---|
         | unmatched | error | leaves that no rule matches |
@@ -394,11 +399,12 @@ class Plan(PlanLike):
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         each("replicated", patterns, str | re.Pattern, "a pattern")
-        declared = Declared(
+        more = Declared(
             replicated=patterns,
             optional_axes=texts("optional_axes", optional_axes),
             data_axes=texts("data_axes", data_axes),
         )
+        declared = all_declared(self._declared, more)
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
         return asking.check.check(
             self._columns, large=large, declared=declared, head_dim=size, levels=levels
@@ -469,7 +475,7 @@ class Plan(PlanLike):
             array([16])
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-        return Plan(self._on_mesh(chosen), self._on_mesh, chosen)
+        return Plan(self._on_mesh(chosen), self._on_mesh, chosen, self._declared)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """The same leaves and mesh under other rules; the tree is not walked again.
@@ -509,6 +515,10 @@ class Plan(PlanLike):
             on_mesh = _by_rules_of_leaves(leaves, rules if decider is None else decider, None)
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh)
 
+    def _declaring(self, declared: Declared) -> Plan:
+        """The same plan, with what `check` is to know about its rules."""
+        return Plan(self._columns, self._on_mesh, self._mesh, declared)
+
     def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
         from shardrules._planning.placing.by_plan import by_plan
@@ -516,7 +526,7 @@ class Plan(PlanLike):
         chosen = self if mesh is None else self.on_mesh(mesh)
         follow = partial(by_plan, tree=tree)
         on_mesh = partial(_followed, chosen._columns, self._on_mesh, follow, None)
-        return Plan(follow(chosen._columns), on_mesh, chosen._mesh)
+        return Plan(follow(chosen._columns), on_mesh, chosen._mesh, self._declared)
 
     def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
         chosen = self if mesh is None else self.on_mesh(mesh)
@@ -979,7 +989,7 @@ class Plan(PlanLike):
             by_parameters, state=leaves, found=found, zero1=cut, memory_kind=memory_kind
         )
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
-        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh, self._declared)
 
     def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
         """The plan of the parameters' gradients: the same tree and specs, on the device.
@@ -1014,7 +1024,7 @@ class Plan(PlanLike):
         leaves = leaves_with_gradients(self._columns.leaves, own)
         follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, None)
-        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh, self._declared)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets its spec: how each rule met it, and each correction.

@@ -15,8 +15,10 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._planning.axis_uses import is_gathered
+
 if TYPE_CHECKING:
-    from shardrules._suggesting.axes import AxisUse
+    from shardrules._planning.axis_uses import AxisUse
     from shardrules._suggesting.dims import Dims, Side
 
 __all__ = ["SLACK", "Array", "Cuts", "choose", "discomfort_of", "parts_of_cuts"]
@@ -40,6 +42,8 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
     # Beside experts, as another axis of fsdp.
     "experts": {"experts": -6, "outer": 2, "inner": 3, "heads": 3, "vocabulary": 4,
                 "window": 9, "vector": 11},
+    # A stage of a pipeline has layers of its own.
+    "layers": {"layers": -6},
     "data": {},
 }  # fmt: skip
 
@@ -154,7 +158,7 @@ def discomfort_of(
             if side not in _DISCOMFORT[uses[axis]]:
                 return None
             found += _DISCOMFORT[uses[axis]][side]
-    computing = {axis: size for axis, size in axis_sizes.items() if uses[axis] != "fsdp"}
+    computing = {axis: size for axis, size in axis_sizes.items() if not is_gathered(axis)}
     return None if _cuts_heads(shape, dims, cuts, computing) else found
 
 

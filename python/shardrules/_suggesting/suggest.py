@@ -23,7 +23,7 @@ from shardrules._matching.rules import PathRules, Rules, remembered_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
-from shardrules._suggesting.axes import uses_of
+from shardrules._planning.axis_uses import uses_of
 from shardrules._suggesting.by_names import NameRule, name_rules, rules_of
 from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
@@ -173,7 +173,7 @@ def suggest(
         declared["replicated"] = _replicated(rules.rules)
         reasons = _reasons(rules)
     _check_room(made, room, moments)
-    return Suggestion(made, reasons, declared, batch, met)
+    return Suggestion(made._declaring(declared), reasons, declared, batch, met)
 
 
 def _dialect_for(

@@ -21,7 +21,7 @@ from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._shape_specs import fsdp
 from shardrules._specs import Entries
-from shardrules._suggesting.axes import uses_of
+from shardrules._planning.axis_uses import is_gathered, uses_of
 from shardrules._suggesting.choosing import Array, Cuts, choose
 from shardrules._suggesting.proving import listed, proven
 from shardrules._suggesting.units import Unit, parted, with_rows
@@ -75,7 +75,7 @@ def written(
     cuts = choose(
         [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
     )
-    labels = [_label(unit, of, uses) for unit, of in zip(units, cuts, strict=True)]
+    labels = [_label(unit, of) for unit, of in zip(units, cuts, strict=True)]
     units, labels = _told_apart(units, labels, dialect)
     pairs, of_rules, left = _worded(units, labels, dialect, tightness)
     if left:
@@ -159,23 +159,23 @@ def _place(unit: Unit) -> int:
     return len(unit.words) if "layers" in unit.dims.sides else 0
 
 
-def _label(unit: Unit, cuts: Cuts, uses: Mapping[str, str]) -> Label:
+def _label(unit: Unit, cuts: Cuts) -> Label:
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in cuts]
     while entries and entries[-1] is None:
         entries.pop()
     value: Any = Entries(entries)
-    if units := _head_units(unit, cuts, uses):
+    if units := _head_units(unit, cuts):
         value = RuleSpec(value, units=units)
     return Label(value, not entries or unit.dims.is_vector, unit.dims.is_known)
 
 
-def _head_units(unit: Unit, cuts: Cuts, uses: Mapping[str, str]) -> tuple[int, ...]:
+def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
     """What keeps heads whole on other meshes, if axes that compute with parts of them cut them."""
     if unit.dims.unit == 1 or "inner" not in unit.dims.sides:
         return ()
     inner = unit.dims.sides.index("inner")
     # Units bind all axes, and along those of fsdp heads may be cut.
-    if not cuts[inner] or any(uses[axis] == "fsdp" for axis in cuts[inner]):
+    if not cuts[inner] or any(map(is_gathered, cuts[inner])):
         return ()
     return (*[1] * inner, unit.dims.unit)
 
