@@ -20,11 +20,8 @@ _USES: Final[dict[str, AxisUse]] = {
     **dict.fromkeys(("tp", "tensor", "model", "mp", "mdl", "autoregressive"), "tensor"),
     **dict.fromkeys(("ep", "expert", "experts"), "experts"),
     **dict.fromkeys(("fsdp", "zero"), "fsdp"),
-    **dict.fromkeys(
-        ("data", "dp", "ddp", "batch", "replica", "replicas", "dcn", "diloco")
-        + ("sp", "cp", "seq", "sequence", "context"),
-        "data",
-    ),
+    **dict.fromkeys(("data", "dp", "ddp", "batch", "dcn", "diloco"), "data"),
+    **dict.fromkeys(("replica", "replicas", "sp", "cp", "seq", "sequence", "context"), "data"),
     **dict.fromkeys(("stage", "stages", "pp", "pipe", "pipeline"), "layers"),
 }
 # Numbers of names, and what `Correction(indivisible="factor")` adds to them.

@@ -694,7 +694,8 @@ class Plan(PlanLike):
         held = self.bytes_per_device(
             gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
         )
-        return asking.step_time.step_time(self._columns, run, held)
+        state = optimizer._columns if isinstance(optimizer, Plan) else None
+        return asking.step_time.step_time(self._columns, run, held, state)
 
     def bytes_per_device(
         self,

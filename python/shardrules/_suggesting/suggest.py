@@ -21,9 +21,9 @@ from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import PathRules, Rules, remembered_rules
 from shardrules._planning.asking.checks.names import head_sizes
+from shardrules._planning.axis_uses import uses_of
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
-from shardrules._planning.axis_uses import uses_of
 from shardrules._suggesting.by_names import NameRule, name_rules, rules_of
 from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion

@@ -19,9 +19,9 @@ from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
 from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
+from shardrules._planning.axis_uses import is_gathered, uses_of
 from shardrules._shape_specs import fsdp
 from shardrules._specs import Entries
-from shardrules._planning.axis_uses import is_gathered, uses_of
 from shardrules._suggesting.choosing import Array, Cuts, choose
 from shardrules._suggesting.proving import listed, proven
 from shardrules._suggesting.units import Unit, parted, with_rows
