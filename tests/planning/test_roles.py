@@ -213,7 +213,7 @@ def test_a_gate_of_an_mlp_is_no_router():
 
 
 def test_an_mlps_wo_is_not_attentions():
-    layer = {"attn": {n: (64, 64) for n in ("q", "k", "v", "o")}, "mlp": {"wi": (64, 256), "wo": (256, 64)}}  # fmt: skip
+    layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}  # fmt: skip
     parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))
     assert not parts["layers/{0,1}/mlp/wo"].is_attention
     assert parts["layers/{0,1}/attn/o"].is_attention

@@ -69,6 +69,8 @@ class Part:
 
     pattern: str
     """The folded path."""
+    module: str
+    """The last word of its module's path."""
     kind: int
     """Index of the leaves' kind."""
     leaves: int
@@ -83,6 +85,8 @@ class Part:
     not."""
     is_attention: bool
     """Whether it makes queries, keys or values, or reads what attention made of them."""
+    is_router: bool
+    """Whether it makes a number for each expert."""
     inputs: int
     """How many inputs these kernels have, without those of scanned layers."""
     width: int
@@ -177,10 +181,11 @@ def parts_of_model(
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
     attending = {_block(one)[0] for one in seen if _makes_heads(one)}
-    return _with_logits([
+    parts = [
         _part(one, front, width, is_in_out, attending)
         for one, front in zip(seen, fronts, strict=True)
-    ])  # fmt: skip
+    ]
+    return _with_logits(_with_routers(parts))
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -231,6 +236,20 @@ def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
     heads = {part.pattern for part in parts if part.size("out") == rows and "in" in part.dims}
     heads = heads or {table.pattern for table in tables if table.size("lookup") == rows}
     return tuple(replace(part, makes_logits=part.pattern in heads) for part in parts)
+
+
+def _with_routers(parts: list[Part]) -> list[Part]:
+    """The same parts; routers are marked: a model has as many experts as they have outputs."""
+    counts = {part.experts for part in parts if part.experts > 1}
+    return [
+        replace(part, is_router=True)
+        if part.experts == 1
+        and {"in", "out"} <= {*part.dims}
+        and _ROUTER.fullmatch(part.module)
+        and min(part.size("in"), part.size("out")) in counts
+        else part
+        for part in parts
+    ]
 
 
 def _words(pattern: str) -> tuple[str, ...]:
@@ -428,6 +447,7 @@ def _part(
     is_attention = named and (_makes_heads(one) or block in attending)
     return Part(
         pattern=one.pattern,
+        module=one.module[-1],
         kind=one.folded.group,
         leaves=len(one.folded.rows),
         shape=one.shape,
@@ -435,6 +455,7 @@ def _part(
         experts=experts,
         input_key=f"{block} attention" if is_attention else block,
         is_attention=is_attention,
+        is_router=False,
         inputs=blocks,
         width=width,
         makes_logits=False,

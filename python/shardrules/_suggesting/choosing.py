@@ -30,6 +30,7 @@ Cuts = tuple[tuple[str, ...], ...]
 SLACK: Final = 0.008
 # A cut into parts of fewer elements is hardly worth what it sends.
 _FEW_ELEMENTS: Final = 8
+_COUNTED: Final = ("experts", "heads", "layers")
 
 # Per use of an axis and side of a leaf the discomfort of this cut; what is not there is not cut.
 _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
@@ -46,6 +47,10 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
     "layers": {"layers": -6},
     "data": {},
 }  # fmt: skip
+
+
+# What tensor axes may cut of keys and values, routers and latents; of all else anything.
+_TENSOR: Final[dict[str, tuple[Side, ...]]] = {"heads": ("heads", "inner"), "none": ()}
 
 
 class Array(NamedTuple):
@@ -150,12 +155,14 @@ def discomfort_of(
     if any(size % count for size, count in zip(shape, parts, strict=True)):
         return None
     found = 2 * sum(
-        count > 1 and size // count < _FEW_ELEMENTS and side != "experts"
+        count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
         for size, count, side in zip(shape, parts, dims.sides, strict=True)
     )
     for side, of in zip(dims.sides, cuts, strict=True):
         for axis in of:
-            if side not in _DISCOMFORT[uses[axis]]:
+            if side not in _DISCOMFORT[uses[axis]] or (
+                uses[axis] == "tensor" and side not in _TENSOR.get(dims.tensor, (side,))
+            ):
                 return None
             found += _DISCOMFORT[uses[axis]][side]
     computing = {axis: size for axis, size in axis_sizes.items() if not is_gathered(axis)}

@@ -6,6 +6,7 @@ and mesh that is tried. Must not know about the command line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -22,13 +23,14 @@ from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import PathRules, Rules, remembered_rules
 from shardrules._planning.asking.checks.names import head_sizes
 from shardrules._planning.axis_uses import uses_of
+from shardrules._planning.fold import parts_of
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
 from shardrules._suggesting.by_names import NameRule, name_rules, rules_of
 from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
 from shardrules._suggesting.units import Unit, units_of
-from shardrules._suggesting.writing import Written, mended, written
+from shardrules._suggesting.writing import Written, is_spared, mended, written
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
@@ -165,12 +167,13 @@ def suggest(
     if isinstance(chosen, LogicalDialect):
         table = name_rules(units, bare.axis_sizes, chosen)
         made = bare.with_rules(rules_of(table, chosen))
+        declared["replicated"] = _spared(made, units)
         _check_named(made, declared)
         reasons = tuple(map(_reason_of_name, range(len(table)), table))
     else:
         given = None if like is None else bare.with_rules(_in_dialect(like, chosen))
         rules, made = _decided(model, bare, units, chosen, given)
-        declared["replicated"] = _replicated(rules.rules)
+        declared["replicated"] = _replicated(rules, made, units)
         reasons = _reasons(rules)
     _check_room(made, room, moments)
     return Suggestion(made._declaring(declared), reasons, declared, batch, met)
@@ -308,11 +311,23 @@ def _check_room(made: Plan, hbm: int | None, moments: tuple[Any, ...] | None) ->
         )
 
 
-def _replicated(rules: Rules) -> tuple[str, ...]:
-    """The patterns of rules that replicate, where `Plan.check` can search for them."""
-    if rules.dialect.match != ("search",) or rules.dialect.keys != "text":
-        return ()
-    return tuple(str(pattern) for pattern, value in rules if plain_spec(value) == Entries())
+def _replicated(rules: Written, made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """The patterns of what is whole on purpose, as `Plan.check` searches for them."""
+    dialect = rules.rules.dialect
+    if dialect.match != ("search",) or dialect.keys != "text":
+        return _spared(made, units)
+    return tuple(str(rules.rules[rule][0]) for rule in rules.whole_on_purpose(made.axis_sizes))
+
+
+def _spared(made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """Patterns of the paths that tensor axes are kept from, such as those of routers."""
+    found = []
+    for unit in units:
+        spec = made.kinds[int(made.kind_of[unit.folded.rows[0]])].spec
+        if unit.dims.tensor != "any" and is_spared(spec, made.axis_sizes):
+            parts = parts_of(unit.folded.pattern)
+            found.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
+    return tuple(dict.fromkeys(found))
 
 
 def _reasons(found: Written) -> tuple[Reason, ...]:

@@ -130,7 +130,8 @@ class StepTime(NamedTuple):
         terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
         width = max(map(len, terms))
         lines = [
-            f"{seconds_shown(self.total)} a step at best: at most {self.utilization:.0%} of the peak",
+            f"{seconds_shown(self.total)} a step at best: at most "
+            f"{self.utilization:.0%} of the peak",
             *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
             *assumed_lines(self.assumptions, self.uncounted),
         ]
