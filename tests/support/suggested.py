@@ -31,9 +31,7 @@ _CALLED = {
     "dp": ("dp", "data"),
     "sp": ("sp", "sequence"),
 }
-SPARED = re.compile(
-    r"(q_a|kv_a)_proj|w(q|kv)_a[./]|(mlp|MoeBlock_0|block_sparse_moe)[./]gate[./]"
-)
+SPARED = re.compile(r"(q_a|kv_a)_proj|w(q|kv)_a[./]|(mlp|MoeBlock_0|block_sparse_moe)[./]gate[./]")
 # A set fits a model if its own rules decide that share of the leaves.
 _FITS = 0.9
 

@@ -164,7 +164,9 @@ def discomfort_of(
                 uses[axis] == "tensor" and side not in _TENSOR.get(dims.tensor, (side,))
             ):
                 return None
-            found += _DISCOMFORT[uses[axis]][side]
+            # Of biases, tensor axes cut columns, if anything.
+            is_odd = dims.is_vector and side == "experts" and uses[axis] == "tensor"
+            found += _DISCOMFORT[uses[axis]]["vector" if is_odd else side]
     computing = {axis: size for axis, size in axis_sizes.items() if not is_gathered(axis)}
     return None if _cuts_heads(shape, dims, cuts, computing) else found
 

@@ -195,7 +195,7 @@ def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[i
     inner, is_known = _inner(part, ins, outs, widths)
     found: dict[int, Side] = {**dict.fromkeys(ins + outs, "outer"), **dict.fromkeys(inner, "inner")}
     if len(inner) > 1:
-        found |= {inner[0]: "heads", **dict.fromkeys(inner[1:], "head")}
+        found |= _of_heads(part, inner)
     return found, is_known
 
 
@@ -223,16 +223,20 @@ def _has_heads(part: Part) -> bool:
 
 def _heads(part: Part, free: list[int], residual: int) -> dict[int, Side]:
     """The sides of a kernel with several dimensions beside the residual one: those of heads."""
-    found: dict[int, Side] = {residual: "outer"}
     others = [dim for dim in free if dim != residual]
-    first = part.shape[others[0]]
-    fuses = any(first == count and name.fullmatch(part.module) for count, name in _FUSES)
-    if fuses or (first <= _FUSED and (len(others) > 2 or not _has_heads(part))):
-        found[others.pop(0)] = "fused"
-    first, *rest = others
-    found[first] = "heads" if rest else "inner"
-    found.update(dict.fromkeys(rest, "head"))
-    return found
+    found: dict[int, Side] = {residual: "outer"}
+    has_few = part.shape[others[0]] <= _FUSED
+    if has_few and (len(others) > 2 or not _has_heads(part)):
+        return {**found, others[0]: "fused", **_of_heads(part, others[1:])}
+    return found | _of_heads(part, others)
+
+
+def _of_heads(part: Part, dims: list[int]) -> dict[int, Side]:
+    """The sides of the inner dimensions of a kernel, such as heads and the size of one."""
+    first, *rest = dims
+    if any(part.shape[first] == n and names.fullmatch(part.module) for n, names in _FUSES) and rest:
+        return {first: "fused", **_of_heads(part, rest)}
+    return {first: "heads" if rest else "inner", **dict.fromkeys(rest, "head")}
 
 
 def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardrules._planning.axis_uses import is_gathered
+from shardrules._planning.axis_uses import use_of
 from shardrules._suggesting.choosing import parts_of_cuts
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def _followed(
         same = next((other for other in made if shape[other] == size), None)
         if same is not None:
             made.remove(same)
-            yield dim, tuple(axis for axis in cuts[same] if not is_gathered(axis))
+            # Along other dimensions, axes of experts are as those of fsdp.
+            uses = {"tensor", "layers", *({"experts"} if dims[same] == "experts" else ())}
+            yield dim, tuple(axis for axis in cuts[same] if use_of(axis) in uses)
 
 
 def _joined(

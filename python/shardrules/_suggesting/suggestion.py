@@ -170,10 +170,12 @@ class Suggestion:
 
         Example:
             >>> import jax, shardrules as sr
-            >>> tree = {"norm": {"scale": jax.ShapeDtypeStruct((64,), "float32")}}
+            >>> def leaf(*shape):
+            ...     return jax.ShapeDtypeStruct(shape, "float32")
+            >>> tree = {"up": {"kernel": leaf(64, 256)}, "norm": {"scale": leaf(64)}}
             >>> suggestion = sr.suggest(tree, {"dp": 4, "fsdp": 2})
             >>> suggestion.declared["replicated"], suggestion.declared["data_axes"]
-            (('norm/scale',), ('dp',))
+            (('scale',), ('dp',))
             >>> suggestion.plan.check().summary
             '0 errors, 0 warnings, 0 info'
         """

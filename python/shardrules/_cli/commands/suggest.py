@@ -64,10 +64,7 @@ def command(
         str, Option("--format", help="Output format: toml, python, or text with reasons.")
     ] = "toml",
 ) -> int:
-    """Write rules for a model. On standard output: shardrules suggest MODEL ... > rules.toml.
-
-    Exits with 1 if check would warn of them, such as of kernels that no axis of the mesh divides.
-    """
+    """Write rules for a model on standard output. Exits with 1 if check warns of them."""
     values.one_of("--format", format_, ("toml", "python", "text"))
     if mesh is None and devices is None:
         raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
