@@ -772,7 +772,7 @@ class Plan(PlanLike):
         Args:
             tokens: Tokens of the whole batch of a step.
             batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
-                those with the names of such axes, such as data, dp, fsdp, sp or expert.
+                all but those with names of tensor axes and of pipelines, such as tp, model or pp.
             gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
                 if it is kept in between. A table that tokens look up, and the kernel of the
                 logits, are gathered once.
@@ -788,7 +788,7 @@ class Plan(PlanLike):
             input_gradients: Whether the gradient of an input that several kernels share, such as
                 those of queries, keys and values, is reduced "once", or for "each" of them.
             experts_per_token: How many of a layer's experts each token meets; needed if there are
-                experts.
+                experts, which names tell, or a router with as many outputs; and only then.
             capacity_factor: Tokens that are sent to experts, as a multiple of those that are
                 routed to them.
             roles: By pattern, searched in the folded paths, what each dimension is: "stack" (of
@@ -797,7 +797,7 @@ class Plan(PlanLike):
 
         Raises:
             ValueError: The mesh has no such axis, the plan has experts and `experts_per_token` is
-                not given, or roles do not fit.
+                not given, or none are found and it is, or roles do not fit.
             re.error: A pattern is invalid.
 
         Example:

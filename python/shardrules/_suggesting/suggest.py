@@ -71,7 +71,8 @@ def suggest(
     Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
     bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
     hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
-    Biases and norms are replicated if that costs hardly anything. Axes mean what they are called:
+    Biases and norms are replicated if that costs hardly anything; what is whole since nothing cuts
+    it is in `Suggestion.warnings`. Axes mean what they are called:
     data, dp and sp cut no leaf.
 
     For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
@@ -93,7 +94,8 @@ def suggest(
         experts_per_token: How many of a layer's experts each token meets, for the same.
         hardware: The devices: a `Hardware`, or the name of one such as "v5p".
         head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
-            `k_norm` beside the projections, or of a dimension of its own.
+            `k_norm` beside the projections, or of a dimension of its own; for keys and values of
+            fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
         dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
             Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
