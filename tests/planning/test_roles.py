@@ -212,6 +212,17 @@ def test_a_gate_of_an_mlp_is_no_router():
     assert {part.experts for part in parts.values()} == {1}
 
 
+def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
+    mixer = {
+        "gate": (64, 256),
+        "in_proj": (64, 2, 256),
+        "out_proj": (256, 64),
+        "norm": {"scale": (64,)},
+    }
+    parts = roles(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}}))
+    assert {part.experts for part in parts.values()} == {1}
+
+
 def test_an_mlps_wo_is_not_attentions():
     layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}  # fmt: skip
     parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))

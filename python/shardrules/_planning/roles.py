@@ -285,7 +285,7 @@ def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]
         for end in range(1, len(one.words)):
             if one.words[end] != "#" and not one.names:
                 blocks[one.words[:end]].append(one)
-    routers = _routers(seen, [{} for _ in seen])
+    routers = _routers(seen, [{} for _ in seen], None)
     stacks = []
     for block, arrays in blocks.items():
         is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
@@ -343,14 +343,19 @@ def _add_experts(one: _Seen, front: dict[int, DimRole], is_routed: bool) -> None
 
 
 def _routers(
-    seen: list[_Seen], fronts: list[dict[int, DimRole]]
+    seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int | None
 ) -> dict[tuple[str, ...], set[int]]:
-    """By the words of the block around a router, how many experts it chooses from."""
+    """By the words of the block around a router, how many experts it chooses from.
+
+    Its other side is the residual width, if that is known: a gate of an MLP is wider.
+    """
     found: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for one, front in zip(seen, fronts, strict=True):
         rest = _rest(one, front)
         if len(rest) == 2 and not one.is_vector and _ROUTER.fullmatch(one.module[-1]):
-            found[one.module[:-1]].add(min(one.shape[dim] for dim in rest))
+            experts, other = sorted(one.shape[dim] for dim in rest)
+            if width in (None, other):
+                found[one.module[:-1]].add(experts)
     return found
 
 
@@ -359,7 +364,7 @@ def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:
 
     An array with a name of attention is one if it is as large as another of them.
     """
-    routers = _routers(seen, fronts)
+    routers = _routers(seen, fronts, _width(seen, fronts))
     sizes: dict[int, Shape] = {}
     for number, (one, front) in enumerate(zip(seen, fronts, strict=True)):
         rest = tuple(size for dim, size in enumerate(one.shape) if dim not in front)
