@@ -349,14 +349,14 @@ def _routers(
 
     Its other side is the residual width, if that is known: a gate of an MLP is wider.
     """
-    found: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for one, front in zip(seen, fronts, strict=True):
         rest = _rest(one, front)
         if len(rest) == 2 and not one.is_vector and _ROUTER.fullmatch(one.module[-1]):
             experts, other = sorted(one.shape[dim] for dim in rest)
             if width in (None, other):
-                found[one.module[:-1]].add(experts)
-    return found
+                experts_in[one.module[:-1]].add(experts)
+    return experts_in
 
 
 def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:

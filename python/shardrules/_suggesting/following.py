@@ -36,7 +36,7 @@ def with_followers(
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
             kernels.setdefault(_names(unit)[:-1], []).append(number)
-    found = list(cuts)
+    joined_cuts = list(cuts)
     for number, unit in enumerate(units):
         if unit.dims.is_vector:
             *module, name = _names(unit)
@@ -45,9 +45,9 @@ def with_followers(
                     own = dict(_followed(unit, units[kernel], cuts[kernel], name))
                     joined = _joined(unit.part.shape, own, cuts[number], axis_sizes)
                     if parts_of_cuts(joined, axis_sizes) >= parts_of_cuts(cuts[number], axis_sizes):
-                        found[number] = joined
+                        joined_cuts[number] = joined
                     break
-    return found
+    return joined_cuts
 
 
 def _names(unit: Unit) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def _joined(
     wanted = [(dim, axis) for dim, axes in own.items() for axis in axes]
     wanted += [(dim, axis) for dim, axes in enumerate(cuts) for axis in axes]
     for dim, axis in wanted:
-        parts = prod(axis_sizes[one] for one in (*joined[dim], axis))
+        parts = prod(axis_sizes[name] for name in (*joined[dim], axis))
         if axis not in used and shape[dim] % parts == 0:
             used.add(axis)
             joined[dim] = tuple(sorted((*joined[dim], axis), key=list(axis_sizes).index))

@@ -323,13 +323,13 @@ def _replicated(rules: Written, made: Plan, units: list[Unit]) -> tuple[str, ...
 
 def _spared(made: Plan, units: list[Unit]) -> tuple[str, ...]:
     """Patterns of the paths that tensor axes are kept from, such as those of routers."""
-    found = []
+    patterns = []
     for unit in units:
         spec = made.kinds[int(made.kind_of[unit.folded.rows[0]])].spec
         if unit.dims.tensor != "any" and is_spared(spec, made.axis_sizes):
             parts = parts_of(unit.folded.pattern)
-            found.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
-    return tuple(dict.fromkeys(found))
+            patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
+    return tuple(dict.fromkeys(patterns))
 
 
 def _reasons(found: Written) -> tuple[Reason, ...]:

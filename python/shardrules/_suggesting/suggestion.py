@@ -156,9 +156,10 @@ class Suggestion:
             >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
             0
         """
-        found = self._plan.check().at_least("warning")
+        findings = self._plan.check().at_least("warning")
         return Findings(
-            one._replace(fix=_OTHER_MESH) if one.kind == "replicated" else one for one in found
+            finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
+            for finding in findings
         )
 
     @property

@@ -53,14 +53,14 @@ class Written(NamedTuple):
 
         These are norms, biases and scalars; and what tensor axes are kept from, such as routers.
         """
-        found = []
+        chosen = []
         for rule, ((_, value), units) in enumerate(zip(self.rules, self.units, strict=True)):
             spec = plain_spec(value)
             is_small = spec == Entries() and all(unit.dims.is_small for unit in units)
             may_be = all(unit.dims.tensor != "any" for unit in units)
             if is_small or (may_be and is_spared(spec, axis_sizes)):
-                found.append(rule)
-        return found
+                chosen.append(rule)
+        return chosen
 
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
         """The rows that another rule decides than the one that was written for them."""
@@ -194,15 +194,15 @@ def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[tuple[s
 
     Of one without axes of one device nothing is to be copied.
     """
-    found: dict[tuple[str, ...], Counter[Any]] = defaultdict(Counter)
+    counted: dict[tuple[str, ...], Counter[Any]] = defaultdict(Counter)
     for rule in kept:
         spec = plain_spec(rules[rule][1])
         for entry in spec if isinstance(spec, Entries) else ():
             axes = tuple(entry_axes(entry))
             if all(axis in columns.axis_sizes for axis in axes):
                 used = tuple(axis for axis in axes if columns.axis_sizes[axis] > 1)
-                found[used][entry] += columns.coverage.won[rule]
-    most = {used: entries.most_common(1)[0][0] for used, entries in found.items() if used}
+                counted[used][entry] += columns.coverage.won[rule]
+    most = {used: entries.most_common(1)[0][0] for used, entries in counted.items() if used}
     return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
 
 
