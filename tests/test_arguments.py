@@ -449,7 +449,7 @@ CALLS |= {
     "Suggestion.to_toml": (sr.suggest(TREE, {"tp": 2}).to_toml, {}),
     "suggest": (sr.suggest, {
         "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
-        "optimizer": ("float32",), "tokens": 8, "experts_per_token": 2, "hardware": "v5p",
+        "optimizer": ("float32",), "tokens": 8, "experts_per_token": None, "hardware": "v5p",
         "head_dim": 8, "dialect": sr.EFORMER, "like": RULES, "names": None}),
 }  # fmt: skip
 CALLS |= {

@@ -27,6 +27,16 @@ BOOK = {
     "B200": (2.3e15, 8.0e12, 900e9, 50e9),
 }
 
+# GiB that a program can use, by the TPU compiler's own message about one that is too large; a v4
+# chip is two of what it compiles for.
+USABLE = {"v4": 2 * 15.25, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "7x": 94.74}
+
+
+@pytest.mark.parametrize("name", list(USABLE))
+def test_the_memory_of_tpus_is_what_a_program_can_use(name):
+    gib = sr.Hardware.named(name).memory_bytes / 2**30
+    assert USABLE[name] - 0.001 < gib <= USABLE[name]
+
 
 @pytest.mark.parametrize("name", list(BOOK))
 def test_figures_agree_with_a_second_source(name):

@@ -129,6 +129,108 @@ def test_nnx_paths_have_roles():
     assert (kernel.dims, kernel.input_key, kernel.inputs) == (("in", "out"), "layers/{0..2}", 3)
 
 
+LAYER = {"wq": (64, 4, 16), "wo": (4, 16, 64), "up": (64, 256), "down": (256, 64), "gain": (64,)}
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("name", ["layers", "l", "params", "blk"])
+def test_a_stack_is_told_by_its_shapes_whatever_it_is_called(name, layers):
+    # As many layers as heads are not taken for heads.
+    stack = {key: (layers, *shape) for key, shape in LAYER.items()}
+    parts = roles(abstract({"embed": (512, 64), name: stack, "norm": (64,)}))
+    assert {key: parts[f"{name}/{key}"].dims for key in LAYER} == {
+        "wq": ("stack", "in", "out", "out"),
+        "wo": ("stack", "in", "in", "out"),
+        "up": ("stack", "in", "out"),
+        "down": ("stack", "in", "out"),
+        "gain": ("stack", "out"),
+    }
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"self_attn": {"q": (8, 64, 16), "o": (8, 16, 64)}},  # heads first
+        {"convs": {"a": (3, 3, 64, 64), "b": (3, 3, 64, 128)}},
+        {"convs": {"a": (5, 64, 128), "b": (5, 128, 64)}},
+        {"qkv": {"x": (64, 4, 16), "y": (64, 2, 16)}},  # the width
+        {"experts": {"up": (8, 64, 256), "down": (8, 256, 64)}},
+        {"moe": {"router": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+        {"mlp": {"gate": (64, 8), "w": {"up": (8, 64, 256), "down": (8, 256, 64)}}},
+    ],
+)
+def test_arrays_that_begin_alike_are_not_always_a_stack(block):
+    found = roles(abstract({"embed": (512, 64), **block, "norm": (64,)}))
+    assert all("stack" not in part.dims for part in found.values()), found
+
+
+def moe(router, *names):
+    """A block whose experts no name tells."""
+    up, gate, down = names
+    return {router: {"kernel": (64, 8)}, up: (8, 64, 256), gate: (8, 64, 256), down: (8, 256, 64)}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"GptOssMlp": moe("gate", "wi_0", "wi_1", "wo")},
+        {"MoeBlock_0": moe("gate", "wi_0", "wi_1", "wo")},
+        {"mlp": moe("router", "w1", "w3", "w2")},
+        moe("router", "w1", "w3", "w2"),
+        moe("w_gate", "up", "gate", "down"),
+    ],
+)
+@pytest.mark.parametrize("depth", [None, 4])
+def test_experts_are_as_many_as_their_router_has_outputs(block, depth):
+    attention = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "o": (4, 16, 64)}
+    layer = {**block, "attn": attention, "norm": {"scale": (64,)}}
+    if depth is None:
+        tree = {"layers": [layer] * 4}
+    else:
+        tree = {"layers": jax.tree.map(
+            lambda shape: (depth, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
+        )}  # fmt: skip
+    parts = roles(abstract({"embed": (512, 64), **tree}))
+    experts = {path: part for path, part in parts.items() if part.experts > 1}
+    names = {re.sub(r"\{.*\}", "", path.split("/")[-1]) for path in experts}
+    assert names < {"wi_", "wo", "w", "w2", "up", "gate", "down"}
+    assert {part.experts for part in experts.values()} == {8}
+    assert sum(part.leaves * part.size("stack") for part in experts.values()) == 3 * 4
+    assert all(part.dims[-3:] == ("experts", "in", "out") for part in experts.values())
+    assert not any(part.is_attention for part in experts.values())
+    assert len({part.input_key for part in experts.values()}) == 1
+
+
+def test_a_gate_of_an_mlp_is_no_router():
+    mlp = {
+        "gate": {"kernel": (64, 256)},
+        "up": {"kernel": (64, 256)},
+        "down": {"kernel": (256, 64)},
+    }
+    heads = {"q": (64, 4, 16), "k": (64, 4, 16), "o": (4, 16, 64)}
+    parts = roles(abstract({"layers": [{**mlp, **heads, "norm": {"scale": (64,)}}] * 2}))
+    assert {part.experts for part in parts.values()} == {1}
+
+
+def test_a_gate_beside_a_kernel_of_three_dimensions_is_no_router():
+    mixer = {
+        "gate": (64, 256),
+        "in_proj": (64, 2, 256),
+        "out_proj": (256, 64),
+        "norm": {"scale": (64,)},
+    }
+    parts = roles(abstract({"layers": [mixer] * 4, "embed": {"embedding": (512, 64)}}))
+    assert {part.experts for part in parts.values()} == {1}
+
+
+def test_an_mlps_wo_is_not_attentions():
+    layer = {"attn": dict.fromkeys("qkvo", (64, 64)), "mlp": {"wi": (64, 256), "wo": (256, 64)}}  # fmt: skip
+    parts = roles(abstract({"layers": [layer] * 2, "norm": {"scale": (64,)}}))
+    assert not parts["layers/{0,1}/mlp/wo"].is_attention
+    assert parts["layers/{0,1}/attn/o"].is_attention
+    assert parts["layers/{0,1}/mlp/wo"].input_key == parts["layers/{0,1}/mlp/wi"].input_key
+
+
 def test_a_stack_without_a_norm_is_told_by_its_name_and_size():
     kernels = {"up": (8, 64, 256), "down": (8, 256, 64), "bias": (8, 64)}
     parts = roles(abstract({"embed": (512, 64), "decoder": {"layers": kernels}}))

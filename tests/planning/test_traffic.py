@@ -14,11 +14,12 @@ from shardrules._planning import roles as roles_module
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.flops import flops
 from shardrules._planning.asking.traffic import traffic
-from shardrules._planning.data_axes import data_axes_among
+from shardrules._planning.axis_uses import data_axes_among
 from shardrules._planning.kinds import axes_named
 from tests.support import corpus, step_traffic
 from tests.support.step_traffic import CASES, COUNTED, compared
-from tests.support.steps import Model
+from tests.support.steps import Model, parameters, sizes_of
+from tests.support.steps import rules as step_rules
 
 
 def sent(tree, rules, mesh, **more):
@@ -313,6 +314,135 @@ def test_layers_that_a_tensor_axis_cuts_are_not_known():
     assert plan.traffic(tokens=64).uncounted == ("layers/up/kernel",)
 
 
+def renamed(tree, names):
+    """The tree with other keys."""
+    if isinstance(tree, dict):
+        return {names.get(key, key): renamed(value, names) for key, value in tree.items()}
+    return [renamed(one, names) for one in tree] if isinstance(tree, list) else tree
+
+
+@pytest.mark.parametrize("name", ["l", "params", "blk"])
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_what_a_stack_is_called_does_not_matter(name, is_moe):
+    model, more = Model(is_scanned=True, is_moe=is_moe), {"experts_per_token": 2} if is_moe else {}
+    # No name of a norm tells where the layers are, either.
+    names = {"attn_norm": "n1", "mlp_norm": "n2"}
+    mesh = sizes_of(fsdp=2, ep=2, tp=2)
+    own = [("n1|n2", ()), *step_rules(model)]
+    plans = [
+        sr.plan(renamed(parameters(model), names | {"layers": to}), own, mesh)
+        for to in ("layers", name)
+    ]
+    expected, found = (plan.traffic(tokens=64, **more) for plan in plans)
+    assert (found, found.uncounted) == (expected, ())
+
+
+@pytest.mark.parametrize("name", ["GptOssMlp", "MoeBlock_0", "mlp"])
+def test_what_experts_are_called_does_not_matter(name):
+    case = next(case for case in CASES if case.id == "MoE data=2,ep=4")
+    plan = sr.plan(parameters(case.model), step_rules(case.model), case.sizes)
+    expected = plan.traffic(tokens=64, experts_per_token=2)
+    moved = {
+        "mlp": name,
+        "router": "gate",
+        "experts": "",
+        "gate": "wi_0",
+        "up": "wi_1",
+        "down": "wo",
+    }
+    tree = renamed(parameters(case.model), moved)
+    for layer in tree["layers"]:
+        layer[name] |= {key: one["kernel"] for key, one in layer[name].pop("").items()}
+    own = [("gate/", ()), (f"{name}/wo", ("ep", "tp", "fsdp")), (f"{name}/", ("ep", "fsdp", "tp"))]
+    named = sr.plan(tree, [*own, *step_rules(case.model)], case.sizes)
+    found = named.traffic(tokens=64, experts_per_token=2)
+    assert (found, found.uncounted) == (expected, ())
+    with pytest.raises(ValueError, match="experts_per_token is not given"):
+        named.traffic(tokens=64)
+
+
+def test_experts_that_are_not_found_are_an_error():
+    # No name tells, and there is no router.
+    tree = {
+        "layers": {"norm": {"scale": (4, 512)}, **{n: (4, 8, *m["kernel"]) for n, m in MLP.items()}}
+    }
+    leaves = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    plan = sr.plan(leaves, [("", ())], {"ep": 4})
+    with pytest.raises(
+        ValueError,
+        match=r"experts_per_token is 2, and no array is known to be of experts: looked at 'layers/down' \(4, 8, 1024, 512\), .*roles=",
+    ):
+        plan.traffic(tokens=64, experts_per_token=2)
+    with pytest.raises(ValueError, match="no array is known to be of experts"):
+        plan.step_time(tokens=64, hardware="v5p", schedule={"experts_per_token": 2})
+    with pytest.raises(ValueError, match="no array is known to be of experts"):
+        plan.sweep(tokens=64, hardware="v5p", schedule={"experts_per_token": 2})
+    told = {"up|gate": ("stack", "experts", "in", "out"), "down": ("stack", "experts", "in", "out")}
+    assert plan.traffic(tokens=64, experts_per_token=2, roles=told)
+    assert plan.traffic(tokens=64)
+
+
+LLAMA = {"layers": [{"attn": ATTENTION, "mlp": MLP, "norm": {"scale": (512,)}}] * 2}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"fsdp": 2, "tp": 4}])
+def test_a_transposed_square_output_projection_is_not_cheaper(mesh):
+    leaves = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        LLAMA,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    right = [("wo|down", ("tp", "fsdp")), ("kernel", ("fsdp", "tp")), ("", ())]
+    plan = sr.plan(leaves, right, {"fsdp": 1, **mesh})
+    turned = plan.with_rules([("wo", ("fsdp", "tp")), *right])
+    for tokens in (64, 2**16):
+        assert turned.traffic(tokens=tokens).sent > plan.traffic(tokens=tokens).sent
+        before, after = (
+            one.step_time(tokens=tokens, hardware="v5p", overlap=()) for one in (plan, turned)
+        )
+        assert after.total > before.total
+
+
+def test_a_whole_square_output_projection_is_not_turned():
+    rules = [("wo", ("tp", None)), ("kernel", (None, "tp")), ("", ())]
+    rows = activations({"layers": [ATTENTION] * 3}, rules=rules)
+    assert rows == {("all-reduce", ("tp",)): (6, 6 * KB)}
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_muons_products_are_said_to_be_missing(in_tree):
+    optax = pytest.importorskip("optax")
+    muon = pytest.importorskip("optax.contrib").muon
+    params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+    rules = [("kernel", ("fsdp", "tp")), ("", ())]
+    for tx, are_missing in ((muon(1e-3), True), (optax.adamw(1e-3), False)):
+        state = jax.eval_shape(tx.init, params)
+        if in_tree:
+            tree = {"params": params, "opt_state": state}
+            found = sr.plan(tree, rules, {"fsdp": 2, "tp": 2}).traffic(tokens=64)
+            text = "not counted, since Muon multiplies whole matrices: opt_state/"
+        else:
+            plan = sr.plan(params, rules, {"fsdp": 2, "tp": 2})
+            own = plan.for_optimizer(state)
+            found = plan.step_time(tokens=64, hardware="v5p", optimizer=own)
+            text = "not counted, since Muon multiplies whole matrices: inner_states/"
+        assert [path.endswith("mu/up/kernel") for path in found.uncounted] == [True] * are_missing
+        assert (text in str(found)) == are_missing
+    # What is whole on each device sends nothing.
+    tree = {"params": params, "opt_state": jax.eval_shape(muon(1e-3).init, params)}
+    assert sr.plan(tree, [("", ())], {"fsdp": 2}).traffic(tokens=64).uncounted == ()
+
+
+def test_a_model_of_muons_is_no_optimizer():
+    tree = {"muon_encoder": {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}}
+    plan = sr.plan(tree, [("kernel", ("fsdp", "tp"))], {"fsdp": 2, "tp": 2})
+    assert plan.traffic(tokens=64).uncounted == ()
+
+
 def test_a_pipeline_without_norms_is_not_counted_as_tensor_parallelism():
     stack = {"up": (8, 64, 256), "down": (8, 256, 64)}
     tree = {"embed": (512, 64), "layers": stack}
@@ -381,8 +511,12 @@ def test_roles_are_found_once_for_all_meshes(monkeypatch):
     assert len(calls) == 1
 
 
-# Two that compile quickly; `make test-all` has them all.
-QUICK = ("dense, scanned fsdp=4,tp=2", "MoE data=2,ep=4")
+# Some that compile quickly; `make test-all` has them all.
+QUICK = (
+    "dense, scanned fsdp=4,tp=2",
+    "dense, square output transposed, scanned fsdp=4,tp=2",
+    "MoE data=2,ep=4",
+)
 STEPS = [
     pytest.param(i, id=case.id, marks=() if case.id in QUICK else pytest.mark.slow)
     for i, case in enumerate(CASES)

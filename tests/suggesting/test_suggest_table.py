@@ -32,10 +32,13 @@ def test_the_row_of_the_page_is_true(model, mesh):
     hand = line.split("|")[6].strip()
     found = suggested.row(model, mesh, hand)
     assert str(found) == line
-    assert found.bytes <= 1.01 * found.least
-    assert found.rules <= 30
+    # Routers and projections to a latent space are whole over tensor axes, whatever they hold.
+    spared = suggested.least(model, mesh, spares=True) - found.least
+    assert found.bytes <= 1.01 * (found.least + spared)
+    assert found.bytes <= 1.02 * found.least
+    assert found.rules <= 19
     if found.hand:
-        assert found.bytes <= 1.01 * found.hand_bytes
+        assert found.bytes <= 1.01 * (found.hand_bytes + spared)
         assert found.rules <= 1.5 * found.hand_rules
         # What sends more holds less.
         assert found.sent <= 1.001 or found.bytes < found.hand_bytes
@@ -45,8 +48,11 @@ def test_the_row_of_the_page_is_true(model, mesh):
 def test_the_rules_are_clean(model, mesh):
     found = suggested.suggested(model, mesh)
     assert not found.plan.check(**found.declared).at_least("warning")
-    # Without what it declares as well: nothing large is replicated.
-    assert not found.plan.check(data_axes=suggested.DATA_AXES).at_least("warning")
+    assert not found.warnings
+    # Without what it declares: nothing large is replicated but what tensor axes are kept from.
+    bare = found.plan.with_rules(found.rules).check(data_axes=suggested.DATA_AXES)
+    kept = [path for one in bare.at_least("warning") for path in one.paths]
+    assert all(map(suggested.SPARED.search, kept)), kept
     coverage = found.plan.coverage
     assert coverage.unmatched == 0
     assert not coverage.dead

@@ -64,6 +64,7 @@ class Case(NamedTuple):
 
 DENSE, SCANNED, MOE = Model(), Model(is_scanned=True), Model(is_moe=True)
 RECOMPUTED, STREAM = Model(is_recomputed=True), Model(is_sequence_parallel=True)
+TURNED = Model(back="transposed", is_scanned=True)
 CASES = [
     Case("dense", DENSE, {"fsdp": 8}, 1),
     Case("dense", DENSE, {"tp": 4}, 1),
@@ -80,6 +81,9 @@ CASES = [
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 8}, 1, ROWS),
     Case("dense, table as held", Model(lookup="as held"), {"fsdp": 4, "tp": 2}, 1, ROWS),
     Case("dense, 2 heads of keys", Model(is_grouped=True), {"tp": 4}, 1, GROUPED),
+    Case("dense, square output", Model(back="square"), {"tp": 4}, 1),
+    Case("dense, square output transposed", Model(back="transposed"), {"tp": 4}, 1),
+    Case("dense, square output transposed, scanned", TURNED, {"fsdp": 4, "tp": 2}, 2),
     Case("dense, sequence cut by tp", STREAM, {"tp": 4}, 1),
     Case("dense, sequence cut by tp", STREAM, {"fsdp": 4, "tp": 2}, 1),
     Case("dense, 2 micro-batches", Model(accumulate=2), {"data": 2, "fsdp": 4}, 1, HOISTED),
@@ -105,7 +109,7 @@ def compared(index: int) -> tuple[Counter[Key], Counter[Key]]:
         activations=DTYPE,
         sequence_parallel=case.model.is_sequence_parallel,
         input_gradients="each",
-        experts_per_token=PER_TOKEN,
+        experts_per_token=PER_TOKEN if case.model.is_moe else None,
     )
     assert not rows.uncounted
     predicted = Counter({(row.of, row.collective, row.axes): row.payload for row in rows})

@@ -44,6 +44,7 @@ BATCH_AXES = ("data", "fsdp", "ep")
 
 
 Lookup = Literal["product", "gathered", "as held"]
+Back = Literal["heads", "square", "transposed"]
 
 
 class Model(NamedTuple):
@@ -63,6 +64,13 @@ class Model(NamedTuple):
     lookup: Lookup = "product"
     """How tokens read their table: as a product with one-hot vectors, by numbers from a table that
     is constrained to be "gathered", or from one "as held"."""
+    back: Back = "heads"
+    """The kernel behind attention: with a dimension of heads; square, since all heads are as wide as
+    the residual stream; or square, and cut by tp along its output."""
+
+    @property
+    def head(self) -> int:
+        return HEAD if self.back == "heads" else WIDTH // HEADS
 
 
 def sizes_of(**axes: int) -> dict[str, int]:
@@ -74,9 +82,9 @@ def parameters(model: Model) -> Any:
     """The tree of the model's abstract parameters."""
     kv_heads = KV_HEADS if model.is_grouped else HEADS
     attention = {
-        "q": {"kernel": (WIDTH, HEADS, HEAD)},
-        **{name: {"kernel": (WIDTH, kv_heads, HEAD)} for name in "kv"},
-        "o": {"kernel": (HEADS, HEAD, WIDTH)},
+        "q": {"kernel": (WIDTH, HEADS, model.head)},
+        **{name: {"kernel": (WIDTH, kv_heads, model.head)} for name in "kv"},
+        "o": {"kernel": (HEADS, HEAD, WIDTH) if model.back == "heads" else (WIDTH, WIDTH)},
     }
     mlp = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     hidden = EXPERT_HIDDEN
@@ -104,9 +112,11 @@ def parameters(model: Model) -> Any:
 
 def rules(model: Model) -> list[tuple[str, tuple[Any, ...]]]:
     """`RULES`; where layers are not stacked, without their dimension."""
+    back = (None, "fsdp", "tp") if model.back == "transposed" else (None, "tp", "fsdp")
+    own = RULES if model.back == "heads" else [("o/kernel", back), *RULES]
     if model.is_scanned:
-        return RULES
-    return [(pattern, spec[1:] if spec[:1] == (None,) else spec) for pattern, spec in RULES]
+        return own
+    return [(pattern, spec[1:] if spec[:1] == (None,) else spec) for pattern, spec in own]
 
 
 def compiled(model: Model, sizes: Mapping[str, int]) -> tuple[sr.Plan, Hlo]:
@@ -189,8 +199,10 @@ def _attention(x: Any, p: Any, on: Any) -> Any:
             made = jnp.repeat(on(made, BATCH_AXES), HEADS // made.shape[2], 2)
         heads[name] = on(made, BATCH_AXES, None, "tp")
     q, k, v = heads.values()
-    weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / HEAD**0.5, -1)
+    weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5, -1)
     read = on(jnp.einsum("bhst,bthd->bshd", weights, v), BATCH_AXES, None, "tp")
+    if p["o"]["kernel"].ndim == 2:
+        return on(read.reshape(*read.shape[:2], -1) @ p["o"]["kernel"], BATCH_AXES)
     return on(jnp.einsum("bshd,hdw->bsw", read, p["o"]["kernel"]), BATCH_AXES)
 
 

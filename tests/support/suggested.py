@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ _CALLED = {
     "dp": ("dp", "data"),
     "sp": ("sp", "sequence"),
 }
+SPARED = re.compile(r"(q_a|kv_a)_proj|w(q|kv)_a[./]|(mlp|MoeBlock_0|block_sparse_moe)[./]gate[./]")
 # A set fits a model if its own rules decide that share of the leaves.
 _FITS = 0.9
 
@@ -166,12 +169,25 @@ def on(model: str, name: str, mesh: str) -> int:
     return plan.bytes_per_device().max
 
 
-def least(model: str, mesh: str) -> int:
-    """The fewest bytes that any assignment of axes to dimensions that they divide would hold."""
+def least(model: str, mesh: str, *, spares: bool = False) -> int:
+    """The fewest bytes that any assignment of axes to dimensions that they divide would hold.
+
+    With `spares`, of those that do not cut routers, and projections to a latent space, by tp.
+    """
     axes = {axis: size for axis, size in MESHES[mesh].items() if axis not in DATA_AXES}
+    others = {axis: size for axis, size in axes.items() if axis != "tp"}
     plan = sr.plan(leaves(model), [], axes)
-    counted = zip(plan.kinds, plan.counts.tolist(), strict=True)
-    return sum(kind.bytes // most_parts(kind.shape, axes) * count for kind, count in counted)
+    spared = Counter(
+        int(kind)
+        for path, kind in zip(plan.paths, plan.kind_of, strict=True)
+        if spares and SPARED.search(path)
+    )
+    counted = enumerate(zip(plan.kinds, plan.counts.tolist(), strict=True))
+    return sum(
+        kind.bytes // most_parts(kind.shape, axes) * (count - spared[number])
+        + kind.bytes // most_parts(kind.shape, others) * spared[number]
+        for number, (kind, count) in counted
+    )
 
 
 @cache

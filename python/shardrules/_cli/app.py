@@ -25,8 +25,7 @@ COMMANDS: Final = {
     "sweep": "Compare meshes for one set of rules, the best first: by the time of a step, or by "
     "bytes.",
     "load": "Tell what shardrules.load would read: bytes per process and device, in flight, time.",
-    "suggest": "Write rules for a model. On standard output: shardrules suggest MODEL ... > "
-    "rules.toml.",
+    "suggest": "Write rules for a model on standard output. Exits with 1 if check warns of them.",
     "diff": "Show the differences between two plans. Exits with 1 if there are any.",
     "demo": "Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report.",
 }

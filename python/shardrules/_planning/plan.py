@@ -29,7 +29,7 @@ from shardrules._arguments import (
 )
 from shardrules._atomic_write import write_text
 from shardrules._correction import Correction, check_correction
-from shardrules._declared import Declared
+from shardrules._declared import NOTHING, Declared, all_declared
 from shardrules._dtypes import given_dtype
 from shardrules._format import mesh_shown
 from shardrules._logical.leaves import check_rules_are_for_paths, unboxed
@@ -150,7 +150,8 @@ def plan(
         "a Companion, such as those of shardrules.LORA",
     )
     smallest = checked_min_size(min_size)
-    optional = frozenset(texts("optional_axes", optional_axes))
+    lacking = texts("optional_axes", optional_axes)
+    optional = frozenset(lacking)
     decider = as_decider("rules", rules)
     check_taken(
         decider, min_size=smallest, companions=followers, names=names, correction=correction
@@ -175,7 +176,8 @@ def plan(
     columns = on_mesh(chosen)
     if all(kind.shape is None for kind in columns.kinds):
         check_shapes("tree", tree, next(iter(columns.paths), None))
-    return Plan(columns, on_mesh, chosen, optional)
+    declared = Declared(replicated=(), optional_axes=lacking, data_axes=())
+    return Plan(columns, on_mesh, chosen, declared)
 
 
 def _by_names(
@@ -248,16 +250,12 @@ class Plan(PlanLike):
     """
 
     def __init__(
-        self,
-        _columns: Columns,
-        _on_mesh: _OnMesh,
-        _mesh: MeshLike,
-        _optional_axes: frozenset[str] = frozenset(),
+        self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
     ) -> None:
         self._columns = _columns
         self._on_mesh = _on_mesh
         self._mesh = _mesh
-        self._optional_axes = _optional_axes
+        self._declared = _declared
 
     @property
     def rules(self) -> Rules | LogicalRules:
@@ -358,6 +356,8 @@ class Plan(PlanLike):
     ) -> Findings:
         """The coverage contract: no leaf is replicated and no rule ignored without a finding.
 
+        A plan of `suggest` knows what its rules declare; arguments add to that.
+
         | kind | level | what |
         |---|---|---|
         | unmatched | error | leaves that no rule matches |
@@ -419,11 +419,12 @@ class Plan(PlanLike):
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
         each("replicated", patterns, str | re.Pattern, "a pattern")
-        declared = Declared(
+        more = Declared(
             replicated=patterns,
             optional_axes=texts("optional_axes", optional_axes),
             data_axes=texts("data_axes", data_axes),
         )
+        declared = all_declared(self._declared, more)
         size = None if head_dim is None else integer("head_dim", head_dim, least=1)
         columns = self._columns
         if any(loss.is_error for kind in self.kinds for loss in kind.losses):
@@ -497,7 +498,7 @@ class Plan(PlanLike):
             array([16])
         """
         chosen = mesh if isinstance(mesh, Mapping) else as_mesh(mesh)
-        return Plan(self._on_mesh(chosen), self._on_mesh, chosen, self._optional_axes)
+        return Plan(self._on_mesh(chosen), self._on_mesh, chosen, self._declared)
 
     def with_rules(self, rules: RulesLike) -> Plan:
         """The same leaves and mesh under other rules; the tree is not walked again.
@@ -520,6 +521,7 @@ class Plan(PlanLike):
         """
         decider = as_decider("rules", rules)
         leaves = self._columns.leaves
+        optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
             return decider._for(beside(leaves, decider._columns.leaves), self._mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
@@ -533,13 +535,17 @@ class Plan(PlanLike):
 
             named = replace(leaves, rules=decider)
             policy = decider.dialect.correction
-            on_mesh: _OnMesh = partial(
-                by_names, named, decider, policy, optional_axes=self._optional_axes
-            )
+            on_mesh: _OnMesh = partial(by_names, named, decider, policy, optional_axes=optional)
         else:
             given = rules if decider is None else decider
-            on_mesh = _by_rules_of_leaves(leaves, given, None, self._optional_axes)
-        return Plan(on_mesh(self._mesh), on_mesh, self._mesh, self._optional_axes)
+            on_mesh = _by_rules_of_leaves(leaves, given, None, optional)
+        # What else was declared is about the rules of this plan.
+        declared = Declared(replicated=(), optional_axes=tuple(optional), data_axes=())
+        return Plan(on_mesh(self._mesh), on_mesh, self._mesh, declared)
+
+    def _declaring(self, declared: Declared) -> Plan:
+        """The same plan, with what `check` is to know about its rules."""
+        return Plan(self._columns, self._on_mesh, self._mesh, declared)
 
     def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
@@ -548,7 +554,7 @@ class Plan(PlanLike):
         chosen = self if mesh is None else self.on_mesh(mesh)
         follow = partial(by_plan, tree=tree)
         on_mesh = partial(_followed, chosen._columns, self._on_mesh, follow, None)
-        return Plan(follow(chosen._columns), on_mesh, chosen._mesh)
+        return Plan(follow(chosen._columns), on_mesh, chosen._mesh, self._declared)
 
     def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
         chosen = self if mesh is None else self.on_mesh(mesh)
@@ -718,7 +724,8 @@ class Plan(PlanLike):
         held = self.bytes_per_device(
             gradients=gradients, optimizer=optimizer, optimizer_memory_kind=optimizer_memory_kind
         )
-        return asking.step_time.step_time(self._columns, run, held)
+        state = optimizer._columns if isinstance(optimizer, Plan) else None
+        return asking.step_time.step_time(self._columns, run, held, state)
 
     def bytes_per_device(
         self,
@@ -795,7 +802,7 @@ class Plan(PlanLike):
         Args:
             tokens: Tokens of the whole batch of a step.
             batch_axes: The mesh axes that cut the tokens: of the batch or the sequence. Default:
-                those with the names of such axes, such as data, dp, fsdp, sp or expert.
+                all but those with names of tensor axes and of pipelines, such as tp, model or pp.
             gathers: How often a step gathers a parameter: 2 for forward and again for backward, 1
                 if it is kept in between. A table that tokens look up, and the kernel of the
                 logits, are gathered once.
@@ -811,7 +818,7 @@ class Plan(PlanLike):
             input_gradients: Whether the gradient of an input that several kernels share, such as
                 those of queries, keys and values, is reduced "once", or for "each" of them.
             experts_per_token: How many of a layer's experts each token meets; needed if there are
-                experts.
+                experts, which names tell, or a router with as many outputs; and only then.
             capacity_factor: Tokens that are sent to experts, as a multiple of those that are
                 routed to them.
             roles: By pattern, searched in the folded paths, what each dimension is: "stack" (of
@@ -820,7 +827,7 @@ class Plan(PlanLike):
 
         Raises:
             ValueError: The mesh has no such axis, the plan has experts and `experts_per_token` is
-                not given, or roles do not fit.
+                not given, or none are found and it is, or roles do not fit.
             re.error: A pattern is invalid.
 
         Example:
@@ -1016,7 +1023,7 @@ class Plan(PlanLike):
             by_parameters, state=leaves, found=found, zero1=cut, memory_kind=memory_kind
         )
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, memory_kind)
-        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh, self._declared)
 
     def for_gradients(self, dtype: Any = None, *, unreduced: Iterable[str] = ()) -> Plan:
         """The plan of the parameters' gradients: the same tree and specs, on the device.
@@ -1051,7 +1058,7 @@ class Plan(PlanLike):
         leaves = leaves_with_gradients(self._columns.leaves, own)
         follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
         on_mesh = partial(_followed, self._columns, self._on_mesh, follow, None)
-        return Plan(on_mesh(self.mesh), on_mesh, self._mesh)
+        return Plan(on_mesh(self.mesh), on_mesh, self._mesh, self._declared)
 
     def explain(self, path: str) -> Explanation:
         """Why the leaf of this path gets its spec: how each rule met it, and each correction.

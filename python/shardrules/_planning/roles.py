@@ -1,8 +1,10 @@
 """Which dimension of a kernel is what: a stack of layers, experts, contracted, or made.
 
 Read from shapes, from the fold and, where these leave a choice, from words in the paths: the
-residual width is the size that most leaves have; a model's kernels are all [in, out], as flax's, or
-all [out, in], as torch's. Costs once per folded path. Must not know about meshes, nor who asks.
+residual width is the size that most leaves have; the arrays of stacked layers all begin with one
+size, and those of experts with as many as a router has outputs; a model's kernels are all
+[in, out], as flax's, or all [out, in], as torch's. Costs once per folded path. Must not know about
+meshes, nor who asks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -42,6 +43,9 @@ _EXPERTS: Final = re.compile(r"experts?(_|$)|moe")
 _NOT_EXPERTS: Final = re.compile(r"shared|att")
 _STACK_NAMES: Final = re.compile(r"\w*layers?|stack\w*|stages?|repeats?|blocks?|periods?")
 _EXPERT_NAMES: Final = re.compile(r"exp|experts?")
+_ROUTER: Final = re.compile(r"(\w*_)?(router|gate|gating|switch|w_?[gr])(_\w*)?")
+# What begins with one size though it is no stack of layers: that of heads, a window or experts.
+_NO_STACK: Final = re.compile(r"att(n|ention)|conv|experts?(_|$)|moe")
 # Projections from the residual stream, and back to it.
 _READS: Final = re.compile(
     r"(to_)?w?q(kv)?(_.*)?|(to_)?w?kv?(_.*)?|(to_)?w?v(_proj)?|query.*|key.*|value.*|c_attn|in_proj.*|gate.*|up(_.*)?"
@@ -55,6 +59,8 @@ _WRITES: Final = re.compile(
 _ATTENTION: Final = re.compile(
     r"w?(q|k|v|o|qk|kv|qkv)(_.*)?|query.*|key.*|value.*|c_attn|.*att(n|ention).*"
 )
+# Of these names, the one that MLPs and experts have as well.
+_BACK: Final = re.compile(r"w?o(_.*)?")
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Part:
 
     pattern: str
     """The folded path."""
+    module: str
+    """The last word of its module's path."""
     kind: int
     """Index of the leaves' kind."""
     leaves: int
@@ -77,6 +85,8 @@ class Part:
     not."""
     is_attention: bool
     """Whether it makes queries, keys or values, or reads what attention made of them."""
+    is_router: bool
+    """Whether it makes a number for each expert."""
     inputs: int
     """How many inputs these kernels have, without those of scanned layers."""
     width: int
@@ -163,11 +173,19 @@ def parts_of_model(
         for one in folded
         if (shape := shapes[one.group]) is not None
     ]
-    stacks = [*_stacks(seen), *_stacks_by_name(seen)]
+    stacks = [*_stacks(seen), *_stacks_by_shape(seen)]
     fronts = [_front(one, stacks) for one in seen]
+    routed = _routed(seen, fronts)
+    for number, (one, front) in enumerate(zip(seen, fronts, strict=True)):
+        _add_experts(one, front, number in routed)
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
-    return _with_logits([_part(*one, width, is_in_out) for one in zip(seen, fronts, strict=True)])
+    attending = {_block(one)[0] for one in seen if _makes_heads(one)}
+    parts = [
+        _part(one, front, width, is_in_out, attending)
+        for one, front in zip(seen, fronts, strict=True)
+    ]
+    return _with_logits(_with_routers(parts))
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
@@ -220,6 +238,20 @@ def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
     return tuple(replace(part, makes_logits=part.pattern in heads) for part in parts)
 
 
+def _with_routers(parts: list[Part]) -> list[Part]:
+    """The same parts; routers are marked: a model has as many experts as they have outputs."""
+    counts = {part.experts for part in parts if part.experts > 1}
+    return [
+        replace(part, is_router=True)
+        if part.experts == 1
+        and {"in", "out"} <= {*part.dims}
+        and _ROUTER.fullmatch(part.module)
+        and min(part.size("in"), part.size("out")) in counts
+        else part
+        for part in parts
+    ]
+
+
 def _words(pattern: str) -> tuple[str, ...]:
     text = re.sub(r"\{[^{}]*\}", "#", pattern).lower()
     return tuple(word for word in _SPLIT.split(text) if word) or (text,)
@@ -246,27 +278,47 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     return stacks
 
 
-def _stacks_by_name(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
-    """The same of blocks without a norm, by their names and sizes."""
-    blocks: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
+    """Finds the same of blocks without a norm of two dimensions: all their arrays begin alike."""
+    blocks: dict[tuple[str, ...], list[_Seen]] = defaultdict(list)
     for one in seen:
-        for end, word in enumerate(one.words[:-1], 1):
-            if one.words[end] != "#" and not one.names and _STACK_NAMES.fullmatch(word):
-                blocks[one.words[:end]].append(one.shape)
-    return [(block, 0, shapes[0][0]) for block, shapes in blocks.items() if _are_stacked(shapes)]
+        for end in range(1, len(one.words)):
+            if one.words[end] != "#" and not one.names:
+                blocks[one.words[:end]].append(one)
+    routers = _routers(seen, [{} for _ in seen], None)
+    stacks = []
+    for block, arrays in blocks.items():
+        is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
+        if _are_stacked([one.shape for one in arrays], is_named=is_named):
+            layers = arrays[0].shape[0]
+            around = set().union(*(routers[block[:end]] for end in range(len(block))))
+            if layers not in around and (is_named or not all(map(_is_no_stack, arrays))):
+                stacks.append((block, 0, layers))
+    return stacks
 
 
-def _are_stacked(shapes: list[Shape]) -> bool:
-    """Whether arrays all begin with one size, which no other dimension of theirs has."""
-    ranks = list(map(len, shapes))
-    if len(shapes) < 2 or min(ranks) < 2 or max(ranks) < 3:
+def _is_no_stack(one: _Seen) -> bool:
+    return any(map(_NO_STACK.search, one.words)) or _ATTENTION.fullmatch(one.module[-1]) is not None
+
+
+def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
+    """Whether arrays all begin with one size, which is smaller than another of each kernel's.
+
+    Some kernels must not have it a second time, as windows have; heads may be as many as layers.
+    """
+    if len(shapes) < 2 or len({shape[0] for shape in shapes if shape}) != 1:
         return False
-    first = {shape[0] for shape in shapes}
-    return len(first) == 1 and first.isdisjoint(chain(*(shape[1:] for shape in shapes)))
+    kernels = [shape for shape in shapes if len(shape) > 2]
+    once = [shape for shape in kernels if shape[0] not in shape[1:]]
+    return (
+        min(map(len, shapes)) > 1
+        and len(once) >= (1 if is_named else 2)
+        and all(shape[0] < max(shape[1:]) for shape in kernels)
+    )
 
 
 def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
-    """The dimensions of layers and experts."""
+    """The dimensions of layers; and of experts, if names tell."""
     front: dict[int, DimRole] = {}
     for dim, name in enumerate(one.names):
         if isinstance(name, str) and dim < len(one.shape):
@@ -278,11 +330,57 @@ def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[i
         if one.words[: len(block)] == block and one.shape[dim : dim + 1] == (layers,):
             front[dim] = "stack"
             break
+    return front
+
+
+def _add_experts(one: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
+    """Adds the dimension of experts, if there is one."""
     rest = [dim for dim in range(len(one.shape)) if dim not in front]
     is_apart = len(rest) > (1 if one.is_vector else 2) and _numbered_experts(one.pattern) == 1
-    if _is_of_experts(one.words) and is_apart and "experts" not in front.values():
+    is_expert = is_routed or _is_of_experts(one.words)
+    if is_expert and is_apart and "experts" not in front.values():
         front[rest[0]] = "experts"
-    return front
+
+
+def _routers(
+    seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int | None
+) -> dict[tuple[str, ...], set[int]]:
+    """By the words of the block around a router, how many experts it chooses from.
+
+    Its other side is the residual width, if that is known: a gate of an MLP is wider.
+    """
+    experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for one, front in zip(seen, fronts, strict=True):
+        rest = _rest(one, front)
+        if len(rest) == 2 and not one.is_vector and _ROUTER.fullmatch(one.module[-1]):
+            experts, other = sorted(one.shape[dim] for dim in rest)
+            if width in (None, other):
+                experts_in[one.module[:-1]].add(experts)
+    return experts_in
+
+
+def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:
+    """Finds the arrays of experts whatever they are called: as many as a router has outputs.
+
+    An array with a name of attention is one if it is as large as another of them.
+    """
+    routers = _routers(seen, fronts, _width(seen, fronts))
+    sizes: dict[int, Shape] = {}
+    for number, (one, front) in enumerate(zip(seen, fronts, strict=True)):
+        rest = tuple(size for dim, size in enumerate(one.shape) if dim not in front)
+        around = set().union(*(routers[one.words[:end]] for end in range(len(one.words))))
+        if rest and rest[0] in around and not any(map(_NOT_EXPERTS.search, one.words)):
+            sizes[number] = tuple(sorted(rest))
+    kernels = {
+        size
+        for number, size in sizes.items()
+        if len(size) > 2 and not _ATTENTION.fullmatch(seen[number].module[-1])
+    }
+    return {
+        number
+        for number, size in sizes.items()
+        if size in kernels or (kernels and seen[number].is_vector)
+    }
 
 
 def _is_of_experts(words: tuple[str, ...]) -> bool:
@@ -337,27 +435,42 @@ def _is_lookup(one: _Seen, rest: list[int]) -> bool:
     return named or one.words[-1] == "embedding"
 
 
-def _part(one: _Seen, front: dict[int, DimRole], width: int, is_in_out: bool | None) -> Part:
+def _part(
+    one: _Seen,
+    front: dict[int, DimRole],
+    width: int,
+    is_in_out: bool | None,
+    attending: set[str],
+) -> Part:
     rest = _rest(one, front)
     found: dict[int, DimRole] = {**dict.fromkeys(range(len(one.shape)), "out"), **front}
     if len(rest) > 1 and not one.is_vector:
         found |= _matrix(one, rest, width, is_in_out)
     block, blocks = _block(one)
-    is_attention = _ATTENTION.fullmatch(one.module[-1]) is not None
+    experts = _experts(one, front)
+    named = _ATTENTION.fullmatch(one.module[-1]) is not None and experts == 1
+    is_attention = named and (_makes_heads(one) or block in attending)
     return Part(
         pattern=one.pattern,
+        module=one.module[-1],
         kind=one.folded.group,
         leaves=len(one.folded.rows),
         shape=one.shape,
         dims=tuple(found[dim] for dim in range(len(one.shape))),
-        experts=_experts(one, front),
+        experts=experts,
         input_key=f"{block} attention" if is_attention else block,
         is_attention=is_attention,
+        is_router=False,
         inputs=blocks,
         width=width,
         makes_logits=False,
         flow=_flow(one.module[-1]),
     )
+
+
+def _makes_heads(one: _Seen) -> bool:
+    name = one.module[-1]
+    return _ATTENTION.fullmatch(name) is not None and not _BACK.fullmatch(name)
 
 
 def _flow(name: str) -> Literal["reads", "writes"] | None:

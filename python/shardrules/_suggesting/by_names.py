@@ -47,7 +47,9 @@ def name_rules(
     """
     found: dict[NamedArray, list[Unit]] = defaultdict(list)
     for unit in units:
-        found[NamedArray(unit.names, unit.part.shape, unit.dims)].append(unit)
+        # Keys may share a name with queries: only heads whose size is known bind it.
+        dims = unit.dims._replace(unit=1) if unit.dims.is_assumed else unit.dims
+        found[NamedArray(unit.names, unit.part.shape, dims)].append(unit)
     names = {name for one in found for _, name in one.named()}
     if len(names) > _MOST_NAMES:
         raise ValueError(

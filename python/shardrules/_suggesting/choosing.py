@@ -15,8 +15,10 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shardrules._planning.axis_uses import is_gathered
+
 if TYPE_CHECKING:
-    from shardrules._suggesting.axes import AxisUse
+    from shardrules._planning.axis_uses import AxisUse
     from shardrules._suggesting.dims import Dims, Side
 
 __all__ = ["SLACK", "Array", "Cuts", "choose", "discomfort_of", "parts_of_cuts"]
@@ -28,6 +30,7 @@ Cuts = tuple[tuple[str, ...], ...]
 SLACK: Final = 0.008
 # A cut into parts of fewer elements is hardly worth what it sends.
 _FEW_ELEMENTS: Final = 8
+_COUNTED: Final = ("experts", "heads", "layers")
 
 # Per use of an axis and side of a leaf the discomfort of this cut; what is not there is not cut.
 _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
@@ -40,8 +43,14 @@ _DISCOMFORT: Final[dict[AxisUse, dict[Side, int]]] = {
     # Beside experts, as another axis of fsdp.
     "experts": {"experts": -6, "outer": 2, "inner": 3, "heads": 3, "vocabulary": 4,
                 "window": 9, "vector": 11},
+    # A stage of a pipeline has layers of its own.
+    "layers": {"layers": -6},
     "data": {},
 }  # fmt: skip
+
+
+# What tensor axes may cut of keys and values, routers and latents; of all else anything.
+_TENSOR: Final[dict[str, tuple[Side, ...]]] = {"heads": ("heads", "inner"), "none": ()}
 
 
 class Array(NamedTuple):
@@ -146,15 +155,19 @@ def discomfort_of(
     if any(size % count for size, count in zip(shape, parts, strict=True)):
         return None
     found = 2 * sum(
-        count > 1 and size // count < _FEW_ELEMENTS and side != "experts"
+        count > 1 and size // count < _FEW_ELEMENTS and side not in _COUNTED
         for size, count, side in zip(shape, parts, dims.sides, strict=True)
     )
     for side, of in zip(dims.sides, cuts, strict=True):
         for axis in of:
-            if side not in _DISCOMFORT[uses[axis]]:
+            if side not in _DISCOMFORT[uses[axis]] or (
+                uses[axis] == "tensor" and side not in _TENSOR.get(dims.tensor, (side,))
+            ):
                 return None
-            found += _DISCOMFORT[uses[axis]][side]
-    computing = {axis: size for axis, size in axis_sizes.items() if uses[axis] != "fsdp"}
+            # Of biases, tensor axes cut columns, if anything.
+            is_odd = dims.is_vector and side == "experts" and uses[axis] == "tensor"
+            found += _DISCOMFORT[uses[axis]]["vector" if is_odd else side]
+    computing = {axis: size for axis, size in axis_sizes.items() if not is_gathered(axis)}
     return None if _cuts_heads(shape, dims, cuts, computing) else found
 
 

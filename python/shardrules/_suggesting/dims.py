@@ -6,6 +6,7 @@ cut by tensor parallelism. Costs once per folded path. Must not know about meshe
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import prod
@@ -27,6 +28,16 @@ only dimension; of size 1."""
 # More is no window, and a stack of more kernels, such as those of keys and values, is none.
 _WINDOW: Final = 32
 _FUSED: Final = 4
+# Kernels of attention that make several things, by how many; others have heads there.
+_FUSES: Final = ((3, re.compile(r"\w*qkv\w*|query_key_value|c_attn|in_proj\w*")),
+                 (2, re.compile(r"\w*kv\w*|key_value\w*")))  # fmt: skip
+_ATTENTION: Final = re.compile(r"att(n|ention)")
+_KEYS: Final = re.compile(r"(to_)?w?(k|v|kv)(_(proj|einsum))?|(key|value)(_proj)?")
+# To the latent space of DeepSeek's attention, where a norm needs all of a token's elements.
+_TO_LATENT: Final = re.compile(r"(linear_)?w?(q|kv|qkv)_(a|down)(_\w+)?")
+# Heads of keys whose size nothing tells have as many elements, or half as many in small models.
+_HEAD: Final = 128
+_SMALL: Final = 2048
 
 
 class Dims(NamedTuple):
@@ -37,17 +48,58 @@ class Dims(NamedTuple):
     """Whether shapes and words leave no doubt which side is which."""
     unit: int = 1
     """Elements of the inner side that belong together: a head's."""
+    is_assumed: bool = False
+    """Whether nothing tells the unit, and it is taken to be the usual one."""
+    tensor: Literal["any", "heads", "none"] = "any"
+    """What tensor axes may cut: of keys and values heads alone, since there are fewer of them than
+    of queries; of routers and of projections to a latent space nothing."""
 
     @property
     def is_vector(self) -> bool:
         """Whether it is a bias or a norm."""
         return not {"outer", "inner", "vocabulary", "heads"} & {*self.sides}
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it is surely a bias, a norm or a scalar, and no kernel of unknown dimensions."""
+        return {*self.sides} <= {"layers", "experts", "vector", "one"}
+
 
 def dims_of(parts: Sequence[Part]) -> list[Dims]:
     """The dimensions of each part of a model."""
     widths = _widths(parts)
-    return [_dims(part, width) for part, width in zip(parts, widths, strict=True)]
+    found = [_dims(part, width) for part, width in zip(parts, widths, strict=True)]
+    queries: dict[str, int] = defaultdict(int)
+    for part, dims in zip(parts, found, strict=True):
+        if part.is_attention:
+            queries[part.input_key] = max(queries[part.input_key], _inner_size(part, dims))
+    return [
+        _bounded(part, dims, queries[part.input_key])
+        for part, dims in zip(parts, found, strict=True)
+    ]
+
+
+def _inner_size(part: Part, dims: Dims) -> int:
+    return prod(
+        size
+        for size, side in zip(part.shape, dims.sides, strict=True)
+        if side in ("inner", "heads", "head")
+    )
+
+
+def _bounded(part: Part, dims: Dims, queries: int) -> Dims:
+    """The dimensions, with what tensor axes may cut of them; `queries` are the widest ones."""
+    if dims.is_vector:
+        return dims
+    if part.is_router or (part.is_attention and _TO_LATENT.fullmatch(part.module)):
+        return dims._replace(tensor="none")
+    inner = _inner_size(part, dims)
+    if not (part.is_attention and _KEYS.fullmatch(part.module) and inner < queries):
+        return dims
+    head = _HEAD if part.width >= _SMALL else _HEAD // 2
+    if "inner" in dims.sides and inner % head == 0:
+        dims = dims._replace(unit=head, is_assumed=True)
+    return dims._replace(tensor="heads")
 
 
 def _widths(parts: Sequence[Part]) -> list[frozenset[int]]:
@@ -129,11 +181,12 @@ def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[i
         return {d: "vocabulary" if part.dims[d] == "lookup" else "outer" for d in free}, True
     ins = [dim for dim in free if part.dims[dim] == "in"]
     outs = [dim for dim in free if part.dims[dim] == "out"]
-    if _is_convolution(shape, free):
-        return _convolution(shape, free), True
     residual = [dim for dim in free if shape[dim] in widths]
+    has_heads = _has_heads(part) and len(free) > 2 and len(residual) == 1
+    if _is_convolution(shape, free) and not has_heads:
+        return _convolution(shape, free), True
     if len(free) > 2 and len(residual) == 1:
-        return _heads(shape, free, residual[0]), True
+        return _heads(part, free, residual[0]), True
     if len(free) > 3:
         return dict.fromkeys(free, "window"), False
     if not ins or not outs:
@@ -142,7 +195,7 @@ def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[i
     inner, is_known = _inner(part, ins, outs, widths)
     found: dict[int, Side] = {**dict.fromkeys(ins + outs, "outer"), **dict.fromkeys(inner, "inner")}
     if len(inner) > 1:
-        found |= {inner[0]: "heads", **dict.fromkeys(inner[1:], "head")}
+        found |= _of_heads(part, inner)
     return found, is_known
 
 
@@ -162,16 +215,28 @@ def _inner(
     return (ins if size_in > size_out else outs), size_in not in widths
 
 
-def _heads(shape: tuple[int, ...], free: list[int], residual: int) -> dict[int, Side]:
+def _has_heads(part: Part) -> bool:
+    """Whether names say that it is a kernel of attention, and no convolution in it."""
+    path = part.pattern.lower()
+    return (part.is_attention or bool(_ATTENTION.search(path))) and "conv" not in path
+
+
+def _heads(part: Part, free: list[int], residual: int) -> dict[int, Side]:
     """The sides of a kernel with several dimensions beside the residual one: those of heads."""
-    found: dict[int, Side] = {residual: "outer"}
     others = [dim for dim in free if dim != residual]
-    if shape[others[0]] <= _FUSED:
-        found[others.pop(0)] = "fused"
-    first, *rest = others
-    found[first] = "heads" if rest else "inner"
-    found.update(dict.fromkeys(rest, "head"))
-    return found
+    found: dict[int, Side] = {residual: "outer"}
+    has_few = part.shape[others[0]] <= _FUSED
+    if has_few and (len(others) > 2 or not _has_heads(part)):
+        return {**found, others[0]: "fused", **_of_heads(part, others[1:])}
+    return found | _of_heads(part, others)
+
+
+def _of_heads(part: Part, dims: list[int]) -> dict[int, Side]:
+    """The sides of the inner dimensions of a kernel, such as heads and the size of one."""
+    first, *rest = dims
+    if any(part.shape[first] == n and names.fullmatch(part.module) for n, names in _FUSES) and rest:
+        return {first: "fused", **_of_heads(part, rest)}
+    return {first: "heads" if rest else "inner", **dict.fromkeys(rest, "head")}
 
 
 def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:

@@ -6,6 +6,7 @@ and mesh that is tried. Must not know about the command line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -21,14 +22,15 @@ from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import EFORMER, Dialect
 from shardrules._matching.rules import PathRules, Rules, remembered_rules
 from shardrules._planning.asking.checks.names import head_sizes
+from shardrules._planning.axis_uses import uses_of
+from shardrules._planning.fold import parts_of
 from shardrules._planning.plan import Plan, plan
 from shardrules._specs import Entries, entry_axes
-from shardrules._suggesting.axes import uses_of
 from shardrules._suggesting.by_names import NameRule, name_rules, rules_of
 from shardrules._suggesting.spelling import TIGHTEST
 from shardrules._suggesting.suggestion import CutReason, Reason, Suggestion
 from shardrules._suggesting.units import Unit, units_of
-from shardrules._suggesting.writing import Written, mended, written
+from shardrules._suggesting.writing import Written, is_spared, mended, written
 
 if TYPE_CHECKING:
     from shardrules._sharding.mesh import MeshLike
@@ -70,7 +72,8 @@ def suggest(
     Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
     bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
     hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
-    Biases and norms are replicated if that costs hardly anything. Axes mean what they are called:
+    Biases and norms are replicated if that costs hardly anything; what is whole since nothing cuts
+    it is in `Suggestion.warnings`. Axes mean what they are called:
     data, dp and sp cut no leaf.
 
     For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
@@ -92,7 +95,8 @@ def suggest(
         experts_per_token: How many of a layer's experts each token meets, for the same.
         hardware: The devices: a `Hardware`, or the name of one such as "v5p".
         head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
-            `k_norm` beside the projections, or of a dimension of its own.
+            `k_norm` beside the projections, or of a dimension of its own; for keys and values of
+            fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
         dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
             Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
@@ -166,15 +170,16 @@ def suggest(
     if isinstance(chosen, LogicalDialect):
         table = name_rules(units, bare.axis_sizes, chosen)
         made = bare.with_rules(rules_of(table, chosen))
+        declared["replicated"] = _spared(made, units)
         _check_named(made, declared)
         reasons = tuple(map(_reason_of_name, range(len(table)), table))
     else:
         given = None if like is None else bare.with_rules(_in_dialect(like, chosen))
         rules, made = _decided(model, bare, units, chosen, given)
-        declared["replicated"] = _replicated(rules.rules)
+        declared["replicated"] = _replicated(rules, made, units)
         reasons = _reasons(rules)
     _check_room(made, room, moments)
-    return Suggestion(made, reasons, declared, batch, met)
+    return Suggestion(made._declaring(declared), reasons, declared, batch, met)
 
 
 def _dialect_for(
@@ -309,11 +314,23 @@ def _check_room(made: Plan, hbm: int | None, moments: tuple[Any, ...] | None) ->
         )
 
 
-def _replicated(rules: Rules) -> tuple[str, ...]:
-    """The patterns of rules that replicate, where `Plan.check` can search for them."""
-    if rules.dialect.match != ("search",) or rules.dialect.keys != "text":
-        return ()
-    return tuple(str(pattern) for pattern, value in rules if plain_spec(value) == Entries())
+def _replicated(rules: Written, made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """The patterns of what is whole on purpose, as `Plan.check` searches for them."""
+    dialect = rules.rules.dialect
+    if dialect.match != ("search",) or dialect.keys != "text":
+        return _spared(made, units)
+    return tuple(str(rules.rules[rule][0]) for rule in rules.whole_on_purpose(made.axis_sizes))
+
+
+def _spared(made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """Patterns of the paths that tensor axes are kept from, such as those of routers."""
+    patterns = []
+    for unit in units:
+        spec = made.kinds[int(made.kind_of[unit.folded.rows[0]])].spec
+        if unit.dims.tensor != "any" and is_spared(spec, made.axis_sizes):
+            parts = parts_of(unit.folded.pattern)
+            patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
+    return tuple(dict.fromkeys(patterns))
 
 
 def _reasons(found: Written) -> tuple[Reason, ...]:

@@ -5,10 +5,12 @@ Must not know how rules are found.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._display import answer, record
 from shardrules._format import and_more, bytes_shown, counted, mesh_shown
+from shardrules._planning.asking.findings import Findings
 from shardrules._printable import printable
 from shardrules._suggesting.texts import pattern_shown, python_text, toml_text
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "CutReason", "Reason", "Suggestion"]
 
 _MOST_SHOWN: Final = 3
+_OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
 
 
 @record
@@ -141,15 +144,40 @@ class Suggestion:
         """Folded paths of leaves of which it is not known which dimension is what."""
         return tuple(path for one in self._reasons if not one.is_understood for path in one.paths)
 
+    @cached_property
+    def warnings(self) -> Findings:
+        """What `check` warns of in these rules, such as kernels that no axis of the mesh divides.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4096, 8192), "float32")}}
+            >>> [one.kind for one in sr.suggest(tree, {"fsdp": 3}).warnings]
+            ['replicated', 'unused-axis']
+            >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
+            0
+        """
+        findings = self._plan.check().at_least("warning")
+        return Findings(
+            finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
+            for finding in findings
+        )
+
     @property
     def declared(self) -> Declared:
         """What `Plan.check` is to know: leaves that are replicated, and axes for data alone.
 
+        Replicated on purpose are norms, biases and scalars; and over tensor axes routers, keys and
+        values of fewer heads than devices, and projections to a latent space. The plan knows it.
+
         Example:
             >>> import jax, shardrules as sr
-            >>> tree = {"norm": {"scale": jax.ShapeDtypeStruct((64,), "float32")}}
-            >>> suggestion = sr.suggest(tree, {"dp": 8})
-            >>> suggestion.plan.check(**suggestion.declared).summary
+            >>> def leaf(*shape):
+            ...     return jax.ShapeDtypeStruct(shape, "float32")
+            >>> tree = {"up": {"kernel": leaf(64, 256)}, "norm": {"scale": leaf(64)}}
+            >>> suggestion = sr.suggest(tree, {"dp": 4, "fsdp": 2})
+            >>> suggestion.declared["replicated"], suggestion.declared["data_axes"]
+            (('scale',), ('dp',))
+            >>> suggestion.plan.check().summary
             '0 errors, 0 warnings, 0 info'
         """
         return self._declared
@@ -248,4 +276,4 @@ class Suggestion:
         return notes
 
     def __str__(self) -> str:
-        return "\n".join([self._heading, *map(str, self._reasons)])
+        return "\n".join([self._heading, *map(str, self._reasons), *map(str, self.warnings)])

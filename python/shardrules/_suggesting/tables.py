@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
-from shardrules._suggesting.axes import uses_of
+from shardrules._planning.axis_uses import uses_of
 from shardrules._suggesting.choosing import SLACK, Cuts, discomfort_of, parts_of_cuts
 
 if TYPE_CHECKING:
-    from shardrules._suggesting.axes import AxisUse
+    from shardrules._planning.axis_uses import AxisUse
     from shardrules._suggesting.dims import Dims, Side
     from shardrules._suggesting.units import Unit
 
@@ -38,6 +38,7 @@ _USUAL: Final[dict[AxisUse, frozenset[Side]]] = {
     "fsdp": frozenset({"outer"}),
     "tensor": frozenset({"inner", "heads", "vocabulary"}),
     "experts": frozenset({"experts", "outer"}),
+    "layers": frozenset({"layers"}),
     "data": frozenset(),
 }
 

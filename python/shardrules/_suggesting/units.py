@@ -80,7 +80,7 @@ def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
             one,
             words,
             part,
-            dims._replace(unit=heads.get(int(one.rows[0]), 1)),
+            _with_head(dims, heads.get(int(one.rows[0]))),
             columns.paths,
             kinds[one.group].bytes * len(one.rows),
             kinds[one.group].names or (),
@@ -89,6 +89,10 @@ def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
             folded, words_of(folded), parts, dims_of(parts), strict=True
         )
     ]
+
+
+def _with_head(dims: Dims, size: int | None) -> Dims:
+    return dims if size is None else dims._replace(unit=size, is_assumed=False)
 
 
 def with_rows(unit: Unit, chosen: npt.NDArray[np.bool_]) -> list[Unit]:

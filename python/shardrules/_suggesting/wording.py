@@ -41,6 +41,8 @@ class Label(NamedTuple):
     """Whether one word is enough to tell its leaves, as for biases that are replicated."""
     is_known: bool
     """Whether it is known what the leaves are; others have phrases of their own."""
+    meaning: Any = None
+    """What the dimensions are that are cut; what has another meaning has a rule of its own."""
     is_numbered: bool = False
     """Whether the words have numbers that others leave open; its phrases come first."""
 

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardrules._correction import RuleSpec
+from shardrules._correction import RuleSpec, plain_spec
 from shardrules._declared import NOTHING
 from shardrules._format import brief
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
 from shardrules._planning.asking.checks.queries import Queries
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
+from shardrules._planning.axis_uses import is_gathered, uses_of
 from shardrules._shape_specs import fsdp
-from shardrules._specs import Entries
-from shardrules._suggesting.axes import uses_of
+from shardrules._specs import Entries, entry_axes
 from shardrules._suggesting.choosing import Array, Cuts, choose
+from shardrules._suggesting.following import with_followers
 from shardrules._suggesting.proving import listed, proven
 from shardrules._suggesting.units import Unit, parted, with_rows
 from shardrules._suggesting.wording import AmbiguousError, Label, phrases
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
     from shardrules._suggesting.words import Word
 
-__all__ = ["Written", "mended", "written"]
+__all__ = ["Written", "is_spared", "mended", "written"]
 
 
 class Written(NamedTuple):
@@ -46,6 +47,20 @@ class Written(NamedTuple):
     units: list[tuple[Unit, ...]]
     """Per rule the leaves that it was written for."""
     unknown: list[Unit]
+
+    def whole_on_purpose(self, axis_sizes: Mapping[str, int]) -> list[int]:
+        """Lists the rules whose leaves are whole on purpose.
+
+        These are norms, biases and scalars; and what tensor axes are kept from, such as routers.
+        """
+        chosen = []
+        for rule, ((_, value), units) in enumerate(zip(self.rules, self.units, strict=True)):
+            spec = plain_spec(value)
+            is_small = spec == Entries() and all(unit.dims.is_small for unit in units)
+            may_be = all(unit.dims.tensor != "any" for unit in units)
+            if is_small or (may_be and is_spared(spec, axis_sizes)):
+                chosen.append(rule)
+        return chosen
 
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
         """The rows that another rule decides than the one that was written for them."""
@@ -57,8 +72,25 @@ class Written(NamedTuple):
         return found
 
 
+def is_spared(spec: Any, axis_sizes: Mapping[str, int]) -> bool:
+    """Whether this spec of a leaf that tensor axes are kept from is meant.
+
+    It is not if there are other axes for weights, and these do not cut it, either.
+    """
+    uses = {axis: use for axis, use in uses_of(axis_sizes).items() if axis_sizes[axis] > 1}
+    if not isinstance(spec, Entries) or "tensor" not in uses.values():
+        return False
+    named = {uses[axis] for entry in spec for axis in entry_axes(entry) if axis in uses}
+    others = {"fsdp", "experts"}.intersection(uses.values())
+    return "tensor" not in named and bool(named or not others)
+
+
 def written(
-    units: list[Unit], axis_sizes: Mapping[str, int], dialect: Dialect, tightness: int = 0
+    units: list[Unit],
+    axis_sizes: Mapping[str, int],
+    dialect: Dialect,
+    tightness: int = 0,
+    entries: Mapping[tuple[str, ...], Any] | None = None,
 ) -> Written:
     """Rules for leaves that have none.
 
@@ -67,6 +99,8 @@ def written(
         axis_sizes: Those of the mesh.
         dialect: Of the rules.
         tightness: How tight patterns must be, as in `pattern_of`.
+        entries: How other rules of the list write an entry of these axes: beside them they may name
+            axes of one device, which are larger elsewhere.
 
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart.
@@ -75,7 +109,9 @@ def written(
     cuts = choose(
         [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
     )
-    labels = [_label(unit, of, uses) for unit, of in zip(units, cuts, strict=True)]
+    cuts = with_followers(units, cuts, axis_sizes)
+    spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
+    labels = [_label(unit, of, spared, entries or {}) for unit, of in zip(units, cuts, strict=True)]
     units, labels = _told_apart(units, labels, dialect)
     pairs, of_rules, left = _worded(units, labels, dialect, tightness)
     if left:
@@ -142,13 +178,32 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
     ]
     decided = np.isin(columns.rule, kept)
     left = [part for unit in units for part in with_rows(unit, ~decided)]
-    more = written(left, columns.axis_sizes, rules.dialect, tightness)
+    more = written(
+        left, columns.axis_sizes, rules.dialect, tightness, _entries_of(rules, kept, columns)
+    )
     of_kept = [
         tuple(part for unit in units for part in with_rows(unit, columns.rule == rule))
         for rule in kept
     ]
     pairs = [*(rules[rule] for rule in kept), *more.rules]
     return Written(Rules(pairs, rules.dialect), [*of_kept, *more.units], more.unknown)
+
+
+def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[tuple[str, ...], Any]:
+    """By the axes of several devices, the entry that most of these rules have for them.
+
+    Of one without axes of one device nothing is to be copied.
+    """
+    counted: dict[tuple[str, ...], Counter[Any]] = defaultdict(Counter)
+    for rule in kept:
+        spec = plain_spec(rules[rule][1])
+        for entry in spec if isinstance(spec, Entries) else ():
+            axes = tuple(entry_axes(entry))
+            if all(axis in columns.axis_sizes for axis in axes):
+                used = tuple(axis for axis in axes if columns.axis_sizes[axis] > 1)
+                counted[used][entry] += columns.coverage.won[rule]
+    most = {used: entries.most_common(1)[0][0] for used, entries in counted.items() if used}
+    return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
 
 
 def _place(unit: Unit) -> int:
@@ -159,23 +214,31 @@ def _place(unit: Unit) -> int:
     return len(unit.words) if "layers" in unit.dims.sides else 0
 
 
-def _label(unit: Unit, cuts: Cuts, uses: Mapping[str, str]) -> Label:
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in cuts]
+def _label(
+    unit: Unit, cuts: Cuts, spared: set[str], written_as: Mapping[tuple[str, ...], Any]
+) -> Label:
+    """What a unit gets; `spared` are the axes that some kernels are not cut by on purpose."""
+    entries = [written_as.get(axes, axes[0] if len(axes) == 1 else axes or None) for axes in cuts]
     while entries and entries[-1] is None:
         entries.pop()
     value: Any = Entries(entries)
-    if units := _head_units(unit, cuts, uses):
+    if units := _head_units(unit, cuts):
         value = RuleSpec(value, units=units)
-    return Label(value, not entries or unit.dims.is_vector, unit.dims.is_known)
+    dims = unit.dims
+    sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
+    named = {axis for axes in cuts for axis in axes}
+    is_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(named)
+    meaning = (dims.is_vector, dims.is_vector or sides, is_spared)
+    return Label(value, dims.is_vector, dims.is_known, meaning)
 
 
-def _head_units(unit: Unit, cuts: Cuts, uses: Mapping[str, str]) -> tuple[int, ...]:
+def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
     """What keeps heads whole on other meshes, if axes that compute with parts of them cut them."""
-    if unit.dims.unit == 1 or "inner" not in unit.dims.sides:
+    if unit.dims.unit == 1 or unit.dims.is_assumed or "inner" not in unit.dims.sides:
         return ()
     inner = unit.dims.sides.index("inner")
     # Units bind all axes, and along those of fsdp heads may be cut.
-    if not cuts[inner] or any(uses[axis] == "fsdp" for axis in cuts[inner]):
+    if not cuts[inner] or any(map(is_gathered, cuts[inner])):
         return ()
     return (*[1] * inner, unit.dims.unit)
 

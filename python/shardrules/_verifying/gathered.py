@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
 from shardrules._format import bytes_shown, counted
-from shardrules._planning.data_axes import expert_axes_among
+from shardrules._planning.axis_uses import expert_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._planning.roles import experts_dim
 from shardrules._specs import entry_axes

@@ -20,6 +20,7 @@ from shardrules._cli.options import (
     Source,
     Tokens,
 )
+from shardrules._cli.process import note
 from shardrules._cli.show import working
 from shardrules._file_content import memory_within
 from shardrules._format import byte_count
@@ -62,8 +63,8 @@ def command(
     format_: Annotated[
         str, Option("--format", help="Output format: toml, python, or text with reasons.")
     ] = "toml",
-) -> None:
-    """Write rules for a model. On standard output: shardrules suggest MODEL ... > rules.toml."""
+) -> int:
+    """Write rules for a model on standard output. Exits with 1 if check warns of them."""
     values.one_of("--format", format_, ("toml", "python", "text"))
     if mesh is None and devices is None:
         raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
@@ -90,3 +91,6 @@ def command(
     )
     text = {"toml": found.to_toml, "python": found.to_python, "text": found.__str__}[format_]()
     print(text.rstrip("\n"))
+    for one in found.warnings if format_ != "text" else ():
+        note(str(one))
+    return 1 if found.warnings else 0

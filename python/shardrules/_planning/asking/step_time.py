@@ -22,7 +22,7 @@ from shardrules._planning.asking.collectives.sent import Of
 from shardrules._planning.asking.collectives.uses import uses_of
 from shardrules._planning.asking.flops import flops
 from shardrules._planning.asking.network import Network
-from shardrules._planning.asking.traffic import traffic
+from shardrules._planning.asking.traffic import of_muon, traffic, why_uncounted
 from shardrules._printable import printable
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class StepTime(NamedTuple):
     utilization: float
     """Of the peak FLOP/s of all devices, the part that the step's work takes: at most the MFU."""
     uncounted: tuple[str, ...]
-    """Folded paths of kernels whose activations' traffic is missing, as in `Traffic.uncounted`."""
+    """Folded paths of kernels and states whose traffic is missing, as in `Traffic.uncounted`."""
     assumptions: dict[str, Any]
     """The arguments of `Plan.step_time`, those by default included."""
 
@@ -130,7 +130,8 @@ class StepTime(NamedTuple):
         terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
         width = max(map(len, terms))
         lines = [
-            f"{seconds_shown(self.total)} a step, {self.utilization:.0%} of the peak",
+            f"{seconds_shown(self.total)} a step at best: at most "
+            f"{self.utilization:.0%} of the peak",
             *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
             *assumed_lines(self.assumptions, self.uncounted),
         ]
@@ -149,15 +150,26 @@ def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> l
         for name, value in assumptions.items()
         if value not in ((), None)
     )
-    missing = ", ".join(uncounted)
+    missing: dict[str, list[str]] = defaultdict(list)
+    for path in uncounted:
+        missing[why_uncounted(path)].append(path)
     return [
         *([f"assumed: {shown}"] if shown else []),
-        *([f"activations not counted, roles unknown: {missing}"] if missing else []),
+        *(f"not counted, since {why}: {', '.join(paths)}" for why, paths in missing.items()),
     ]
 
 
-def step_time(columns: Columns, run: Run, held: DeviceBytes) -> StepTime:
-    """See `Plan.step_time`; `held` are the bytes of parameters, gradients and optimizer."""
+def step_time(
+    columns: Columns, run: Run, held: DeviceBytes, state: Columns | None = None
+) -> StepTime:
+    """See `Plan.step_time`.
+
+    Args:
+        columns: Of the parameters.
+        run: The arguments.
+        held: The bytes of parameters, gradients and optimizer.
+        state: Of the optimizer's state, if it has a plan.
+    """
     hardware = run.hardware
     given = {"batch_axes": None, "roles": None, **run.schedule}
     schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **given)
@@ -182,7 +194,9 @@ def step_time(columns: Columns, run: Run, held: DeviceBytes) -> StepTime:
         sent=dict(sent),
         alone=alone,
         utilization=work.total / (columns.devices * peak * total) if total else 0.0,
-        uncounted=collectives.uncounted,
+        uncounted=collectives.uncounted
+        if state is None
+        else (*collectives.uncounted, *of_muon(state, range(len(state.paths)))),
         assumptions={
             "hardware": hardware.name,
             "axes_over_dcn": run.axes_over_dcn,

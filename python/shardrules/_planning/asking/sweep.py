@@ -17,7 +17,7 @@ from shardrules._format import aligned, bytes_shown, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.step_time import assumed_lines, step_time, time_shown
-from shardrules._planning.data_axes import data_axes_among
+from shardrules._planning.axis_uses import data_axes_among
 from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 

@@ -6,10 +6,11 @@ hardware, nor how long anything takes.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._display import answer
 from shardrules._format import bytes_shown
@@ -23,12 +24,16 @@ from shardrules._planning.asking.collectives.params import of_gradients, of_para
 from shardrules._planning.asking.collectives.schedule import Schedule
 from shardrules._planning.asking.collectives.sent import Transmission, merged
 from shardrules._planning.asking.collectives.uses import uses_of
+from shardrules._planning.kinds import axes_used
 from shardrules._printable import printable
 
 if TYPE_CHECKING:
     from shardrules._planning.columns import Columns
 
-__all__ = ["Traffic", "Transmission", "traffic"]
+__all__ = ["Traffic", "Transmission", "of_muon", "traffic", "why_uncounted"]
+
+# Of optax and Keras: the state of an optimizer that multiplies whole gradients with themselves.
+_MUON: Final = re.compile(r"(^|[/.\[\]'_])muon", re.I)
 
 
 @answer
@@ -47,7 +52,8 @@ class Traffic(tuple[Transmission, ...]):
     """The arguments of `Plan.traffic`, those by default included."""
     uncounted: tuple[str, ...]
     """Folded paths of kernels that mesh axes cut, and of whose dimensions it is not known which is
-    contracted: what is sent for their activations is missing."""
+    contracted: what is sent for their activations is missing. And those of Muon's moments, if they
+    are in the tree and cut: what its products of whole matrices send is missing."""
 
     def __new__(
         cls,
@@ -97,9 +103,24 @@ class Traffic(tuple[Transmission, ...]):
         assumed = textwrap.wrap(
             f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
         )
-        missing = [f"not counted, since roles are unknown: {path}" for path in self.uncounted]
+        missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def why_uncounted(path: str) -> str:
+    """Says why traffic of this folded path is missing."""
+    return "Muon multiplies whole matrices" if _MUON.search(path) else "roles are unknown"
+
+
+def of_muon(columns: Columns, rows: Iterable[int]) -> Iterator[str]:
+    """Yields the folded paths of Muon's moments that mesh axes cut, among rows of a state."""
+    state = {*rows}
+    for one in columns.folded:
+        kind = columns.kinds[one.group]
+        is_cut = len(kind.shape or ()) > 1 and axes_used(kind.spec, columns.axis_sizes)
+        if is_cut and int(one.rows[0]) in state and _MUON.search(one.pattern):
+            yield one.pattern
 
 
 def _shown(value: Any) -> str:
@@ -117,4 +138,5 @@ def traffic(columns: Columns, schedule: Schedule) -> Traffic:
         *of_activations(uses, schedule),
         *of_experts(uses, schedule),
     )
-    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, uncounted(uses))
+    missing = (*uncounted(uses), *of_muon(columns, columns.leaves.optimizer_rows))
+    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, missing)

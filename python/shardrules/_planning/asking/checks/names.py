@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding
 from shardrules._planning.asking.findings import Finding
+from shardrules._planning.axis_uses import is_gathered
 from shardrules._planning.fold import Folded
 from shardrules._planning.kinds import Kind
 from shardrules._specs import entries_of, entry_axes
@@ -31,8 +32,6 @@ _TO_HEADS: Final = re.compile(
 _FROM_HEADS: Final = re.compile(r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense")
 # Norms of single heads; those of all heads together are as wide as the projection.
 _HEAD_NORM: Final = re.compile(r"([qk]|query|key)_(layer_?)?norm")
-# Along axes of these names weights are gathered whole before they are used, heads and all.
-_GATHERED: Final = re.compile(r"(^|_)(fsdp|zero[0-9]?|d?dp|data|batch|replicas?)(_|$)")
 _SET_OF_NUMBERS: Final = re.compile(r"\{[0-9][0-9.,]*\}")
 
 
@@ -186,7 +185,7 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
     axes = [
         axis
         for axis in (entry_axes(entries[place]) if place < len(entries) else ())
-        if not _GATHERED.search(axis)
+        if not is_gathered(axis)
     ]
     part = size / prod(queries.columns.axis_sizes.get(axis, 1) for axis in axes)
     if part == size or size % head_dim or part % head_dim == 0:

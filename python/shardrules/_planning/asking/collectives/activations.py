@@ -61,7 +61,11 @@ def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
     part, made = use.cut.part, use.cut.along("out")
     contracted = use.cut.along("in", "lookup")
     width = -(-part.size("out") // use.cut.devices(made))
-    is_written = part.size("out") == part.width
+    # Of a square kernel only its name tells.
+    is_written = part.size("out") == part.width and part.flow != "reads"
+    if use.cut.turned:
+        yield _Sum("all-gather", made, use.arrays * schedule.gathers, part.width)
+        return
     if contracted and schedule.sequence_parallel and is_written:
         yield _Sum(schedule.reduce, contracted, use.arrays, width)
         yield _Sum("all-gather", contracted, use.arrays, width)
@@ -77,7 +81,7 @@ def _of_inputs(
 ) -> Iterator[_Sum]:
     """Of inputs' gradients, and what becomes of the inputs; `shared` has what was reduced."""
     part, made, contracted = use.cut.part, use.cut.along("out"), use.cut.along("in")
-    if "in" not in part.dims:
+    if "in" not in part.dims or use.cut.turned:
         return
     width = -(-part.size("in") // use.cut.devices(contracted))
     is_read = _reads(use)
@@ -126,8 +130,11 @@ def uncounted(uses: Sequence[Use]) -> Iterator[str]:
 
 
 def _reads(use: Use) -> bool:
-    """Whether it is a kernel that reads the residual stream."""
-    return "in" in use.cut.part.dims and use.cut.part.size("in") == use.cut.part.width
+    """Whether it is a kernel that reads the residual stream; of a square one its name tells."""
+    part = use.cut.part
+    is_square = part.size("out") == part.width
+    is_wide = "in" in part.dims and part.size("in") == part.width
+    return is_wide and not (is_square and part.flow == "writes")
 
 
 def _row(one: _Sum, tokens: Fraction | int, of: Of, schedule: Schedule) -> Row:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardrules._format import brief, counted
+from shardrules._format import and_more, brief, counted
 from shardrules._planning.roles import with_roles
 from shardrules._sharding.device_bytes import held_of
 from shardrules._specs import Entries, entries_of, entry_axes
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardrules._planning.roles import DimRole, Part
 
 __all__ = ["CutPart", "cut_of", "cut_parts"]
+
+_MOST_SEEN: Final = 3
 
 
 class CutPart(NamedTuple):
@@ -37,6 +39,16 @@ class CutPart(NamedTuple):
     kept: tuple[str, ...]
     """All others: devices use what they hold, as in tensor parallelism."""
     sizes: dict[str, int]
+
+    @property
+    def turned(self) -> tuple[str, ...]:
+        """The kept axes that cut the output of a square kernel whose input they cut as well.
+
+        XLA gathers both kernel and input: so it does with output projections of attention.
+        """
+        part = self.part
+        is_square = part.size("in") == part.size("out") == part.width
+        return self.along("out") if is_square and part.flow == "writes" else ()
 
     def bytes(self, bits: int | None = None) -> int:
         """Bytes of its leaves on a device, with so many bits for an element if they are given."""
@@ -74,6 +86,16 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
         parts = with_roles(columns.leaves.parts, schedule.roles)
     batch = frozenset(schedule.batch_axes)
     cuts = [cut_of(part, columns.kinds[part.kind], columns.axis_sizes, batch) for part in parts]
+    _check_experts(list(parts), schedule)
+    return cuts
+
+
+def _check_experts(parts: list[Part], schedule: Schedule) -> None:
+    """Checks that it is said how many experts tokens meet if, and only if, there are some.
+
+    Raises:
+        ValueError: It is not.
+    """
     most = max(parts, key=lambda part: part.experts, default=None)
     if most is not None and most.experts > 1 and schedule.experts_per_token is None:
         raise ValueError(
@@ -81,7 +103,19 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
             f"{counted(most.experts, 'expert')}; give the number that each token meets, such as "
             "experts_per_token=2"
         )
-    return cuts
+    if schedule.experts_per_token is not None and (most is None or most.experts < 2):
+        kernels = sorted(filter(_is_kernel, parts), key=lambda part: -len(part.shape))
+        seen = [f"{brief(part.pattern)} {part.shape}" for part in kernels[:_MOST_SEEN]]
+        seen += and_more(len(kernels), _MOST_SEEN, "pattern")
+        raise ValueError(
+            f"experts_per_token is {schedule.experts_per_token}, and no array is known to be of "
+            f"experts: looked at {', '.join(seen) or 'no kernel'}; leave it out, or say which "
+            "dimension is that of experts, such as roles={'w1$': ('experts', 'in', 'out')}"
+        )
+
+
+def _is_kernel(part: Part) -> bool:
+    return part.is_product and "lookup" not in part.dims
 
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:

@@ -20,12 +20,18 @@ __all__ = ["of_gradients", "of_params"]
 
 
 def of_params(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
-    """The gathers of parameters: of those that batch axes cut, and of those that ZeRO-1 renews."""
+    """Yields the gathers of parameters.
+
+    They are of those that batch axes cut, of those that are cut along the wrong side, and of those
+    that ZeRO-1 renews.
+    """
     for cut in cuts:
         held = cut.bytes()
         times = _gathers(cut, schedule) * schedule.accumulate
         whole = held * cut.devices(cut.gathered)
         yield "all-gather", cut.gathered, "params", _arrays(cut) * times, whole * times
+        turned = whole * cut.devices(cut.turned) * schedule.accumulate
+        yield "all-gather", cut.turned, "params", _arrays(cut) * schedule.accumulate, turned
         if schedule.zero1 is not None and _has_gradient(cut) and _zero1_cuts(cut, schedule.zero1):
             yield "all-gather", (schedule.zero1,), "params", cut.part.leaves, held
 
@@ -45,6 +51,7 @@ def of_gradients(
         used = {*cut.gathered, *cut.experts, *cut.kept}
         whole = cut.bytes(bits) * cut.devices(cut.gathered)
         rows = [*_reductions(cut, schedule, {*schedule.batch_axes} - used, whole)]
+        rows.append(("all-to-all", cut.turned, whole))
         if schedule.sequence_parallel:
             rows.append(("all-reduce", tensor_axes - used, whole))
         times = schedule.accumulate

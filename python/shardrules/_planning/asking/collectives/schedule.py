@@ -22,7 +22,7 @@ from shardrules._arguments import (
 )
 from shardrules._dtypes import given_bits
 from shardrules._format import brief, mesh_shown
-from shardrules._planning.data_axes import data_axes_among
+from shardrules._planning.axis_uses import data_axes_among
 from shardrules._planning.roles import DIM_ROLES
 
 if TYPE_CHECKING:
