@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardrules._arguments import check_type, each, integer, listed
-from shardrules._dtypes import bits_of, given_name
+from shardrules._dtypes import bits_of, given_float
 from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.leaves import StoredArray, StoredArrays
@@ -104,7 +102,7 @@ def load(
     reports = checked_progress(progress)
     with JointCall("load") as call:
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
-        wanted_dtype = None if dtype is None else given_name("dtype", dtype)
+        wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         given = max_bytes_in_flight
         if given is not None:
             given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
@@ -124,7 +122,7 @@ def load(
             abstract, rules, mesh, None, called="rules"
         )
         jobs = [
-            Job(path, target, np.dtype(leaf.dtype), checked_sharding(path, sharding))
+            Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
         most = bytes_in_flight(jobs, given)

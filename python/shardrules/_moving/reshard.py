@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_tree, each, integer, listed
-from shardrules._dtypes import bits_of, given_name, is_plain_float
+from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._format import bytes_shown
 from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
 from shardrules._moving.live import arranged, is_plain
 from shardrules._moving.renames import Rename
 from shardrules._moving.targets import Problems, Target
-from shardrules._moving.trees import checked_sharding, matched, paths_of, shapes_and_dtypes
+from shardrules._moving.trees import checked_sharding, matched, paths_of, scales_in, shapes_and_dtypes
 from shardrules._planning.plan import Plan
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
@@ -138,7 +138,7 @@ def reshard(
         check_tree("tree", tree)
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
         gives_up = boolean("donate", donate)
-        name = None if dtype is None else given_name("dtype", dtype)
+        name = None if dtype is None else given_float("dtype", dtype)
         most = max_bytes_in_flight
         if most is not None:
             most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
@@ -187,17 +187,28 @@ def _as_they_are(
     leaves, _, shardings = requested_shardings(tree, rules, mesh, None, called="plan_or_rules")
     chosen = of_placeable(tree, leaves, shardings)
     paths = [tree_util.keystr(keys) for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    of_leaf = [dtype] * len(leaves)
+    for i in [] if dtype is None else _scales(tree, leaves):
+        of_leaf[i] = None
     return tree, {
         i: _Move(
             paths[i],
             sharding,
-            _bytes(leaves[i], dtype),
+            _bytes(leaves[i], of_leaf[i]),
             (i,),
-            partial(converted, leaves[i], dtype),
+            partial(converted, leaves[i], of_leaf[i]),
         )
         for i, sharding in enumerate(chosen)
         if sharding is not None
     }
+
+
+def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
+    """Which of the leaves are scales of codes beside them."""
+    paths = paths_of(tree)
+    dtypes = {path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)}
+    scales = scales_in({path: dtype for path, dtype in dtypes.items() if dtype in BITS})
+    return [i for i, path in enumerate(paths) if path in scales]
 
 
 def _bytes(leaf: Any, dtype: str | None) -> int:
@@ -218,7 +229,7 @@ def _by_paths(
     from jax import tree_util
 
     names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
-    arrays = {name: ArraySpec(*of) for name, of in zip(names, shapes_and_dtypes(tree), strict=True)}
+    arrays = {name: ArraySpec(*of) for name, of in zip(names, shapes_and_dtypes(tree, names), strict=True)}
     in_tree, rules = None, plan_or_rules
     if isinstance(plan_or_rules, Plan):
         plan = plan_or_rules if mesh is None else plan_or_rules.on_mesh(mesh)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from shardrules._dtypes import bits_of
+from shardrules._dtypes import bits_of, converts
 from shardrules._file_error import FileError
 from shardrules._format import counted
 from shardrules._moving.arrangement import Arrangement, Box, Piece, Sized, identity
@@ -78,6 +78,8 @@ class Target(NamedTuple):
     shape: Shape
     dtype: str
     parts: tuple[SourcePart, ...]
+    has_own_dtype: bool = False
+    """Whether a record says its dtype."""
 
 
 class Problems:
@@ -365,7 +367,8 @@ def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (shape,) = shapes
-    return Target(shape, dtypes[0], tuple(_part(use, len(shape), starts, arrays) for use in uses))
+    parts = tuple(_part(use, len(shape), starts, arrays) for use in uses)
+    return Target(shape, dtypes[0], parts, uses[0].rename.dtype is not None)
 
 
 def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
@@ -376,9 +379,16 @@ def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
 
 
 def _dtype(use: _Use, arrays: Mapping[str, Spec]) -> str:
-    if use.rename.dtype is not None:
-        return str(use.rename.dtype)
-    return "float32" if _scale(use, arrays) else arrays[use.name].dtype
+    dtype = "float32" if _scale(use, arrays) else arrays[use.name].dtype
+    chosen = use.rename.dtype
+    if chosen is None:
+        return dtype
+    if not converts(dtype, chosen):
+        raise _MisfitError(
+            f"{use.name!r} is {dtype}, and its Rename has dtype={chosen!r}, to which it cannot be "
+            "converted; quantise with a library that makes scales"
+        )
+    return str(chosen)
 
 
 def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_choice, check_tree
 from shardrules._correction import Correction
-from shardrules._dtypes import given_name, is_plain_float
+from shardrules._dtypes import given_float, is_plain_float
 from shardrules._format import shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
@@ -121,7 +121,7 @@ def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
     gives_up = boolean("donate", donate)
     if dtype is None and not gives_up:
         return []
-    name = None if dtype is None else given_name("dtype", dtype)
+    name = None if dtype is None else given_float("dtype", dtype)
     return [("the options", f"donate={gives_up}, dtype={name}")]
 
 

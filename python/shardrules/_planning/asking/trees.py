@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._declared import NOTHING
+from shardrules._dtypes import key_dtype
 from shardrules._planning.asking.check import check
 from shardrules._sharding.memory import sharding_in_memory
 from shardrules._sharding.mesh import as_mesh
@@ -83,7 +84,9 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     return _mapped(
         columns,
         [
-            None if k.shape is None else ShapeDtypeStruct(k.shape, k.dtype, sharding=sharding)
+            None
+            if k.shape is None
+            else ShapeDtypeStruct(k.shape, key_dtype(str(k.dtype)) or k.dtype, sharding=sharding)
             for k, sharding in kinds
         ],
     )
