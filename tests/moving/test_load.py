@@ -390,3 +390,23 @@ def test_memory_kinds_are_those_of_the_rules(checkpoint):
     for most in (None, 5000):
         loaded = sr.load(checkpoint, spec, max_bytes_in_flight=most)
         assert {array.sharding.memory_kind for array in loaded.values()} == {"pinned_host"}
+
+
+def test_what_decides_is_as_in_a_plan(checkpoint):
+    rules = [("norm", ("fsdp",)), ("", ("fsdp", "tp"))]
+    more = {"min_size": 33, "correction": sr.Correction(indivisible="error")}
+    loaded = sr.load(checkpoint, rules, mesh_of(), **more)
+    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of(), **more)
+    assert {name: array.sharding for name, array in loaded.items()} == plan.shardings()
+    assert loaded["model.norm.weight"].sharding.spec == P()
+    with pytest.raises(ValueError, match="min_size is 33; it is not for a Plan"):
+        sr.load(checkpoint, plan, min_size=33)
+
+
+def test_names_for_logical_rules(checkpoint):
+    rules = sr.LogicalRules([("vocab", "fsdp"), ("embed", "tp")])
+    names = {name: ("vocab", "embed")[: len(shape)] for name, shape in LLAMA.items()}
+    loaded = sr.load(checkpoint, rules, mesh_of(), names=names)
+    assert loaded["lm_head.weight"].sharding.spec == P("fsdp", "tp")
+    with pytest.raises(TypeError, match="Give names="):
+        sr.load(checkpoint, rules, mesh_of())

@@ -29,8 +29,12 @@ from shardrules._printable import printable
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
+from shardrules._sharding.planned import checked_companions
+from shardrules._sharding.rules_like import check_taken
 
 if TYPE_CHECKING:
+    from shardrules._correction import Correction
+    from shardrules._planning.companion import Companion
     from shardrules._sharding.mesh import MeshLike
     from shardrules._sharding.rules_like import RulesLike
 
@@ -42,6 +46,10 @@ def load(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
     tree: Any = None,
     renames: Iterable[Rename] = (),
     dtype: Any = None,
@@ -60,6 +68,10 @@ def load(
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        min_size: As in `plan`, for the tree of the result.
+        correction: As in `plan`.
+        companions: As in `plan`.
+        names: As in `plan`, for the tree of the result.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
             Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
             or the checkpoint's names, as in `read_model`.
@@ -106,7 +118,14 @@ def load(
         given = max_bytes_in_flight
         if given is not None:
             given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
+        deciding = {
+            "min_size": min_size,
+            "correction": correction,
+            "companions": checked_companions(companions),
+            "names": names,
+        }
         if isinstance(rules, Plan):
+            check_taken(rules, **deciding)
             chosen = rules if mesh is None else rules.on_mesh(mesh)
             tree = chosen.abstract() if tree is None else tree
             rules, mesh = chosen.shardings(), None
@@ -119,7 +138,7 @@ def load(
         _check_dtypes(arrays, problems)
         abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
         leaves, treedef, shardings = requested_shardings(
-            abstract, rules, mesh, None, called="rules"
+            abstract, rules, mesh, **deciding, called="rules"
         )
         jobs = [
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))

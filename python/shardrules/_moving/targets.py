@@ -87,10 +87,12 @@ class Problems:
 
     Args:
         name: Where the arrays come from.
+        in_file: Whether that is a file; else its error is no FileError.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, in_file: bool = True) -> None:
         self._name = name
+        self._in_file = in_file
         self._paths: dict[str, list[str]] = defaultdict(list)
         self._among: dict[str, Sequence[str]] = {}
 
@@ -100,7 +102,7 @@ class Problems:
         self._among[what] = among
 
     def raise_all(self) -> None:
-        """Raises a FileError with all of them, if there are any."""
+        """Raises an error with all of them, if there are any."""
         if not self._paths:
             return
         count = sum(map(len, self._paths.values()))
@@ -110,7 +112,8 @@ class Problems:
                 # More of them would cost seconds, and tell no more.
                 others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
                 lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
-        raise FileError(*lines)
+        error = FileError(*lines)
+        raise error if self._in_file else ValueError(str(error))
 
 
 def _folded(paths: Sequence[str]) -> list[str]:

@@ -131,6 +131,7 @@ def requested_shardings(
     mesh: MeshLike | None,
     correction: Correction | None,
     *,
+    min_size: int | None = 0,
     companions: Iterable[Any] = (),
     names: Any = None,
     called: str = "specs_or_rules",
@@ -146,6 +147,7 @@ def requested_shardings(
             `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.
+        min_size: As in `named_shardings`.
         companions: As in `named_shardings`.
         names: As in `named_shardings`.
         called: What the caller's parameter for specs or rules is called, for errors.
@@ -158,9 +160,12 @@ def requested_shardings(
 
     check_tree("tree", tree)
     check_correction(correction)
+    smallest = checked_min_size(min_size)
     followers = checked_companions(companions)
     decider = as_decider(called, specs_or_rules)
-    check_taken(decider, companions=followers, names=names, correction=correction)
+    check_taken(
+        decider, min_size=min_size, companions=followers, names=names, correction=correction
+    )
     placements: Sequence[Placement | None]
     if decider is None:
         leaves, treedef, placements = placements_by_specs(
@@ -176,7 +181,7 @@ def requested_shardings(
         placements = decider._placements(tree, mesh)
     else:
         on_mesh = local_view(resolve_mesh(mesh))
-        placements = _placements(tree, decider, on_mesh, correction, followers)
+        placements = _placements(tree, decider, on_mesh, smallest, correction, followers)
     return leaves, treedef, _in_own_memory(leaves, placements)
 
 
@@ -195,17 +200,20 @@ def _placements(
     tree: Any,
     rules: Rules,
     mesh: AnyMesh,
+    min_size: int,
     correction: Correction | None,
     companions: tuple[Any, ...],
 ) -> list[Placement]:
     from jax import tree_util
 
     if companions:
-        planned = planned_placements(tree, companions, rules, mesh, correction=correction)
+        planned = planned_placements(
+            tree, companions, rules, mesh, min_size=min_size, correction=correction
+        )
         return tree_util.tree_leaves(planned)
     matcher = matcher_of(rules)
-    factored = mesh_for(tree, matcher, mesh, correction=correction)
-    return placements_by_rules(tree, matcher, factored, correction)
+    factored = mesh_for(tree, matcher, mesh, min_size=min_size, correction=correction)
+    return placements_by_rules(tree, matcher, factored, min_size=min_size, correction=correction)
 
 
 def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:

@@ -8,7 +8,7 @@ know how a sharding was decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from shardrules._arguments import Tree, boolean, check_choice, check_tree
 from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
-from shardrules._format import shown
+from shardrules._format import counted, shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreed_shardings",
+    "check_reachable",
     "converted",
     "gather",
+    "has_spread",
     "of_placeable",
     "put",
     "shard",
@@ -218,15 +220,71 @@ def agreed_shardings(
     """
     with JointCall(name) as call:
         more = options()
-        if call.joint and asks_for_own_devices(specs_or_rules, mesh):
+        if call.joint and asks_for_own_devices(specs_or_rules, mesh) and not has_spread(tree):
             call.alone()
         leaves, treedef, wanted = requested_shardings(
             tree, specs_or_rules, mesh, correction, companions=companions, names=names
         )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
+        if call.joint:
+            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+                if sharding is not None:
+                    check_reachable(f"leaf {i} of the tree", leaf, sharding)
         call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
     return leaves, treedef, wanted
+
+
+def check_reachable(
+    path: str, leaf: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None
+) -> None:
+    """Checks that JAX can move an array that several processes hold.
+
+    Args:
+        path: The array's path, for the error.
+        leaf: The array, or anything else, which can be moved.
+        sharding: Where it is to be.
+        shape: The shape that is moved, if that is not the array's.
+
+    Raises:
+        ValueError: JAX cannot.
+    """
+    import jax
+
+    if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
+        return
+    groups = ({d.process_index for d in one.device_set} for one in (leaf.sharding, sharding))
+    before, after = map(sorted, groups)
+    client = next(iter(sharding.device_set)).client
+    sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
+        jax.config, "jax_cross_host_transfer_socket_address", ""
+    )
+    is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
+    if not (is_same and before != after and sends):
+        raise ValueError(
+            f"{path} is on {counted(len(leaf.sharding.device_set), 'device')} of the processes "
+            f"{before}, and is to be on {len(sharding.device_set):,} others or some of them, of the "
+            f"processes {after}, which JAX cannot do: what several processes hold, it moves to "
+            "other shardings on the same devices; and to other processes, with the same cuts, on "
+            "TPUs and GPUs, or with jax_cross_host_transfer_socket_address. Move within these "
+            "devices, or save the tree and load it there"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the devices, in their order, have the same parts."""
+    if len(one.device_set) != len(other.device_set):
+        return False
+    maps = (each.devices_indices_map(shape).values() for each in (one, other))
+    return all(a == b for a, b in zip(*maps, strict=True))
+
+
+def has_spread(tree: Any) -> bool:
+    """Whether other processes hold parts of an array of the tree."""
+    import jax
+
+    return any(map(is_spread, jax.tree_util.tree_leaves(tree)))
 
 
 def put(
@@ -239,8 +297,8 @@ def put(
     """`jax.device_put` in one batch, without its costs per leaf.
 
     In several processes each process places its own devices' part of host arrays; JAX would compare
-    the data between all processes. An array on other devices, such as a new one on a single device,
-    goes through the host; JAX would compile a program to cut it.
+    the data between all processes. An array on other devices where it is cut otherwise, such as a
+    new one on a single device, goes through the host; JAX would compile a program to cut it.
 
     Args:
         leaves: Arrays and numbers.
@@ -285,7 +343,7 @@ def _prepared(
             continue
         moved.append(index)
         if own[id(sharding)]:
-            if is_array and _is_plain_array_elsewhere(leaf, sharding):
+            if is_array and _is_cut_otherwise_elsewhere(leaf, sharding):
                 elsewhere.append(index)
         elif not is_spread(leaf):
             ready[index] = _from_own_parts(leaf, sharding)
@@ -330,12 +388,14 @@ def _is_in_place(leaf: jax.Array, sharding: NamedSharding) -> bool:
     return is_there and getattr(leaf, "committed", False)
 
 
-def _is_plain_array_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_cut_otherwise_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
     import jax
     import jax.numpy as jnp
 
     return (
         leaf.sharding.device_set != sharding.device_set
+        and leaf.is_fully_addressable
+        and not _are_cut_alike(leaf.sharding, sharding, leaf.shape)
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
