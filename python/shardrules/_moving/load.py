@@ -6,10 +6,11 @@ what its own devices hold. Must not know how bytes are read, nor how a sharding 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_type, each, integer, listed
 from shardrules._dtypes import bits_of, given_float
@@ -17,6 +18,7 @@ from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.leaves import StoredArray, StoredArrays
 from shardrules._files.orbax import find_checkpoint
+from shardrules._format import shown
 from shardrules._moving.filling import Job, bytes_in_flight, bytes_to_read, fill
 from shardrules._moving.orbax import restore
 from shardrules._moving.progress import Progress, checked_progress, reported
@@ -27,7 +29,7 @@ from shardrules._moving.trees import checked_sharding, matched
 from shardrules._planning.plan import Plan
 from shardrules._printable import printable
 from shardrules._sharding.agreement import JointCall
-from shardrules._sharding.leaf_rows import rows_of
+from shardrules._sharding.leaf_rows import Row, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
 from shardrules._sharding.planned import checked_companions
 from shardrules._sharding.rules_like import check_taken
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["load"]
+
+# Of one array some bytes each.
+_MOST_SAMPLES: Final = 512
 
 
 def load(
@@ -76,7 +81,7 @@ def load(
             Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
             or the checkpoint's names, as in `read_model`.
         renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
-            Not for orbax checkpoints: load these first, and give the renames to `reshard`.
+            For orbax checkpoints only those that rename or leave out: `reshard` takes the others.
         dtype: The dtype of all floating arrays of 16 bits or more. Default: the tree's dtypes, or
             the checkpoint's.
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
@@ -132,7 +137,7 @@ def load(
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
-        arrays = read_arrays(str(Path(source)), StoredArrays())
+        arrays = read_arrays(os.fspath(source), StoredArrays())
         in_orbax = _orbax_checkpoint(Path(source), arrays, followed)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
@@ -145,8 +150,10 @@ def load(
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
         most = bytes_in_flight(jobs, given)
-        call.agree(lambda: rows_of(abstract, dict(enumerate(shardings))))
-    with JointCall("load") as call:
+        call.agree(
+            lambda: [*_sampled(arrays), *rows_of(abstract, dict(enumerate(shardings)))]
+        )
+    with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
         if in_orbax is not None:
@@ -156,6 +163,17 @@ def load(
                 made = _read(jobs, arrays.leaves, most, report)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(made)
+
+
+def _sampled(arrays: Arrays) -> list[Row]:
+    """A digest of some bytes of the files: those of another model may have equal headers."""
+    stored = [leaf for leaf in arrays.leaves.values() if isinstance(leaf, StoredArray)]
+    if not stored:
+        return []
+    chosen = [stored[i] for i in range(0, len(stored), -(-len(stored) // _MOST_SAMPLES))]
+    with Reader() as reader:
+        data = b"".join(map(reader.sample, chosen))
+    return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
 
 
 def _read(
@@ -190,7 +208,7 @@ def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...])
     """The directory of the orbax checkpoint; None for safetensors files.
 
     Raises:
-        FileError: The source has no data; or renames are given for an orbax checkpoint.
+        FileError: The source has no data; or orbax cannot do what a rename says.
     """
     if all(isinstance(leaf, StoredArray) for leaf in arrays.leaves.values()):
         return None
@@ -200,11 +218,13 @@ def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...])
             f"{source}: it lists arrays and does not have their data; give a safetensors file, its "
             "index, a directory of them, or an orbax checkpoint"
         )
-    if renames:
-        raise FileError(
-            f"{source}: renames are for safetensors files, and this is an orbax checkpoint; load "
-            "it without them, and give them to shardrules.reshard"
-        )
+    for rename in renames:
+        if rename.dims or rename.scale:
+            raise FileError(
+                f"{source}: {shown(rename)} changes how arrays lie, and orbax restores them as they "
+                "are; here give records that rename or leave out, and the others to "
+                "shardrules.reshard"
+            )
     return found
 
 

@@ -146,6 +146,12 @@ def targets_of(
         problems: Where what is wrong is noted.
     """
     found = {name: _rename_of(name, renames) for name in arrays}
+    for rename in _useless(renames, found):
+        problems.add(
+            "this Rename finds no array; correct its pattern, or give optional=True if some models "
+            "have such arrays and others have not",
+            str(getattr(rename.pattern, "pattern", rename.pattern)),
+        )
     scales = {_scale_name(name, one) for name, one in found.items() if one.scale}
     uses: dict[str, list[_Use]] = defaultdict(list)
     for name, rename in found.items():
@@ -163,6 +169,15 @@ def targets_of(
         except _MisfitError as error:
             problems.add(str(error), path)
     return made
+
+
+def _useless(renames: Sequence[Rename], found: Mapping[str, Rename]) -> Iterator[Rename]:
+    """The records that have to find an array and find none; those that come too late do find it."""
+    used = {*map(id, found.values())}
+    for rename in renames:
+        if not rename.optional and id(rename) not in used:
+            if not any(re.search(rename.pattern, name) for name in found):
+                yield rename
 
 
 class _MisfitError(Exception):
