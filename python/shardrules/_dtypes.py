@@ -170,8 +170,8 @@ def given_float(name: str, dtype: Any) -> str:
     chosen = given_name(name, dtype)
     if not converts("float32", chosen):
         raise ValueError(
-            f"{name} is {shown(dtype)}, and must be a float, such as 'bfloat16': weights are mostly "
-            f"between -1 and 1, and no {chosen} is; quantise them with a library that makes scales"
+            f"{name} is {shown(dtype)}, and must be a float, such as 'bfloat16': most weights are "
+            f"fractions, which {chosen} has not; quantise them with a library that makes scales"
         )
     return chosen
 

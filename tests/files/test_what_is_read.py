@@ -101,7 +101,9 @@ class TestNumberedFiles:
                 read(directory)
 
     def test_many_are_missing(self, save):
-        with pytest.raises(sr.FileError, match=r"model-00004-of-00012.*, \.\.\. and 8 more files; "):
+        with pytest.raises(
+            sr.FileError, match=r"model-00004-of-00012.*, \.\.\. and 8 more files; "
+        ):
             load(save("model-00001-of-00012"))
 
     def test_an_index_lacks_one(self, save):

@@ -53,9 +53,13 @@ class TestIntegersAreNoWeights:
     def test_a_rename_makes_no_floats_integers(self, save):
         rename = sr.Rename("w", "v", dtype="int8")
         arrays = {"w": np.full((8, 8), 0.02, "float32")}
-        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
+        with pytest.raises(
+            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
+        ):
             sr.load(save(arrays), P(), mesh_of(), renames=[rename])
-        with pytest.raises(ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"):
+        with pytest.raises(
+            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
+        ):
             sr.reshard(sr.shard(arrays, P(), mesh_of()), P(), mesh_of(), renames=[rename])
 
     def test_a_rename_makes_integers_integers_and_floats_codes(self, save):
@@ -178,7 +182,9 @@ class TestRandomKeys:
 
     def test_safetensors_have_none(self, state, save):
         path = save({"linear.kernel": np.ones((8, 8), "float32"), "linear.bias": np.ones(8, "float32")})  # fmt: skip
-        with pytest.raises(sr.FileError, match=r"rngs/key/value: missing: the tree wants key<fry>\["):
+        with pytest.raises(
+            sr.FileError, match=r"rngs/key/value: missing: the tree wants key<fry>\["
+        ):
             sr.load(path, RULES, mesh_of(), tree=state)
 
 

@@ -452,7 +452,9 @@ class TestValuesThatBecomeInfinite:
     def test_a_rename_keeps_its_dtype(self, save):
         rename = sr.Rename("^w$", r"\g<0>", dtype="float32")
         path = save([1e30], "float32")
-        assert sr.load(path, P(), mesh_of(), dtype="float16", renames=[rename])["w"] == np.float32(1e30)
+        assert sr.load(path, P(), mesh_of(), dtype="float16", renames=[rename])["w"] == np.float32(
+            1e30
+        )
 
 
 class TestBounds:

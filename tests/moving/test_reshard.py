@@ -285,9 +285,10 @@ def test_what_decides_is_as_in_a_plan():
     rules = [("w$", ("fsdp", "tp")), ("", ("fsdp",))]
     more = {"min_size": 17, "companions": sr.LORA, "correction": sr.Correction(indivisible="drop")}
     moved = sr.reshard(arrays, rules, mesh_of(), **more)
-    assert jax.tree.map(lambda x: x.sharding, moved) == sr.plan(
-        arrays, rules, mesh_of(), **more
-    ).shardings()
+    assert (
+        jax.tree.map(lambda x: x.sharding, moved)
+        == sr.plan(arrays, rules, mesh_of(), **more).shardings()
+    )
     assert moved["small"].sharding.spec == P()
     with pytest.raises(ValueError, match="min_size is 17; it is not for a Plan"):
         sr.reshard(arrays, sr.plan(arrays, rules, mesh_of()), min_size=17)

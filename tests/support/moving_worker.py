@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -190,7 +191,7 @@ def refuse():
     own, half = (Mesh(np.array(of).reshape(-1, 2), ("x", "y")) for of in (first, of_each))
     start = time.monotonic()
     errors = {
-        f"{name} {call.__name__}": raised(lambda: call(placed, P("x"), to))
+        f"{name} {call.__name__}": raised(partial(call, placed, P("x"), to))
         for name, to in (("own", own), ("half", half))
         for call in (sr.reshard, sr.shard)
     }

@@ -119,8 +119,8 @@ def _random_keys(directory: Path) -> dict[str, str]:
                     found[array["param_name"]] = RANDOM_KEYS[implementation]
         except (AttributeError, LookupError, TypeError) as error:
             raise FileError(
-                f"{path}: this does not describe arrays as orbax does ({error!r}); copy or download "
-                "the checkpoint again"
+                f"{path}: this does not describe arrays as orbax does ({error!r}); copy or "
+                "download the checkpoint again"
             ) from None
     return found
 

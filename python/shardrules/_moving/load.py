@@ -123,7 +123,7 @@ def load(
         given = max_bytes_in_flight
         if given is not None:
             given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
-        deciding = {
+        deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
             "companions": checked_companions(companions),
@@ -150,9 +150,7 @@ def load(
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
         most = bytes_in_flight(jobs, given)
-        call.agree(
-            lambda: [*_sampled(arrays), *rows_of(abstract, dict(enumerate(shardings)))]
-        )
+        call.agree(lambda: [*_sampled(arrays), *rows_of(abstract, dict(enumerate(shardings)))])
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
@@ -221,8 +219,8 @@ def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...])
     for rename in renames:
         if rename.dims or rename.scale:
             raise FileError(
-                f"{source}: {shown(rename)} changes how arrays lie, and orbax restores them as they "
-                "are; here give records that rename or leave out, and the others to "
+                f"{source}: {shown(rename)} changes how arrays lie, and orbax restores them as "
+                "they are; here give records that rename or leave out, and the others to "
                 "shardrules.reshard"
             )
     return found

@@ -360,7 +360,8 @@ def _largest(dtype: np.dtype[Any]) -> float | None:
     """The largest value of a floating dtype."""
     import ml_dtypes
 
-    return float(ml_dtypes.finfo(dtype).max) if is_inexact(dtype) and dtype.kind != "c" else None
+    finfo: Any = ml_dtypes.finfo
+    return float(finfo(dtype).max) if is_inexact(dtype) and dtype.kind != "c" else None
 
 
 def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:

@@ -24,7 +24,13 @@ from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
 from shardrules._moving.live import arranged, is_plain
 from shardrules._moving.renames import Rename
 from shardrules._moving.targets import Problems, Target
-from shardrules._moving.trees import checked_sharding, matched, paths_of, scales_in, shapes_and_dtypes
+from shardrules._moving.trees import (
+    checked_sharding,
+    matched,
+    paths_of,
+    scales_in,
+    shapes_and_dtypes,
+)
 from shardrules._planning.plan import Plan
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
@@ -131,8 +137,8 @@ def reshard(
     Args:
         tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
         plan_or_rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
-            are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of arrays, or of
-            ShapeDtypeStructs with shardings, whose shardings the arrays get.
+            are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
+            arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
         min_size: As in `plan`, for the tree of the result.
         correction: As in `plan`.
@@ -176,7 +182,8 @@ def reshard(
         most = max_bytes_in_flight
         if most is not None:
             most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
-        deciding = {
+        deciding: dict[str, Any] = {
+            "mesh": mesh,
             "min_size": min_size,
             "correction": correction,
             "companions": checked_companions(companions),
@@ -184,13 +191,13 @@ def reshard(
         }
         if call.joint and _asks_for_own_devices(plan_or_rules, mesh) and not has_spread(tree):
             call.alone()
-        abstract, wanted = _moves(tree, plan_or_rules, mesh, followed, name, deciding)
+        abstract, wanted = _moves(tree, plan_or_rules, deciding, followed, name)
         most = _bound(wanted.values(), most)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in wanted.items()}
         sources = tree_util.tree_leaves(tree)
         if call.joint:
-            for i, move in wanted.items():
+            for move in wanted.values():
                 for source in move.sources:
                     check_reachable(move.path(), sources[source], move.sharding, move.shape)
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
@@ -224,10 +231,9 @@ def _asks_for_own_devices(plan_or_rules: Any, mesh: MeshLike | None) -> bool:
 def _moves(
     tree: Any,
     plan_or_rules: Any,
-    mesh: MeshLike | None,
+    deciding: Mapping[str, Any],
     renames: Sequence[Rename],
     dtype: str | None,
-    deciding: Mapping[str, Any],
 ) -> tuple[Any, dict[int, _Move]]:
     """(the result or an abstract one of its structure, the move of each leaf that moves)."""
     from jax import tree_util
@@ -235,17 +241,15 @@ def _moves(
     rules, target = plan_or_rules, plan_or_rules
     if isinstance(rules, Plan):
         check_taken(rules, **deciding)
-        rules = rules if mesh is None else rules.on_mesh(mesh)
+        rules = rules if deciding["mesh"] is None else rules.on_mesh(deciding["mesh"])
         target = rules.abstract()
     decided = _shardings_in(target)
     if decided is None or renames or not _is_like(tree, target, isinstance(rules, Plan)):
         if decided is not None and rules is target:
-            rules = tree_util.tree_structure(target).unflatten(decided)
+            rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
         if renames or isinstance(rules, Plan):
-            return _by_paths(tree, rules, mesh, renames, dtype, deciding)
-        leaves, _, decided = requested_shardings(
-            tree, rules, mesh, **deciding, called="plan_or_rules"
-        )
+            return _by_paths(tree, rules, deciding, renames, dtype)
+        leaves, _, decided = requested_shardings(tree, rules, **deciding, called="plan_or_rules")
     else:
         check_taken(None, **deciding)
         leaves = tree_util.tree_leaves(tree)
@@ -260,7 +264,9 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
     """
     from jax import tree_util
 
-    (leaves, treedef), (others, wanted) = map(tree_util.tree_flatten, (tree, target))
+    leaves, others = map(tree_util.tree_leaves, (tree, target))
+    treedef: Any = tree_util.tree_structure(tree)
+    wanted: Any = tree_util.tree_structure(target)
     # A plan of a tree with names has its arrays without their boxes.
     if treedef != wanted and tree_util.tree_structure(unboxed(tree).tree) != wanted:
         return False
@@ -339,7 +345,9 @@ def _path(tree: Any, index: int) -> str:
 def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
     """Which of the leaves are scales of codes beside them."""
     paths = paths_of(tree)
-    dtypes = {path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)}
+    dtypes = {
+        path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
+    }
     scales = scales_in({path: dtype for path, dtype in dtypes.items() if dtype in BITS})
     return [i for i, path in enumerate(paths) if path in scales]
 
@@ -354,24 +362,23 @@ def _bytes(leaf: Any, dtype: str | None) -> int:
 def _by_paths(
     tree: Any,
     plan_or_rules: Any,
-    mesh: MeshLike | None,
+    deciding: Mapping[str, Any],
     renames: Sequence[Rename],
     dtype: str | None,
-    deciding: Mapping[str, Any],
 ) -> tuple[Any, dict[int, _Move]]:
     """(the abstract tree of the result, the move of each of its leaves)."""
     from jax import tree_util
 
     names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
-    arrays = {name: ArraySpec(*of) for name, of in zip(names, shapes_and_dtypes(tree, names), strict=True)}
+    of_leaves = shapes_and_dtypes(tree, names)
+    arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
     in_tree, rules = None, plan_or_rules
     if isinstance(plan_or_rules, Plan):
-        in_tree, rules, mesh = plan_or_rules.abstract(), plan_or_rules.shardings(), None
+        in_tree, rules = plan_or_rules.abstract(), plan_or_rules.shardings()
+        deciding = {**deciding, "mesh": None}
     problems = Problems("the tree", in_file=False)
     abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
-    specs, _, shardings = requested_shardings(
-        abstract, rules, mesh, **deciding, called="plan_or_rules"
-    )
+    specs, _, shardings = requested_shardings(abstract, rules, **deciding, called="plan_or_rules")
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
     for i, ((path, target), spec, sharding) in enumerate(

@@ -175,9 +175,9 @@ def _useless(renames: Sequence[Rename], found: Mapping[str, Rename]) -> Iterator
     """The records that have to find an array and find none; those that come too late do find it."""
     used = {*map(id, found.values())}
     for rename in renames:
-        if not rename.optional and id(rename) not in used:
-            if not any(re.search(rename.pattern, name) for name in found):
-                yield rename
+        may_find_none = rename.optional or id(rename) in used
+        if not may_find_none and not any(re.search(rename.pattern, name) for name in found):
+            yield rename
 
 
 class _MisfitError(Exception):

@@ -5,7 +5,6 @@ Costs a few look-ups per array. Must not know where the arrays are.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

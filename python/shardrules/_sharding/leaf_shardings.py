@@ -181,7 +181,14 @@ def requested_shardings(
         placements = decider._placements(tree, mesh)
     else:
         on_mesh = local_view(resolve_mesh(mesh))
-        placements = _placements(tree, decider, on_mesh, smallest, correction, followers)
+        placements = _placements(
+            tree,
+            decider,
+            on_mesh,
+            min_size=smallest,
+            correction=correction,
+            companions=followers,
+        )
     return leaves, treedef, _in_own_memory(leaves, placements)
 
 
@@ -200,6 +207,7 @@ def _placements(
     tree: Any,
     rules: Rules,
     mesh: AnyMesh,
+    *,
     min_size: int,
     correction: Correction | None,
     companions: tuple[Any, ...],

@@ -253,21 +253,21 @@ def check_reachable(
 
     if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
         return
-    groups = ({d.process_index for d in one.device_set} for one in (leaf.sharding, sharding))
+    groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
     before, after = map(sorted, groups)
-    client = next(iter(sharding.device_set)).client
+    client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
     sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
         jax.config, "jax_cross_host_transfer_socket_address", ""
     )
     is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
     if not (is_same and before != after and sends):
         raise ValueError(
-            f"{path} is on {counted(len(leaf.sharding.device_set), 'device')} of the processes "
-            f"{before}, and is to be on {len(sharding.device_set):,} others or some of them, of the "
-            f"processes {after}, which JAX cannot do: what several processes hold, it moves to "
-            "other shardings on the same devices; and to other processes, with the same cuts, on "
-            "TPUs and GPUs, or with jax_cross_host_transfer_socket_address. Move within these "
-            "devices, or save the tree and load it there"
+            f"{path} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
+            f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
+            "same ones, which JAX cannot do: what several processes hold, it moves to other "
+            "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
+            "and GPUs, or with jax_cross_host_transfer_socket_address. Move within these devices, "
+            "or save the tree and load it there"
         )
 
 
