@@ -146,8 +146,7 @@ def reshard(
         names: As in `plan`, for the tree of the result.
         donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
             is made of them has arrived, unless a device keeps its part. Default: False.
-        dtype: The dtype of all floating arrays of 16 bits or more. Default: the plan's dtypes, or
-            their own.
+        dtype: As in `load`. Default: the plan's dtypes, or their own.
         renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
             as in `load`. A program is compiled for each form that is not just another name.
         max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
@@ -158,7 +157,8 @@ def reshard(
 
     Raises:
         ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
-            something does not fit the plan's tree.
+            something does not fit the plan's tree; or several processes hold an array, and JAX
+            cannot move it there.
         TypeError: As `shard`.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 

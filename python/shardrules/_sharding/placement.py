@@ -253,6 +253,8 @@ def check_reachable(
 
     if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
         return
+    if leaf.is_fully_replicated and sharding.is_fully_addressable:
+        return  # through the host
     groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
     before, after = map(sorted, groups)
     client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
@@ -281,10 +283,11 @@ def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
 
 
 def has_spread(tree: Any) -> bool:
-    """Whether other processes hold parts of an array of the tree."""
+    """Whether other processes hold parts of an array of the tree that this one does not hold."""
     import jax
 
-    return any(map(is_spread, jax.tree_util.tree_leaves(tree)))
+    leaves = jax.tree_util.tree_leaves(tree)
+    return any(is_spread(leaf) and not leaf.is_fully_replicated for leaf in leaves)
 
 
 def put(
@@ -394,8 +397,8 @@ def _is_cut_otherwise_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> boo
 
     return (
         leaf.sharding.device_set != sharding.device_set
-        and leaf.is_fully_addressable
-        and not _are_cut_alike(leaf.sharding, sharding, leaf.shape)
+        and (leaf.is_fully_addressable or leaf.is_fully_replicated)
+        and not (leaf.is_fully_addressable and _are_cut_alike(leaf.sharding, sharding, leaf.shape))
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
