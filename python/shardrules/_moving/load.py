@@ -82,9 +82,9 @@ def load(
             or the checkpoint's names, as in `read_model`.
         renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
             For orbax checkpoints only those that rename or leave out: `reshard` takes the others.
-        dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales beside
-            FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes, or the
-            checkpoint's.
+        dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
+            beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
+            or the checkpoint's.
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -39,6 +38,7 @@ from shardrules._sharding.placement import (
     check_reachable,
     converted,
     has_spread,
+    leaf_path,
     of_placeable,
     put,
     stays_in_part,
@@ -60,7 +60,6 @@ __all__ = ["reshard"]
 class _Move(NamedTuple):
     """An array of the result."""
 
-    path: Callable[[], str]
     sharding: NamedSharding
     shape: tuple[int, ...]
     bytes: int
@@ -192,16 +191,18 @@ def reshard(
         if call.joint and _asks_for_own_devices(plan_or_rules, mesh) and not has_spread(tree):
             call.alone()
         abstract, wanted = _moves(tree, plan_or_rules, deciding, followed, name)
-        most = _bound(wanted.values(), most)
+        most = _bound(wanted, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in wanted.items()}
-        sources = tree_util.tree_leaves(tree)
+        made, treedef = tree_util.tree_flatten(abstract)
+        sources = list(made) if abstract is tree else tree_util.tree_leaves(tree)
         if call.joint:
-            for move in wanted.values():
+            for i, move in wanted.items():
                 for source in move.sources:
-                    check_reachable(move.path(), sources[source], move.sharding, move.shape)
+                    check_reachable(
+                        partial(leaf_path, abstract, i), sources[source], move.sharding, move.shape
+                    )
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
-    made, treedef = tree_util.tree_flatten(abstract)
     left = Counter(source for move in wanted.values() for source in move.sources)
     shared: set[int] = set()
     batches = list(_batches(wanted, most))
@@ -264,11 +265,12 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
     """
     from jax import tree_util
 
-    leaves, others = map(tree_util.tree_leaves, (tree, target))
-    treedef: Any = tree_util.tree_structure(tree)
-    wanted: Any = tree_util.tree_structure(target)
+    wanted: Any
+    leaves, treedef = tree_util.tree_flatten(tree)
+    others, wanted = tree_util.tree_flatten(target)
     # A plan of a tree with names has its arrays without their boxes.
-    if treedef != wanted and tree_util.tree_structure(unboxed(tree).tree) != wanted:
+    without = treedef if wanted == treedef else tree_util.tree_structure(unboxed(tree).tree)
+    if wanted != without:
         return False
     for place, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         if has_dtypes and getattr(leaf, "dtype", None) != other.dtype:
@@ -277,9 +279,9 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
             if has_dtypes:
                 return False
             raise ValueError(
-                f"plan_or_rules: {_path(target, place)} has the shape {list(other.shape)}, and in "
-                f"tree it is {list(np.shape(leaf))}; give shardings of arrays of the same shape, "
-                "or renames that turn the one into the other"
+                f"plan_or_rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
+                f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
+                "shape, or renames that turn the one into the other"
             )
     return True
 
@@ -299,7 +301,7 @@ def _shardings_in(target: Any) -> list[Any] | None:
     if None in shardings:
         place = shardings.index(None)
         raise TypeError(
-            f"plan_or_rules: {_path(target, place)} is {shown(leaves[place])}, which has no "
+            f"plan_or_rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
             "sharding, as arrays have; give one for each array of tree"
         )
     return list(map(_named, shardings))
@@ -324,7 +326,6 @@ def _as_they_are(
         of_leaf[i] = None
     return {
         i: _Move(
-            partial(_path, tree, i),
             sharding,
             np.shape(leaves[i]),
             _bytes(leaves[i], of_leaf[i]),
@@ -334,12 +335,6 @@ def _as_they_are(
         for i, sharding in enumerate(of_placeable(tree, leaves, shardings))
         if sharding is not None
     }
-
-
-def _path(tree: Any, index: int) -> str:
-    from jax import tree_util
-
-    return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"
 
 
 def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
@@ -387,7 +382,6 @@ def _by_paths(
         to = checked_sharding(path, sharding)
         used = {name for part in target.parts for name in (part.source, part.scale) if name}
         moves[i] = _Move(
-            partial(str, path),
             to,
             target.shape,
             prod(target.shape) * spec.dtype.itemsize,
@@ -404,19 +398,19 @@ def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSh
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def _bound(moves: Iterable[_Move], given: int | None) -> int:
+def _bound(moves: Mapping[int, _Move], given: int | None, tree: Any) -> int:
     """The bound that was given, or the default.
 
     Raises:
         ValueError: An array alone is larger than what was given.
     """
-    largest = max(moves, key=attrgetter("bytes"), default=None)
-    most = 0 if largest is None else largest.bytes
+    largest = max(moves, key=lambda i: moves[i].bytes, default=None)
+    most = 0 if largest is None else moves[largest].bytes
     if given is None:
         return max(DEFAULT_IN_FLIGHT, most)
     if largest is not None and most > given:
         raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path()} has "
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {leaf_path(tree, largest)} has "
             f"{bytes_shown(most)}: give at least {most:,}"
         )
     return given

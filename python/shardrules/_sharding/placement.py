@@ -34,6 +34,7 @@ __all__ = [
     "converted",
     "gather",
     "has_spread",
+    "leaf_path",
     "of_placeable",
     "put",
     "shard",
@@ -230,18 +231,21 @@ def agreed_shardings(
         if call.joint:
             for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
                 if sharding is not None:
-                    check_reachable(f"leaf {i} of the tree", leaf, sharding)
+                    check_reachable(partial(leaf_path, tree, i), leaf, sharding)
         call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
     return leaves, treedef, wanted
 
 
 def check_reachable(
-    path: str, leaf: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None
+    path: Callable[[], str],
+    leaf: Any,
+    sharding: NamedSharding,
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """Checks that JAX can move an array that several processes hold.
 
     Args:
-        path: The array's path, for the error.
+        path: Gives the array's path, for the error.
         leaf: The array, or anything else, which can be moved.
         sharding: Where it is to be.
         shape: The shape that is moved, if that is not the array's.
@@ -264,7 +268,7 @@ def check_reachable(
     is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
     if not (is_same and before != after and sends):
         raise ValueError(
-            f"{path} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
+            f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
             f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
             "same ones, which JAX cannot do: what several processes hold, it moves to other "
             "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
@@ -280,6 +284,13 @@ def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
         return False
     maps = (each.devices_indices_map(shape).values() for each in (one, other))
     return all(a == b for a, b in zip(*maps, strict=True))
+
+
+def leaf_path(tree: Any, index: int) -> str:
+    """The path of a leaf as JAX writes it, for errors."""
+    from jax import tree_util
+
+    return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
 
 
 def has_spread(tree: Any) -> bool:
@@ -341,12 +352,13 @@ def _prepared(
     own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
     ready, moved, elsewhere = list(leaves), [], []
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        is_array = isinstance(leaf, jax.Array)
-        if is_array and may_stay and _is_in_place(leaf, sharding):
+        # Asked once: that of random keys takes long.
+        was = leaf.sharding if isinstance(leaf, jax.Array) else None
+        if was is not None and may_stay and _is_in_place(leaf, was, sharding):
             continue
         moved.append(index)
         if own[id(sharding)]:
-            if is_array and _is_cut_otherwise_elsewhere(leaf, sharding):
+            if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
                 elsewhere.append(index)
         elif not is_spread(leaf):
             ready[index] = _from_own_parts(leaf, sharding)
@@ -385,20 +397,21 @@ def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) ->
     return listed
 
 
-def _is_in_place(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
     """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
-    is_there = leaf.sharding is sharding or leaf.sharding == sharding
+    is_there = was is sharding or was == sharding
     return is_there and getattr(leaf, "committed", False)
 
 
-def _is_cut_otherwise_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
     import jax
     import jax.numpy as jnp
 
+    is_here = was.is_fully_addressable
     return (
-        leaf.sharding.device_set != sharding.device_set
-        and (leaf.is_fully_addressable or leaf.is_fully_replicated)
-        and not (leaf.is_fully_addressable and _are_cut_alike(leaf.sharding, sharding, leaf.shape))
+        was.device_set != sharding.device_set
+        and not (is_here and _are_cut_alike(was, sharding, leaf.shape))
+        and (is_here or was.is_fully_replicated)
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
