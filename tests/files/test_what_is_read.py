@@ -76,6 +76,11 @@ def test_another_format_is_named(tmp_path, read, file, what):
             read(source)
 
 
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(sr.FileError, match="File name too long"):
+        load("x" * 5000)
+
+
 def test_another_format_beside_safetensors_is_not_read(save):
     directory = save("model")
     (directory / "pytorch_model.bin").write_bytes(b"")

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._dtypes import BITS, SAFETENSORS
+from shardrules._files.arrays import read_arrays
+from shardrules._files.leaves import StoredArrays
 from shardrules._moving import filling, load, reading, trees
 from tests.support.files import header_file, message
 from tests.support.slow import slow
@@ -503,3 +505,16 @@ class TestBounds:
         monkeypatch.setattr(filling, "_buffers", fail)
         with pytest.raises(MemoryError, match="Unable to allocate 64.0 MiB.*max_bytes_in_flight"):
             sr.load(checkpoint, RULES, mesh_of())
+
+    def test_samples_of_the_data(self, tmp_path):
+        """What several processes compare."""
+        save = pytest.importorskip("safetensors.numpy").save_file
+        whole = np.arange(100, dtype="uint8")
+        save(
+            {"a": whole, "b": np.ones((0, 4), "float32"), "c": whole[:3]},
+            tmp_path / "m.safetensors",
+        )
+        leaves = read_arrays(str(tmp_path / "m.safetensors"), StoredArrays()).leaves
+        with reading.Reader() as reader:
+            samples = {name: reader.sample(leaf) for name, leaf in leaves.items()}
+        assert samples == {"a": bytes(range(18, 82)), "b": b"", "c": b"\x00\x01\x02"}

@@ -82,9 +82,9 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
         FileError: There is no such file, its kind is unknown, or it is damaged.
     """
     path, leaves = Path(source), ArraySpecs() if make is None else make
-    if not path.exists():
-        _check_place(source)
     try:
+        if not path.exists():
+            _check_place(source)
         with _collector_paused():
             if path.is_dir():
                 return _of_directory(path, leaves)
@@ -160,7 +160,7 @@ def _of_directory(path: Path, make: ArraySpecs) -> Arrays:
         return _arrays(path, name, safetensors.read_files(path, files, make))
     if checkpoint := orbax.find_checkpoint(path):
         return Arrays(name, orbax.read_checkpoint(checkpoint, make), orbax.SEPARATOR)
-    for file in sorted(path.iterdir()):
+    for file in filter(Path.is_file, sorted(path.iterdir())):
         _check_kind(file)
     raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
 

@@ -115,7 +115,7 @@ def _random_keys(directory: Path) -> dict[str, str]:
             for row in parse_json(path, read_bytes(path))["array_metadatas"]:
                 array = row["array_metadata"]
                 implementation = (array.get("ext_metadata") or {}).get("random_key_impl")
-                if implementation is not None:
+                if implementation in RANDOM_KEYS:
                     found[array["param_name"]] = RANDOM_KEYS[implementation]
         except (AttributeError, LookupError, TypeError) as error:
             raise FileError(

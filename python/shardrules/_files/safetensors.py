@@ -245,10 +245,10 @@ def _check_series(source: Path, names: list[str]) -> None:
     for (begin, count), numbers in series.items():
         first = min(numbers & {0}, default=1)
         if missing := sorted({*range(first, first + int(count))} - numbers):
-            names = [f"{begin}-{number:05}-of-{count}{SUFFIX}" for number in missing[:_SHOWN]]
+            lacking = [f"{begin}-{number:05}-of-{count}{SUFFIX}" for number in missing[:_SHOWN]]
             raise FileError(
                 f"{source}: files end in -of-{count}, and {len(numbers):,} are here; missing: "
-                f"{', '.join([*names, *and_more(len(missing), _SHOWN, 'file')])}; download the "
+                f"{', '.join([*lacking, *and_more(len(missing), _SHOWN, 'file')])}; download the "
                 "model again, or give the name of one file"
             )
 

@@ -59,7 +59,8 @@ DEEPSEEK_STACKED: Final = (
 )
 r"""Renames: DeepSeek-V3 with the experts of a layer stacked,
 `model.layers.3.mlp.experts.gate_proj.weight` [expert, out, in]. Its FP8 weights times their scales
-are bfloat16, as DeepSeek's own conversion has them; other names stay."""
+are bfloat16, as DeepSeek's own conversion has them, whatever `dtype` of the call is; other names
+stay."""
 
 DEEPSEEK_UNSTACKED: Final = (
     _part(

@@ -106,6 +106,8 @@ class Reader:
         size = _Layout(array).dtype.itemsize * prod(array.shape)
         found = bytearray(min(size, _SAMPLE))
         begin = array.begin + (size - len(found)) // 2
+        if not found:
+            return b""
         with self._file(array.file) as file:
             self._read(array.file, file, begin, [memoryview(found)])
         return bytes(found)
