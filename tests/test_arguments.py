@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "donate": NOT_TRUTH,
     "scalars": ("drop", 0, THING, HUGE, []),
     "strict": NOT_TRUTH,
+    "optional": NOT_TRUTH,
     "path": NOT_TEXT,
     "shape": (3, 0, "ab", (2.5,), (-1,), (2**63,), (None,), ("8",), THING, {8: 8}, (10**5000,)),
     "memory_budget": NOT_SIZE,
@@ -212,7 +213,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
                                                        "rank", "unmatched")},
     "Dialect.correction": (*NOT_CORRECTION, None),
     **{f"{name}.names": (3, "embed", THING, {"w": 3}, [3])
-       for name in ("compare", "plan", "named_shardings", "shard", "with_sharding_constraint")},
+       for name in ("compare", "load", "plan", "named_shardings", "reshard", "shard",
+                    "with_sharding_constraint")},
     "compat.maxtext.read_dump.path": (*NOT_FILE, None),
     "compat.maxtext.read_dump.dtype": (3, None, THING, HUGE, "no dtype"),
     "suggest.tokens": tuple(value for value in WRONG["tokens"] if value is not None),
@@ -377,7 +379,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Rename": (sr.Rename, {
         "pattern": "(?P<layer>[0-9]+)", "path": "{part}", "dims": "(part out) in -> layer in out",
         "sizes": {"out": (8, 4)}, "words": {"part": ("q", "k")}, "scale": "scale", "blocks": (128, 128),
-        "dtype": None}),
+        "dtype": None, "optional": False}),
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
@@ -395,7 +397,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
     "gather": (sr.gather, {"tree": TREE}),
     "load": (sr.load, {
-        "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "tree": None, "renames": (), "dtype": None,
+        "source": CHECKPOINT, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
+        "companions": (), "names": None, "optional_axes": (), "tree": None, "renames": (), "dtype": None,
         "progress": None, "max_bytes_in_flight": None}),
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
@@ -417,12 +420,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "reshard": (sr.reshard, {
-        "tree": TREE, "plan_or_rules": RULES, "mesh": MESH, "donate": False, "dtype": None, "renames": (),
+        "tree": TREE, "plan_or_rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
+        "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "renames": (),
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
-        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
+        "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "scalars": "place",
         "optional_axes": ()}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {

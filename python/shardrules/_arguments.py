@@ -36,6 +36,7 @@ __all__ = [
     "check_choice",
     "check_choices",
     "check_file",
+    "check_order",
     "check_real",
     "check_shapes",
     "check_tree",
@@ -262,18 +263,26 @@ def in_order(
             try:
                 return function(*arguments, **named)
             except (TypeError, ValueError, re.error):
-                given, expected = list(map(_kind_of, arguments))[: len(kinds)], list(kinds)
-                if given != expected[: len(given)] and sorted(given) == sorted(kinds):
-                    name = function.__name__
-                    raise TypeError(
-                        f"{name}: the arguments are in another order, {', '.join(given)}: write "
-                        f"{name}({', '.join(kinds)})"
-                    ) from None
+                check_order(function.__name__, kinds, arguments)
                 raise
 
         return call
 
     return told
+
+
+def check_order(name: str, kinds: tuple[Kind, ...], arguments: tuple[Any, ...]) -> None:
+    """Checks arguments that a function has refused: they may be in another order.
+
+    Raises:
+        TypeError: They are.
+    """
+    seem = [_kind_of(argument) for argument in arguments[: len(kinds)]]
+    if seem != list(kinds) and sorted(seem) == sorted(kinds):
+        raise TypeError(
+            f"{name}: the arguments are in another order, {', '.join(seem)}: write "
+            f"{name}({', '.join(kinds)})"
+        ) from None
 
 
 def _kind_of(argument: Any) -> Kind:

@@ -1,4 +1,4 @@
-"""Dtypes by name: the bits of an element, and the names in safetensors.
+"""Dtypes by name: the bits of an element, the names in safetensors, and what converts to what.
 
 Only tables of names, so that reading a file needs neither numpy nor ml_dtypes. Must not know about
 shapes or files.
@@ -6,19 +6,24 @@ shapes or files.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 from shardrules._format import brief, shown
 
 __all__ = [
     "BITS",
+    "RANDOM_KEYS",
     "SAFETENSORS",
     "bits_of",
+    "converts",
     "given_bits",
     "given_dtype",
+    "given_float",
     "given_name",
     "is_inexact",
     "is_plain_float",
+    "key_dtype",
     "numpy_name",
 ]
 
@@ -31,12 +36,12 @@ _NAMES_BY_BITS: Final = {
     "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
     16: "int16 uint16 float16 bfloat16",
     32: "int32 uint32 float32",
-    64: "int64 uint64 float64 complex64",
-    128: "complex128",
+    64: "int64 uint64 float64 complex64 key<fry>",
+    128: "complex128 key<rbg> key<urbg>",
 }
 
 BITS: Final = {name: bits for bits, names in _NAMES_BY_BITS.items() for name in names.split()}
-"""Bits of one element, by the name of the dtype in numpy or ml_dtypes.
+"""Bits of one element, by the name of the dtype in numpy, ml_dtypes or JAX, which has random keys.
 
 Types of less than a byte are packed, as in safetensors and on accelerators.
 """
@@ -66,6 +71,9 @@ SAFETENSORS: Final = {
     "U64": "uint64",
 }
 """Names in safetensors 0.8, with the names in numpy and ml_dtypes."""
+
+RANDOM_KEYS: Final = {"threefry2x32": "key<fry>", "rbg": "key<rbg>", "unsafe_rbg": "key<urbg>"}
+"""JAX's implementations of random keys, with the names of their dtypes."""
 
 
 def numpy_name(name: str) -> str:
@@ -153,6 +161,44 @@ def given_name(name: str, dtype: Any) -> str:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
+def given_float(name: str, dtype: Any) -> str:
+    """The name of a dtype that all floating arrays are to have.
+
+    Raises:
+        ValueError: As `given_name`; or arrays do not convert to it.
+    """
+    chosen = given_name(name, dtype)
+    if not converts("float32", chosen):
+        raise ValueError(
+            f"{name} is {shown(dtype)}, and must be a float, such as 'bfloat16': most weights are "
+            f"fractions, which {chosen} has not; quantise them with a library that makes scales"
+        )
+    return chosen
+
+
+def converts(of: str, to: str) -> bool:
+    """Whether a conversion that is asked for by name can be meant: within a kind of numbers."""
+    return of == to or _number_kind(of) == _number_kind(to) != ""
+
+
+def _number_kind(dtype: str) -> str:
+    """Of integers, floats and complex numbers of 8 bits or more; empty for codes and for flags."""
+    if BITS.get(dtype, 0) < 8 or dtype == "float8_e8m0fnu":  # powers of two, for scales
+        return ""
+    return next((kind for kind in ("int", "float", "complex") if kind in dtype), "")
+
+
 def is_plain_float(name: str) -> bool:
     """Whether this is a floating dtype of 16 bits or more: not one of quantized values."""
     return name in ("float16", "bfloat16", "float32", "float64")
+
+
+@cache
+def key_dtype(name: str) -> Any:
+    """JAX's dtype of random keys of this name; None for all other names."""
+    implementation = next((one for one, dtype in RANDOM_KEYS.items() if dtype == name), None)
+    if implementation is None:
+        return None
+    import jax
+
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype

@@ -43,7 +43,7 @@ LEAVES = {
 
 
 def test_dtypes_are_those_of_numpy_and_ml_dtypes():
-    for name in BITS:
+    for name in (name for name in BITS if "key<" not in name):
         dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
         assert dtype.name == name
         assert bits_of(dtype) == bits_of(name) == BITS[name]

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._dtypes import BITS, SAFETENSORS
+from shardrules._files.arrays import read_arrays
+from shardrules._files.leaves import StoredArrays
 from shardrules._moving import filling, load, reading, trees
 from tests.support.files import header_file, message
 from tests.support.slow import slow
@@ -181,8 +183,8 @@ def test_a_tree_has_its_structure_and_dtypes(checkpoint):
     assert embed.dtype == "float32"
     own = by_safe_open(checkpoint)["model.embed_tokens.weight"]
     assert bits(embed) == bits(own.astype("float32"))
-    both = sr.load(checkpoint, P("fsdp"), mesh_of(), tree=tree, renames=rest, dtype=jnp.float16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(both)} == {np.dtype("float16")}
+    both = sr.load(checkpoint, P("fsdp"), mesh_of(), tree=tree, renames=rest, dtype=jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(both)} == {np.dtype("float32")}
 
 
 def test_a_plan_is_rules_tree_and_mesh(checkpoint):
@@ -390,3 +392,129 @@ def test_memory_kinds_are_those_of_the_rules(checkpoint):
     for most in (None, 5000):
         loaded = sr.load(checkpoint, spec, max_bytes_in_flight=most)
         assert {array.sharding.memory_kind for array in loaded.values()} == {"pinned_host"}
+
+
+def test_what_decides_is_as_in_a_plan(checkpoint):
+    rules = [("norm", ("fsdp",)), ("", ("fsdp", "tp"))]
+    more = {"min_size": 33, "correction": sr.Correction(indivisible="error")}
+    loaded = sr.load(checkpoint, rules, mesh_of(), **more)
+    plan = sr.plan(sr.read_model(checkpoint), rules, mesh_of(), **more)
+    assert {name: array.sharding for name, array in loaded.items()} == plan.shardings()
+    assert loaded["model.norm.weight"].sharding.spec == P()
+    with pytest.raises(ValueError, match="min_size is 33; it is not for a Plan"):
+        sr.load(checkpoint, plan, min_size=33)
+
+
+def test_names_for_logical_rules(checkpoint):
+    rules = sr.LogicalRules([("vocab", "fsdp"), ("embed", "tp")])
+    names = {name: ("vocab", "embed")[: len(shape)] for name, shape in LLAMA.items()}
+    loaded = sr.load(checkpoint, rules, mesh_of(), names=names)
+    assert loaded["lm_head.weight"].sharding.spec == P("fsdp", "tp")
+    with pytest.raises(TypeError, match="Give names="):
+        sr.load(checkpoint, rules, mesh_of())
+
+
+class TestValuesThatBecomeInfinite:
+    @pytest.fixture
+    def save(self, tmp_path):
+        write = pytest.importorskip("safetensors.numpy").save_file
+
+        def call(values, dtype):
+            write({"w": np.array(values, dtype)}, tmp_path / "m.safetensors")
+            return tmp_path / "m.safetensors"
+
+        return call
+
+    @pytest.mark.parametrize(
+        ("value", "of", "to"),
+        [
+            (1e300, "float64", None),
+            (1e30, "float32", "float16"),
+            (-3.4028235e38, "float32", "bfloat16"),
+            (1e30, ml_dtypes.bfloat16, "float16"),
+            (500, "float32", ml_dtypes.float8_e4m3fn),
+            (65000, "float16", ml_dtypes.float8_e5m2),
+        ],
+    )
+    @pytest.mark.parametrize("renames", [(), [sr.Rename("w", "w", "(a b) -> b a", {"a": 2})]])
+    def test_are_an_error_that_names_the_array(self, save, value, of, to, renames):
+        path = save([1.0, value, 2, 3], of)
+        with pytest.raises(sr.FileError, match=r"^w: its values are from .* they would become inf"):
+            sr.load(path, P(), mesh_of(), dtype=to, renames=renames)
+
+    @pytest.mark.parametrize("to", ["float16", "bfloat16"])
+    def test_others_are_none(self, save, to, recwarn):
+        values = np.array([np.inf, -np.inf, np.nan, 65504 + 8, 1e-30, 0], "float32")
+        loaded = sr.load(save(values, "float32"), P(), mesh_of(), dtype=to)["w"]
+        expected = values.astype(np.dtype(loaded.dtype))
+        assert np.isfinite(expected[3:].astype("float32")).all()
+        assert bits(loaded) == bits(expected)
+        assert not recwarn.list
+
+    def test_a_rename_keeps_its_dtype(self, save):
+        rename = sr.Rename("^w$", r"\g<0>", dtype="float32")
+        path = save([1e30], "float32")
+        assert sr.load(path, P(), mesh_of(), dtype="float16", renames=[rename])["w"] == np.float32(
+            1e30
+        )
+
+
+class TestBounds:
+    def test_few_files_are_open_at_once(self, tmp_path, monkeypatch):
+        save = pytest.importorskip("safetensors.numpy").save_file
+        for i in range(12):
+            save({f"w{i}": np.full(8, i, "float32")}, tmp_path / f"part{i}.safetensors")
+        monkeypatch.setattr(reading, "_MOST_FILES", 3)
+        most, make = [0], reading._OpenFile
+
+        def opened(stored):
+            made = make(stored)
+            live.append(made)
+            most[0] = max(most[0], sum(not one.file.closed for one in live))
+            return made
+
+        live = []
+        monkeypatch.setattr(filling, "_THREADS", 2)
+        monkeypatch.setattr(reading, "_OpenFile", opened)
+        loaded = sr.load(tmp_path, P(), mesh_of())
+        assert [float(loaded[f"w{i}"][0]) for i in range(12)] == list(range(12))
+        assert most[0] == 3
+        assert all(one.file.closed for one in live)
+
+    def test_a_file_that_has_changed_when_it_is_closed_early(self, tmp_path, monkeypatch):
+        save = pytest.importorskip("safetensors.numpy").save_file
+        for i in range(3):
+            save({f"w{i}": np.full(8, i, "float32")}, tmp_path / f"part{i}.safetensors")
+        monkeypatch.setattr(reading, "_MOST_FILES", 1)
+        monkeypatch.setattr(filling, "_THREADS", 1)
+        read_at = reading._read_at
+
+        def change(file, begin, into):
+            found = read_at(file, begin, into)
+            os.utime(file.name, ns=(0, 12345))
+            return found
+
+        monkeypatch.setattr(reading, "_read_at", change)
+        with pytest.raises(sr.FileError, match="part.*: the file has changed since its header"):
+            sr.load(tmp_path, P(), mesh_of())
+
+    def test_a_memory_that_is_full(self, checkpoint, monkeypatch):
+        def fail(*_):
+            raise MemoryError("Unable to allocate 64.0 MiB")
+
+        monkeypatch.setattr(filling, "_buffers", fail)
+        with pytest.raises(MemoryError, match="Unable to allocate 64.0 MiB.*max_bytes_in_flight"):
+            sr.load(checkpoint, RULES, mesh_of())
+
+    def test_samples_of_the_data(self, tmp_path):
+        """What several processes compare."""
+        save = pytest.importorskip("safetensors.numpy").save_file
+        whole = np.arange(100, dtype="uint8")
+        save(
+            {"a": whole, "b": np.ones((0, 4), "float32"), "c": whole[:3]},
+            tmp_path / "m.safetensors",
+        )
+        leaves = read_arrays(str(tmp_path / "m.safetensors"), StoredArrays()).leaves
+        with reading.Reader() as reader:
+            samples = {name: reader.sample(leaf) for name, leaf in leaves.items()}
+        assert samples == {"a": bytes(range(18, 82)), "b": b"", "c": b"\x00\x01\x02"}

@@ -58,9 +58,28 @@ def test_what_does_not_fit_is_one_error(params, saved):
     assert "step: left over" in str(info.value)
 
 
-def test_renames_are_for_safetensors(saved):
-    with pytest.raises(sr.FileError, match="give them to shardrules.reshard"):
-        sr.load(saved, RULES, mesh_of(), renames=[sr.Rename("w", "v")])
+def test_what_is_left_over_can_be_left_out(params, saved):
+    """As the error for it advises."""
+    tree = {"layers": params["layers"]}
+    with pytest.raises(sr.FileError, match="step: left over: .* a Rename to None leaves it out"):
+        sr.load(saved, RULES, mesh_of(), tree=tree)
+    loaded = sr.load(saved, RULES, mesh_of(), tree=tree, renames=[sr.Rename("^step$", None)])
+    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    assert bits(loaded["layers"][1]["w"]) == bits(params["layers"][1]["w"])
+
+
+def test_names_and_dtypes_of_renames(params, saved):
+    renames = [sr.Rename(r"layers/(\d+)/", r"blocks/\1/", dtype="float32"), sr.Rename("step", None)]
+    loaded = sr.load(saved, RULES, mesh_of(), renames=renames, dtype="bfloat16")
+    found = loaded["blocks"]["1"]["w"]
+    assert found.dtype == "float32"
+    assert np.array_equal(found, params["layers"][1]["w"].astype("float32"))
+
+
+@pytest.mark.parametrize("more", [{"dims": "a b -> b a"}, {"scale": "s", "blocks": (8, 8)}])
+def test_orbax_does_not_rearrange(saved, more):
+    with pytest.raises(sr.FileError, match="the others to shardrules.reshard"):
+        sr.load(saved, RULES, mesh_of(), renames=[sr.Rename("w", "v", **more)])
 
 
 def test_a_damaged_checkpoint(saved):

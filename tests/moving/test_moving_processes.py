@@ -22,6 +22,7 @@ def folder(tmp_path, monkeypatch):
 
 
 WORKER = "tests.support.moving_worker"
+SAMPLED = 9 * 64  # bytes of each array, by which processes see that they have the same files
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 4), slow(1, 8), slow(4, 2)])
@@ -30,7 +31,7 @@ def test_bit_equal_and_no_byte_too_many(folder, processes, devices):
     for process in run("load", processes, devices, folder, WORKER):
         for is_right, read, own in process["found"]:
             assert is_right
-            assert own <= read <= 1.02 * own
+            assert own <= read - SAMPLED <= 1.02 * own
         assert process["local"]
         total += process["found"][0][2]
     everything = 2 * (64 * 24 + 24 * 128 + 32 * 64 + 16 * 8 + 48 + 4 * 6 * 32)
@@ -55,7 +56,9 @@ FAILURES = {
 DIFFERENCES = {
     "rules": "not the same in process 0 and process",
     "reshard": "processes make different calls",
+    "another model": "not the same in process 0 and process 1\n  the data of the files: process 0",
 }
+WHILE_READING = ("disk", "progress")
 
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
@@ -69,5 +72,18 @@ def test_one_that_fails_makes_all_fail(folder, processes):
             elif index == odd:
                 assert error.startswith(FAILURES[case])
             else:
-                assert error.startswith(f"RuntimeError: load: process {odd} failed before"), error
+                when = (
+                    "while it was reading" if case in WHILE_READING else "before anything was done"
+                )
+                assert error.startswith(f"RuntimeError: load: process {odd} failed {when}: "), error
                 assert FAILURES[case] in error
+
+
+@pytest.mark.parametrize("processes", [2, slow(4)])
+def test_moves_that_jax_cannot_make_are_refused_by_all_at_once(folder, processes):
+    for process in run("refuse", processes, 4, folder, WORKER):
+        for call, error in process["errors"].items():
+            assert error.startswith("ValueError: "), (call, error)
+            assert "which JAX cannot do: what several processes hold" in error
+        assert process["next is right"]
+        assert process["seconds"] < 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -193,7 +194,10 @@ def test_scales_of_blocks(save, rng, counted, spec):  # noqa: F811
     expected = (weight.astype("float32") * spread).T.astype(ml_dtypes.bfloat16)
     assert list(loaded) == ["w.kernel"]
     assert bits(loaded["w.kernel"]) == bits(np.ascontiguousarray(expected))
-    as_float32 = sr.load(path, spec, mesh_of((2, 4)), renames=[rename], dtype="float32")["w.kernel"]
+    in_float32 = [dataclasses.replace(rename, dtype="float32")]
+    as_float32 = sr.load(path, spec, mesh_of((2, 4)), renames=in_float32, dtype="float16")[
+        "w.kernel"
+    ]
     assert bits(as_float32) == bits(np.ascontiguousarray((weight.astype("float32") * spread).T))
 
 

@@ -175,3 +175,120 @@ def test_what_does_not_fit_a_plan():
     assert "w: another shape: the tree wants [8, 4], and the array has [8, 8]" in str(info.value)
     assert "v: missing" in str(info.value)
     assert "x: left over" in str(info.value)
+
+
+class TestATargetOfArrays:
+    """As when an RL trainer sends its weights to a sampler that runs already."""
+
+    def test_their_shardings(self):
+        placed = sr.shard(tree(), RULES, on(range(4), (2, 2)))
+        target = sr.shard(tree(), RULES, on(range(4, 8), (4, 1)))
+        moved = sr.reshard(placed, target)
+        assert jax.tree.map(lambda x: x.sharding, moved) == jax.tree.map(
+            lambda x: x.sharding, target
+        )
+        assert bits(moved["layers"][1]["w"]) == bits(tree()["layers"][1]["w"])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
+        )
+        again = sr.reshard(placed, abstract, dtype="bfloat16")
+        assert again["layers"][0]["w"].sharding == target["layers"][0]["w"].sharding
+        assert again["layers"][0]["w"].dtype == jnp.bfloat16
+
+    def test_an_array_on_a_single_device(self):
+        target = {"w": jax.device_put(np.ones(8), jax.devices()[3])}
+        moved = sr.reshard(sr.shard({"w": np.arange(8.0)}, P("fsdp"), mesh_of()), target)
+        assert moved["w"].sharding.device_set == {jax.devices()[3]}
+        assert bits(moved["w"]) == bits(np.arange(8, dtype="float32"))
+
+    def test_one_without_a_sharding(self):
+        placed = sr.shard({"w": np.ones(8), "b": np.ones(8)}, P(), mesh_of())
+        with pytest.raises(TypeError, match=r"plan_or_rules: \['w'\] is .*, which has no sharding"):
+            sr.reshard(placed, {"w": np.ones(8), "b": placed["b"]})
+        with pytest.raises(TypeError, match=r"plan_or_rules: \['b'\] is .*, which has no sharding"):
+            sr.reshard(placed, jax.eval_shape(lambda: placed))
+
+    def test_another_shape_or_structure(self):
+        placed = sr.shard({"w": np.ones((8, 4))}, P(), mesh_of())
+        with pytest.raises(ValueError, match=r"\['w'\] has the shape \[4, 8\], and in tree it is"):
+            sr.reshard(placed, sr.shard({"w": np.ones((4, 8))}, P(), mesh_of()))
+        with pytest.raises(ValueError, match="plan_or_rules"):
+            sr.reshard(placed, sr.shard({"v": np.ones((8, 4))}, P(), mesh_of()))
+
+    def test_nothing_more_decides(self):
+        placed = sr.shard({"w": np.ones((8, 4))}, P(), mesh_of())
+        with pytest.raises(TypeError, match="names: they are for LogicalRules"):
+            sr.reshard(placed, placed, names={"w": ("x", "y")})
+
+
+def test_cut_alike_elsewhere_is_not_through_the_host(monkeypatch):
+    placed = sr.shard({"w": np.ones((8, 8))}, P("fsdp", "tp"), on(range(4), (2, 2)))
+    monkeypatch.setattr(jax, "device_get", lambda got: [] if got == [] else pytest.fail("to host"))
+    moved = sr.reshard(placed, P("fsdp", "tp"), on(range(4, 8), (2, 2)))
+    assert moved["w"].sharding.device_set == set(jax.devices()[4:])
+
+
+class TestBoxes:
+    """Trees of flax, whose arrays are in boxes, and plans of trees with boxes or without."""
+
+    @pytest.fixture
+    def trees(self):
+        """(with boxes, the same without)"""
+        nn = pytest.importorskip("flax.linen")
+        array = np.arange(64, dtype="float32").reshape(8, 8)
+        return {"a": {"kernel": nn.Partitioned(array, ("x", "y"))}}, {"a": {"kernel": array}}
+
+    def test_the_own_plan_of_a_boxed_tree(self, trees):
+        boxed, _ = trees
+        plan = sr.plan(jax.eval_shape(lambda: boxed), sr.LogicalRules([("x", "fsdp"), ("y", "tp")]), mesh_of())  # fmt: skip
+        for tree in (boxed, sr.shard(boxed, plan)):
+            moved = sr.reshard(tree, plan)
+            assert jax.tree.structure(moved) == jax.tree.structure(boxed)
+            assert moved["a"]["kernel"].value.sharding.spec == P("fsdp", "tp")
+        assert sr.reshard(boxed, plan, dtype="bfloat16")["a"]["kernel"].value.dtype == jnp.bfloat16
+
+    @pytest.mark.parametrize("of", [0, 1])
+    def test_a_plan_of_the_other(self, trees, of):
+        plan = sr.plan(trees[of], [("kernel", ("fsdp", "tp"))], mesh_of())
+        moved = sr.reshard(trees[1 - of], plan)
+        assert jax.tree.structure(moved) == jax.tree.structure(trees[0])
+        assert jax.tree.leaves(moved)[0].sharding.spec == P("fsdp", "tp")
+        assert bits(*jax.tree.leaves(moved)) == bits(trees[1]["a"]["kernel"])
+
+    def test_a_state_of_nnx_and_its_dict(self):
+        nnx = pytest.importorskip("flax.nnx")
+        state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+        plain = nnx.to_pure_dict(state)
+        rules = [("kernel", ("fsdp", "tp")), ("", ())]
+        for tree, other in ((state, plain), (plain, state)):
+            moved = sr.reshard(tree, sr.plan(other, rules, mesh_of()))
+            assert jax.tree.structure(moved) == jax.tree.structure(other)
+
+    def test_names_by_rules_for_names(self, trees):
+        boxed, plain = trees
+        rules = sr.LogicalRules([("x", "fsdp"), ("y", "tp")])
+        moved = sr.reshard(boxed, rules, mesh_of())
+        assert moved["a"]["kernel"].value.sharding.spec == P("fsdp", "tp")
+        moved = sr.reshard(plain, rules, mesh_of(), names={"a": {"kernel": ("x", "y")}})
+        assert moved["a"]["kernel"].sharding.spec == P("fsdp", "tp")
+
+
+def test_what_does_not_fit_a_plan_is_no_error_of_a_file():
+    plan = sr.plan({"w": np.ones((8, 4))}, RULES, mesh_of())
+    with pytest.raises(ValueError, match="w: missing") as info:
+        sr.reshard({"v": np.ones((8, 4))}, plan)
+    assert not isinstance(info.value, sr.FileError)
+
+
+def test_what_decides_is_as_in_a_plan():
+    arrays = {"w": np.ones((8, 4)), "w_lora_a": np.ones((8, 2)), "small": np.ones((4, 4))}
+    rules = [("w$", ("fsdp", "tp")), ("", ("fsdp",))]
+    more = {"min_size": 17, "companions": sr.LORA, "correction": sr.Correction(indivisible="drop")}
+    moved = sr.reshard(arrays, rules, mesh_of(), **more)
+    assert (
+        jax.tree.map(lambda x: x.sharding, moved)
+        == sr.plan(arrays, rules, mesh_of(), **more).shardings()
+    )
+    assert moved["small"].sharding.spec == P()
+    with pytest.raises(ValueError, match="min_size is 17; it is not for a Plan"):
+        sr.reshard(arrays, sr.plan(arrays, rules, mesh_of()), min_size=17)

@@ -51,6 +51,9 @@ DOORS = {
         TREE, logical_of(spec), mesh, names=NAMES, **more
     ).shardings(),
     "shard": lambda spec, mesh, **more: placed(sr.shard(TREE, rules_of(spec), mesh, **more)),
+    "reshard": lambda spec, mesh, **more: placed(
+        sr.reshard(jax.tree.map(jax.numpy.asarray, TREE), rules_of(spec), mesh, **more)
+    ),
     "shard by specs": lambda spec, mesh, **more: placed(sr.shard(TREE, spec, mesh, **more)),
     "shard by a plan": lambda spec, mesh, **more: placed(
         sr.shard(TREE, sr.plan(TREE, rules_of(spec), mesh, **more))

@@ -235,7 +235,10 @@ def test_waiting_ends(processes, tmp_path):
             elif index == odd:
                 assert told.startswith("KeyboardInterrupt")
             else:
-                assert f"process {odd} failed before anything was done: KeyboardInterrupt" in told
+                assert (
+                    f"process {odd} failed while it waited for the others: KeyboardInterrupt"
+                    in told
+                )
     assert len(found[0]["found"]) == 4
     for index, process in enumerate(found):
         starts, ends = f"shard: process {index} waits ", f" s for process {int(index != 1)};"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -141,11 +143,17 @@ def fail():
     data = path.read_bytes()
     (FOLDER / f"cut{me}.safetensors").write_bytes(data[:-1])
 
+    other = FOLDER / "other" / path.name
+    other.parent.mkdir(exist_ok=True)
+    other.write_bytes(data[:-100] + bytes(byte ^ 1 for byte in data[-100:]))
+
     def call(source=path, of=None, **more):
         return sr.load(source, of or rules(), mesh, **more)
 
     def with_bad_disk():
         def fail(file, begin, into):
+            if sum(map(len, into)) <= 64:  # a sample, before anything else is read
+                return read_at(file, begin, into)
             raise OSError(5, "Input/output error")
 
         reading._read_at = fail
@@ -159,6 +167,7 @@ def fail():
         "cut": lambda: call(FOLDER / f"cut{me}.safetensors"),
         "rules": lambda: call(of=[("", ())]),
         "disk": with_bad_disk,
+        "another model": lambda: call(other),
         "progress": lambda: call(progress=interrupted),
         "bound": lambda: call(max_bytes_in_flight=10),
         "reshard": lambda: sr.reshard({}, rules(), mesh),
@@ -172,9 +181,40 @@ def fail():
     return {"found": found}
 
 
+def refuse():
+    """What JAX cannot move: from devices of several processes to others, or to some of them."""
+    mesh, me = make_mesh(), jax.process_index()
+    arrays = {"rows": np.arange(64.0).reshape(16, 4)}
+    placed = sr.shard(arrays, P(("x", "y")), mesh)
+    first = [d for d in jax.devices() if d.process_index == 0]
+    of_each = [d for d in jax.devices() if d.id % 2 == 0]
+    own, half = (Mesh(np.array(of).reshape(-1, 2), ("x", "y")) for of in (first, of_each))
+    start = time.monotonic()
+    errors = {
+        f"{name} {call.__name__}": raised(partial(call, placed, P("x"), to))
+        for name, to in (("own", own), ("half", half))
+        for call in (sr.reshard, sr.shard)
+    }
+    errors["renamed"] = raised(
+        lambda: sr.reshard(placed, P("x"), half, renames=[sr.Rename("rows", "r", "a b -> b a")])
+    )
+    seconds = time.monotonic() - start
+    back = sr.shard(arrays, P("y"), mesh)
+    is_right = all(
+        np.array_equal(np.asarray(s.data), arrays["rows"][s.index])
+        for s in back["rows"].addressable_shards
+    )
+    whole = sr.shard(arrays, P(), mesh)
+    mine = [d for d in jax.devices() if d.process_index == me]
+    for call in (sr.reshard, sr.shard)[: me + 1]:  # no process waits for another
+        alone = call(whole, P("x"), Mesh(np.array(mine).reshape(-1, 2), ("x", "y")))["rows"]
+        is_right &= np.array_equal(np.asarray(alone), arrays["rows"])
+    return {"errors": errors, "next is right": bool(is_right), "seconds": seconds, "me": me}
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    main({"load": load, "move": move, "fail": fail})
+    main({"load": load, "move": move, "fail": fail, "refuse": refuse})

@@ -7,6 +7,7 @@ parsing its JSON. Must not know about rules or meshes.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,28 @@ _FORMS: Final = (
     "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
     '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
 )
+# `Path` makes one slash of two.
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")
+_COPIED: Final = {
+    "gs": ", with gcloud storage cp",
+    "s3": ", with aws s3 cp",
+    "hf": ", with hf download",
+}
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TORCH: Final = "a pickle of PyTorch"
+_NOT_READ: Final = {
+    ".bin": _TORCH,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".ckpt": _TORCH,
+    ".npz": "an archive of numpy",
+    ".npy": "an array of numpy",
+    ".gguf": "a model of llama.cpp",
+    ".msgpack": "a file of flax.serialization",
+    ".h5": "a file of HDF5, such as Keras has",
+    ".keras": "a model of Keras",
+}
+_JSON: Final = (".json", ".json.gz")
 
 
 class Arrays(NamedTuple):
@@ -60,14 +83,49 @@ def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
     """
     path, leaves = path_of(source), ArraySpecs() if make is None else make
     try:
+        if not path.exists():
+            _check_place(source)
         with _collector_paused():
             if path.is_dir():
                 return _of_directory(path, leaves)
             if path.name.endswith(safetensors.SUFFIX):
                 return _arrays(path, None, safetensors.read_header(path, leaves))
+            _check_kind(path)
             return _of_json(path, leaves)
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _check_place(source: str) -> None:
+    """Checks that the name of nothing here is none of something elsewhere.
+
+    Raises:
+        FileError: It is a URL, or may be a repository; the message says what to do.
+    """
+    if url := _URL.match(source):
+        raise FileError(
+            f"{url[1]}://{source[url.end() :].lstrip('/')}: only files of this machine are read; "
+            f"copy this here{_COPIED.get(url[1], '')}, and give the file or directory"
+        )
+    if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):
+        raise FileError(
+            f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
+            f"download it: hf download {source} --local-dir DIRECTORY"
+        )
+
+
+def _check_kind(path: Path) -> None:
+    """Checks that the file is of none of the kinds that are known and not read.
+
+    Raises:
+        FileError: It is; the message says what to do.
+    """
+    what = _NOT_READ.get(path.suffix.lower())
+    if what is not None:
+        raise FileError(
+            f"{path}: this is {what}, which is not read here; read it with its own library, and "
+            "write it with safetensors.numpy.save_file or safetensors.torch.save_file"
+        )
 
 
 @contextmanager
@@ -99,9 +157,11 @@ def _of_directory(path: Path, make: ArraySpecs) -> Arrays:
     if indexes:
         return _of_json(indexes[0], make)._replace(name=name)
     if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
-        return _arrays(path, name, safetensors.read_files(files, make))
+        return _arrays(path, name, safetensors.read_files(path, files, make))
     if checkpoint := orbax.find_checkpoint(path):
         return Arrays(name, orbax.read_checkpoint(checkpoint, make), orbax.SEPARATOR)
+    for file in filter(Path.is_file, sorted(path.iterdir())):
+        _check_kind(file)
     raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
 
 

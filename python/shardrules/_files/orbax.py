@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+from shardrules._dtypes import RANDOM_KEYS
 from shardrules._file_content import parse_json, read_bytes
 from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs
@@ -93,14 +94,35 @@ def read_checkpoint(directory: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
         ) from error
     finally:
         handler.close()
-    # Strings are leaves too, but have no shape.
-    found = [(path, leaf) for path, leaf in _leaves(tree, ()) if hasattr(leaf, "shape")]
-    return make.of_columns(
-        directory,
-        [SEPARATOR.join(path) for path, _ in found],
-        [list(leaf.shape) for _, leaf in found],
-        [leaf.dtype.name for _, leaf in found],
-    )
+    keys = _random_keys(directory)
+    names, shapes, dtypes = [], [], []
+    for path, leaf in _leaves(tree, ()):
+        if not hasattr(leaf, "shape"):  # a string
+            continue
+        key = keys.get(".".join(path))
+        names.append(SEPARATOR.join(path))
+        # A random key is stored as its words, and orbax makes a key of them again.
+        shapes.append(list(leaf.shape) if key is None else list(leaf.shape)[:-1])
+        dtypes.append(key or leaf.dtype.name)
+    return make.of_columns(directory, names, shapes, dtypes)
+
+
+def _random_keys(directory: Path) -> dict[str, str]:
+    """The dtypes of the arrays that are random keys, by their names with dots."""
+    found = {}
+    for path in directory.glob("array_metadatas/process_*"):
+        try:
+            for row in parse_json(path, read_bytes(path))["array_metadatas"]:
+                array = row["array_metadata"]
+                implementation = (array.get("ext_metadata") or {}).get("random_key_impl")
+                if implementation in RANDOM_KEYS:
+                    found[array["param_name"]] = RANDOM_KEYS[implementation]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise FileError(
+                f"{path}: this does not describe arrays as orbax does ({error!r}); copy or "
+                "download the checkpoint again"
+            ) from None
+    return found
 
 
 def _check_inside(directory: Path, path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from shardrules._arguments import boolean, check_type, integer
+from shardrules._dtypes import key_dtype
 from shardrules._file_content import DEFAULT_MEMORY, memory_within, path_of
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested as in_levels
@@ -115,7 +116,8 @@ def _abstract(leaf: ArraySpec) -> Any:
     import ml_dtypes
     from jax import ShapeDtypeStruct
 
-    return ShapeDtypeStruct(leaf.shape, getattr(ml_dtypes, leaf.dtype, leaf.dtype))
+    dtype = key_dtype(leaf.dtype) or getattr(ml_dtypes, leaf.dtype, leaf.dtype)
+    return ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _file(path: Any) -> str:

@@ -30,7 +30,7 @@ from shardrules._files.leaves import (
     check_text,
     state_of,
 )
-from shardrules._format import shown
+from shardrules._format import and_more, shown
 from shardrules._near import near_shown
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
@@ -39,6 +39,10 @@ SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 # The bound of the safetensors library.
 _MOST_HEADER_BYTES: Final = 100_000_000
+_NUMBERED: Final = re.compile(r"(?P<begin>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_SHOWN: Final = 3
+# What PEFT writes beside a model, and Mistral beside that of transformers.
+_OF_OTHERS: Final = ("adapter_model", "consolidated.safetensors")
 _FIELDS: Final = itemgetter("shape", "dtype", "data_offsets")
 _METADATA: Final = "__metadata__"
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -208,6 +212,7 @@ def read_index(path: Path, weight_map: object, make: ArraySpecs) -> dict[str, Ar
     names_in: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         names_in.setdefault(shard, []).append(name)
+    _check_series(path, [*names_in])
     found: dict[str, ArraySpec] = {}
     for shard, names in names_in.items():
         arrays = read_header(_beside(path, shard, names[0]), make)
@@ -231,12 +236,37 @@ def _beside(path: Path, shard: str, name: str) -> Path:
     return path.parent / shard
 
 
-def read_files(paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
-    """The arrays of several files together.
+def _check_series(source: Path, names: list[str]) -> None:
+    """Checks that of files that are numbered, such as model-00001-of-00003, none is missing."""
+    series: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if of := _NUMBERED.fullmatch(name):
+            series.setdefault((of["begin"], of["count"]), set()).add(int(of["number"]))
+    for (begin, count), numbers in series.items():
+        first = min(numbers & {0}, default=1)
+        if missing := sorted({*range(first, first + int(count))} - numbers):
+            lacking = [f"{begin}-{number:05}-of-{count}{SUFFIX}" for number in missing[:_SHOWN]]
+            raise FileError(
+                f"{source}: files end in -of-{count}, and {len(numbers):,} are here; missing: "
+                f"{', '.join([*lacking, *and_more(len(missing), _SHOWN, 'file')])}; download the "
+                "model again, or give the name of one file"
+            )
+
+
+def read_files(directory: Path, paths: list[Path], make: ArraySpecs) -> dict[str, ArraySpec]:
+    """The arrays of several files of a directory together.
 
     Raises:
-        FileError: A file is damaged, or two have an array of the same name.
+        FileError: A file is damaged or missing, two have an array of the same name, or they are of
+            several models.
     """
+    _check_series(directory, [path.name for path in paths])
+    for path in paths:
+        if path.name.startswith(_OF_OTHERS) and len(paths) > 1:
+            raise FileError(
+                f"{directory}: {path.name} is beside {min({*paths} - {path}).name}, and would be a "
+                "model of its own; give the name of one file, or put them into directories"
+            )
     leaves: dict[str, ArraySpec] = {}
     for path in paths:
         arrays = read_header(path, make)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeAlias
 
-from shardrules._arguments import boolean, check_tree, check_type, in_order, integer
+from shardrules._arguments import boolean, check_order, check_tree, check_type, integer
 from shardrules._correction import RuleSpec
 from shardrules._display import answer
 from shardrules._format import shown
@@ -183,7 +184,6 @@ PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
 """(pattern, spec) pairs, or rules that are compiled already."""
 
 
-@in_order("rules", "tree")
 def match_partition_rules(
     rules: PathRules,
     tree: Any,
@@ -223,7 +223,12 @@ def match_partition_rules(
         >>> specs == {"wq": {"kernel": P("fsdp", "tp")}}
         True
     """
-    return specs_by_rules(matcher_of(as_rules("rules", rules)), tree, min_size, strict)
+    try:
+        matcher = matcher_of(as_rules("rules", rules))
+    except (TypeError, ValueError, re.error):
+        check_order("match_partition_rules", ("rules", "tree"), (rules, tree))
+        raise
+    return specs_by_rules(matcher, tree, min_size, strict)
 
 
 def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bool = True) -> Any:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._dtypes import bits_of
+from shardrules._file_error import FileError
 from shardrules._files.leaves import StoredArray
 from shardrules._format import bytes_shown
 from shardrules._moving.arrangement import Box, Piece, box_shape
 from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
-from shardrules._moving.reading import Reader, WantedBytes, numpy_dtype
+from shardrules._moving.reading import Reader, WantedBytes, copy_values, numpy_dtype
 from shardrules._moving.targets import SourcePart, Target
 
 if TYPE_CHECKING:
@@ -148,7 +149,15 @@ def fill(
         nonlocal in_flight
         while in_flight > at_most or len(under_way) > units:
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                unit, result = under_way.pop(future), future.result()
+                unit = under_way.pop(future)
+                try:
+                    result = future.result()
+                except MemoryError as error:
+                    raise MemoryError(
+                        f"{jobs[unit.job].path}: {error}: the host's memory is full, with up to "
+                        f"{bytes_shown(most_bytes)} that are read and not on devices yet; give a "
+                        "smaller max_bytes_in_flight"
+                    ) from error
                 in_flight -= unit.bytes
                 if unit.is_whole:
                     made[unit.job] = result
@@ -252,11 +261,17 @@ def _filled(
                     into = np.empty(box_shape(piece.source), dtype)
                     beside.append((part, piece, into, view))
                 wanted[part.source].append(WantedBytes(piece.source, into))
-    for name, of_array in wanted.items():
-        reader.fill(stored[name], of_array)
-    for part, piece, read, view in beside:
-        values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
-        view[...] = values.reshape(piece.lengths).transpose(piece.order)
+    try:
+        for name, of_array in wanted.items():
+            reader.fill(stored[name], of_array)
+        for part, piece, read, view in beside:
+            values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
+            copy_values(values.reshape(piece.lengths).transpose(piece.order), view)
+    except FloatingPointError as error:
+        raise FileError(
+            f"{job.path}: {error}: they would become infinite; give the array another dtype, alone "
+            r"with Rename(pattern, r'\g<0>', dtype='float32')"
+        ) from None
     for buffer in buffers.values():
         if job.dtype == np.bool_:  # a file may have any bytes
             np.not_equal(buffer.view(np.uint8), 0, out=buffer)

@@ -68,7 +68,7 @@ def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Na
         getattr(getattr(one, "sharding", None), "device_set", None) == sharding.device_set
         for one in sources
     )
-    program = _program(forms, target.shape, np.dtype(dtype), sharding if in_place else None)
+    program = _program(forms, target.shape, dtype, sharding if in_place else None)
     return program(sources, scales, starts)
 
 
@@ -89,14 +89,25 @@ def _program(
             if one.sizes != values.shape:
                 values = jax.lax.dynamic_slice(values, list(start), one.sizes)
             axes, order, part = one.form
-            values = values.reshape(axes).transpose(order).reshape(part).astype(dtype)
+            values = values.reshape(axes).transpose(order).reshape(part)
+            values = values if values.dtype == dtype else values.astype(dtype)
             if part == shape:
                 return values
-            made = jnp.zeros(shape, dtype) if made is None else made
+            made = _blank(shape, values) if made is None else made
             made = jax.lax.dynamic_update_slice(made, values, one.target_at)
         return made
 
     return jax.jit(make, out_shardings=sharding) if sharding is not None else jax.jit(make)
+
+
+def _blank(shape: tuple[int, ...], values: Any) -> Any:
+    """An array of this shape to put values into. Of random keys there are no zeros."""
+    import jax
+    import jax.numpy as jnp
+
+    if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, values.dtype)
+    return jnp.broadcast_to(values.reshape(-1)[0], shape)
 
 
 def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:

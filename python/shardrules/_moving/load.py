@@ -6,20 +6,19 @@ what its own devices hold. Must not know how bytes are read, nor how a sharding 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from shardrules._arguments import check_type, each, in_order, integer, listed
-from shardrules._dtypes import bits_of, given_name
-from shardrules._file_content import path_of
+from shardrules._arguments import check_type, each, in_order, integer, listed, texts
+from shardrules._dtypes import bits_of, given_float
 from shardrules._file_error import FileError
 from shardrules._files.arrays import Arrays, read_arrays
 from shardrules._files.leaves import StoredArray, StoredArrays
 from shardrules._files.orbax import find_checkpoint
+from shardrules._format import shown
 from shardrules._moving.filling import Job, bytes_in_flight, bytes_to_read, fill
 from shardrules._moving.orbax import restore
 from shardrules._moving.progress import Progress, checked_progress, reported
@@ -30,14 +29,21 @@ from shardrules._moving.trees import checked_sharding, matched
 from shardrules._planning.plan import Plan
 from shardrules._printable import printable
 from shardrules._sharding.agreement import JointCall
-from shardrules._sharding.leaf_rows import rows_of
+from shardrules._sharding.leaf_rows import Row, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
+from shardrules._sharding.planned import checked_companions
+from shardrules._sharding.rules_like import check_taken
 
 if TYPE_CHECKING:
+    from shardrules._correction import Correction
+    from shardrules._planning.companion import Companion
     from shardrules._sharding.mesh import MeshLike
     from shardrules._sharding.rules_like import RulesLike
 
 __all__ = ["load"]
+
+# Of one array some bytes each.
+_MOST_SAMPLES: Final = 512
 
 
 @in_order("path", "rules", "mesh")
@@ -46,6 +52,11 @@ def load(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
     tree: Any = None,
     renames: Iterable[Rename] = (),
     dtype: Any = None,
@@ -64,13 +75,19 @@ def load(
         rules: A `Plan`; `Rules` or (pattern, spec) pairs; `LogicalRules`; or specs or shardings, as
             in `shard`.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        min_size: As in `plan`, for the tree of the result.
+        correction: As in `plan`.
+        companions: As in `plan`.
+        names: As in `plan`, for the tree of the result.
+        optional_axes: As in `plan`.
         tree: A pytree of abstract arrays, whose structure, shapes and dtypes the result gets.
             Arrays are found by their paths; `.` in a name counts as `/`. Default: the plan's tree,
             or the checkpoint's names, as in `read_model`.
         renames: `Rename` records for arrays that have other names in the tree, or lie otherwise.
-            Not for orbax checkpoints: load these first, and give the renames to `reshard`.
-        dtype: The dtype of all floating arrays of 16 bits or more. Default: the tree's dtypes, or
-            the checkpoint's.
+            For orbax checkpoints only those that rename or leave out: `reshard` takes the others.
+        dtype: The dtype of all floating arrays of 16 bits or more, a float; but not of scales
+            beside FP8 or int8 arrays, nor where a `Rename` has its own. Default: the tree's dtypes,
+            or the checkpoint's.
         progress: True for a bar, which needs `shardrules[cli]`; or a function, which is called with
             the bytes read so far and those that this process will read. Default: neither.
         max_bytes_in_flight: Maximum bytes of the host's memory for what has been read and is not on
@@ -83,7 +100,7 @@ def load(
     Raises:
         FileError: There is no such checkpoint; it is damaged; it changes while it is read; or it
             does not fit the tree: all arrays that are missing, left over or of another shape are
-            listed. A ValueError.
+            listed; or a finite value would become infinite in its new dtype. A ValueError.
         ValueError: As `named_shardings`; or an array's part on one device takes more than
             `max_bytes_in_flight`.
         TypeError: The mesh has no devices.
@@ -106,32 +123,40 @@ def load(
     reports = checked_progress(progress)
     with JointCall("load") as call:
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
-        wanted_dtype = None if dtype is None else given_name("dtype", dtype)
+        wanted_dtype = None if dtype is None else given_float("dtype", dtype)
         given = max_bytes_in_flight
         if given is not None:
             given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
+        deciding: dict[str, Any] = {
+            "min_size": min_size,
+            "correction": correction,
+            "companions": checked_companions(companions),
+            "optional_axes": texts("optional_axes", optional_axes),
+            "names": names,
+        }
         if isinstance(rules, Plan):
+            check_taken(rules, **deciding)
             chosen = rules if mesh is None else rules.on_mesh(mesh)
             tree = chosen.abstract() if tree is None else tree
             rules, mesh = chosen.shardings(), None
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
-        arrays = read_arrays(str(path_of(source)), StoredArrays())
+        arrays = read_arrays(os.fspath(source), StoredArrays())
         in_orbax = _orbax_checkpoint(Path(source), arrays, followed)
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
         leaves, treedef, shardings = requested_shardings(
-            abstract, rules, mesh, None, called="rules"
+            abstract, rules, mesh, **deciding, called="rules"
         )
         jobs = [
-            Job(path, target, np.dtype(leaf.dtype), checked_sharding(path, sharding))
+            Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
         most = bytes_in_flight(jobs, given)
-        call.agree(lambda: rows_of(abstract, dict(enumerate(shardings))))
-    with JointCall("load") as call:
+        call.agree(lambda: [*_sampled(arrays), *rows_of(abstract, dict(enumerate(shardings)))])
+    with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
         if in_orbax is not None:
@@ -141,6 +166,17 @@ def load(
                 made = _read(jobs, arrays.leaves, most, report)
         call.agree(lambda: [("the arrays", "read")])
     return treedef.unflatten(made)
+
+
+def _sampled(arrays: Arrays) -> list[Row]:
+    """A digest of some bytes of the files: those of another model may have equal headers."""
+    stored = [leaf for leaf in arrays.leaves.values() if isinstance(leaf, StoredArray)]
+    if not stored:
+        return []
+    chosen = [stored[i] for i in range(0, len(stored), -(-len(stored) // _MOST_SAMPLES))]
+    with Reader() as reader:
+        data = b"".join(map(reader.sample, chosen))
+    return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
 
 
 def _read(
@@ -175,7 +211,7 @@ def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...])
     """The directory of the orbax checkpoint; None for safetensors files.
 
     Raises:
-        FileError: The source has no data; or renames are given for an orbax checkpoint.
+        FileError: The source has no data; or orbax cannot do what a rename says.
     """
     if all(isinstance(leaf, StoredArray) for leaf in arrays.leaves.values()):
         return None
@@ -185,11 +221,13 @@ def _orbax_checkpoint(source: Path, arrays: Arrays, renames: tuple[Rename, ...])
             f"{source}: it lists arrays and does not have their data; give a safetensors file, its "
             "index, a directory of them, or an orbax checkpoint"
         )
-    if renames:
-        raise FileError(
-            f"{source}: renames are for safetensors files, and this is an orbax checkpoint; load "
-            "it without them, and give them to shardrules.reshard"
-        )
+    for rename in renames:
+        if rename.dims or rename.scale:
+            raise FileError(
+                f"{source}: {shown(rename)} changes how arrays lie, and orbax restores them as "
+                "they are; here give records that rename or leave out, and the others to "
+                "shardrules.reshard"
+            )
     return found
 
 

@@ -6,33 +6,37 @@ costs nothing. Must not know how a rename is applied.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from shardrules._moving.renames import Rename
 
 __all__ = ["DEEPSEEK_STACKED", "DEEPSEEK_UNSTACKED", "HF_TO_FLAX"]
 
+# A model of the family may lack it.
+_part: Final = partial(Rename, optional=True)
+
 _LAYER: Final = r"^model\.layers\.(\d+)\."
 _TRANSPOSED: Final = "out in -> in out"
 
 HF_TO_FLAX: Final = (
-    Rename(r"^model\.embed_tokens\.weight$", "model/embed_tokens/embedding"),
-    Rename(r"^model\.norm\.weight$", "model/norm/scale"),
-    Rename(r"^lm_head\.weight$", "lm_head/kernel", _TRANSPOSED),
-    Rename(_LAYER + r"(\w*layernorm)\.weight$", r"model/layers/\1/\2/scale"),
-    Rename(_LAYER + r"self_attn\.([qk]_norm)\.weight$", r"model/layers/\1/self_attn/\2/scale"),
-    Rename(_LAYER + r"(self_attn|mlp)\.(\w+)\.bias$", r"model/layers/\1/\2/\3/bias"),
+    _part(r"^model\.embed_tokens\.weight$", "model/embed_tokens/embedding"),
+    _part(r"^model\.norm\.weight$", "model/norm/scale"),
+    _part(r"^lm_head\.weight$", "lm_head/kernel", _TRANSPOSED),
+    _part(_LAYER + r"(\w*layernorm)\.weight$", r"model/layers/\1/\2/scale"),
+    _part(_LAYER + r"self_attn\.([qk]_norm)\.weight$", r"model/layers/\1/self_attn/\2/scale"),
+    _part(_LAYER + r"(self_attn|mlp)\.(\w+)\.bias$", r"model/layers/\1/\2/\3/bias"),
     # Qwen3's mixture of experts; `gate` is the router.
-    Rename(
+    _part(
         _LAYER + r"mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$",
         r"model/layers/\1/mlp/experts/\3/kernel",
         "out in -> expert in out",
     ),
-    Rename(
+    _part(
         _LAYER + r"(self_attn|mlp)\.(\w+)\.weight$", r"model/layers/\1/\2/\3/kernel", _TRANSPOSED
     ),
     # Computed, and no parameter; old checkpoints have it.
-    Rename(r"rotary_emb\.inv_freq$", None),
+    _part(r"rotary_emb\.inv_freq$", None),
 )
 r"""Renames: Llama, Qwen2, Qwen3 and Mistral of Hugging Face to a tree in the manner of flax linen,
 `model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and `embedding`; the
@@ -43,7 +47,7 @@ _SCALE: Final = r"\g<0>_scale_inv"
 _BLOCKS: Final = (128, 128)
 
 DEEPSEEK_STACKED: Final = (
-    Rename(
+    _part(
         _EXPERT,
         r".mlp.experts.\2.weight",
         "out in -> expert out in",
@@ -51,14 +55,15 @@ DEEPSEEK_STACKED: Final = (
         blocks=_BLOCKS,
         dtype="bfloat16",
     ),
-    Rename(r"_proj(_with_mqa)?\.weight$", r"\g<0>", scale=_SCALE, blocks=_BLOCKS, dtype="bfloat16"),
+    _part(r"_proj(_with_mqa)?\.weight$", r"\g<0>", scale=_SCALE, blocks=_BLOCKS, dtype="bfloat16"),
 )
 r"""Renames: DeepSeek-V3 with the experts of a layer stacked,
 `model.layers.3.mlp.experts.gate_proj.weight` [expert, out, in]. Its FP8 weights times their scales
-are bfloat16, as DeepSeek's own conversion has them; other names stay."""
+are bfloat16, as DeepSeek's own conversion has them, whatever `dtype` of the call is; other names
+stay."""
 
 DEEPSEEK_UNSTACKED: Final = (
-    Rename(
+    _part(
         r"\.mlp\.experts\.(\w+)\.weight$",
         r".mlp.experts.{expert}.\1.weight",
         "expert out in -> out in",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import pairwise
 from math import prod
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._dtypes import is_inexact
 from shardrules._file_content import opened
 from shardrules._file_error import FileError
 from shardrules._files.leaves import StoredArray, StoredFile, state_of
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["STAGING", "Reader", "WantedBytes", "numpy_dtype"]
+__all__ = ["STAGING", "Reader", "WantedBytes", "copy_values", "numpy_dtype"]
 
 STAGING: Final = 2 << 20
 """Maximum bytes of rows that are read at once, to be copied from there; they stay in a cache."""
@@ -39,6 +41,9 @@ STAGING: Final = 2 << 20
 _LEAST_RANGE: Final = 64 << 10
 # Linux has 1,024.
 _MOST_BUFFERS: Final = 1000
+# More than there are threads that read. A process may often have no more than 256 in all.
+_MOST_FILES: Final = 64
+_SAMPLE: Final = 64
 
 
 class WantedBytes(NamedTuple):
@@ -55,8 +60,26 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+class _OpenFile:
+    """A file, and how many threads read it."""
+
+    def __init__(self, stored: StoredFile) -> None:
+        self.stored = stored
+        self.users = 0
+        self._closing = ExitStack()
+        self.file = self._closing.enter_context(opened(stored.path))
+
+    def close(self, *, is_checked: bool) -> None:
+        """Closes it; checked, if it is as it was when its header was read."""
+        with self._closing:
+            if is_checked:
+                _check_unchanged(self.stored, self.file)
+
+
 class Reader:
     """Open files; for several threads. A context manager that checks the files at its end.
+
+    At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
 
     Attributes:
         bytes_read: How many bytes have been read so far.
@@ -64,8 +87,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-        self._files: dict[StoredFile, io.BufferedReader] = {}
-        self._closing = ExitStack()
+        self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._of_thread = threading.local()
 
@@ -75,10 +97,20 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with self._closing:
-            if error is None:
-                for stored, file in self._files.items():
-                    _check_unchanged(stored, file)
+        with ExitStack() as closing:
+            for file in self._files.values():
+                closing.callback(file.close, is_checked=error is None)
+
+    def sample(self, array: StoredArray) -> bytes:
+        """Some bytes in the middle of an array."""
+        size = _Layout(array).dtype.itemsize * prod(array.shape)
+        found = bytearray(min(size, _SAMPLE))
+        begin = array.begin + (size - len(found)) // 2
+        if not found:
+            return b""
+        with self._file(array.file) as file:
+            self._read(array.file, file, begin, [memoryview(found)])
+        return bytes(found)
 
     def fill(self, array: StoredArray, wanted: Sequence[WantedBytes]) -> None:
         """Fills each wanted box.
@@ -86,6 +118,12 @@ class Reader:
         Raises:
             FileError: The file has changed, or cannot be read.
         """
+        with self._file(array.file) as file:
+            self._fill(array, file, wanted)
+
+    def _fill(
+        self, array: StoredArray, file: io.BufferedReader, wanted: Sequence[WantedBytes]
+    ) -> None:
         layout = _Layout(array)
         direct: dict[Box, WantedBytes] = {}
         staged: list[WantedBytes] = []
@@ -99,11 +137,15 @@ class Reader:
             if len(together) == 1 and layout.is_direct(together[0]):
                 direct[box] = together[0]
             else:
-                self._fill_staged(array, layout, box, together)
-        self._fill_directly(array, layout, list(direct.values()))
+                self._fill_staged(array, file, layout, box, together)
+        self._fill_directly(array, file, layout, list(direct.values()))
 
     def _fill_directly(
-        self, array: StoredArray, layout: _Layout, wanted: Sequence[WantedBytes]
+        self,
+        array: StoredArray,
+        file: io.BufferedReader,
+        layout: _Layout,
+        wanted: Sequence[WantedBytes],
     ) -> None:
         """Fills boxes that lie as in the file; neighbours in the file are read in one call."""
         views = [_bytes_of(one.into.reshape(-1).view(np.uint8)) for one in wanted]
@@ -124,10 +166,15 @@ class Reader:
                     views[view][at : at + size]
                     for view, at, size in rows[i : min(end, i + _MOST_BUFFERS)]
                 ]
-                self._read(array.file, int(begins[order[i]]), buffers)
+                self._read(array.file, file, int(begins[order[i]]), buffers)
 
     def _fill_staged(
-        self, array: StoredArray, layout: _Layout, box: Box, together: Sequence[WantedBytes]
+        self,
+        array: StoredArray,
+        file: io.BufferedReader,
+        layout: _Layout,
+        box: Box,
+        together: Sequence[WantedBytes],
     ) -> None:
         item_bytes = layout.dtype.itemsize
         staging = self._staging()
@@ -136,14 +183,14 @@ class Reader:
             rows = staging[: prod(shape) * item_bytes]
             view, size = _bytes_of(rows), layout.range_bytes(part)
             for i, begin in enumerate(layout.ranges(part).tolist()):
-                self._read(array.file, begin, [view[i * size : (i + 1) * size]])
+                self._read(array.file, file, begin, [view[i * size : (i + 1) * size]])
             values = rows.view(layout.dtype).reshape(shape)
             for one in together:
                 common = tuple(
                     (max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, one.box, strict=True)
                 )
                 if all(a < b for a, b in common):
-                    _copy(values[_slices(common, part)], one.into[_slices(common, one.box)])
+                    copy_values(values[_slices(common, part)], one.into[_slices(common, one.box)])
 
     def _staging(self) -> npt.NDArray[np.uint8]:
         """The thread's own rows: memory that is new costs more than a copy."""
@@ -151,9 +198,10 @@ class Reader:
             self._of_thread.staging = np.empty(STAGING, np.uint8)
         return self._of_thread.staging  # type: ignore[no-any-return]
 
-    def _read(self, stored: StoredFile, begin: int, buffers: list[memoryview]) -> None:
+    def _read(
+        self, stored: StoredFile, file: io.BufferedReader, begin: int, buffers: list[memoryview]
+    ) -> None:
         """Fills the buffers in turn."""
-        file = self._file(stored)
         at, left = begin, list(buffers)
         try:
             while left:
@@ -170,15 +218,30 @@ class Reader:
         with self._lock:
             self.bytes_read += at - begin
 
-    def _file(self, stored: StoredFile) -> io.BufferedReader:
-        file = self._files.get(stored)
-        if file is None:
+    @contextmanager
+    def _file(self, stored: StoredFile) -> Iterator[io.BufferedReader]:
+        """The file, which stays open meanwhile."""
+        with self._lock:
+            found = self._files.get(stored)
+            if found is None:
+                self._close_one()
+                found = self._files[stored] = _OpenFile(stored)
+                _check_unchanged(stored, found.file)
+            self._files.move_to_end(stored)
+            found.users += 1
+        try:
+            yield found.file
+        finally:
             with self._lock:
-                if (file := self._files.get(stored)) is None:
-                    file = self._closing.enter_context(opened(stored.path))
-                    _check_unchanged(stored, file)
-                    self._files[stored] = file
-        return file
+                found.users -= 1
+
+    def _close_one(self) -> None:
+        """Closes the file that was used longest ago, if there are too many."""
+        if len(self._files) < _MOST_FILES:
+            return
+        idle = next((one for one, file in self._files.items() if not file.users), None)
+        if idle is not None:
+            self._files.pop(idle).close(is_checked=True)
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -261,13 +324,46 @@ class _Layout:
         return places + box[last][0] * self._strides[last]
 
 
-def _copy(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
-    """Copies, and converts where the dtypes differ."""
-    if values.dtype == into.dtype and values.dtype.kind == "V":
+def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
+    """Copies, and converts where the dtypes differ.
+
+    Raises:
+        FloatingPointError: A finite value is too large for the other dtype.
+    """
+    if values.dtype != into.dtype:
+        _check_range(values, into.dtype)
+    elif values.dtype.kind == "V":
         # numpy copies the elements of dtypes that are not its own one by one.
         same_size = np.dtype(f"u{values.dtype.itemsize}")
         values, into = values.view(same_size), into.view(same_size)
     into[...] = values
+
+
+def _check_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
+    limit = _largest(dtype)
+    if not values.size or limit is None or (_largest(values.dtype) or 0) <= limit:
+        return
+    if -limit <= values.min() and values.max() <= limit:
+        return
+    # Infinite values stay what they are, and some finite ones are rounded to the largest.
+    finite = values[np.isfinite(values)].astype(np.float64)
+    outside = finite[np.abs(finite) > limit]
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_lost = not np.isfinite(outside.astype(dtype).astype(np.float64)).all()
+    if is_lost:
+        raise FloatingPointError(
+            f"its values are from {finite.min():.4g} to {finite.max():.4g}, and the largest of "
+            f"{dtype.name} is {limit:.4g}"
+        )
+
+
+@cache
+def _largest(dtype: np.dtype[Any]) -> float | None:
+    """The largest value of a floating dtype."""
+    import ml_dtypes
+
+    finfo: Any = ml_dtypes.finfo
+    return float(finfo(dtype).max) if is_inexact(dtype) and dtype.kind != "c" else None
 
 
 def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:

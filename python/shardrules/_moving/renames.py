@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardrules._arguments import check_type, integer, listed
+from shardrules._arguments import boolean, check_type, integer, listed
 from shardrules._display import without_defaults
 from shardrules._dtypes import given_name
 from shardrules._format import shown
@@ -45,7 +45,10 @@ class Rename:
         scale: What `re.sub` puts there for the name of the array of scales by which this one is
             multiplied, in float32. It has one number per block.
         blocks: Per dimension of the checkpoint's array, the elements for which one scale counts.
-        dtype: The dtype that the arrays get. Default: the checkpoint's; float32 with a scale.
+        dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: the
+            checkpoint's; float32 with a scale.
+        optional: Whether it may be that no array has such a name, as in records for several models.
+            Default: that is an error.
 
     Raises:
         ValueError: The record contradicts itself.
@@ -70,6 +73,7 @@ class Rename:
     scale: str | None = None
     blocks: tuple[int, ...] = ()
     dtype: Any = None
+    optional: bool = field(default=False, kw_only=True)
 
     __repr__ = without_defaults
 
@@ -78,6 +82,7 @@ class Rename:
         check_type("path", self.path, str | None, "a string, or None to leave the array out")
         check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
         check_type("scale", self.scale, str | None, "a string, or None")
+        boolean("optional", self.optional)
         for template in filter(None, (self.path, self.scale)):
             re.sub(self.pattern, template, "")
         _set(self, "blocks", _integers("blocks", self.blocks))

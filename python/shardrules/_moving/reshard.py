@@ -10,29 +10,47 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from shardrules._arguments import Tree, boolean, check_tree, each, integer, listed
-from shardrules._dtypes import bits_of, given_name, is_plain_float
+from shardrules._arguments import Tree, boolean, check_tree, each, integer, listed, texts
+from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
-from shardrules._format import bytes_shown
+from shardrules._format import bytes_shown, shown
+from shardrules._logical.leaves import unboxed
 from shardrules._moving.bounds import DEFAULT_IN_FLIGHT
 from shardrules._moving.live import arranged, is_plain
 from shardrules._moving.renames import Rename
 from shardrules._moving.targets import Problems, Target
-from shardrules._moving.trees import checked_sharding, matched, paths_of, shapes_and_dtypes
+from shardrules._moving.trees import (
+    checked_sharding,
+    matched,
+    paths_of,
+    scales_in,
+    shapes_and_dtypes,
+)
 from shardrules._planning.plan import Plan
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
-from shardrules._sharding.placement import converted, of_placeable, put, stays_in_part
+from shardrules._sharding.placement import (
+    check_reachable,
+    converted,
+    has_spread,
+    leaf_path,
+    of_placeable,
+    put,
+    stays_in_part,
+)
+from shardrules._sharding.planned import checked_companions
+from shardrules._sharding.rules_like import check_taken
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
+    from shardrules._correction import Correction
+    from shardrules._planning.companion import Companion
     from shardrules._sharding.mesh import MeshLike
     from shardrules._sharding.rules_like import RulesLike
 
@@ -42,8 +60,8 @@ __all__ = ["reshard"]
 class _Move(NamedTuple):
     """An array of the result."""
 
-    path: str
     sharding: NamedSharding
+    shape: tuple[int, ...]
     bytes: int
     sources: tuple[int, ...]
     """Which leaves of the tree it is made of."""
@@ -58,6 +76,11 @@ def reshard(
     plan_or_rules: Plan,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename] = (),
@@ -69,6 +92,11 @@ def reshard(
     plan_or_rules: Any,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename],
@@ -80,6 +108,11 @@ def reshard(
     plan_or_rules: Any,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     max_bytes_in_flight: int | None = None,
@@ -89,6 +122,11 @@ def reshard(
     plan_or_rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
     donate: bool = False,
     dtype: Any = None,
     renames: Iterable[Rename] = (),
@@ -102,12 +140,17 @@ def reshard(
     Args:
         tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
         plan_or_rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
-            are found by their paths. Or what `shard` takes.
+            are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
+            arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        min_size: As in `plan`, for the tree of the result.
+        correction: As in `plan`.
+        companions: As in `plan`.
+        names: As in `plan`, for the tree of the result.
+        optional_axes: As in `plan`.
         donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
             is made of them has arrived, unless a device keeps its part. Default: False.
-        dtype: The dtype of all floating arrays of 16 bits or more. Default: the plan's dtypes, or
-            their own.
+        dtype: As in `load`. Default: the plan's dtypes, or their own.
         renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
             as in `load`. A program is compiled for each form that is not just another name.
         max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
@@ -118,7 +161,8 @@ def reshard(
 
     Raises:
         ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
-            something does not fit the plan's tree.
+            something does not fit the plan's tree; or several processes hold an array, and JAX
+            cannot move it there.
         TypeError: As `shard`.
         RuntimeError: In several processes: their calls differ, or a process has failed or is late.
 
@@ -138,33 +182,46 @@ def reshard(
         check_tree("tree", tree)
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
         gives_up = boolean("donate", donate)
-        name = None if dtype is None else given_name("dtype", dtype)
+        name = None if dtype is None else given_float("dtype", dtype)
         most = max_bytes_in_flight
         if most is not None:
             most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
-        if call.joint and _asks_for_own_devices(plan_or_rules, mesh):
+        deciding: dict[str, Any] = {
+            "mesh": mesh,
+            "min_size": min_size,
+            "correction": correction,
+            "companions": checked_companions(companions),
+            "optional_axes": texts("optional_axes", optional_axes),
+            "names": names,
+        }
+        if call.joint and _asks_for_own_devices(plan_or_rules, mesh) and not has_spread(tree):
             call.alone()
-        if isinstance(plan_or_rules, Plan) or followed:
-            abstract, wanted = _by_paths(tree, plan_or_rules, mesh, followed, name)
-        else:
-            abstract, wanted = _as_they_are(tree, plan_or_rules, mesh, name)
-        most = _bound(wanted.values(), most)
+        abstract, wanted = _moves(tree, plan_or_rules, deciding, followed, name)
+        most = _bound(wanted, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in wanted.items()}
+        made, treedef = tree_util.tree_flatten(abstract)
+        sources = list(made) if abstract is tree else tree_util.tree_leaves(tree)
+        if call.joint:
+            for i, move in wanted.items():
+                for source in move.sources:
+                    check_reachable(
+                        partial(leaf_path, abstract, i), sources[source], move.sharding, move.shape
+                    )
         call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
-    made, treedef = tree_util.tree_flatten(abstract)
-    sources = tree_util.tree_leaves(tree)
     left = Counter(source for move in wanted.values() for source in move.sources)
     shared: set[int] = set()
-    for batch in _batches(wanted, most):
+    batches = list(_batches(wanted, most))
+    for batch in batches:
         moves = [wanted[i] for i in batch]
         arrays = put([move.make() for move in moves], [move.sharding for move in moves])
-        jax.block_until_ready(arrays)
+        if gives_up or len(batches) > 1:
+            jax.block_until_ready(arrays)
         for i, move, array in zip(batch, moves, arrays, strict=True):
             made[i] = array
-            for source in move.sources:
+            for source in move.sources if gives_up else ():
                 left[source] -= 1
-                if gives_up and stays_in_part(sources[source], array):
+                if stays_in_part(sources[source], array):
                     shared.add(source)
         if gives_up:
             done = {source for move in moves for source in move.sources if not left[source]}
@@ -175,42 +232,138 @@ def reshard(
 def _asks_for_own_devices(plan_or_rules: Any, mesh: MeshLike | None) -> bool:
     if isinstance(plan_or_rules, Plan):
         return asks_for_own_devices([], plan_or_rules.mesh if mesh is None else mesh)
-    return asks_for_own_devices(plan_or_rules, mesh)
+    return asks_for_own_devices(_shardings_in(plan_or_rules) or plan_or_rules, mesh)
+
+
+def _moves(
+    tree: Any,
+    plan_or_rules: Any,
+    deciding: Mapping[str, Any],
+    renames: Sequence[Rename],
+    dtype: str | None,
+) -> tuple[Any, dict[int, _Move]]:
+    """(the result or an abstract one of its structure, the move of each leaf that moves)."""
+    from jax import tree_util
+
+    rules, target = plan_or_rules, plan_or_rules
+    if isinstance(rules, Plan):
+        check_taken(rules, **deciding)
+        rules = rules if deciding["mesh"] is None else rules.on_mesh(deciding["mesh"])
+        target = rules.abstract()
+    decided = _shardings_in(target)
+    if decided is None or renames or not _is_like(tree, target, isinstance(rules, Plan)):
+        if decided is not None and rules is target:
+            rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
+        if renames or isinstance(rules, Plan):
+            return _by_paths(tree, rules, deciding, renames, dtype)
+        leaves, _, decided = requested_shardings(tree, rules, **deciding, called="plan_or_rules")
+    else:
+        check_taken(None, **deciding)
+        leaves = tree_util.tree_leaves(tree)
+    return tree, _as_they_are(tree, leaves, decided, dtype)
+
+
+def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
+    """Whether the tree has the structure of this one, but for boxes; of a plan dtypes too.
+
+    Raises:
+        ValueError: An array has another shape than in a tree of arrays.
+    """
+    from jax import tree_util
+
+    wanted: Any
+    leaves, treedef = tree_util.tree_flatten(tree)
+    others, wanted = tree_util.tree_flatten(target)
+    # A plan of a tree with names has its arrays without their boxes.
+    without = treedef if wanted == treedef else tree_util.tree_structure(unboxed(tree).tree)
+    if wanted != without:
+        return False
+    for place, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if has_dtypes and getattr(leaf, "dtype", None) != other.dtype:
+            return False
+        if np.shape(leaf) != other.shape:
+            if has_dtypes:
+                return False
+            raise ValueError(
+                f"plan_or_rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
+                f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
+                "shape, or renames that turn the one into the other"
+            )
+    return True
+
+
+def _shardings_in(target: Any) -> list[Any] | None:
+    """The shardings of a tree of arrays, or of abstract ones; None if it is anything else.
+
+    Raises:
+        TypeError: One of them has no sharding.
+    """
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(target)
+    if not any(hasattr(leaf, "shape") and hasattr(leaf, "sharding") for leaf in leaves):
+        return None
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    if None in shardings:
+        place = shardings.index(None)
+        raise TypeError(
+            f"plan_or_rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
+            "sharding, as arrays have; give one for each array of tree"
+        )
+    return list(map(_named, shardings))
+
+
+def _named(sharding: Any) -> Any:
+    """A sharding on a single device as a NamedSharding."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    mesh = Mesh(np.array([*sharding.device_set]), ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def _as_they_are(
-    tree: Any, rules: Any, mesh: MeshLike | None, dtype: str | None
-) -> tuple[Any, dict[int, _Move]]:
-    """(the tree, the move of each leaf that moves, by its index)."""
-    from jax import tree_util
-
-    leaves, _, shardings = requested_shardings(tree, rules, mesh, None, called="plan_or_rules")
-    chosen = of_placeable(tree, leaves, shardings)
-    paths = [tree_util.keystr(keys) for keys, _ in tree_util.tree_flatten_with_path(tree)[0]]
-    return tree, {
+    tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
+) -> dict[int, _Move]:
+    """The move of each leaf that moves, by its index."""
+    of_leaf = [dtype] * len(leaves)
+    for i in [] if dtype is None else _scales(tree, leaves):
+        of_leaf[i] = None
+    return {
         i: _Move(
-            paths[i],
             sharding,
-            _bytes(leaves[i], dtype),
+            np.shape(leaves[i]),
+            _bytes(leaves[i], of_leaf[i]),
             (i,),
-            partial(converted, leaves[i], dtype),
+            partial(converted, leaves[i], of_leaf[i]),
         )
-        for i, sharding in enumerate(chosen)
+        for i, sharding in enumerate(of_placeable(tree, leaves, shardings))
         if sharding is not None
     }
 
 
+def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
+    """Which of the leaves are scales of codes beside them."""
+    paths = paths_of(tree)
+    dtypes = {
+        path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
+    }
+    scales = scales_in({path: dtype for path, dtype in dtypes.items() if dtype in BITS})
+    return [i for i, path in enumerate(paths) if path in scales]
+
+
 def _bytes(leaf: Any, dtype: str | None) -> int:
     """Bytes of the array that a leaf becomes."""
-    own = getattr(leaf, "dtype", np.asarray(leaf).dtype if np.isscalar(leaf) else None)
-    is_converted = dtype is not None and is_plain_float(getattr(own, "name", ""))
-    return -(-int(np.size(leaf)) * bits_of(dtype if is_converted else own) // 8)
+    if dtype is not None and is_plain_float(getattr(getattr(leaf, "dtype", None), "name", "")):
+        return -(-int(np.size(leaf)) * bits_of(dtype) // 8)
+    return int(getattr(leaf, "nbytes", 0) or np.asarray(leaf).nbytes)
 
 
 def _by_paths(
     tree: Any,
     plan_or_rules: Any,
-    mesh: MeshLike | None,
+    deciding: Mapping[str, Any],
     renames: Sequence[Rename],
     dtype: str | None,
 ) -> tuple[Any, dict[int, _Move]]:
@@ -218,13 +371,15 @@ def _by_paths(
     from jax import tree_util
 
     names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
-    arrays = {name: ArraySpec(*of) for name, of in zip(names, shapes_and_dtypes(tree), strict=True)}
+    of_leaves = shapes_and_dtypes(tree, names)
+    arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
     in_tree, rules = None, plan_or_rules
     if isinstance(plan_or_rules, Plan):
-        plan = plan_or_rules if mesh is None else plan_or_rules.on_mesh(mesh)
-        in_tree, rules, mesh = plan.abstract(), plan.shardings(), None
-    abstract, targets = matched(arrays, in_tree, renames, dtype, Problems("the tree"))
-    specs, _, shardings = requested_shardings(abstract, rules, mesh, None, called="plan_or_rules")
+        in_tree, rules = plan_or_rules.abstract(), plan_or_rules.shardings()
+        deciding = {**deciding, "mesh": None}
+    problems = Problems("the tree", in_file=False)
+    abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
+    specs, _, shardings = requested_shardings(abstract, rules, **deciding, called="plan_or_rules")
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
     for i, ((path, target), spec, sharding) in enumerate(
@@ -233,8 +388,8 @@ def _by_paths(
         to = checked_sharding(path, sharding)
         used = {name for part in target.parts for name in (part.source, part.scale) if name}
         moves[i] = _Move(
-            path,
             to,
+            target.shape,
             prod(target.shape) * spec.dtype.itemsize,
             tuple(sorted(map(row.__getitem__, used))),
             partial(_made, target, live, spec.dtype, to),
@@ -249,19 +404,19 @@ def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSh
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def _bound(moves: Iterable[_Move], given: int | None) -> int:
+def _bound(moves: Mapping[int, _Move], given: int | None, tree: Any) -> int:
     """The bound that was given, or the default.
 
     Raises:
         ValueError: An array alone is larger than what was given.
     """
-    largest = max(moves, key=attrgetter("bytes"), default=None)
-    most = 0 if largest is None else largest.bytes
+    largest = max(moves, key=lambda i: moves[i].bytes, default=None)
+    most = 0 if largest is None else moves[largest].bytes
     if given is None:
         return max(DEFAULT_IN_FLIGHT, most)
     if largest is not None and most > given:
         raise ValueError(
-            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path} has "
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {leaf_path(tree, largest)} has "
             f"{bytes_shown(most)}: give at least {most:,}"
         )
     return given

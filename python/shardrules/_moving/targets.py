@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from shardrules._dtypes import bits_of
+from shardrules._dtypes import bits_of, converts
 from shardrules._file_error import FileError
 from shardrules._format import counted
 from shardrules._moving.arrangement import Arrangement, Box, Piece, Sized, identity
@@ -78,6 +78,8 @@ class Target(NamedTuple):
     shape: Shape
     dtype: str
     parts: tuple[SourcePart, ...]
+    has_own_dtype: bool = False
+    """Whether a record says its dtype."""
 
 
 class Problems:
@@ -85,10 +87,12 @@ class Problems:
 
     Args:
         name: Where the arrays come from.
+        in_file: Whether that is a file; else its error is no FileError.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, in_file: bool = True) -> None:
         self._name = name
+        self._in_file = in_file
         self._paths: dict[str, list[str]] = defaultdict(list)
         self._among: dict[str, Sequence[str]] = {}
 
@@ -98,7 +102,7 @@ class Problems:
         self._among[what] = among
 
     def raise_all(self) -> None:
-        """Raises a FileError with all of them, if there are any."""
+        """Raises an error with all of them, if there are any."""
         if not self._paths:
             return
         count = sum(map(len, self._paths.values()))
@@ -108,7 +112,8 @@ class Problems:
                 # More of them would cost seconds, and tell no more.
                 others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
                 lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
-        raise FileError(*lines)
+        error = FileError(*lines)
+        raise error if self._in_file else ValueError(str(error))
 
 
 def _folded(paths: Sequence[str]) -> list[str]:
@@ -141,6 +146,12 @@ def targets_of(
         problems: Where what is wrong is noted.
     """
     found = {name: _rename_of(name, renames) for name in arrays}
+    for rename in _useless(renames, found):
+        problems.add(
+            "this Rename finds no array; correct its pattern, or give optional=True if some models "
+            "have such arrays and others have not",
+            str(getattr(rename.pattern, "pattern", rename.pattern)),
+        )
     scales = {_scale_name(name, one) for name, one in found.items() if one.scale}
     uses: dict[str, list[_Use]] = defaultdict(list)
     for name, rename in found.items():
@@ -158,6 +169,15 @@ def targets_of(
         except _MisfitError as error:
             problems.add(str(error), path)
     return made
+
+
+def _useless(renames: Sequence[Rename], found: Mapping[str, Rename]) -> Iterator[Rename]:
+    """The records that have to find an array and find none; those that come too late do find it."""
+    used = {*map(id, found.values())}
+    for rename in renames:
+        may_find_none = rename.optional or id(rename) in used
+        if not may_find_none and not any(re.search(rename.pattern, name) for name in found):
+            yield rename
 
 
 class _MisfitError(Exception):
@@ -365,7 +385,8 @@ def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (shape,) = shapes
-    return Target(shape, dtypes[0], tuple(_part(use, len(shape), starts, arrays) for use in uses))
+    parts = tuple(_part(use, len(shape), starts, arrays) for use in uses)
+    return Target(shape, dtypes[0], parts, uses[0].rename.dtype is not None)
 
 
 def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
@@ -376,9 +397,16 @@ def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
 
 
 def _dtype(use: _Use, arrays: Mapping[str, Spec]) -> str:
-    if use.rename.dtype is not None:
-        return str(use.rename.dtype)
-    return "float32" if _scale(use, arrays) else arrays[use.name].dtype
+    dtype = "float32" if _scale(use, arrays) else arrays[use.name].dtype
+    chosen = use.rename.dtype
+    if chosen is None:
+        return dtype
+    if not converts(dtype, chosen):
+        raise _MisfitError(
+            f"{use.name!r} is {dtype}, and its Rename has dtype={chosen!r}, to which it cannot be "
+            "converted; quantise with a library that makes scales"
+        )
+    return str(chosen)
 
 
 def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:

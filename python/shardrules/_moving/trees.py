@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._dtypes import bits_of, given_name, is_plain_float
+from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._files.arrays import Arrays, nested
 from shardrules._files.leaves import ArraySpec
 from shardrules._format import shown
@@ -21,7 +21,9 @@ from shardrules._moving.renames import Rename
 from shardrules._moving.targets import Problems, Target, targets_of
 from shardrules._planning.placing.survey import survey
 
-__all__ = ["checked_sharding", "matched", "paths_of", "shapes_and_dtypes"]
+__all__ = ["checked_sharding", "matched", "paths_of", "scales_in", "shapes_and_dtypes"]
+
+_ShapeAndDtype = tuple[tuple[int, ...], str]
 
 _ANY_PATH: Final = Rules([("", ())])
 
@@ -53,10 +55,12 @@ def matched(
         wanted = [(targets[path].shape, targets[path].dtype) for path in paths]
     else:
         check_tree("tree", tree)
-        paths, wanted = paths_of(tree), shapes_and_dtypes(tree)
+        paths = paths_of(tree)
+        wanted = shapes_and_dtypes(tree, paths)
         shapes = {}
         for path, (shape, _) in zip(paths, wanted, strict=True):
-            shapes[path] = shapes[path.replace("/", ".")] = shape
+            for name in (path, _bare(path)):
+                shapes[name] = shapes[name.replace("/", ".")] = shape
         targets = targets_of(arrays, renames, shapes, problems)
         targets = _in_tree(targets, paths, wanted, problems)
     unknown = {dtype for dtype in {own for _, own in wanted} if not _is_known_to_jax(dtype)}
@@ -64,7 +68,47 @@ def matched(
         if own in unknown:
             problems.add(f"this version of JAX has no {own}; a Rename to None leaves it out", path)
     problems.raise_all()
-    return _abstract(tree, wanted, dtype), [(path, targets[path]) for path in paths]
+    found = [targets[path] for path in paths]
+    if dtype is not None:
+        wanted = _converted(wanted, found, arrays, dtype)
+    return _abstract(tree, wanted), list(zip(paths, found, strict=True))
+
+
+def _converted(
+    wanted: list[_ShapeAndDtype],
+    targets: Sequence[Target],
+    arrays: Mapping[str, ArraySpec],
+    dtype: str,
+) -> list[_ShapeAndDtype]:
+    """With this dtype for floating arrays, unless a record has one for them, or they are scales."""
+    scales = scales_in({name: array.dtype for name, array in arrays.items()})
+
+    def of_target(own: str, target: Target) -> str:
+        if target.has_own_dtype:
+            return target.dtype
+        is_kept = not is_plain_float(own) or target.parts[0].source in scales
+        return own if is_kept else dtype
+
+    return [
+        (shape, of_target(own, target))
+        for (shape, own), target in zip(wanted, targets, strict=True)
+    ]
+
+
+def scales_in(dtypes: Mapping[str, str]) -> set[str]:
+    """The names of arrays of scales: `scale` is in their last word, and codes are beside them."""
+    parents, words = {}, {}
+    for name in dtypes:
+        parents[name], _, words[name] = _bare(name).rpartition("/")
+    with_codes = {
+        parents[name] for name, dtype in dtypes.items() if dtype != "bool" and bits_of(dtype) <= 8
+    }
+    return {name for name in dtypes if "scale" in words[name] and parents[name] in with_codes}
+
+
+def _bare(path: str) -> str:
+    """The path with slashes alone, and of the box that has an array under `value`."""
+    return path.replace(".", "/").removesuffix("/value")
 
 
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
@@ -83,12 +127,12 @@ def paths_of(tree: Any) -> list[str]:
     return [leaves.paths[row] for row in tree_util.tree_leaves(leaves.tree)]
 
 
-def shapes_and_dtypes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
+def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
     from jax import tree_util
 
     return [
-        (tuple(np.shape(leaf)), given_name("a dtype of tree", _dtype_of(leaf)))
-        for leaf in tree_util.tree_leaves(tree)
+        (tuple(np.shape(leaf)), given_name(f"tree: the dtype of {path}", _dtype_of(leaf)))
+        for path, leaf in zip(paths, tree_util.tree_leaves(tree), strict=True)
     ]
 
 
@@ -99,16 +143,16 @@ def _dtype_of(leaf: Any) -> Any:
 def _in_tree(
     targets: Mapping[str, Target],
     paths: list[str],
-    wanted: list[tuple[tuple[int, ...], str]],
+    wanted: list[_ShapeAndDtype],
     problems: Problems,
 ) -> dict[str, Target]:
     """The targets by the tree's paths; notes what is missing, left over, or something else."""
-    by_path = {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
+    by_path = {_bare(path): target for path, target in targets.items()}
+    by_path |= {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
     found: dict[str, Target] = {}
     unused: list[str] = []
     for path, (shape, dtype) in zip(paths, wanted, strict=True):
-        # A box of flax has its array under `value`.
-        target = by_path.get(path) or by_path.get(path.replace(".", "/").removesuffix("/value"))
+        target = by_path.get(path) or by_path.get(_bare(path))
         if target is None:
             problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
@@ -119,7 +163,7 @@ def _in_tree(
                 f"{list(target.shape)}",
                 path,
             )
-        elif not _converts(target.dtype, dtype):
+        elif not _fits(target.dtype, dtype):
             problems.add(
                 f"another kind of dtype: the tree wants {dtype}, and the array has {target.dtype}",
                 path,
@@ -133,30 +177,16 @@ def _in_tree(
     return found
 
 
-def _converts(of: str, to: str) -> bool:
-    """Whether a conversion can be meant: between floats that are no codes of quantization."""
-    return (
-        of == to
-        or (is_plain_float(of) and is_plain_float(to))
-        or {_kind(of), _kind(to)}
-        in (
-            {"i"},
-            {"u"},
-            {"i", "u"},
-            {"c"},
-        )
-    )
-
-
-def _kind(dtype: str) -> str:
-    return numpy_dtype(dtype).kind if bits_of(dtype) >= 8 else ""
+def _fits(of: str, to: str) -> bool:
+    """Whether a tree can have an array of this dtype in another; floats of 8 bits are codes."""
+    return of == to or (converts(of, to) and "float8" not in of + to)
 
 
 def _is_known_to_jax(dtype: str) -> bool:
     import jax
 
-    if bits_of(dtype) < 8:
-        return True  # which is refused for another reason
+    if bits_of(dtype) < 8 or key_dtype(dtype) is not None:
+        return True  # the former is refused for another reason
     try:
         canonical = jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))
         jax.eval_shape(lambda: jax.numpy.zeros((), canonical))
@@ -165,13 +195,15 @@ def _is_known_to_jax(dtype: str) -> bool:
     return True
 
 
-def _abstract(tree: Any, wanted: list[tuple[tuple[int, ...], str]], dtype: str | None) -> Any:
+def _abstract(tree: Any, wanted: list[_ShapeAndDtype]) -> Any:
     """The tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
     import jax
 
-    def of_leaf(shape: tuple[int, ...], own: str) -> Any:
-        to = dtype if dtype is not None and is_plain_float(own) else own
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(numpy_dtype(to)))
+    def of_leaf(shape: tuple[int, ...], name: str) -> Any:
+        dtype = key_dtype(name)
+        if dtype is None:
+            dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(name))
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     made = {one: of_leaf(*one) for one in set(wanted)}
     treedef = jax.tree_util.tree_structure(tree)

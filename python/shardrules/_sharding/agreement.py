@@ -21,12 +21,17 @@ class JointCall:
     Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
     processes, unless `alone` or `agree` was called before it.
 
+    Args:
+        name: The name of the function.
+        when: What has happened when the body fails, for the other processes.
+
     Attributes:
         joint: Whether the other processes still have to agree.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, when: str = "before anything was done") -> None:
         self._name = name
+        self._when = when
         self.joint = False
 
     def __enter__(self) -> JointCall:
@@ -43,7 +48,7 @@ class JointCall:
         if error is not None and self.joint:
             from shardrules._sharding import coordination
 
-            coordination.fail(self._name, error)
+            coordination.fail(self._name, error, self._when)
 
     def alone(self) -> None:
         """Ends the joint call, which uses only this process's devices. Leaves a note for others."""

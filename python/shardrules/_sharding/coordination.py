@@ -52,11 +52,11 @@ def settle(name: str, rows: list[Row], limit: float) -> None:
         _next_round(name).settle(rows, limit)
 
 
-def fail(name: str, error: BaseException) -> None:
-    """Tells the other processes that this process has failed in its call."""
+def fail(name: str, error: BaseException, when: str) -> None:
+    """Tells the other processes that this process has failed in its call, and when."""
     # The process raises its own error, whatever happens here.
     with contextlib.suppress(RuntimeError), _lock:
-        _next_round(name).fail(error)
+        _next_round(name).fail(error, when)
 
 
 def note(text: str) -> None:
@@ -135,9 +135,9 @@ class _Round:
         self._job, self._name = job, name
         self._at = f"{_ROOT}/{job.number}"
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, when: str) -> None:
         """Writes a verdict of failure, without waiting."""
-        why = f"failed before anything was done: {_first_line(error)}"
+        why = f"failed {when}: {_first_line(error)}"
         verdict = {"error": f"process {self._job.me} {why}"}
         # Either may exist: others may have given up, or this process may be interrupted.
         for key, value in (("verdict", verdict), (f"row/{self._job.me}", _FAILED)):
@@ -153,7 +153,7 @@ class _Round:
             if "compare" in verdict:
                 error = self._difference(rows, verdict["compare"])
         except BaseException as interruption:
-            self.fail(interruption)
+            self.fail(interruption, "while it waited for the others")
             raise
         if error:
             raise RuntimeError(f"{self._name}: {error}; this is process {me}")

@@ -135,6 +135,7 @@ def requested_shardings(
     mesh: MeshLike | None,
     correction: Correction | None,
     *,
+    min_size: int | None = 0,
     companions: Iterable[Any] = (),
     names: Any = None,
     optional_axes: Iterable[str] = (),
@@ -151,6 +152,7 @@ def requested_shardings(
             `tree`.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's.
+        min_size: As in `named_shardings`.
         companions: As in `named_shardings`.
         names: As in `named_shardings`.
         optional_axes: As in `named_shardings`.
@@ -164,11 +166,14 @@ def requested_shardings(
 
     check_tree("tree", tree)
     check_correction(correction)
+    smallest = checked_min_size(min_size)
     followers = checked_companions(companions)
     optional = frozenset(texts("optional_axes", optional_axes))
     policy: Any = {"correction": correction, "optional_axes": optional}
     decider = as_decider(called, specs_or_rules)
-    check_taken(decider, companions=followers, names=names, correction=correction)
+    check_taken(
+        decider, min_size=min_size, companions=followers, names=names, correction=correction
+    )
     placements: Sequence[Placement | None]
     if decider is None:
         leaves, treedef, placements = placements_by_specs(
@@ -186,7 +191,7 @@ def requested_shardings(
         placements = decider._placements(tree, mesh)
     else:
         on_mesh = local_view(resolve_mesh(mesh))
-        placements = _placements(tree, decider, on_mesh, followers, **policy)
+        placements = _placements(tree, decider, on_mesh, followers, min_size=smallest, **policy)
     return leaves, treedef, _in_own_memory(leaves, placements)
 
 

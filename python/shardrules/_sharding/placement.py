@@ -8,15 +8,15 @@ know how a sharding was decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
 from shardrules._correction import Correction
-from shardrules._dtypes import given_name, is_plain_float
-from shardrules._format import shown
+from shardrules._dtypes import given_float, is_plain_float
+from shardrules._format import counted, shown
 from shardrules._logical.flax import is_flax_struct, variable_types
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreed_shardings",
+    "check_reachable",
     "converted",
     "gather",
+    "has_spread",
+    "leaf_path",
     "of_placeable",
     "put",
     "shard",
@@ -130,7 +133,7 @@ def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
     gives_up = boolean("donate", donate)
     if dtype is None and not gives_up:
         return []
-    name = None if dtype is None else given_name("dtype", dtype)
+    name = None if dtype is None else given_float("dtype", dtype)
     return [("the options", f"donate={gives_up}, dtype={name}")]
 
 
@@ -229,7 +232,7 @@ def agreed_shardings(
     """
     with JointCall(name) as call:
         more = options()
-        if call.joint and asks_for_own_devices(specs_or_rules, mesh):
+        if call.joint and asks_for_own_devices(specs_or_rules, mesh) and not has_spread(tree):
             call.alone()
         leaves, treedef, wanted = requested_shardings(
             tree,
@@ -242,8 +245,77 @@ def agreed_shardings(
         )
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
+        if call.joint:
+            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+                if sharding is not None:
+                    check_reachable(partial(leaf_path, tree, i), leaf, sharding)
         call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
     return leaves, treedef, wanted
+
+
+def check_reachable(
+    path: Callable[[], str],
+    leaf: Any,
+    sharding: NamedSharding,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Checks that JAX can move an array that several processes hold.
+
+    Args:
+        path: Gives the array's path, for the error.
+        leaf: The array, or anything else, which can be moved.
+        sharding: Where it is to be.
+        shape: The shape that is moved, if that is not the array's.
+
+    Raises:
+        ValueError: JAX cannot.
+    """
+    import jax
+
+    if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
+        return
+    if leaf.is_fully_replicated and sharding.is_fully_addressable:
+        return  # through the host
+    groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
+    before, after = map(sorted, groups)
+    client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
+    sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
+        jax.config, "jax_cross_host_transfer_socket_address", ""
+    )
+    is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
+    if not (is_same and before != after and sends):
+        raise ValueError(
+            f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
+            f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
+            "same ones, which JAX cannot do: what several processes hold, it moves to other "
+            "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
+            "and GPUs, or with jax_cross_host_transfer_socket_address. Move within these devices, "
+            "or save the tree and load it there"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the devices, in their order, have the same parts."""
+    if len(one.device_set) != len(other.device_set):
+        return False
+    maps = (each.devices_indices_map(shape).values() for each in (one, other))
+    return all(a == b for a, b in zip(*maps, strict=True))
+
+
+def leaf_path(tree: Any, index: int) -> str:
+    """The path of a leaf as JAX writes it, for errors."""
+    from jax import tree_util
+
+    return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
+
+
+def has_spread(tree: Any) -> bool:
+    """Whether other processes hold parts of an array of the tree that this one does not hold."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves(tree)
+    return any(is_spread(leaf) and not leaf.is_fully_replicated for leaf in leaves)
 
 
 def put(
@@ -256,8 +328,8 @@ def put(
     """`jax.device_put` in one batch, without its costs per leaf.
 
     In several processes each process places its own devices' part of host arrays; JAX would compare
-    the data between all processes. An array on other devices, such as a new one on a single device,
-    goes through the host; JAX would compile a program to cut it.
+    the data between all processes. An array on other devices where it is cut otherwise, such as a
+    new one on a single device, goes through the host; JAX would compile a program to cut it.
 
     Args:
         leaves: Arrays and numbers.
@@ -297,12 +369,13 @@ def _prepared(
     own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
     ready, moved, elsewhere = list(leaves), [], []
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        is_array = isinstance(leaf, jax.Array)
-        if is_array and may_stay and _is_in_place(leaf, sharding):
+        # Asked once: that of random keys takes long.
+        was = leaf.sharding if isinstance(leaf, jax.Array) else None
+        if was is not None and may_stay and _is_in_place(leaf, was, sharding):
             continue
         moved.append(index)
         if own[id(sharding)]:
-            if is_array and _is_plain_array_elsewhere(leaf, sharding):
+            if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
                 elsewhere.append(index)
         elif not is_spread(leaf):
             ready[index] = _from_own_parts(leaf, sharding)
@@ -341,18 +414,21 @@ def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) ->
     return listed
 
 
-def _is_in_place(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
     """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
-    is_there = leaf.sharding is sharding or leaf.sharding == sharding
+    is_there = was is sharding or was == sharding
     return is_there and getattr(leaf, "committed", False)
 
 
-def _is_plain_array_elsewhere(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
     import jax
     import jax.numpy as jnp
 
+    is_here = was.is_fully_addressable
     return (
-        leaf.sharding.device_set != sharding.device_set
+        was.device_set != sharding.device_set
+        and not (is_here and _are_cut_alike(was, sharding, leaf.shape))
+        and (is_here or was.is_fully_replicated)
         # A numpy array has neither weak types nor random keys.
         and not getattr(leaf, "weak_type", False)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

@@ -98,14 +98,16 @@ def placements_by_rules(
     tree: Any,
     matcher: Matcher,
     mesh: AnyMesh,
-    correction: Correction | None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
     optional_axes: frozenset[str] = frozenset(),
 ) -> list[Placement]:
     """The placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
     on_mesh = _bound(matcher, mesh, correction, optional_axes)
-    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, 0)
+    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, min_size)
     return tree_util.tree_leaves(placements)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import rule_spec_shown
 from shardrules._declared import NOTHING
+from shardrules._dtypes import key_dtype
 from shardrules._planning.asking.check import check
 from shardrules._planning.asking.checks.misfits import refusals
 from shardrules._sharding.leaf_errors import LeafError, leaf_errors
@@ -87,7 +88,9 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
     return _mapped(
         columns,
         [
-            None if k.shape is None else ShapeDtypeStruct(k.shape, k.dtype, sharding=sharding)
+            None
+            if k.shape is None
+            else ShapeDtypeStruct(k.shape, key_dtype(str(k.dtype)) or k.dtype, sharding=sharding)
             for k, sharding in kinds
         ],
     )

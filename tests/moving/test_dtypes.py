@@ -1,0 +1,196 @@
+"""What `dtype` converts, what keeps its own, and random keys: by `load`, `reshard` and `shard`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from tests.moving.test_load import bits, mesh_of
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+NO_FLOATS = ["int8", "int32", "uint16", "int4", "float4_e2m1fn", "bool", "complex64", "float8_e8m0fnu"]  # fmt: skip
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save({name: array}): a checkpoint; its path."""
+    write = pytest.importorskip("safetensors.numpy").save_file
+
+    def call(arrays):
+        write(arrays, tmp_path / "m.safetensors")
+        return tmp_path / "m.safetensors"
+
+    return call
+
+
+class TestIntegersAreNoWeights:
+    @pytest.mark.parametrize("dtype", NO_FLOATS)
+    def test_no_dtype_for_all_floats(self, save, dtype):
+        weights = {"w": np.full((8, 8), 0.02, "float32")}
+        path = save(weights)
+        for call in (
+            lambda: sr.load(path, P(), mesh_of(), dtype=dtype),
+            lambda: sr.shard(weights, P(), mesh_of(), dtype=dtype),
+            lambda: sr.reshard(weights, P(), mesh_of(), dtype=dtype),
+        ):
+            with pytest.raises(ValueError, match="dtype is .*, and must be a float, such as 'bf"):
+                call()
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", FLOAT8, jnp.bfloat16])
+    def test_floats_are(self, save, dtype):
+        weights = {"w": np.full((8, 8), 0.02, "float32")}
+        path = save(weights)
+        expected = bits(weights["w"].astype(np.dtype(dtype)))
+        assert bits(sr.load(path, P(), mesh_of(), dtype=dtype)["w"]) == expected
+        assert bits(sr.shard(weights, P(), mesh_of(), dtype=dtype)["w"]) == expected
+        assert bits(sr.reshard(weights, P(), mesh_of(), dtype=dtype)["w"]) == expected
+
+    def test_a_rename_makes_no_floats_integers(self, save):
+        rename = sr.Rename("w", "v", dtype="int8")
+        arrays = {"w": np.full((8, 8), 0.02, "float32")}
+        with pytest.raises(
+            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
+        ):
+            sr.load(save(arrays), P(), mesh_of(), renames=[rename])
+        with pytest.raises(
+            ValueError, match=r"'w' is float32, and its Rename has dtype='int8', to"
+        ):
+            sr.reshard(sr.shard(arrays, P(), mesh_of()), P(), mesh_of(), renames=[rename])
+
+    def test_a_rename_makes_integers_integers_and_floats_codes(self, save):
+        path = save({"n": np.arange(8, dtype="int32"), "w": np.ones(8, "float32")})
+        renames = [sr.Rename("n", r"\g<0>", dtype="int8"), sr.Rename("w", "w", dtype=FLOAT8)]
+        loaded = sr.load(path, P(), mesh_of(), renames=renames)
+        assert {name: str(array.dtype) for name, array in loaded.items()} == {
+            "n": "int8",
+            "w": "float8_e4m3fn",
+        }
+
+
+class TestWhatSaysItsOwnDtype:
+    def test_a_rename_does(self, save):
+        arrays = {"router.bias": np.full(8, 1.001, "float32"), "w": np.ones((8, 8), "float32")}
+        renames = [sr.Rename("bias$", r"\g<0>", dtype="float32")]
+        expected = {"router.bias": "float32", "w": "bfloat16"}
+        loaded = sr.load(save(arrays), P(), mesh_of(), dtype="bfloat16", renames=renames)
+        assert {name: str(array.dtype) for name, array in loaded.items()} == expected
+        assert bits(loaded["router.bias"]) == bits(arrays["router.bias"])
+        moved = sr.reshard(arrays, P(), mesh_of(), dtype="bfloat16", renames=renames)
+        assert {name: str(array.dtype) for name, array in moved.items()} == expected
+
+    def test_scales_beside_codes_stay_as_they_are(self, save):
+        arrays = {
+            "up.weight": np.ones((8, 8), FLOAT8),
+            "up.weight_scale_inv": np.full((1, 1), 1.001, "float32"),
+            "down.weight": np.ones((8, 8), "int8"),
+            "down.input_scale": np.full(1, 1.001, "float32"),
+            "norm.scale": np.ones(8, "float32"),
+            "mask.on": np.ones(8, "bool"),
+            "mask.scale": np.ones(8, "float32"),
+        }
+        expected = {name: str(array.dtype) for name, array in arrays.items()}
+        expected |= {"norm.scale": "bfloat16", "mask.scale": "bfloat16"}
+        loaded = sr.load(save(arrays), P(), mesh_of(), dtype="bfloat16")
+        assert {name: str(array.dtype) for name, array in loaded.items()} == expected
+        for tree in (arrays, sr.plan(arrays, P(), mesh_of())):
+            moved = sr.reshard(arrays, *([tree] if tree is not arrays else [P(), mesh_of()]), dtype="bfloat16")  # fmt: skip
+            assert {name: str(array.dtype) for name, array in moved.items()} == expected
+
+
+nnx = pytest.importorskip("flax.nnx")
+RULES = [("kernel", ("fsdp", "tp")), ("", ())]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+@pytest.fixture
+def state():
+    return nnx.state(Model(nnx.Rngs(0)))
+
+
+def words(key):
+    return bits(jax.random.key_data(key))
+
+
+class TestRandomKeys:
+    """Each nnx model with Dropout has one in its state."""
+
+    @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+    def test_a_lock(self, implementation):
+        tree = {"w": np.ones((8, 8)), "rng": jax.random.key(0, impl=implementation)}
+        plan = sr.plan(tree, RULES, mesh_of())
+        again = sr.Plan.from_lock(plan.lock())
+        assert again.lock() == plan.lock()
+        assert not plan.diff(again)
+        assert np.array_equal(again.bytes_per_device().total, plan.bytes_per_device().total)
+        of_key = 8 if implementation == "threefry2x32" else 16
+        assert plan.bytes_per_device().max == 8 * 8 * 8 + of_key
+        on_devices = again.on_mesh(mesh_of()).abstract()["rng"]
+        assert (on_devices.shape, on_devices.dtype) == ((), tree["rng"].dtype)
+
+    def test_a_state_with_dropout(self, state):
+        plan = sr.plan(state, RULES, mesh_of())
+        moved = sr.reshard(state, plan)
+        assert jax.tree.structure(moved) == jax.tree.structure(state)
+        key = moved["dropout"]["rngs"]["key"].get_value()
+        assert words(key) == words(state["dropout"]["rngs"]["key"].get_value())
+        assert key.sharding == plan.shardings()["dropout"]["rngs"]["key"].get_value()
+        assert sr.reshard(moved, plan, dtype="bfloat16")["linear"]["kernel"].dtype == jnp.bfloat16
+
+    def test_keys_are_renamed_stacked_and_taken_apart(self):
+        keys = {f"layers.{i}.rng": jax.random.key(i) for i in range(4)}
+        stack = sr.Rename(r"layers\.(?P<layer>\d+)\.rng", "rng", " -> layer")
+        stacked = sr.reshard(keys, P(), mesh_of(), renames=[stack])["rng"]
+        assert words(stacked) == words(jnp.stack(list(keys.values())))
+        apart = sr.Rename("^rng$", "layers.{layer}.rng", "layer -> ")
+        again = sr.reshard({"rng": stacked}, P(), mesh_of(), renames=[apart])
+        assert {name: words(key) for name, key in again.items()} == {
+            name: words(key) for name, key in keys.items()
+        }
+
+    @pytest.mark.parametrize("of", ["plan", "tree", "rules"])
+    def test_an_orbax_checkpoint(self, state, tmp_path, of):
+        ocp = pytest.importorskip("orbax.checkpoint")
+        checkpointer = ocp.StandardCheckpointer()
+        try:
+            checkpointer.save(tmp_path / "c", nnx.to_pure_dict(state))
+            checkpointer.wait_until_finished()
+        except AttributeError as error:
+            pytest.skip(f"this orbax does not work with this JAX: {error}")
+        plan = sr.plan(state, RULES, mesh_of())
+        if of == "plan":
+            loaded = sr.load(tmp_path / "c", plan)
+        elif of == "tree":
+            loaded = sr.load(tmp_path / "c", RULES, mesh_of(), tree=state)
+        else:
+            loaded = sr.load(tmp_path / "c", RULES, mesh_of())
+        key = loaded["dropout"]["rngs"]["key"]
+        key = key if of == "rules" else key.get_value()
+        assert key.dtype == state["dropout"]["rngs"]["key"].get_value().dtype
+        assert words(key) == words(state["dropout"]["rngs"]["key"].get_value())
+        read = sr.read_model(tmp_path / "c")["dropout"]["rngs"]["key"]
+        assert (read.shape, read.dtype) == (key.shape, key.dtype)
+
+    def test_safetensors_have_none(self, state, save):
+        path = save({"linear.kernel": np.ones((8, 8), "float32"), "linear.bias": np.ones(8, "float32")})  # fmt: skip
+        with pytest.raises(
+            sr.FileError, match=r"rngs/key/value: missing: the tree wants key<fry>\["
+        ):
+            sr.load(path, RULES, mesh_of(), tree=state)
+
+
+def test_a_dtype_of_a_tree_that_is_not_known_has_its_path():
+    class Odd:
+        shape, dtype = (8,), "odd"
+
+    with pytest.raises(ValueError, match="a/w.*'odd'"):
+        sr.reshard({"a": {"w": Odd()}}, P(), mesh_of(), renames=[sr.Rename("w", "v")])
