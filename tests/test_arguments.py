@@ -426,7 +426,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
-        "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "scalars": "place",
+        "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
         "optional_axes": ()}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
     "spec_for": (sr.spec_for, {
