@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from shardrules._cli.arguments import UsageError
 from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
 from shardrules._file_error import FileError
 from shardrules._files.arrays import nested, read_arrays
@@ -53,10 +54,10 @@ class Planned(NamedTuple):
 
 def load_plan(
     source: str,
-    rules: str,
-    mesh: str,
-    dialect: str | None,
-    min_size: int,
+    rules: str | None,
+    mesh: str | None,
+    dialect: str | None = None,
+    min_size: int = 0,
     *,
     no_fallbacks: bool,
     companions: Mapping[str, list[str]],
@@ -65,7 +66,8 @@ def load_plan(
     """The plan of a model under rules on a mesh.
 
     Args:
-        source: A file of arrays, or `package.module:function` that returns a tree.
+        source: A file of arrays, or `package.module:function` that returns a tree; or a lock,
+            which has rules and a mesh of its own.
         rules: A rule file, or `package.module:NAME`.
         mesh: Axis sizes, such as dp=8,tp=4.
         dialect: The name of a dialect. Default: the rule file's dialect, or else eformer.
@@ -76,7 +78,21 @@ def load_plan(
 
     Raises:
         FileError, ValueError, TypeError: One of the arguments is invalid.
+        UsageError: A model comes without rules or a mesh.
     """
+    if is_lock(source):
+        given = (rules, mesh, dialect, min_size or None, *companions.values())
+        if any(given):
+            raise FileError(
+                f"{source}: a lock has its own rules and mesh, so leave out --rules, --mesh and "
+                "what else says how to plan; or give the model"
+            )
+        return _locked_plan(source, declared)
+    if rules is None or mesh is None:
+        missing = [
+            option for option, value in (("--rules/-r", rules), ("--mesh/-m", mesh)) if not value
+        ]
+        raise UsageError(f"the following arguments are required: {', '.join(missing)}")
     axis_sizes = parse_mesh(mesh)
     chosen = None if dialect is None else _dialect_of(dialect)
     loaded = read_rules(rules, chosen, companions)
@@ -98,6 +114,14 @@ def load_plan(
         optional_axes=loaded.declared["optional_axes"],
     )
     return Planned(planned, name, loaded, fallbacks)
+
+
+def _locked_plan(source: str, declared: Declared) -> Planned:
+    """The plan of a lock, planned anew if that gives the same: a lock holds no corrections."""
+    locked = Plan.from_lock(Path(source))
+    fresh = locked.with_rules(locked.rules)
+    same = fresh if fresh.fingerprint() == locked.fingerprint() else locked
+    return Planned(same, source, RuleFile(locked.rules, declared, (), source), ())
 
 
 def load_hardware(text: str) -> Hardware:

@@ -59,11 +59,17 @@ RulesFile = Annotated[
     Option(
         "--rules",
         "-r",
-        help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME.",
+        help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME. Needed for a "
+        "model.",
     ),
 ]
 Mesh = Annotated[
-    str, Option("--mesh", "-m", help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4.")
+    str,
+    Option(
+        "--mesh",
+        "-m",
+        help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4. Needed for a model.",
+    ),
 ]
 DialectName = Annotated[
     str | None,

@@ -6,7 +6,7 @@ Raises an error that names the option. Must not read a model, nor print.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli.inputs import MOMENTS, load_hardware
 from shardrules._dtypes import numpy_name
@@ -18,7 +18,21 @@ from shardrules._planning.asking.budget import Room
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
 
-__all__ = ["axes", "counted", "following", "levels", "names", "one_of", "refuse", "room", "step"]
+__all__ = [
+    "axes",
+    "counted",
+    "following",
+    "levels",
+    "memory",
+    "names",
+    "one_of",
+    "refuse",
+    "room",
+    "step",
+]
+
+# A device or a host has more.
+_LEAST_WITHOUT_UNIT: Final = 10**6
 
 
 def axes(text: str) -> tuple[list[str], dict[str, int]]:
@@ -89,17 +103,26 @@ def step(
 
 
 def room(hbm: str | None, host_memory: str | None, hardware: Hardware | None) -> Room:
-    own = _memory("--hbm", "a device", hbm)
+    """The memory that these options mean; that of the hardware without --hbm."""
+    own = memory("--hbm", "a device", hbm)
     if own is None and hardware is not None:
         own = hardware.memory_bytes
-    return Room(own, _memory("--host-memory", "a host", host_memory))
+    return Room(own, memory("--host-memory", "a host", host_memory))
 
 
-def _memory(option: str, of: str, text: str | None) -> int | None:
-    memory = None if text is None else byte_count(text)
-    if memory == 0:
+def memory(option: str, of: str, text: str | None) -> int | None:
+    """The bytes that an option means.
+
+    Raises:
+        ValueError: They are none, or so few without a unit that gigabytes are meant.
+    """
+    count = None if text is None else byte_count(text)
+    if count == 0:
         raise ValueError(f"{option} is {text!r}; {of} has memory, such as 96GB")
-    return memory
+    is_bare = text is not None and text.strip()[-1:].isdigit()
+    if is_bare and count is not None and count < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{option} {text}: that is {count:,} bytes; write {text}GB")
+    return count
 
 
 def levels(texts: Iterable[str]) -> dict[Any, Any]:

@@ -352,6 +352,7 @@ class Plan(PlanLike):
         optional_axes: Iterable[str] = (),
         data_axes: Iterable[str] = (),
         head_dim: int | None = None,
+        hbm: int | None = None,
         levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
     ) -> Findings:
         """The coverage contract: no leaf is replicated and no rule ignored without a finding.
@@ -360,6 +361,7 @@ class Plan(PlanLike):
 
         | kind | level | what |
         |---|---|---|
+        | memory | error | leaves that do not fit into `hbm` |
         | unmatched | error | leaves that no rule matches |
         | misfit | error | leaves that cannot be sharded as their rule says |
         | unknown-axis | error | axes that rules name and the mesh lacks |
@@ -372,7 +374,8 @@ class Plan(PlanLike):
           near one that no leaf has and what is replicated is not large |
         | unnamed | error, warning, info | leaves without logical axis names; info if they are not
           large together. A warning for leaves with fewer names than dimensions |
-        | replicated | warning | other leaves that are replicated, and large alone or together |
+        | replicated | warning, info | other leaves that are replicated, and large alone or
+          together; info if the rule itself leaves them whole, as `fsdp(min_bytes=)` does |
         | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
         | correction | warning, info | axes of a rule's spec that leaves do not get, because of
           their shapes or the mesh; info if that costs less than `large` |
@@ -388,7 +391,7 @@ class Plan(PlanLike):
           their own rule counts; companions that find nothing: of `LORA` and `QUANTIZED`, if none
           of their records does; and factors of LoRA whose rank a rule for their kernel cuts |
         | unused-axis | warning, info | mesh axes that cut no leaf and are not declared to be for
-          data; info if little could be saved by them |
+          data; info if little could be saved by them, or only rules for no leaf name them |
 
         Args:
             large: Minimum bytes on a device for a replicated leaf or a correction to be a warning.
@@ -399,6 +402,7 @@ class Plan(PlanLike):
             data_axes: Mesh axes that cut batches and sequences alone, such as "dp".
             head_dim: Size of an attention head. Default: that of a `q_norm` or `k_norm` beside the
                 projections, if there is one.
+            hbm: Bytes of memory of a device, into which the leaves are to fit. Default: any.
             levels: Other levels by kind of finding: "error", "warning", "info" or "off".
 
         Returns:
@@ -430,7 +434,12 @@ class Plan(PlanLike):
         if any(loss.is_error for kind in self.kinds for loss in kind.losses):
             columns = self._on_mesh(self._mesh, may_lack=frozenset(declared["optional_axes"]))
         return asking.check.check(
-            columns, large=large, declared=declared, head_dim=size, levels=levels
+            columns,
+            large=large,
+            declared=declared,
+            head_dim=size,
+            hbm=_room(hbm, None).hbm,
+            levels=levels,
         )
 
     def specs(self) -> Any:

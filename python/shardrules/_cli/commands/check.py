@@ -19,6 +19,7 @@ from shardrules._cli.options import (
     DialectName,
     FailOn,
     FindingsFormat,
+    Hbm,
     HeadDim,
     MaxMemory,
     Mesh,
@@ -42,8 +43,8 @@ _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
 def command(
     source: Source,
-    rules: RulesFile,
-    mesh: Mesh,
+    rules: RulesFile | None = None,
+    mesh: Mesh | None = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = MAX_MEMORY,
@@ -66,6 +67,7 @@ def command(
         str | None, Option(help="Mesh axes that shard only batches, and no leaf, such as dp.")
     ] = None,
     head_dim: HeadDim = None,
+    hbm: Hbm = None,
     level: Annotated[
         list[str] | None,
         Option(help="Level for a kind of finding: dead=off, siblings=error; repeatable."),
@@ -83,6 +85,8 @@ def command(
     check_findings_options(format_, fail_on)
     if fix and format_ != "text":
         raise ValueError("--fix prints a patch, so leave out --format")
+    if fix and rules is None:
+        raise ValueError("--fix patches a rule file, so give a model, and --rules")
     size, levels = byte_count(large), values.levels(level or ())
     declared = Declared(
         replicated=tuple(replicated or ()),
@@ -98,10 +102,13 @@ def command(
         **planned.rules.declared,
         large=size,
         head_dim=head_dim,
+        hbm=values.memory("--hbm", "a device", hbm),
         levels=levels,
     )
-    if not fix:
-        places = rule_places(rules, len(planned.plan.rules)) if format_ == "github" else NOWHERE
+    if not fix or rules is None:
+        places = NOWHERE
+        if format_ == "github" and rules is not None:
+            places = rule_places(rules, len(planned.plan.rules))
         return report_findings(findings, format_, fail_on, places)
     if patch := load_patch(rules, planned, dialect, head_dim):
         _check_obeyed(patch)

@@ -31,8 +31,8 @@ def command(
             "folded path, a glob such as 'layers/*/wq', or the end of their paths."
         ),
     ],
-    rules: RulesFile,
-    mesh: Mesh,
+    rules: RulesFile | None = None,
+    mesh: Mesh | None = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = MAX_MEMORY,

@@ -36,6 +36,7 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._cli.show import plan_json, show_plan
+from shardrules._planning.asking.budget import Room
 from shardrules._printable import printable
 
 __all__ = ["command"]
@@ -43,8 +44,8 @@ __all__ = ["command"]
 
 def command(
     source: Source,
-    rules: RulesFile,
-    mesh: Mesh,
+    rules: RulesFile | None = None,
+    mesh: Mesh | None = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = MAX_MEMORY,
@@ -66,13 +67,18 @@ def command(
     html: Annotated[
         Path | None, Option(help="Write an HTML report to this path; it works offline.")
     ] = None,
-) -> None:
+    must_fit: Annotated[
+        bool, Option("--must-fit", help="Exit with 1 if the bytes do not fit into --hbm.")
+    ] = False,
+) -> int:
     """Show the spec of every array, its bytes on each device, and the time of a step."""
     values.one_of("--format", format_, ("text", "json"))
     step = values.step(tokens, hardware, axes_over_dcn, experts_per_token)
     room = values.room(hbm, host_memory, step["hardware"])
     counted = values.counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
-    _check_targets({"--lock": lock, "--html": html}, (source, rules))
+    if must_fit and room == Room(None, None):
+        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+    _check_targets({"--lock": lock, "--html": html}, filter(None, (source, rules)))
     planned = load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
         stacked=stacked, companions=companions,
@@ -87,15 +93,18 @@ def command(
     if html is not None and report is not None:
         write_text(html, report)
         note(printable(f"{html}: a report in one file, which works offline"))
+    fits = room.fits(held)
+    code = 1 if must_fit and not fits else 0
     if format_ == "json":
         print(plan_json(plan, held, room, time))
-        return
+        return code
     show_plan(plan)
     print(held)
-    if (fits := room.fits(held)) is not None:
+    if fits is not None:
         print(f"{'fits' if fits else 'DOES NOT FIT'} into {room}")
     if time is not None:
         print(time)
+    return code
 
 
 def _check_targets(written: Mapping[str, Path | None], read: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ def command(
         None if mesh is None else parse_mesh(mesh),
         devices=devices,
         axes=None if axes is None else values.names(axes),
-        hbm=None if hbm is None else byte_count(hbm),
+        hbm=values.memory("--hbm", "a device", hbm),
         optimizer=counted.get("optimizer"),
         tokens=tokens,
         experts_per_token=experts_per_token,

@@ -7,6 +7,7 @@ from typing import Annotated
 from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.findings import check_findings_options, report_findings
 from shardrules._cli.options import FailOn, FindingsFormat, Hbm
+from shardrules._cli.values import memory
 from shardrules._file_error import FileError
 from shardrules._files.modules import load_object
 from shardrules._format import byte_count, shown
@@ -32,7 +33,7 @@ def command(
 ) -> int:
     """Compare a compiled function with its plan. Exits as check does."""
     check_findings_options(format_, fail_on)
-    sizes = byte_count(large), None if hbm is None else byte_count(hbm)
+    sizes = byte_count(large), memory("--hbm", "a device", hbm)
     arguments = load_object(source)
     if not isinstance(arguments, tuple) or len(arguments) not in (2, 3):
         raise FileError(

@@ -21,7 +21,7 @@ from shardrules._planning.asking.checks.logical import (
     unknown_names,
     unnamed,
 )
-from shardrules._planning.asking.checks.memory import unpinned
+from shardrules._planning.asking.checks.memory import too_large, unpinned
 from shardrules._planning.asking.checks.misfits import misfits, unmatched, unplaceable
 from shardrules._planning.asking.checks.names import half_heads
 from shardrules._planning.asking.checks.nnx import nnx_values
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["check"]
 
 _CHECKS: Final = (
-    unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections, unpinned,
-    unknown_names, unnamed, fewer_names, taken, dead_names,
+    too_large, unmatched, misfits, unplaceable, catch_alls, replicated, uncut, corrections,
+    unpinned, unknown_names, unnamed, fewer_names, taken, dead_names,
     dead_rules, shadowed_rules, siblings, following, cut_ranks, half_heads, nnx_values, unused_axes,
 )  # fmt: skip
 
@@ -52,6 +52,7 @@ def check(
     large: int = DEFAULT_LARGE,
     declared: Declared,
     head_dim: int | None = None,
+    hbm: int | None = None,
     levels: Mapping[CheckKind, Level | Literal["off"]] | None = None,
 ) -> Findings:
     """See `Plan.check`."""
@@ -59,7 +60,7 @@ def check(
     for kind, level in chosen.items():
         check_choice("levels: a kind of finding", kind, CHECK_KINDS)
         check_choice(f"levels: the level of {kind!r}", level, (*LEVELS, "off"))
-    queries = Queries(columns, large, declared, head_dim)
+    queries = Queries(columns, large, declared, head_dim, hbm)
     found = (one for each in _CHECKS for one in each(queries))
     levelled = ((one, chosen.get(one.kind, one.level)) for one in found)
     kept = (one._replace(level=level) for one, level in levelled if level != "off")

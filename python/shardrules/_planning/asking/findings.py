@@ -32,6 +32,7 @@ Level = Literal["error", "warning", "info"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
 CheckKind = Literal[
+    "memory",
     "unmatched",
     "misfit",
     "unknown-axis",

@@ -1,4 +1,4 @@
-"""Check of leaves in a kind of memory that programs do not have.
+"""Checks of memory: whether a device has room, and kinds of memory that programs do not have.
 
 Costs per kind of leaf. Must not know how findings are shown.
 """
@@ -6,12 +6,34 @@ Costs per kind of leaf. Must not know how findings are shown.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from shardrules._format import counted
+from shardrules._format import bytes_shown, counted
+from shardrules._memory_kinds import is_on_host
+from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
 from shardrules._planning.asking.findings import Finding, at_stake
 
-__all__ = ["unpinned"]
+__all__ = ["too_large", "unpinned"]
+
+_MOST_LEAVES: Final = 5
+
+
+def too_large(queries: Queries) -> Iterator[Finding]:
+    """Leaves that do not fit into the memory of a device."""
+    columns, hbm = queries.columns, queries.hbm
+    held = by_class(columns)
+    if hbm is None or held.max <= hbm:
+        return
+    largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))[:_MOST_LEAVES]
+    yield finding(
+        "error",
+        "memory",
+        f"{held}; a device has {bytes_shown(hbm)}",
+        "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
+        folded=largest,
+        bytes=held.max - hbm,
+    )
 
 
 def unpinned(queries: Queries) -> Iterator[Finding]:

@@ -62,13 +62,19 @@ class Queries:
     """A plan, what is declared about it, and what several checks ask of it."""
 
     def __init__(
-        self, columns: Columns, large: int, declared: Declared, head_dim: int | None
+        self,
+        columns: Columns,
+        large: int,
+        declared: Declared,
+        head_dim: int | None,
+        hbm: int | None = None,
     ) -> None:
         self.columns = columns
         self.large = large
         self._optional_axes = frozenset(declared["optional_axes"])
         self.data_axes = frozenset(declared["data_axes"])
         self.head_dim = head_dim
+        self.hbm = hbm
         self._declared = compiled_replicated(declared["replicated"])
 
     @cached_property
