@@ -24,8 +24,13 @@ _MOST_SHOWN: Final = 3
 _WIDEST: Final = 200
 
 
-def near_paths(path: str, paths: Iterable[str]) -> list[str]:
+def near_paths(path: str, paths: Iterable[str], least: float = _NEAR) -> list[str]:
     """Up to three of these paths that are near this one, the nearest first.
+
+    Args:
+        path: The path that is not there.
+        paths: Those that are.
+        least: How near they must be, from 0 to 1.
 
     Example:
         >>> near_paths("layers/0/mlp/kernl", ["layers/0/mlp/kernel", "embed", "layers/0/mlp/bias"])
@@ -50,11 +55,11 @@ def near_paths(path: str, paths: Iterable[str]) -> list[str]:
         whole = ratio(one[-_COMPARED:])
         rated.append((max(whole, ratio(one[-len(meant) :])), whole, one))
     nearest = heapq.nlargest(_MOST_SHOWN, rated, key=lambda rating: rating[:2])
-    return [one for rating, _, one in nearest if rating >= _NEAR]
+    return [one for rating, _, one in nearest if rating >= least]
 
 
-def near_shown(path: str, paths: Iterable[str]) -> str:
+def near_shown(path: str, paths: Iterable[str], least: float = _NEAR) -> str:
     """The end of an error message about a path that is not there: "; near it: a, b", or ""."""
-    near = [printable(one) for one in near_paths(path, paths)]
+    near = [printable(one) for one in near_paths(path, paths, least)]
     listed = [one if len(one) <= _WIDEST else f"{one[:_WIDEST]}..." for one in near]
     return f"; near it: {', '.join(listed)}" if listed else ""

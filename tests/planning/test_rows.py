@@ -70,7 +70,49 @@ def test_a_set_costs_no_more_than_its_digits():
 
 
 def test_the_text_says_of_how_many_leaves_it_is_the_first(plan):
-    assert str(plan.explain("mlp/w")).splitlines()[1] == "  the first of   12 leaves"
+    assert str(plan.explain("mlp/w")).splitlines()[1] == "  the first of 12 leaves"
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "leaves"),
+    [
+        ("mlp", "layers/0/mlp/w", 12),
+        ("['mlp']['w']", "layers/0/mlp/w", 12),
+        ("layers.3.mlp.w", "layers/3/mlp/w", 1),
+        ("['layers'][0]['mlp']", "layers/0/mlp/w", 1),
+    ],
+)
+def test_components_inside_of_a_path_mean_it(asked, path, leaves):
+    tree = {"layers": [{"mlp": {"w": LEAF}, "out": {"w": LEAF}}] * 12}
+    found = sr.plan(tree, [("", ())], {"tp": 2}).explain(asked)
+    assert (found.path, found.leaves) == (path, leaves)
+
+
+def test_components_inside_of_several_paths_are_ambiguous(plan):
+    with pytest.raises(KeyError, match=r"'mlp' is ambiguous: .* layers/\{0\.\.11\}/mlp/w, layers/"):
+        plan.explain("mlp")
+
+
+def test_a_path_with_a_component_too_many_is_told_those_that_share_some():
+    plan = sr.plan({"a": {"w": LEAF}, "zz": {"y": LEAF}}, [("", ())], {"tp": 2})
+    with pytest.raises(KeyError) as info:
+        plan.explain("['a']['w']['kernel']")
+    assert str(info.value) == """no leaf has the path "['a']['w']['kernel']"; near it: a/w"""
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([("mlp/up_proj/kernel", "tp")], "of 1; rule 0 'mlp/up_proj/kernel' nearly does"),
+        ([("up_prj/kernel", "tp"), (".*", None)], "not match; rule 0 'up_prj/kernel' nearly does"),
+        ([("up_prj/kernel", "tp"), ("kernel", None)], "1 other rule does not match"),
+        ([("bias", "tp"), (".*", None)], "1 other rule does not match"),
+        ([("bias", "tp")], "no rule matches, of 1"),
+    ],
+)
+def test_the_rule_that_nearly_matches_is_named(rules, said):
+    plan = sr.plan({"mlp": {"up_porj": {"kernel": LEAF}}}, rules, {"tp": 2})
+    assert any(line.endswith(said) for line in str(plan.explain("kernel")).splitlines())
 
 
 def test_what_is_ambiguous_is_an_error_with_the_candidates(plan):

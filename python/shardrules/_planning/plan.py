@@ -1075,7 +1075,7 @@ class Plan(PlanLike):
         Args:
             path: A leaf's path; or what stands for leaves that are alike, the first of which is
                 explained: a folded path of the table, a glob with `*` and `?`, which may be
-                separators too, or the end of paths, from one component on.
+                separators too, the end of paths, from one component on, or components inside.
 
         Raises:
             KeyError: No leaf has this path, and the message has the nearest ones; or leaves of

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "Tried", "TriedName", "explanation"]
 
 
+_CATCH_ALLS: Final = ("", ".*", ".+")
+_NEAR: Final = 0.75
+_COMPARED: Final = 100
+
 Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
 
 
@@ -117,7 +121,7 @@ class Explanation(NamedTuple):
         return printable_lines(lines)
 
     def _leaves_line(self) -> list[str]:
-        return [] if self.leaves == 1 else [f"  the first of   {counted(self.leaves, 'leaf')}"]
+        return [] if self.leaves == 1 else [f"  the first of {counted(self.leaves, 'leaf')}"]
 
     def _companion_lines(self) -> list[str]:
         lines = []
@@ -135,7 +139,8 @@ class Explanation(NamedTuple):
         missed = len(self.tried) - len(met)
         if not met:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
-            return [f"  no rule matches, of {missed}" + "; the leaf needs none" * needs_none]
+            said = "; the leaf needs none" if needs_none else self._nearest_miss()
+            return [f"  no rule matches, of {missed}{said}"]
         words = {
             "wins": "wins",
             "too late": f"matches, but comes after rule {self.kind.rule}",
@@ -145,7 +150,25 @@ class Explanation(NamedTuple):
         lines = [f"  rule {one.rule}: {one.pattern!r} {words[one.outcome]}" for one in met]
         verb = "does" if missed == 1 else "do"
         others = f"  {counted(missed, 'other rule')} {verb} not match"
-        return [*lines, others] if missed else lines
+        is_caught = all(one.pattern in _CATCH_ALLS for one in met)
+        nearest = self._nearest_miss() if is_caught else ""
+        return [*lines, others + nearest] if missed else lines
+
+    def _nearest_miss(self) -> str:
+        """The rule whose pattern is nearly the end of the path, in words; "" if none is."""
+        from difflib import SequenceMatcher
+
+        rated = [(0.0, 0, "")]
+        for one in self.tried:
+            pattern = getattr(one, "pattern", None)
+            if one.outcome != "no match" or not isinstance(pattern, str):
+                continue
+            text = pattern.strip("^$.*")[-_COMPARED:]
+            if text and (end := self.source[-len(text) :]):
+                ratio = SequenceMatcher(None, text, end).ratio()
+                rated.append((ratio, -one.rule, pattern))
+        nearness, rule, nearest = max(rated)
+        return f"; rule {-rule} {nearest!r} nearly does" if nearness >= _NEAR else ""
 
     def _name_lines(self) -> list[str]:
         names = self.kind.names

@@ -26,7 +26,15 @@ _MOST_CANDIDATES: Final = 10
 _WILDCARDS: Final = {"*": ".*", "?": "."}
 # Components of a path begin or end with one of these, in all dialects.
 _SEPARATORS: Final = "/.[]"
+_COMPONENT: Final = re.compile(r"[^/.\[\]'\"]+")
 _MOST_DIGITS: Final = 18
+
+
+class _PathError(KeyError):
+    """A path that means no leaf, or several; `str` of a KeyError would show the message quoted."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Meant(NamedTuple):
@@ -46,12 +54,12 @@ def row_of(columns: Columns, path: str) -> int:
     """
     found = _exactly(columns, path)
     if found is None:
-        raise KeyError(_no_such_path(columns, path))
+        raise _PathError(_no_such_path(columns, path))
     return found.row
 
 
 def meant_by(columns: Columns, path: str) -> Meant:
-    """The leaves of this path; it may also be folded, a glob, or the end of paths.
+    """The leaves of this path; it may also be folded, a glob, the end of paths, or a part of them.
 
     Raises:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
@@ -62,7 +70,7 @@ def meant_by(columns: Columns, path: str) -> Meant:
         return found
     rows = _rows_like(path, columns.paths) if path else []
     if not rows:
-        raise KeyError(_no_such_path(columns, path))
+        raise _PathError(_no_such_path(columns, path))
     folded = columns.folded
     of_row = np.zeros(len(columns.paths), np.intp)
     for i, one in enumerate(folded):
@@ -71,7 +79,7 @@ def meant_by(columns: Columns, path: str) -> Meant:
     if len(candidates) > 1:
         more = len(candidates) - _MOST_CANDIDATES
         listed = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
-        raise KeyError(
+        raise _PathError(
             f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {listed}"
             f"{f' and {more} more' if more > 0 else ''}; give more of the path"
         )
@@ -87,7 +95,10 @@ def _exactly(columns: Columns, path: str) -> Meant | None:
 
 
 def _rows_like(path: str, paths: list[str]) -> list[int]:
-    """The rows of the paths that this one fits as a whole, or else of those whose end it fits."""
+    """The rows of the paths that this one fits as a whole; or else at their end; or else inside.
+
+    Inside components count alone, as another dialect may have written the path.
+    """
     try:
         regex = "".join(
             _of_wildcards(text) if numbers is None else _of_set(runs_of(numbers))
@@ -97,7 +108,12 @@ def _rows_like(path: str, paths: list[str]) -> list[int]:
         regex = _of_wildcards(path)
     # An end begins with a component: before a separator, or after one.
     begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
-    for searched in (rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"):
+    searches = [rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"]
+    if (components := _COMPONENT.findall(path)) and not re.search(r"[*?{}]", path):
+        between = r"[/.\[\]'\"]+"
+        inside = between.join(map(re.escape, components))
+        searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
+    for searched in searches:
         fits = re.compile(searched, re.DOTALL).search
         if rows := [row for row, one in enumerate(paths) if fits(one)]:
             return rows
@@ -144,5 +160,8 @@ def _of_digits(first: str, last: str) -> Iterator[str]:
 
 
 def _no_such_path(columns: Columns, path: str) -> str:
-    patterns = (one.pattern for one in columns.folded)
-    return f"no leaf has the path {brief(path)}{near_shown(path, patterns)}"
+    patterns = [one.pattern for one in columns.folded]
+    wanted = set(_COMPONENT.findall(path))
+    sharing = [one for one in patterns if wanted & set(_COMPONENT.findall(one))]
+    near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
+    return f"no leaf has the path {brief(path)}{near}"
