@@ -278,6 +278,96 @@ def test_sweep(small):
     assert run("sweep", model, "-r", rules).exit_code == 2
 
 
+@pytest.fixture
+def lock(small, tmp_path):
+    model, rules = small
+    path = tmp_path / "plan.lock"
+    assert run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--lock", path).exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "explain"])
+def test_a_lock_is_asked_by_itself(small, lock, command):
+    """It has the model, the rules and the mesh."""
+    path = ["embed"] if command == "explain" else []
+    more = ["--replicated", "norm"] if command == "check" else []
+    told = run(command, lock, *path, *more)
+    model, rules = small
+    whole = run(command, model, *path, "-r", rules, "-m", "fsdp=2,tp=4")
+    assert told.exit_code == whole.exit_code
+    lines = set(whole.stdout.splitlines()) - {"--fix prints a patch of the rules"}
+    assert set(told.stdout.splitlines()) == lines
+    for words in (["-r", rules], ["-m", "tp=2"], ["--dialect", "nnx"], ["--min-size", "3"]):
+        refused = run(command, lock, *path, *words)
+        assert refused.exit_code == 2
+        assert "a lock has its own rules and mesh, so leave out --rules" in refused.stderr
+    missing = run(command, model, *path, "-r", rules)
+    assert missing.stderr == "error: the following arguments are required: --mesh/-m; see --help\n"
+    assert missing.exit_code == 2
+
+
+def test_a_lock_of_corrections_tells_them(tmp_path):
+    model, rules, lock = tmp_path / "m.json", tmp_path / "r.json", tmp_path / "p.lock"
+    model.write_text(json.dumps({"params": [["w", [8, 4095], "F32"]]}))
+    rules.write_text(json.dumps([["w", ["fsdp", "tp"]]]))
+    assert run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--lock", lock).exit_code == 0
+    assert "info[correction]: rule 0 'w'" in run("check", lock).stdout
+
+
+def test_what_a_lock_is_no_model_for(lock):
+    assert "this is a lock of a plan; give the model" in run("suggest", lock, "-m", "tp=2").stderr
+    assert "--fix patches a rule file" in run("check", lock, "--fix").stderr
+
+
+def test_a_lock_beside_a_model_says_the_mesh(small, lock):
+    model, rules = small
+    assert run("diff", lock, model, "-r", rules).stdout == "no differences\n"
+    assert run("diff", model, lock, "-r", rules).exit_code == 0
+    assert "mesh fsdp=2,tp=4 -> tp=8" in run("diff", lock, model, "-r", rules, "-m", "tp=8").stdout
+
+
+def test_a_device_without_room_is_an_error_where_it_is_asked_for(small):
+    model, rules = small
+    words = (model, "-r", rules, "-m", "fsdp=2,tp=4")
+    args = ("check", *words, "--replicated", "embed")
+    fits, not_so = run(*args, "--hbm", "1GB"), run(*args, "--hbm", "1MB")
+    assert (fits.exit_code, not_so.exit_code) == (0, 1)
+    assert "error[memory]: 67.2 MB on the fullest device: params 67.2 MB; a dev" in not_so.stdout
+    assert run("plan", *words, "--hbm", "1MB").exit_code == 0
+    assert run("plan", *words, "--hbm", "1MB", "--must-fit").exit_code == 1
+    assert run("plan", *words, "--hbm", "1MB", "--must-fit", "--format", "json").exit_code == 1
+    assert run("plan", *words, "--hbm", "1GB", "--must-fit").exit_code == 0
+    assert "--must-fit: give the memory" in run("plan", *words, "--must-fit").stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "sweep", "suggest"])
+def test_a_few_bytes_of_memory_are_gigabytes_without_a_unit(small, command):
+    model, rules = small
+    more = [] if command == "suggest" else ["-r", rules]
+    refused = run(command, model, *more, "-m", "fsdp=2,tp=4", "--hbm", "80")
+    assert refused.exit_code == 2
+    assert refused.stderr == "error: --hbm 80: that is 80 bytes; write 80GB\n"
+
+
+def test_the_text_names_the_option_that_mends_rules(small):
+    model, rules = small
+    args = (model, "-r", rules, "-m", "fsdp=2,tp=4")
+    assert run("check", *args).stdout.splitlines()[-1] == "--fix prints a patch of the rules"
+    for more in (["--replicated", "embed"], ["--format", "json"], ["--companions", "lora"]):
+        assert "--fix" not in run("check", *args, *more).stdout
+
+
+def test_an_error_of_the_library_names_the_option(tmp_path):
+    model, rules = tmp_path / "m.json", tmp_path / "r.json"
+    model.write_text(json.dumps({"params": [["mlp/experts/up/kernel", [8, 64, 256], "F32"]]}))
+    rules.write_text(json.dumps([["kernel", ["ep", "fsdp"]]]))
+    words = ("-r", rules, "-m", "ep=2,fsdp=2", "--tokens", 64, "--hardware", "v5p")
+    refused = run("plan", model, *words)
+    assert refused.exit_code == 2
+    assert "--experts-per-token" in refused.stderr
+    assert "experts_per_token" not in refused.stderr
+
+
 def test_locks_are_compared(small, tmp_path):
     model, rules = small
     lock, other = tmp_path / "a.lock", tmp_path / "b.lock"

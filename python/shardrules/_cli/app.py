@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Final
 
 from shardrules import __version__
 from shardrules._cli.arguments import Parser, UsageError, meant, parser_of
 from shardrules._cli.process import FAILED, note
+from shardrules._file_error import FileError
 from shardrules._printable import printable
 
 __all__ = ["COMMANDS", "run"]
@@ -48,7 +51,12 @@ def _run(name: str = "", *words: str) -> int:
     if name in COMMANDS:
         command = import_module(f"shardrules._cli.commands.{name}").command
         given = parser_of(name, command).parse(words)
-        return 0 if given is None else command(**given) or 0
+        try:
+            return 0 if given is None else command(**given) or 0
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, FileError):  # whose words are those of a file
+                error.args = tuple(_with_options(one, given or ()) for one in error.args)
+            raise
     if name == "--version":
         print(f"shardrules {__version__}")
         return 0
@@ -57,6 +65,15 @@ def _run(name: str = "", *words: str) -> int:
         raise UsageError(f"there is no command {name!r}{near}")
     _overview().parse([name or "--help", *words])
     return 0 if name else FAILED
+
+
+def _with_options(text: object, parameters: Iterable[str]) -> object:
+    """A message of the library with options in the place of parameters, as people write them."""
+    for name in parameters:
+        if "_" in name.strip("_") and isinstance(text, str):
+            option = "--" + name.replace("_", "-")
+            text = re.sub(rf"\b{name}\b", option, re.sub(rf"\b{name}=", f"{option} ", text))
+    return text
 
 
 def _overview() -> Parser:

@@ -235,6 +235,8 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
     """
     if is_module_form(source):
         return source, load_object(source), None
+    if is_lock(source):
+        raise FileError(f"{source}: this is a lock of a plan; give the model")
     arrays = read_arrays(source)
     if dialect is None:
         dialect = EFORMER if arrays.logical_axes is None else LINEN

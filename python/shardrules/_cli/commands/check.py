@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from shardrules._cli import values
 from shardrules._cli.arguments import Option
 from shardrules._cli.findings import check_findings_options, code_for, report_findings
-from shardrules._cli.inputs import load_patch
+from shardrules._cli.inputs import Planned, load_patch
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
     MAX_MEMORY,
@@ -31,12 +31,17 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._declared import Declared
+from shardrules._files.modules import is_module_form
 from shardrules._files.rule_places import NOWHERE, rule_places
 from shardrules._format import brief, byte_count
+from shardrules._matching.rules import Rules
+from shardrules._planning.asking.findings import Findings
 from shardrules._printable import is_command
 
 __all__ = ["command"]
 
+_FIXED: Final = frozenset({"unmatched", "catch-all", "dead"})
+"""The kinds of findings that --fix can mend."""
 # Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
 _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
@@ -109,7 +114,10 @@ def command(
         places = NOWHERE
         if format_ == "github" and rules is not None:
             places = rule_places(rules, len(planned.plan.rules))
-        return report_findings(findings, format_, fail_on, places)
+        code = report_findings(findings, format_, fail_on, places)
+        if format_ == "text" and rules is not None and _can_fix(rules, planned, findings):
+            print("--fix prints a patch of the rules")
+        return code
     if patch := load_patch(rules, planned, dialect, head_dim):
         _check_obeyed(patch)
         # As bytes: a file's line ends and characters, whatever those of standard output are.
@@ -137,3 +145,10 @@ def _check_obeyed(patch: str) -> None:
             f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the "
             "patch to a file: shardrules check ... --fix > fix.patch"
         )
+
+
+def _can_fix(source: str, planned: Planned, findings: Findings) -> bool:
+    """Whether --fix has a patch of these rules, probably."""
+    is_patched = isinstance(planned.plan.rules, Rules) and not planned.rules.companions
+    found = (finding.kind for finding in findings.at_least("warning"))
+    return is_patched and not is_module_form(source) and not _FIXED.isdisjoint(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from shardrules._cli import values
@@ -19,7 +20,8 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.show import working
 from shardrules._file_content import memory_within
-from shardrules._format import byte_count
+from shardrules._format import byte_count, mesh_shown
+from shardrules._planning.plan import Plan
 
 __all__ = ["command"]
 
@@ -28,7 +30,9 @@ def command(
     before: Annotated[str, Argument(help="A lockfile or a model.")],
     after: Annotated[str, Argument(help="A lockfile or a model.")],
     rules: Annotated[str | None, Option("--rules", "-r", help="Rules for models.")] = None,
-    mesh: Annotated[str | None, Option("--mesh", "-m", help="Mesh for models.")] = None,
+    mesh: Annotated[
+        str | None, Option("--mesh", "-m", help="Mesh for models. Default: that of a lock.")
+    ] = None,
     dialect: DialectName = None,
     min_size: MinSize = 0,
     max_memory: MaxMemory = MAX_MEMORY,
@@ -55,6 +59,8 @@ def command(
         "companions": values.following(stacked, companions),
     }
     with working("reading"), memory_within(byte_count(max_memory)):
+        if mesh is None and (lock := next(filter(is_lock, (before, after)), None)):
+            mesh = mesh_shown(Plan.from_lock(Path(lock)).axis_sizes)
         sides = [load_side(text, rules, mesh, **options) for text in (before, after)]
     tell_fallbacks(dict.fromkeys(line for _, fallbacks in sides for line in fallbacks))
     found = sides[0][0].diff(sides[1][0])
