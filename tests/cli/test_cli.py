@@ -278,6 +278,42 @@ def test_sweep(small):
     assert run("sweep", model, "-r", rules).exit_code == 2
 
 
+@pytest.mark.parametrize("dialect", ["eformer", "nnx"])
+def test_a_manifest_stands_for_the_model(tmp_path, monkeypatch, dialect):
+    """In CI, where no code of the model is to run."""
+    (tmp_path / "model_here.py").write_text(
+        "import jax\n"
+        "def model():\n"
+        "    leaf = jax.ShapeDtypeStruct((8, 16), 'bfloat16')\n"
+        "    return {'layers': [{'w': {'value': leaf}}] * 3, 'n': 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "r.json").write_text(json.dumps([["w", ["fsdp"]]]))
+    words = ("-r", "r.json", "-m", "fsdp=2", "--dialect", dialect)
+    assert run("plan", "model_here:model", *words, "--manifest", "m.json").exit_code == 0
+    of_model, of_file = (run("plan", one, *words).stdout for one in ("model_here:model", "m.json"))
+    assert of_model.splitlines()[1:3] == of_file.splitlines()[1:3]
+    assert sr.read_model("m.json")["layers"]
+    clash = run("plan", "m.json", *words, "--manifest", "m.json")
+    assert (clash.exit_code, "would replace" in clash.stderr) == (2, True)
+    refused = run(
+        "plan", "m.json", "-r", "r.json", "-m", "fsdp=2", "--dialect", "keystr", "--manifest", "x"
+    )
+    assert "a manifest has paths such as" in refused.stderr
+
+
+def test_a_manifest_has_logical_names(tmp_path):
+    model, rules, other = (tmp_path / name for name in ("m.json", "r.json", "other.json"))
+    model.write_text(
+        json.dumps({"params": [["w", [8, 16], "F32"]], "logical_axes": {"w": ["embed", None]}})
+    )
+    rules.write_text(json.dumps({"kind": "logical", "rules": [["embed", "fsdp"]]}))
+    words = ("-r", rules, "-m", "fsdp=2")
+    assert run("plan", model, *words, "--manifest", other).exit_code == 0
+    assert run("diff", model, other, *words).stdout == "no differences\n"
+
+
 @pytest.fixture
 def lock(small, tmp_path):
     model, rules = small

@@ -36,6 +36,7 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._cli.show import plan_json, show_plan
+from shardrules._files.manifest import manifest_text
 from shardrules._planning.asking.budget import Room
 from shardrules._printable import printable
 
@@ -67,6 +68,10 @@ def command(
     html: Annotated[
         Path | None, Option(help="Write an HTML report to this path; it works offline.")
     ] = None,
+    manifest: Annotated[
+        Path | None,
+        Option(help="Write the model's shapes to this path, as a model for later commands."),
+    ] = None,
     must_fit: Annotated[
         bool, Option("--must-fit", help="Exit with 1 if the bytes do not fit into --hbm.")
     ] = False,
@@ -78,7 +83,9 @@ def command(
     counted = values.counted(gradients, optimizer, optimizer_dtype, optimizer_memory)
     if must_fit and room == Room(None, None):
         raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
-    _check_targets({"--lock": lock, "--html": html}, filter(None, (source, rules)))
+    _check_targets(
+        {"--lock": lock, "--html": html, "--manifest": manifest}, filter(None, (source, rules))
+    )
     planned = load(
         source, rules, mesh, dialect, min_size, max_memory=max_memory, no_fallbacks=no_fallbacks,
         stacked=stacked, companions=companions,
@@ -88,8 +95,11 @@ def command(
     time = None if tokens is None else plan.step_time(**step, **counted)
     # Made before anything is written: a failure leaves no file behind.
     report = None if html is None else _report(planned, room, counted, step)
+    arrays = None if manifest is None else manifest_text(plan, planned.model)
     if lock is not None:
         plan.lock(lock)
+    if manifest is not None and arrays is not None:
+        write_text(manifest, arrays)
     if html is not None and report is not None:
         write_text(html, report)
         note(printable(f"{html}: a report in one file, which works offline"))
