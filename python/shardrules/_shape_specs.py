@@ -47,10 +47,6 @@ class Fsdp:
         """All mesh axes that it names."""
         return frozenset(self.axes).union(*map(entry_axes, self.within))
 
-    def exempts(self, size: int) -> bool:
-        """Whether arrays of so many bytes are too small to be sharded."""
-        return size < self.min_bytes
-
     def spec(
         self,
         shape: tuple[int, ...],
@@ -87,7 +83,7 @@ class Fsdp:
         ]
         if len(shape) < self.min_rank:
             return self._left_alone(within, f"{len(shape)} dimensions are fewer than min_rank")
-        if self.exempts(size):
+        if size < self.min_bytes:
             return self._left_alone(within, f"its {bytes_shown(size)} are less than min_bytes")
         if not free or any(axis in entry_axes(one) for one in within for axis in self.axes):
             return self._left_alone(within, "no dimension is free")

@@ -78,25 +78,6 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     )
 
 
-def _dead_rules_naming(queries: Queries, axis: str) -> list[int]:
-    spec_of = queries.columns.spec_of_rule
-    return [rule for rule in queries.columns.coverage.dead if axis in axes_named(spec_of(rule))]
-
-
-def _named_in_vain(queries: Queries, axis: str, size: int, dead: list[int]) -> Finding:
-    is_logical = queries.columns.leaves.path_rules is None
-    which = "no leaf has" if is_logical else "match no leaf" if len(dead) > 1 else "matches no leaf"
-    fix = f"if it shards data or activations alone, declare it: data_axes=[{axis!r}]"
-    return finding(
-        "info",
-        "unused-axis",
-        f"the mesh axis {axis!r} cuts no leaf, and is named only by {queries.rules(dead)}, which "
-        f"{which}: everything is held {size} times along it",
-        fix if is_logical else f"correct the pattern; or, {fix}",
-        rule=dead[0] if len(dead) == 1 else None,
-    )
-
-
 def unused_axes(queries: Queries) -> Iterator[Finding]:
     """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
@@ -110,9 +91,6 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
     for axis, size in columns.axis_sizes.items():
         if size == 1 or axis in used or axis in meant or axis in queries.data_axes:
-            continue
-        if axis not in named and (dead := _dead_rules_naming(queries, axis)):
-            yield _named_in_vain(queries, axis, size, dead)
             continue
         could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, columns.axis_sizes))  # type: ignore[misc]
         cost = 0 if axis in named else _saved_by(queries, size, queries.undeclared(could))

@@ -77,33 +77,14 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
     )
     if folded:
         first = kinds[folded[0].group]
-        missing = _missing_names(queries)
-        hint = (
-            f"; no leaf has {', '.join(map(repr, missing))}, which a rule cuts" if missing else ""
-        )
         yield finding(
             "warning",
             "unnamed",
             f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
-            f"{first.names} for the shape {first.shape}: names count from the first dimension"
-            f"{hint}",
+            f"{first.names} for the shape {first.shape}: names count from the first dimension",
             "give each dimension a name or None; stacked layers have a dimension of their own",
             folded=folded,
         )
-
-
-def _missing_names(queries: Queries) -> list[str]:
-    """Names without leaves whose rules would cut, where leaves have fewer names than dimensions."""
-    columns, sizes = queries.columns, queries.columns.axis_sizes
-    if not any(kind.names and len(kind.names) < len(kind.shape or ()) for kind in columns.kinds):
-        return []
-    rules = map(columns.rules.__getitem__, columns.coverage.dead)
-    missing = [
-        name
-        for name, axes in rules
-        if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
-    ]
-    return list(dict.fromkeys(missing))
 
 
 def taken(queries: Queries) -> Iterator[Finding]:
@@ -136,10 +117,7 @@ def taken(queries: Queries) -> Iterator[Finding]:
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     columns = queries.columns
-    if columns.leaves.path_rules is not None:
-        return
-    missing = _missing_names(queries)  # told with the leaves that lack them
-    if dead := [rule for rule in columns.coverage.dead if columns.rules[rule][0] not in missing]:
+    if columns.leaves.path_rules is None and (dead := columns.coverage.dead):
         names = list(dict.fromkeys(repr(columns.rules[rule][0]) for rule in dead))
         more = and_more(len(names), _MOST_NAMES, "name")
         yield finding(

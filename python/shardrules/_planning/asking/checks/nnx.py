@@ -58,7 +58,7 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
                 f"the {end!r} in which flax nnx lets paths end, and others by their names"
             )
             yield _of_rule("warning", rule, message, go_on, folded)
-        elif not _names_its_end(rules[rule][0]):
+        else:
             on_purpose += folded
     if on_purpose:
         yield _of_rules(queries, end, on_purpose)
@@ -69,11 +69,6 @@ def nnx_values(queries: Queries) -> Iterator[Finding]:
                 f"without it, {counted(leaves_in(folded), 'leaf')}"
             )
             yield _of_rule("warning", rule, message, f"let the pattern end in {end}$", folded)
-
-
-def _names_its_end(pattern: object) -> bool:
-    """Whether the pattern says `value` itself, as those made of a tree of specs do."""
-    return str(getattr(pattern, "pattern", pattern)).endswith(f"{_KEY}$")
 
 
 def _of_rule(level: Level, rule: int, message: str, fix: str, folded: list[Folded]) -> Finding:

@@ -136,11 +136,6 @@ class Queries:
         """Whether each of several devices holds leaves of a kind whole."""
         return is_replicated(kind, self.columns.axis_sizes)
 
-    def is_exempt(self, kind: Kind) -> bool:
-        """Whether the rule of these leaves, an `fsdp`, says that they are too small to shard."""
-        spec = None if kind.rule is None else self.columns.spec_of_rule(kind.rule)
-        return isinstance(spec, Fsdp) and spec.exempts(kind.bytes)
-
     def is_unnamed(self, kind: Kind) -> bool:
         """Whether logical rules are to decide leaves that have no names."""
         has_rules = self.columns.leaves.path_rules is None and kind.rule is None

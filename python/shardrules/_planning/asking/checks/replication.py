@@ -49,36 +49,14 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def _exempt(queries: Queries, by_rule: dict[int, list[Folded]]) -> Iterator[Finding]:
-    """Leaves that `fsdp` leaves alone for their size, and large together."""
-    for rule, folded in by_rule.items():
-        held = queries.device_bytes(folded)
-        if queries.is_much(held):
-            least = queries.columns.spec_of_rule(rule).min_bytes  # type: ignore[union-attr]
-            yield finding(
-                "info",
-                "replicated",
-                f"{counted(leaves_in(folded), 'leaf')} of less than min_bytes={least} replicated "
-                f"({queries.rule(rule)}): {at_stake(held)} together",
-                "lower min_bytes to shard them too, or leave them so",
-                folded=folded,
-                rule=rule,
-                bytes=held,
-            )
-
-
 def replicated(queries: Queries) -> Iterator[Finding]:
     """Other leaves that are replicated, and large alone or together."""
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
-    exempt: dict[int, list[Folded]] = defaultdict(list)
     for one in queries.undeclared(queries.folded(queries.is_whole)):
         kind = queries.columns.kinds[one.group]
-        if kind.rule is not None and queries.is_exempt(kind):
-            exempt[kind.rule].append(one)
         # Leaves of the catch-all, and those without names, are reported as that.
-        elif kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
+        if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
             by_rule[kind.decided_by].append(one)
-    yield from _exempt(queries, exempt)
     large_of = {
         rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]
         for rule, folded in by_rule.items()
