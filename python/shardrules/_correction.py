@@ -16,6 +16,7 @@ from shardrules._specs import RankPolicy, spec_shown
 
 __all__ = [
     "Correction",
+    "IndivisiblePolicy",
     "MisfitPolicy",
     "RuleSpec",
     "check_correction",

@@ -304,6 +304,33 @@ class TestReplicated:
         assert one.message.startswith("2 large leaves replicated (no rule decides): ")
 
 
+class TestThresholds:
+    """Arrays that a rule leaves whole by its own threshold."""
+
+    SMALL = {f"w{i}": array(1000, 1000) for i in range(8)}  # noqa: RUF012
+
+    def test_what_a_rule_exempts_is_told_and_no_warning(self):
+        rules = [(".*", sr.fsdp("fsdp", min_bytes=4 * MIB))]
+        (one,) = findings({**self.SMALL, "big": LARGE}, rules, {"fsdp": 64})
+        assert (one.level, one.kind, one.leaves, one.bytes) == ("info", "replicated", 8, 32_000_000)
+        assert one.message == (
+            "8 leaves replicated (by the threshold of rule 0 '.*' -> fsdp('fsdp', min_bytes=4194304)): 32.0 MB on each device"
+        )
+        assert one.fix == "lower its min_bytes or min_rank, if they are to be cut too"
+
+    def test_so_is_what_the_state_of_an_optimizer_inherits(self):
+        params = {f"w{i}": array(1000, 1000, dtype="bfloat16") for i in range(8)} | {"big": LARGE}
+        plan = sr.plan(params, [(".*", sr.fsdp("fsdp", min_bytes=3 * MIB))], {"fsdp": 64})
+        state = {"mu": jax.tree.map(lambda leaf: array(*leaf.shape), params)}
+        assert [one.level for one in plan.for_optimizer(state).check()] == ["info"]
+
+    def test_what_no_threshold_exempts_is_a_warning(self):
+        odd = {f"w{i}": array(1001, 1001) for i in range(8)}
+        rules = [(".*", sr.fsdp("fsdp", min_bytes=1000))]
+        one = only(findings({**odd, "big": LARGE}, rules, {"fsdp": 64}), "replicated")
+        assert (one.level, one.leaves) == ("warning", 8)
+
+
 class TestCorrection:
     def test_what_it_costs(self):
         # Cut by fsdp=8 alone: 4096*1022*4/8 bytes; with tp=4 it would be a quarter.
@@ -313,7 +340,9 @@ class TestCorrection:
         assert one.message == (
             "rule 0 'w' -> P('fsdp', 'tp'): dim 1 of size 1022 is not divisible by tp=4; costs 31.4 MB on each device"
         )
-        assert one.fix == "use fewer axes or pad the array"
+        assert one.fix == (
+            "use fewer axes or pad the array, or let Correction(indivisible='factor') cut it into 2 parts"
+        )
 
     def test_a_cheap_one_is_a_note(self):
         assert only(findings({"w": array(8, 6)}, SHARDED), "correction").level == "info"
@@ -321,12 +350,35 @@ class TestCorrection:
     def test_not_of_what_fits(self):
         assert of_kind(findings({"w": [LARGE] * 20}, SHARDED), "correction") == []
 
-    def test_several_axes_may_keep_a_prefix(self):
-        one = only(findings({"w": array(8, 8)}, [("w", (("fsdp", "tp"),))]), "correction")
-        assert one.message.endswith(
-            "dim 0 of size 8 is not divisible by fsdp=8 * tp=4; costs 248 B on each device"
-        )
-        assert "Correction(indivisible='prefix')" in one.fix
+    @pytest.mark.parametrize(
+        ("size", "spec", "policy", "parts"),
+        [
+            (8, ("fsdp", "tp"), "prefix", 8),
+            (4, ("fsdp", "tp"), "drop_axis", 4),
+            (50280, ("rows", "sp"), "factor", 8),
+            (50280, ("rows",), "factor", 8),
+            (50281, ("rows", "tp"), None, None),
+        ],
+    )
+    def test_the_advised_correction_keeps_what_is_said(self, size, spec, policy, parts):
+        """A vocabulary of 50,280 on 32 devices: a prefix of the axes would keep nothing."""
+        mesh = {**MESH, "rows": 32, "sp": 1}
+        tree, rules = {"w": array(size, 16)}, [("w", (spec,))]
+        (one,) = (found for found in findings(tree, rules, mesh) if found.kind == "correction")
+        if policy is None:
+            assert one.fix == "use fewer axes or pad the array"
+            return
+        said = f"or let Correction(indivisible={policy!r}) cut it into {parts} parts"
+        assert one.fix == f"use fewer axes or pad the array, {said}"
+        plan = sr.plan(tree, rules, mesh, correction=sr.Correction(indivisible=policy))
+        assert plan.kind("w").device_bytes * parts == plan.kind("w").bytes
+
+    def test_logical_rules_are_not_advised_to_factor(self):
+        """They take no such correction."""
+        rules = sr.LogicalRules([("vocab", "tp")])
+        plan = sr.plan({"w": array(6, 16)}, rules, MESH, names={"w": ("vocab", None)})
+        (one,) = of_kind(plan.check(), "correction")
+        assert one.fix == "use fewer axes or pad the array"
 
     def test_an_absent_axis_takes_those_beside_it(self):
         rules = [("w", (("fsdp", "sp"), "tp")), ("v", ("tp", ("sp", "fsdp"))), ("x", ("tp", "sp"))]
@@ -620,12 +672,19 @@ class TestNnxValue:
         assert "1 leaf only through the '/value' in which flax nnx lets paths end" in one.message
         assert "or use the dialect NNX" in one.fix
 
-    def test_patterns_that_have_it_on_purpose(self):
+    def test_patterns_that_match_it_perhaps_on_purpose(self):
         tree = {**self.TREE, "norm": {"scale": {"value": LARGE}}}
-        rules = [("kernel/value$", ("fsdp", "tp")), ("scale/value", ("tp", "fsdp"))]
+        rules = [("kernel/v", ("fsdp", "tp")), ("scale/v", ("tp", "fsdp"))]
         one = only(findings(tree, rules), "nnx-value")
         assert (one.level, one.leaves) == ("info", 3)
         assert "rules 0, 1: 3 leaves matched only through the '/value'" in one.message
+
+    def test_patterns_that_spell_it_out(self):
+        """As those do that stand for the leaves of a tree of specs."""
+        for pattern in ("kernel/value$", "kernel/value"):
+            assert findings(self.TREE, [(pattern, ("fsdp", "tp"))]) == ()
+        specs = jax.tree.map(lambda _: P("fsdp", "tp"), self.TREE)
+        assert findings(self.TREE, specs) == ()
 
     def test_patterns_that_end_before_it(self):
         rules = [("query/kernel$", "tp"), ("bias$", "tp"), ("kernel", ("fsdp", "tp"))]
@@ -1067,9 +1126,9 @@ def test_a_scale_is_not_to_be_padded():
     tree = {"w": array(6, 8), "w_scale": array(6)}
     plan = sr.plan(tree, [("w$", P("tp"))], MESH, companions=[scale])
     losses = {path: plan.kind(path).losses for path in tree}
-    assert {path: [(one.message, one.fix) for one in lost] for path, lost in losses.items()} == {
-        "w": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes or pad the array")],
-        "w_scale": [("dim 0 of size 6 is not divisible by tp=4", "use fewer axes")],
+    assert {path: one.fix.partition(", or let")[0] for path, (one,) in losses.items()} == {
+        "w": "use fewer axes or pad the array",
+        "w_scale": "use fewer axes",
     }
 
 

@@ -13,7 +13,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._core import Corrector
-from shardrules._correction import Correction
+from shardrules._correction import Correction, IndivisiblePolicy
 from shardrules._format import counted, nearest
 from shardrules._sharding.factors import Cut, cuts_of
 from shardrules._specs import (
@@ -81,6 +81,7 @@ class SpecOnMesh:
         "axis_sizes",
         "corrector",
         "spec",
+        "tried",
         "units",
         "written",
     )
@@ -104,6 +105,8 @@ class SpecOnMesh:
         self.axis_sizes: Final = axis_sizes
         self._correction = correction
         self._has_parts = has_parts or self.by_factors
+        # The policies that the words about a loss try, the least first.
+        self.tried: tuple[IndivisiblePolicy, ...] = ("prefix", "drop_axis", "factor")
         cuts = [[c for a in entry_axes(e) for c in self._cuts_of(a)] for e in entries_of(spec)]
         self._axes = tuple(tuple(axis for cut in of_dim for axis in cut.axes) for of_dim in cuts)
         self._bits = _numbered(cuts)
@@ -355,10 +358,32 @@ class SpecOnMesh:
         message = self._misfit_shown(lost, shape)
         # The size of a scale is not free.
         fix = "use fewer axes" + ("" if self._follows else " or pad the array")
-        could_keep_some = len(lost.axes) > 1 and self._correction.indivisible == "drop"
-        if could_keep_some or self.is_error(lost):
-            fix += ", or let Correction(indivisible='prefix') keep those that divide"
+        parts = {policy: self._parts(policy, lost.dim, shape) for policy in self.tried}
+        best = max(parts, key=parts.__getitem__)
+        if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
+            fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
+        elif self.is_error(lost):
+            fix += ", or leave it whole with Correction(indivisible='drop')"
         return message, fix
+
+    def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
+        """Into how many parts a dimension of this array would be cut under a policy."""
+        is_factor = policy == "factor"
+        sizes = [
+            size
+            for axis in entry_axes(entries_of(self.written)[dim])
+            for cut in cuts_of(
+                axis,
+                self.axis_sizes,
+                has_parts=is_factor or self._has_parts,
+                by_factors=is_factor,
+            )
+            for size in cut.sizes
+        ]
+        kept = Corrector(
+            [(sizes, self.units[dim])], self._if_absent, _DROPPING.get(policy, policy)
+        ).kept((shape[dim],))
+        return prod(size for place, size in enumerate(sizes) if kept >> place & 1)
 
     def _words_of_factored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         verb = "does" if len(lost.axes) == 1 else "do"

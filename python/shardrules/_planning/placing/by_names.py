@@ -122,7 +122,9 @@ class _NamesOnMesh:
             optional_axes=self._optional_axes,
             named_with=self._named_with,
         )
-        return cast(SpecOnMesh, bound)  # of entries, and not made from shapes
+        on_mesh = cast(SpecOnMesh, bound)  # of entries, and not made from shapes
+        on_mesh.tried = ("prefix", "drop_axis")  # logical rules take no "factor"
+        return on_mesh
 
     def _lost_to_other_rules(
         self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]

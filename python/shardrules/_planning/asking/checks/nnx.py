@@ -6,9 +6,10 @@ are shown.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardrules._format import counted
 from shardrules._matching.rules import Rules
@@ -98,11 +99,16 @@ def _matches(queries: Queries, rules: Rules, end: str) -> _Matches:
         without = set(rules.all_matches(path.removesuffix(end)))
         found.named.update(without)
         rule = columns.kinds[folded.group].rule
-        if rule in whole - without:
+        if rule in whole - without and not _spells(rules[rule][0], end):
             found.through[rule].append(folded)
         for rule in without - whole:
             found.stopped[rule].append(folded)
     return found
+
+
+def _spells(pattern: Any, end: str) -> bool:
+    """Whether a pattern ends in the very end of the paths, as those of a tree of specs do."""
+    return str(pattern).removesuffix("$").endswith((end, re.escape(end)))
 
 
 def _matching_everywhere(rules: Rules, end: str) -> set[int]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
+from shardrules._planning.kinds import Kind, axes_named
+from shardrules._shape_specs import Fsdp
+
+if TYPE_CHECKING:
+    from shardrules._planning.columns import Columns
 
 __all__ = ["catch_alls", "replicated"]
 
@@ -51,33 +56,44 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
 
 def replicated(queries: Queries) -> Iterator[Finding]:
     """Other leaves that are replicated, and large alone or together."""
+    columns = queries.columns
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
     for one in queries.undeclared(queries.folded(queries.is_whole)):
-        kind = queries.columns.kinds[one.group]
+        kind = columns.kinds[one.group]
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
-            by_rule[kind.decided_by].append(one)
+            by_rule[kind.decided_by, _is_exempt(kind, columns)].append(one)
     large_of = {
-        rule: [one for one in folded if queries.is_large(queries.columns.kinds[one.group])]
+        rule: [one for one in folded if queries.is_large(columns.kinds[one.group])]
         for rule, folded in by_rule.items()
     }
     small = sum(
         queries.device_bytes(folded) for rule, folded in by_rule.items() if not large_of[rule]
     )
-    for rule, folded in by_rule.items():
-        if not large_of[rule] and not queries.matters(queries.device_bytes(folded), small):
+    for (rule, exempt), folded in by_rule.items():
+        large = large_of[rule, exempt]
+        if not large and not queries.matters(queries.device_bytes(folded), small):
             continue
-        chosen, what = (large_of[rule], "large leaf") if large_of[rule] else (folded, "leaf")
-        why = queries.who(queries.columns.kinds[chosen[0].group])
-        if any(queries.columns.kinds[one.group].losses for one in chosen):
+        chosen, what = (large, "large leaf") if large else (folded, "leaf")
+        why = queries.who(columns.kinds[chosen[0].group])
+        if any(columns.kinds[one.group].losses for one in chosen):
             why += ", of which the shapes and the mesh leave nothing"
         held = queries.device_bytes(chosen)
         yield finding(
-            "warning",
+            "info" if exempt else "warning",
             "replicated",
-            f"{counted(leaves_in(chosen), what)} replicated ({why}): {at_stake(held)}",
-            "shard them, or declare them replicated",
+            f"{counted(leaves_in(chosen), what)} replicated "
+            f"({'by the threshold of ' if exempt else ''}{why}): {at_stake(held)}",
+            "lower its min_bytes or min_rank, if they are to be cut too"
+            if exempt
+            else "shard them, or declare them replicated",
             folded=chosen,
             rule=rule,
             bytes=held,
         )
+
+
+def _is_exempt(kind: Kind, columns: Columns) -> bool:
+    """Whether a rule that is made from shapes leaves such arrays whole itself."""
+    spec = None if kind.rule is None else columns.spec_of_rule(kind.rule)
+    return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()
