@@ -779,6 +779,35 @@ class TestUnusedAxes:
         assert one.level == "info"
         assert one.message == "the mesh axis 'dp' cuts no leaf: everything is held 2 times along it"
 
+    def test_not_of_one_that_leaves_lose(self):
+        """It is a correction, and another finding would say of a rule that names it to name it."""
+        tree = {"w": [array(4096, 4095)] * 20}
+        found = findings(tree, [("w", ("fsdp", "rows"))], {"fsdp": 8, "rows": 4})
+        assert [one.kind for one in found] == ["correction"]
+
+    def test_one_of_a_rule_for_no_leaf(self):
+        tree, mesh = {"w": [LARGE] * 100}, {"dp": 4, **MESH}
+        found = findings(tree, [*SHARDED, ("batch", "dp")], mesh)
+        assert [(one.level, one.kind, one.rule) for one in found] == [
+            ("warning", "dead", 1),
+            ("info", "unused-axis", 1),
+        ]
+        assert "named only by rule 1 'batch' -> P('dp'), which no leaf meets" in found[1].message
+        assert found[1].fix.startswith("correct the rule; or declare")
+
+    def test_one_of_a_logical_rule_for_activations_is_one_note(self):
+        tree, mesh = {"w": array(8192, 8192)}, {"dp": 4, "tp": 4}
+        rules = sr.LogicalRules([("batch", "dp"), ("mlp", "tp"), ("embed", None)])
+        plan = sr.plan(tree, rules, mesh, names={"w": ("embed", "mlp")})
+        (one,) = plan.check()
+        assert (one.level, one.kind, one.rule) == ("info", "unused-axis", 0)
+        assert "named only by rule 0 'batch' -> 'dp', which no leaf meets" in one.message
+        assert "data_axes=['dp']" in one.fix
+        assert plan.check(data_axes=["dp"]) == ()
+        # A name without a rule may be that of the rule without a leaf.
+        unknown = sr.plan(tree, rules, mesh, names={"w": ("rows", "mlp")}).check()
+        assert ("warning", "unused-axis") in [(one.level, one.kind) for one in unknown]
+
     def test_not_of_one_device(self):
         assert of_kind(findings({"w": LARGE}, SHARDED, {"dp": 1, **MESH}), "unused-axis") == []
 
@@ -1057,7 +1086,8 @@ def test_locks_find_what_needs_no_history():
     back = sr.Plan.from_lock(plan.lock())
     expected = {one for one in plan.check() if one.kind not in ("correction", "unknown-axis")}
     assert {one.kind for one in plan.check()} >= {"correction"}
-    assert {one for one in back.check() if one.kind != "siblings"} == expected
+    found = {one for one in back.check() if one.kind not in ("siblings", "unused-axis")}
+    assert found == {one for one in expected if one.kind != "unused-axis"}
 
 
 @pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR", "TP_PLAN", "WINDOW"])

@@ -489,6 +489,22 @@ class TestChecks:
         )
         assert found.level == "warning"
         assert "fewer names than dimensions" in found.message
+        assert "should be among them" not in found.message
+
+    def test_a_name_that_is_missing_and_its_rule_for_no_leaf_are_one_finding(self):
+        """Flax's own example names the kernels of attention ('embed', 'kv'), and heads nowhere."""
+        rules = [("batch", "data"), ("embed", "fsdp"), ("heads", "tp"), ("kv", None), ("mlp", "tp")]
+        tree = {"q": array((1024, 16, 64)), "mlp": array((1024, 4096))}
+        names = {"q": ("embed", "kv"), "mlp": ("embed", "mlp")}
+        mesh = {"data": 1, "fsdp": 4, "tp": 2}
+        plan = sr.plan(tree, sr.LogicalRules(rules), mesh, names=names)
+        (fewer, dead) = plan.check()
+        assert (fewer.kind, fewer.level, fewer.paths) == ("unnamed", "warning", ("q",))
+        assert "; perhaps 'heads' (rule 2), which no leaf has, should be among" in fewer.message
+        assert (dead.kind, dead.message.endswith(": 'batch'")) == ("dead", True)
+        right = {**names, "q": ("embed", "heads", "kv")}
+        (dead,) = sr.plan(tree, sr.LogicalRules(rules), mesh, names=right).check()
+        assert dead.kind == "dead"
 
     def test_more_names_than_dimensions_are_a_correction(self):
         found = self.found(("embed", "mlp"), shape=(4096 * 4096,))

@@ -5,6 +5,7 @@ Costs per kind of leaf and mesh axis. Must not know how findings are shown.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -81,23 +82,46 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
 def unused_axes(queries: Queries) -> Iterator[Finding]:
     """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
-    sizes = columns.axis_sizes
-    used = frozenset().union(*(axes_used(kind._counted, sizes) for kind in columns.kinds))
-    # An axis that is meant by a misspelt one is reported as that.
-    meant = {axis for kind in columns.kinds for loss in kind.losses for axis in loss.meant}
-    # A rule that names an axis in vain is reported as a correction. Locks know rules alone.
+    # Locks know rules alone.
     specs = [columns.spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
     wanted = [kind.wanted for kind in columns.kinds]
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
-    for axis, size in columns.axis_sizes.items():
-        if size == 1 or axis in used or axis in meant or axis in queries.data_axes:
+    # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
+    losses = [loss for kind in columns.kinds for loss in kind.losses]
+    lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
+    for axis, dead in queries.dead_rules_of.items():
+        if axis in queries.data_axes or axis in lost:
             continue
+        size = columns.axis_sizes[axis]
         could = queries.folded(lambda kind, axis=axis: could_cut(axis, kind, columns.axis_sizes))  # type: ignore[misc]
-        cost = 0 if axis in named else _saved_by(queries, size, queries.undeclared(could))
+        cost = _saved_by(queries, size, queries.undeclared(could))
+        costs, fix = f"everything is held {size} times along it", "name it in a rule"
+        if axis in named:
+            costs, fix, cost = f"{costs}, though rules name it", "`explain` a path to see why", 0
+        elif dead:
+            costs += f"; it is named only by {queries.rules(dead)}, which no leaf meets"
+            fix = "correct the rule" if len(dead) == 1 else "correct the rules"
+        alone = dead if axis not in named else []
+        is_said = alone and _are_for_others(queries)
         yield finding(
-            "warning" if queries.is_much(cost) else "info",
+            "warning" if queries.is_much(cost) and not is_said else "info",
             "unused-axis",
-            f"the mesh axis {axis!r} cuts no leaf: everything is held {size} times along it",
-            f"name it in a rule; or declare that it cuts data alone: data_axes=[{axis!r}]",
+            f"the mesh axis {axis!r} cuts no leaf: {costs}",
+            f"{fix}; or declare that it cuts data alone: data_axes=[{axis!r}]",
+            rule=alone[0] if len(alone) == 1 else None,
             bytes=cost,
         )
+
+
+def _are_for_others(queries: Queries) -> bool:
+    """Whether rules for no leaf are known to be for no leaf, or are warned of themselves.
+
+    Logical rules are often for activations; unless leaves have names that no rule knows, or lack
+    some.
+    """
+    columns = queries.columns
+    if columns.leaves.path_rules is not None:
+        return True
+    known = {None, *(name for name, _ in columns.rules)}
+    names = itertools.chain(*(kind.names or () for kind in columns.kinds))
+    return not queries.fewer_names and known.issuperset(names)

@@ -5,13 +5,14 @@ Costs per kind of leaf and name. Must not know how findings are shown.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
 
 from shardrules._format import and_more, counted, misspelt
 from shardrules._logical.resolver import axes_in
-from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in
+from shardrules._planning.asking.checks.queries import Queries, finding, leaves_in, rules_listed
 from shardrules._planning.asking.findings import Finding, at_stake
 from shardrules._planning.fold import Folded
 
@@ -71,17 +72,20 @@ def unnamed(queries: Queries) -> Iterator[Finding]:
 
 def fewer_names(queries: Queries) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
-    kinds = queries.columns.kinds
-    folded = queries.folded(
-        lambda kind: bool(kind.names) and len(kind.names or ()) < len(kind.shape or ())
-    )
-    if folded:
-        first = kinds[folded[0].group]
+    if folded := queries.fewer_names:
+        first = queries.columns.kinds[folded[0].group]
+        missing = queries.missing_names
+        names = [repr(queries.columns.rules[rule][0]) for rule in missing]
+        listed = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
+        where = "names count from the first dimension"
+        if missing:
+            rules = rules_listed(missing[:_MOST_NAMES])
+            where += f"; perhaps {listed} ({rules}), which no leaf has, should be among them"
         yield finding(
             "warning",
             "unnamed",
             f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
-            f"{first.names} for the shape {first.shape}: names count from the first dimension",
+            f"{first.names} for the shape {first.shape}: {where}",
             "give each dimension a name or None; stacked layers have a dimension of their own",
             folded=folded,
         )
@@ -117,7 +121,12 @@ def taken(queries: Queries) -> Iterator[Finding]:
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     columns = queries.columns
-    if columns.leaves.path_rules is None and (dead := columns.coverage.dead):
+    if columns.leaves.path_rules is not None:
+        return
+    # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
+    explained = {*queries.missing_names, *itertools.chain(*queries.dead_rules_of.values())}
+    dead = [rule for rule in columns.coverage.dead if rule not in explained]
+    if dead:
         names = list(dict.fromkeys(repr(columns.rules[rule][0]) for rule in dead))
         more = and_more(len(names), _MOST_NAMES, "name")
         yield finding(

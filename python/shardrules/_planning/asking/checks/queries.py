@@ -20,7 +20,7 @@ from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.findings import CheckKind, Finding, Level
 from shardrules._planning.fold import Folded, fold, parts_of
-from shardrules._planning.kinds import Kind, is_replicated
+from shardrules._planning.kinds import Kind, axes_named, axes_used, could_cut, is_replicated
 from shardrules._planning.path_rules import UNMATCHED, first_rules
 from shardrules._shape_specs import Fsdp
 
@@ -151,6 +151,48 @@ class Queries:
     def level(self, count: int, level: Level) -> Level:
         """The level of a finding with this many bytes at stake; "info" if they are not large."""
         return level if count >= self.large else "info"
+
+    @cached_property
+    def used_axes(self) -> frozenset[str]:
+        """The mesh axes that cut leaves."""
+        columns = self.columns
+        return frozenset().union(
+            *(axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds)
+        )
+
+    @cached_property
+    def dead_rules_of(self) -> dict[str, list[int]]:
+        """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
+        columns = self.columns
+        named = {rule: axes_named(columns.spec_of_rule(rule)) for rule in columns.coverage.dead}
+        return {
+            axis: [rule for rule, axes in named.items() if axis in axes]
+            for axis, size in columns.axis_sizes.items()
+            if size > 1 and axis not in self.used_axes
+        }
+
+    @cached_property
+    def fewer_names(self) -> list[Folded]:
+        """The folded leaves that have logical axis names, but not one for each dimension."""
+        return self.folded(
+            lambda kind: bool(kind.names) and len(kind.names or ()) < len(kind.shape or ())
+        )
+
+    @cached_property
+    def missing_names(self) -> list[int]:
+        """The rules for names of no leaf that leaves with fewer names than dimensions may lack.
+
+        Their axes cut other leaves, and could cut all of these further.
+        """
+        columns = self.columns
+        lacking = [columns.kinds[one.group] for one in self.fewer_names]
+        return [
+            rule
+            for rule in columns.coverage.dead
+            for axes in [axes_named(columns.spec_of_rule(rule)) & self.used_axes]
+            if lacking and axes and isinstance(columns.rules[rule][0], str)
+            if all(could_cut(axis, kind, columns.axis_sizes) for axis in axes for kind in lacking)
+        ]
 
     def rule(self, index: int) -> str:
         """A rule, for a message."""
