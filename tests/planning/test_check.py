@@ -304,6 +304,24 @@ class TestReplicated:
         assert one.message.startswith("2 large leaves replicated (no rule decides): ")
 
 
+class TestRoom:
+    """Whether the leaves fit into a device, if its memory is given."""
+
+    def test_leaves_that_do_not_fit_are_an_error(self):
+        tree = {"w": [LARGE] * 20, "norm": array(4096)}
+        held = 20 * 16 * MIB // 32 + 4 * 4096
+        found = findings(tree, [*SHARDED, ("norm", ())], hbm=held - 1)
+        (one,) = of_kind(found, "memory")
+        assert (one.level, one.bytes, one.paths) == ("error", 1, ("w/{0..19}", "norm"))
+        assert one.message == "10.5 MB on the fullest device: params 10.5 MB; a device has 10.5 MB"
+        for enough in (held, None):
+            assert findings(tree, [*SHARDED, ("norm", ())], hbm=enough) == ()
+
+    def test_what_is_on_the_host_takes_no_room(self):
+        spec = sr.RuleSpec(("fsdp", "tp"), memory_kind="pinned_host")
+        assert of_kind(findings({"w": LARGE}, [("w", spec)], hbm=1), "memory") == []
+
+
 class TestThresholds:
     """Arrays that a rule leaves whole by its own threshold."""
 
@@ -926,6 +944,7 @@ EVERYTHING = {
               ("layers/0", "tp"), ("z", ())],
     "mesh": {"dp": 2, **MESH},
     "head_dim": 128,
+    "hbm": 1,
 }  # fmt: skip
 
 

@@ -233,7 +233,7 @@ def test_the_page_says_what_the_command_line_says(tmp_path, gradients, optimizer
     assert (held["gradients"] > 0) is bool(gradients)
     for missing, host_missing in [(0, 0), (1, 0), (0, 1)]:
         fits = not missing and not host_missing
-        room = ("--hbm", most - missing, "--host-memory", host - host_missing)
+        room = ("--hbm", f"{most - missing}B", "--host-memory", f"{host - host_missing}B")
         text = run(*room, "--html", html)
         assert ("\nfits into" in text, "\nDOES NOT FIT into" in text) == (fits, not fits)
         assert json.loads(run(*room, "--format", "json"))["fits"] is fits

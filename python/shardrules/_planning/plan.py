@@ -361,7 +361,6 @@ class Plan(PlanLike):
 
         | kind | level | what |
         |---|---|---|
-        | memory | error | leaves that do not fit into `hbm` |
         | unmatched | error | leaves that no rule matches |
         | misfit | error | leaves that cannot be sharded as their rule says |
         | unknown-axis | error | axes that rules name and the mesh lacks |
@@ -379,6 +378,7 @@ class Plan(PlanLike):
         | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
         | correction | warning, info | axes of a rule's spec that leaves do not get, because of
           their shapes or the mesh; info if that costs less than `large` |
+        | memory | error | leaves that do not fit into `hbm` |
         | unpinned | warning, info | leaves in `unpinned_host` memory, which jit copies to the
           device as a whole; info if they are not large together |
         | half-head | warning | projections of attention that are cut inside a head |

@@ -32,7 +32,6 @@ Level = Literal["error", "warning", "info"]
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """The worst first."""
 CheckKind = Literal[
-    "memory",
     "unmatched",
     "misfit",
     "unknown-axis",
@@ -43,6 +42,7 @@ CheckKind = Literal[
     "replicated",
     "uncut",
     "correction",
+    "memory",
     "unpinned",
     "half-head",
     "dead",
