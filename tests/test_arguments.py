@@ -343,7 +343,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN}),
     "Plan.check": (
         PLAN.check,
-        {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "levels": {}},
+        {"large": 1, "replicated": (), "optional_axes": (), "data_axes": (), "head_dim": 1, "hbm": 1, "levels": {}},
     ),
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.explain": (PLAN.explain, {"path": "w"}),
