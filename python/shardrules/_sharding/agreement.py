@@ -7,10 +7,10 @@ communicate.
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from shardrules._jax import is_coordinated
 from shardrules._sharding.leaf_rows import Row
 
 __all__ = ["JointCall"]
@@ -71,8 +71,7 @@ class JointCall:
 
 
 def _leave() -> None:
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is not None and distributed.global_state.client is not None:
+    if is_coordinated():
         from shardrules._sharding import coordination
 
         coordination.leave()

@@ -17,6 +17,7 @@ from shardrules._arguments import Tree, boolean, check_choice, check_tree
 from shardrules._correction import Correction
 from shardrules._dtypes import given_name, is_plain_float
 from shardrules._format import shown
+from shardrules._jax import weakly_typed
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
@@ -417,7 +418,8 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
 
     host, weak = _on_host(leaf)
     array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-    return jax.jit(_weak, out_shardings=sharding)(array) if weak else array
+    # Else type promotion of a number would be different in several processes and in one.
+    return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
 
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
@@ -430,13 +432,6 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
     host = np.asarray(leaf)
     host = host.astype(canonical_dtype(host), copy=False)
     return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
-
-
-def _weak(array: Any) -> Any:
-    # Else type promotion of a number would be different in several processes and in one.
-    from jax._src.lax.lax import _convert_element_type
-
-    return _convert_element_type(array, weak_type=True)
 
 
 def _replicated(sharding: Any) -> NamedSharding:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardrules._dtypes import bits_of
+from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._specs import spec_shown
 from shardrules._verifying.hlo import Hlo
 
@@ -115,21 +116,12 @@ class Executable:
     @cached_property
     def inputs(self) -> Side:
         """The arguments, with those that jit has dropped, since the function does not use them."""
-        shardings = self._compiled._executable._in_shardings
-        has_constants = bool(getattr(self._compiled._params, "const_args", ()))
-        if has_constants or len(shardings) < len(self._infos):
-            # The public property, which takes longer, knows which are dropped.
-            shardings = self._in_tree.flatten_up_to(self._compiled.input_shardings)
-        # The same shapes and dtypes, without a call of Python for each.
-        has_own = all(hasattr(info, "_aval") for info in self._infos[:1])
-        leaves = list(map(attrgetter("_aval"), self._infos)) if has_own else self._infos
-        return Side("inputs", self._in_tree, list(shardings), leaves)
+        return Side("inputs", self._in_tree, *compiled_inputs(self._compiled))
 
     @cached_property
     def outputs(self) -> Side:
         """The results."""
-        executable, treedef = self._compiled._executable, self._compiled.out_tree
-        return Side("outputs", treedef, list(executable._out_shardings), list(executable.out_avals))
+        return Side("outputs", self._compiled.out_tree, *compiled_outputs(self._compiled))
 
     @cached_property
     def donated(self) -> list[bool]:
