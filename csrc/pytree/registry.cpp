@@ -24,9 +24,9 @@ struct JaxTrees {
 
     JaxTrees() {
         const Ref tree_util = imported("jax.tree_util");
-        const Ref registry = attribute(tree_util.get(), "default_registry");
-        flatten = attribute(registry.get(), "flatten");
-        flatten_with_keys = attribute(registry.get(), "flatten_one_level_with_keys");
+        flatten = attribute(tree_util.get(), "tree_flatten");
+        flatten_with_keys = Ref::checked(PyObject_CallMethod(
+            imported("shardrules._jax").get(), "node_flattener", nullptr));
         partial = attribute(imported("functools").get(), "partial");
         is_not = attribute(imported("operator").get(), "is_not");
         for (KeyEntryType& entry : key_entries) {
@@ -89,7 +89,7 @@ Ref with_children(PyObject* node, PyObject* children) {
     const Ref flat = Ref::checked(
         PyObject_CallFunctionObjArgs(jax.flatten.get(), node, is_child.get(), nullptr));
     const Ref treedef = Ref::checked(PySequence_GetItem(flat.get(), 1));
-    return Ref::checked(PyObject_CallMethod(treedef.get(), "unflatten", "O", children));
+    return Ref::checked(PyObject_CallMethod(treedef.get(), "unflatten", "(O)", children));
 }
 
 Ref key_entry_text(PyObject* entry) {

@@ -103,11 +103,12 @@ else:
 
 def _leave() -> None:
     """Tells the other processes of a job, which may be waiting for this one, that it ends."""
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is not None and distributed.global_state.client is not None:
+    if "jax" in sys.modules:
+        from shardrules._jax import is_coordinated
         from shardrules._sharding import coordination
 
-        coordination.leave()
+        if is_coordinated():
+            coordination.leave()
 
 
 def _leave_before_jax() -> None:

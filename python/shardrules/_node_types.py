@@ -17,6 +17,8 @@ from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from shardrules._jax import node_flattener, registered_unflatten
+
 __all__ = ["Record", "registration"]
 
 
@@ -54,10 +56,7 @@ def registration(
 
     Either is None if it is not known; then the core asks the registry itself, node by node.
     """
-    from jax._src import tree_util
-
-    entry = getattr(tree_util, "_registry", {}).get(node_type)
-    unflatten = getattr(entry, "from_iter", None)
+    unflatten = registered_unflatten(node_type)
     if unflatten is None:
         return None, None
     record = _known.get(node_type)
@@ -139,9 +138,9 @@ def _name(function: object) -> tuple[Any, Any]:
 
 def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
     """Whether the registry takes this node apart, and puts it together, as the record has it."""
-    from jax.tree_util import GetAttrKey, default_registry
+    from jax.tree_util import GetAttrKey
 
-    flat = default_registry.flatten_one_level_with_keys(node)
+    flat = node_flattener()(node)
     if flat is None:
         return False
     pairs, auxiliary = list(flat[0]), flat[1]

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardrules._arguments import check_type
 from shardrules._format import shown
-from shardrules._logical.flax import loaded
+from shardrules._jax import flax_axis_rules
 from shardrules._logical.names import last_wins
 from shardrules._logical.rules import LogicalRules, check_not_for_paths
 
@@ -105,7 +105,7 @@ _own = _AxisRules()
 
 def _rules_in_force() -> Any:
     """The object with this thread's rules: flax's own object, if flax is loaded."""
-    theirs = loaded("flax.core.spmd", "_axis_rules")
+    theirs = flax_axis_rules()
     if theirs is None:
         return _own
     if _own.rules:  # set before flax was loaded

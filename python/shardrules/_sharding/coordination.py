@@ -22,6 +22,7 @@ from traceback import format_exception_only
 from typing import Any, Final
 
 from shardrules._format import brief
+from shardrules._jax import coordination_state
 from shardrules._sharding.leaf_rows import Row, digest, first_difference
 
 __all__ = ["fail", "leave", "note", "settle", "wait_limit"]
@@ -67,12 +68,13 @@ def note(text: str) -> None:
 
 def leave() -> None:
     """Tells the others that this process has ended. Creates no backend, which needs all of them."""
-    from jax._src import distributed
-
+    state = coordination_state()
+    if state is None:
+        return
     with contextlib.suppress(RuntimeError):
-        job, me = _job(), distributed.global_state.process_id
+        job = _job()
         job.number += 1
-        _Round(job, "exit").decide({"error": f"process {me} has ended"})
+        _Round(job, "exit").decide({"error": f"process {state.process_id} has ended"})
 
 
 def wait_limit() -> float:
@@ -272,15 +274,13 @@ class _Round:
 
 
 def _job() -> _Job:
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    if client is None:
+    state = coordination_state()
+    if state is None:
         raise RuntimeError(
             "several processes agree by JAX's coordination service, and there is none: call "
             "jax.distributed.initialize() in each of them before anything else"
         )
-    return _job_of(client)
+    return _job_of(state.client)
 
 
 # In all processes numbers start again with each jax.distributed.initialize.

@@ -7,7 +7,9 @@ sharding constraints ignore them. Costs an attribute per array. Must not know ab
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from shardrules._jax import transfer_target
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from shardrules._sharding.mesh import AnyMesh
 
 __all__ = ["memory_apart", "memory_keeper", "moved_inside_jit", "sharding_in_memory"]
-
-# The kinds inside jit, with their names in jax.memory.Space.
-_SPACES: Final = {"device": "Device", "pinned_host": "Host"}
 
 
 def sharding_in_memory(
@@ -90,14 +89,4 @@ def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
         return array
     import jax
 
-    if kind not in _SPACES:
-        raise ValueError(
-            f"an array cannot be moved to {kind!r} memory inside jit, where JAX has "
-            f"{' and '.join(map(repr, _SPACES))}; move it outside of jit"
-        )
-    if hasattr(jax, "memory"):
-        return jax.device_put(array, getattr(jax.memory.Space, _SPACES[kind]))
-    from jax._src import sharding_impls  # JAX without jax.memory
-
-    transfer: Any = sharding_impls
-    return jax.device_put(array, transfer.TransferToMemoryKind(kind))
+    return jax.device_put(array, transfer_target(kind))

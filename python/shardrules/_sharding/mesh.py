@@ -1,18 +1,17 @@
 """Resolves the mesh for every function that takes `mesh=None`.
 
-The only module that reads JAX's mesh contexts. It reads JAX's private module where there is no
-public function, or where the public alias raises deprecation warnings. Must not know about specs.
+The only module that resolves JAX's mesh contexts. Must not know about specs.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardrules._format import mesh_shown, shown
+from shardrules._jax import mesh_contexts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
 
 if TYPE_CHECKING:
@@ -96,10 +95,8 @@ def context_mesh() -> AnyMesh | None:
     Raises:
         ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
     """
-    from jax._src import mesh as jax_mesh
-
-    abstract = _unless_empty(jax_mesh.get_abstract_mesh())
-    concrete = _unless_empty(jax_mesh.get_concrete_mesh())
+    meshes = mesh_contexts()
+    abstract, concrete = _unless_empty(meshes.abstract()), _unless_empty(meshes.concrete())
     legacy = legacy_mesh()
     current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
     if current is None:
@@ -116,29 +113,18 @@ def context_mesh() -> AnyMesh | None:
 
 def contexts() -> tuple[Any, ...]:
     """All that the functions here read of JAX's contexts: with equal ones they answer the same."""
-    abstract, concrete, threads = _readers()
-    return abstract(), concrete(), threads.env.physical_mesh
-
-
-@functools.cache  # imports of names take microseconds, even of modules that are there
-def _readers() -> tuple[Any, Any, Any]:
-    from jax._src.mesh import get_abstract_mesh, get_concrete_mesh, thread_resources
-
-    return get_abstract_mesh, get_concrete_mesh, thread_resources
+    abstract, concrete, legacy = mesh_contexts()
+    return abstract(), concrete(), legacy()
 
 
 def legacy_mesh() -> Mesh | None:
     """The mesh of `with mesh:` only, or None. Code from before `jax.set_mesh` uses this mesh."""
-    from jax._src import mesh as jax_mesh
-
-    return _unless_empty(jax_mesh.thread_resources.env.physical_mesh)  # type: ignore[return-value]
+    return _unless_empty(mesh_contexts().legacy())  # type: ignore[return-value]
 
 
 def current_view(mesh: AnyMesh) -> AnyMesh:
     """The mesh with the axis types of the traced code: inside shard_map some axes are manual."""
-    from jax._src import mesh as jax_mesh
-
-    abstract = _unless_empty(jax_mesh.get_abstract_mesh())
+    abstract = _unless_empty(mesh_contexts().abstract())
     if abstract is None or abstract.shape_tuple != mesh.shape_tuple:
         return mesh
     return abstract if _has_other_axes(abstract, mesh) else mesh

@@ -17,6 +17,7 @@ from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_or
 from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
 from shardrules._format import counted, shown
+from shardrules._jax import weakly_typed
 from shardrules._logical.flax import is_flax_struct, variable_types
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
@@ -563,7 +564,8 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
 
     host, weak = _on_host(leaf)
     array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-    return jax.jit(_weak, out_shardings=sharding)(array) if weak else array
+    # Else type promotion of a number would be different in several processes and in one.
+    return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
 
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
@@ -576,13 +578,6 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
     host = np.asarray(leaf)
     host = host.astype(canonical_dtype(host), copy=False)
     return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
-
-
-def _weak(array: Any) -> Any:
-    # Else type promotion of a number would be different in several processes and in one.
-    from jax._src.lax.lax import _convert_element_type
-
-    return _convert_element_type(array, weak_type=True)
 
 
 def _replicated(sharding: Any) -> NamedSharding:

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._correction import RuleSpec
+from shardrules._jax import trace_state_check
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.rules import Rules
 from shardrules._plan_like import PlanLike
@@ -94,14 +95,13 @@ class _NamesOfJax(NamedTuple):
 
 @functools.cache  # importing names takes microseconds, a tenth of JAX's own call
 def _names_of_jax() -> _NamesOfJax:
-    from jax._src.core import trace_state_clean
     from jax.core import Tracer
     from jax.sharding import NamedSharding, PartitionSpec
     from jax.tree_util import tree_flatten
 
     own = type(PartitionSpec.UNCONSTRAINED)
     values = frozenset({str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, own})
-    return _NamesOfJax(Tracer, values, trace_state_clean, tree_flatten)
+    return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
 
 
 class _SaidBy(dict[type, Callable[[Any], Hashable]]):

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardrules._dtypes import bits_of
+from shardrules._jax import compiled_inputs, compiled_outputs
 from shardrules._specs import spec_shown
 from shardrules._verifying.dataflow import Value, returned
 from shardrules._verifying.hlo import Hlo
@@ -117,27 +118,29 @@ class Executable:
 
         self.call = call
         self._compiled: Any = call.compiled
-        infos = tree_util.tree_leaves(call.compiled.args_info)
-        self._all_infos: list[Any] = infos
-        self._infos: list[Any] = _at(infos, call.in_leaves)
+        infos: list[Any] = tree_util.tree_leaves(call.compiled.args_info)
+        self._infos = _at(infos, call.in_leaves)
 
     @cached_property
     def inputs(self) -> Side:
         """The arguments, with those that jit has dropped, since the function does not use them."""
-        # The same shapes and dtypes, without a call of Python for each.
-        has_own = all(hasattr(info, "_aval") for info in self._infos[:1])
-        leaves = list(map(attrgetter("_aval"), self._infos)) if has_own else self._infos
-        shardings = _at(self._in_shardings, self.call.in_leaves)
-        return Side("inputs", self.call.in_tree, shardings, leaves)
+        shardings, values = self._arguments
+        leaves = _at(values, self.call.in_leaves)
+        return Side("inputs", self.call.in_tree, _at(shardings, self.call.in_leaves), leaves)
+
+    @cached_property
+    def _arguments(self) -> tuple[list[Any], list[Any]]:
+        return compiled_inputs(self._compiled)
+
+    @cached_property
+    def _results(self) -> tuple[list[Any], list[Any]]:
+        return compiled_outputs(self._compiled)
 
     @cached_property
     def outputs(self) -> Side:
         """The results; behind them, what arguments become that the call changes in place."""
-        executable, call = self._compiled._executable, self.call
-        shardings, leaves = (
-            _at(list(every), self._out_leaves)
-            for every in (executable._out_shardings, executable.out_avals)
-        )
+        call = self.call
+        shardings, leaves = (_at(every, self._out_leaves) for every in self._results)
 
         def updated() -> list[str]:
             paths = self.inputs.paths
@@ -183,7 +186,7 @@ class Executable:
         Constants and tokens, which JAX passes as well, come first.
         """
         assert self.hlo is not None
-        passed = _not_none(self._in_shardings)
+        passed = _not_none(self._arguments[0])
         first = self.hlo.counts[0] - len(passed)
         number_of = {leaf: first + number for number, leaf in enumerate(passed)}
         return {leaf: number_of[self.call.in_leaves[leaf]] for leaf in self.kept}
@@ -201,18 +204,8 @@ class Executable:
         assert self.hlo is not None
         values = list(returned(self.hlo))
         # Tokens, which JAX returns as well, come first.
-        first = len(values) - len(self._compiled._executable.out_avals)
+        first = len(values) - len(self._results[1])
         return [values[first + leaf] for leaf in self._out_leaves]
-
-    @cached_property
-    def _in_shardings(self) -> list[Any]:
-        """Of all inputs in the executable's order; None for those that jit has dropped."""
-        shardings = self._compiled._executable._in_shardings
-        has_constants = bool(getattr(self._compiled._params, "const_args", ()))
-        if has_constants or len(shardings) < len(self._all_infos):
-            # The public property, which takes longer, knows which are dropped.
-            shardings = self._compiled.in_tree.flatten_up_to(self._compiled.input_shardings)
-        return list(shardings)
 
     @cached_property
     def _out_leaves(self) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardrules._dtypes import SAFETENSORS
 from shardrules._format import counted, mesh_shown
+from shardrules._jax import device_order
 from shardrules._planning.kinds import placement_shown
 from shardrules._sharding.memory import memory_apart
 from shardrules._sharding.mesh import has_devices
@@ -209,9 +210,7 @@ def _devices_of(sharding: Any) -> tuple[Any, ...]:
     """The devices in the sharding's order."""
     if hasattr(sharding, "mesh"):
         return tuple(sharding.mesh.devices.flat)
-    # JAX has no public name for the order of other shardings.
-    in_order = getattr(sharding, "_device_assignment", None)
-    return tuple(in_order or sorted(sharding.device_set, key=lambda device: device.id))
+    return device_order(sharding)
 
 
 def _is_of_dtype(live: Live, kind: Kind) -> bool:

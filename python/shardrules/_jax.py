@@ -1,0 +1,252 @@
+"""Every private name of JAX and flax that this package reads, each with its public fallback.
+
+No other module imports `jax._src`, or reads an attribute of these libraries that begins with an
+underscore. A function whose private name is missing answers by public names, which take longer or
+know less; its docstring says what is lost. Imports JAX only when a function is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+__all__ = [
+    "CoordinationState",
+    "MeshContexts",
+    "compiled_inputs",
+    "compiled_outputs",
+    "coordination_state",
+    "device_order",
+    "flax_axis_rules",
+    "is_coordinated",
+    "mesh_contexts",
+    "node_flattener",
+    "registered_unflatten",
+    "trace_state_check",
+    "transfer_target",
+    "weakly_typed",
+]
+
+
+def _private(owner: Any, name: str) -> Any:
+    """Reads a private name of a module or an object; None where it is missing."""
+    try:
+        target = importlib.import_module(owner) if isinstance(owner, str) else owner
+        return attrgetter(name)(target)
+    except (ImportError, AttributeError):
+        return None
+
+
+class MeshContexts(NamedTuple):
+    """Functions that read the meshes in force; each gives None, or an empty mesh, for none."""
+
+    abstract: Callable[[], Any]
+    """The mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, without devices."""
+    concrete: Callable[[], Any]
+    """The mesh of `jax.set_mesh`, with its devices."""
+    legacy: Callable[[], Any]
+    """The mesh of `with mesh:`."""
+
+
+@functools.cache
+def mesh_contexts() -> MeshContexts:
+    """Returns the functions that read JAX's mesh contexts.
+
+    Fallback: `jax.sharding.get_abstract_mesh` and `get_mesh`, which JAX has since 0.6 and 0.7; and
+    `jax.interpreters.pxla.thread_resources`, which is deprecated.
+    """
+    import jax
+
+    abstract = _private("jax._src.mesh", "get_abstract_mesh")
+    concrete = _private("jax._src.mesh", "get_concrete_mesh")
+    threads = _private("jax._src.mesh", "thread_resources")
+    if threads is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            threads = _private("jax.interpreters.pxla", "thread_resources")
+    return MeshContexts(
+        abstract or getattr(jax.sharding, "get_abstract_mesh", _no_mesh),
+        concrete or _public_concrete_mesh,
+        _no_mesh if threads is None else lambda: threads.env.physical_mesh,
+    )
+
+
+def _no_mesh() -> None:
+    return None
+
+
+def _public_concrete_mesh() -> Any:
+    import jax
+
+    try:
+        return getattr(jax.sharding, "get_mesh", _no_mesh)()
+    except ValueError:  # inside jit, where the abstract mesh says all
+        return None
+
+
+@functools.cache
+def trace_state_check() -> Callable[[], bool]:
+    """Returns the function that says whether no transformation, such as jit, is being traced.
+
+    Fallback: an array made here is a tracer inside jit. Inside vmap and grad alone it is none; the
+    tracers among a function's arguments tell of those.
+    """
+    check: Callable[[], bool] | None = _private("jax._src.core", "trace_state_clean")
+    return check or _makes_arrays
+
+
+def _makes_arrays() -> bool:
+    import jax
+
+    return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+class CoordinationState(NamedTuple):
+    """The client of JAX's coordination service, and the number of this process in the job."""
+
+    client: Any
+    process_id: int
+
+
+def coordination_state() -> CoordinationState | None:
+    """Returns the state of `jax.distributed.initialize`; None before it. Starts no backend.
+
+    Fallback: None. JAX has no public name for its coordination service.
+    """
+    state = _private("jax._src.distributed", "global_state")
+    client = getattr(state, "client", None)
+    return None if client is None else CoordinationState(client, state.process_id)
+
+
+def is_coordinated() -> bool:
+    """Returns whether this process has joined others, without importing JAX."""
+    return "jax._src.distributed" in sys.modules and coordination_state() is not None
+
+
+def weakly_typed(array: Any) -> Any:
+    """Gives an array the weak type of a Python number, inside jit.
+
+    Fallback: the array as it is, beside which other arrays are promoted as beside any array.
+    """
+    convert = _private("jax._src.lax.lax", "_convert_element_type")
+    return array if convert is None else convert(array, weak_type=True)
+
+
+_SPACES = {"device": "Device", "pinned_host": "Host"}
+"""By memory kind, the name in `jax.memory.Space`."""
+
+
+def transfer_target(memory_kind: str) -> Any:
+    """Returns what `jax.device_put` takes for a memory kind inside jit.
+
+    JAX before 0.7 has only the private name.
+
+    Raises:
+        ValueError: JAX does not move arrays to this kind inside jit.
+    """
+    import jax
+
+    if memory_kind not in _SPACES:
+        raise ValueError(
+            f"an array cannot be moved to {memory_kind!r} memory inside jit, where JAX has "
+            f"{' and '.join(map(repr, _SPACES))}; move it outside of jit"
+        )
+    if hasattr(jax, "memory"):
+        return getattr(jax.memory.Space, _SPACES[memory_kind])
+    return _private("jax._src.sharding_impls", "TransferToMemoryKind")(memory_kind)
+
+
+def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the shardings and the shaped values of a compiled function's arguments, as leaves.
+
+    A dropped argument, which the function does not use, has the sharding None. Fallback:
+    `input_shardings` and `args_info`, which take some microseconds longer for each leaf.
+
+    Args:
+        compiled: A `jax.stages.Compiled`.
+    """
+    from jax import tree_util
+
+    infos, structure = tree_util.tree_flatten(compiled.args_info)
+    treedef: Any = structure
+    shardings = _private(compiled, "_executable._in_shardings")
+    constants = _private(compiled, "_params.const_args")
+    if shardings is None or constants or len(shardings) < len(infos):
+        # The public property knows which arguments are dropped.
+        shardings = treedef.flatten_up_to(compiled.input_shardings)
+    values = [_private(info, "_aval") for info in infos[:1]]
+    own = values != [] and values[0] is not None
+    return list(shardings), list(map(attrgetter("_aval"), infos)) if own else infos
+
+
+def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the shardings and the shaped values of a compiled function's results, as leaves.
+
+    Fallback: `output_shardings` and `out_info`; JAX before 0.6 lacks the second.
+    """
+    from jax import tree_util
+
+    shardings = _private(compiled, "_executable._out_shardings")
+    if shardings is None:
+        shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    values = _private(compiled, "_executable.out_avals")
+    if values is None:
+        values = tree_util.tree_leaves(compiled.out_info)
+    return list(shardings), list(values)
+
+
+def device_order(sharding: Any) -> tuple[Any, ...]:
+    """Returns the devices of a sharding without a mesh, in its order.
+
+    Fallback: in the order of their numbers.
+    """
+    devices = _private(sharding, "_device_assignment")
+    return tuple(devices or sorted(sharding.device_set, key=attrgetter("id")))
+
+
+def flax_axis_rules() -> Any:
+    """Returns flax's own record of the logical axis rules in force, if flax is loaded.
+
+    Fallback: None, so that flax's functions do not see rules that ours have set.
+    """
+    module = sys.modules.get("flax.core.spmd")
+    return None if module is None else _private(module, "_axis_rules")
+
+
+def registered_unflatten(node_type: type) -> Callable[..., Any] | None:
+    """Returns the function that rebuilds the nodes of a registered pytree type.
+
+    Fallback: None; the registry is then asked node by node, which takes longer.
+    """
+    registry = _private("jax._src.tree_util", "_registry") or {}
+    return getattr(registry.get(node_type), "from_iter", None)
+
+
+def node_flattener() -> Callable[[Any], Any]:
+    """Returns the function that takes a node apart: ((key, child) pairs, auxiliary data).
+
+    For a leaf it gives None. `default_registry` is public, but its methods are undocumented.
+    Fallback: `jax.tree_util.tree_flatten_with_path` with all but the node as leaves.
+    """
+    from jax import tree_util
+
+    return _private(tree_util, "default_registry.flatten_one_level_with_keys") or _public_level
+
+
+def _public_level(node: Any) -> tuple[list[tuple[Any, Any]], Any] | None:
+    from jax import tree_util
+
+    paths, structure = tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    treedef: Any = structure
+    data = treedef.node_data()
+    if data is None:
+        return None if paths else ([], None)
+    node_type, auxiliary = data
+    if auxiliary is None and hasattr(node_type, "_fields"):
+        auxiliary = node_type  # as the registry has it of a namedtuple
+    return [(path[0], child) for path, child in paths], auxiliary

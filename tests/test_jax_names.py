@@ -1,0 +1,239 @@
+"""Each private name of JAX and flax that `_jax.py` reads: there today, and its fallback without it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardrules as sr
+from shardrules import _jax
+
+ROOT = Path(sr.__file__).parent
+
+
+def names_read():
+    """The private names in calls of `_private`, as written there."""
+    tree = ast.parse((ROOT / "_jax.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {
+        call.args[1].value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "_private"
+    }
+
+
+@pytest.fixture
+def mesh(devices=8):
+    return Mesh(np.array(jax.devices()[:devices]).reshape(4, 2), ("fsdp", "tp"))
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that takes a private name away, from one module or from all."""
+    caches = [value for value in vars(_jax).values() if hasattr(value, "cache_clear")]
+
+    def take_away(name, module=None):
+        read = _jax._private
+
+        def without_it(owner, asked):
+            is_hidden = asked == name and module in (None, owner)
+            return None if is_hidden else read(owner, asked)
+
+        monkeypatch.setattr(_jax, "_private", without_it)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield take_away
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX before 0.7")
+@pytest.mark.parametrize("name", ["get_abstract_mesh", "get_concrete_mesh"])
+def test_the_mesh_of_set_mesh_is_read_by_public_names(name, without, mesh):
+    without(name)
+    with jax.set_mesh(mesh):
+        assert sr.resolve_mesh() == mesh
+
+        @jax.jit
+        def constrained(x):
+            return sr.with_sharding_constraint(x, P("fsdp"))
+
+        assert constrained(jnp.ones((8, 8))).sharding.spec[0] == "fsdp"
+    with pytest.raises(ValueError, match="no mesh"):
+        sr.resolve_mesh()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_legacy_mesh_is_read_by_its_deprecated_public_name(without, mesh):
+    without("thread_resources", "jax._src.mesh")
+    with mesh:
+        assert sr.resolve_mesh() == mesh
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_without_any_name_for_the_legacy_mesh_there_is_none(without, mesh):
+    without("thread_resources")
+    with mesh, pytest.raises(ValueError, match="no mesh"):
+        sr.resolve_mesh()
+
+
+def test_tracing_is_known_from_an_array_made_inside(without, mesh):
+    without("trace_state_clean")
+    is_clean = _jax.trace_state_check()
+    assert is_clean()
+    seen = []
+    jax.jit(lambda x: (seen.append(is_clean()), x)[1])(1.0)
+    assert seen == [False]
+
+
+def test_without_a_coordination_service_a_process_is_alone(without):
+    without("global_state")
+    assert _jax.coordination_state() is None
+    assert not _jax.is_coordinated()
+
+
+def test_a_number_keeps_a_dtype_without_weak_types(without):
+    assert jax.jit(lambda x: _jax.weakly_typed(x))(np.float32(1)).weak_type
+    without("_convert_element_type")
+    made = jax.jit(lambda x: _jax.weakly_typed(x))(np.float32(1))
+    assert (made.dtype, made.weak_type) == (np.float32, False)
+
+
+@functools.cache
+def compiled(mesh):
+    sharding = NamedSharding(mesh, P("fsdp", "tp"))
+
+    def step(state, unused, constant_free):
+        return {"w": state["w"] * 2 + constant_free, "n": jnp.sum(state["w"])}
+
+    arrays = {"w": jax.ShapeDtypeStruct((8, 8), "float32", sharding=sharding)}
+    number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, P()))
+    return jax.jit(step).lower(arrays, number, number).compile()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_executable._in_shardings", "_executable._out_shardings", "_executable.out_avals",
+     "_params.const_args", "_aval"],
+)  # fmt: skip
+def test_a_compiled_function_is_read_by_public_names(name, without, mesh):
+    if name == "_executable.out_avals" and not hasattr(compiled(mesh), "out_info"):
+        pytest.skip("this JAX has no public name for it")
+    expected = [_shown(side) for side in (_jax.compiled_inputs, _jax.compiled_outputs)]
+    without(name)
+    assert [_shown(side) for side in (_jax.compiled_inputs, _jax.compiled_outputs)] == expected
+    assert expected[0][1:] == [(None, (), "float32"), expected[0][2]]  # the second one is unused
+
+
+def _shown(side):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tp"))
+    shardings, values = side(compiled(mesh))
+    return [
+        (sharding and sharding.devices_indices_map(value.shape), value.shape, str(value.dtype))
+        for sharding, value in zip(shardings, values, strict=True)
+    ]
+
+
+def test_devices_are_in_the_order_of_their_numbers_where_a_sharding_says_none(without):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:4])[::-1], ("x",)), P("x"))
+    assert _jax.device_order(sharding) == tuple(jax.devices()[3::-1])
+    without("_device_assignment")
+    assert _jax.device_order(sharding) == tuple(jax.devices()[:4])
+
+
+def test_rules_are_our_own_where_flax_has_none(without):
+    pytest.importorskip("flax.core.spmd")
+    without("_axis_rules")
+    with sr.logical_axis_rules([("embed", "fsdp")]):
+        assert _jax.flax_axis_rules() is None
+        assert sr.logical_to_mesh({"w": P("embed")}) == {"w": P("fsdp")}
+
+
+IN_A_PROCESS = """
+import collections, sys
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+from shardrules import _jax
+name = sys.argv[1]
+read = _jax._private
+_jax._private = lambda owner, asked: None if asked == name else read(owner, asked)
+
+@jax.tree_util.register_dataclass
+@__import__("dataclasses").dataclass
+class Layer:
+    kernel: object
+    bias: object
+
+@jax.tree_util.register_pytree_with_keys_class
+class Box:
+    def __init__(self, x): self.x = x
+    def tree_flatten_with_keys(self): return ((jax.tree_util.GetAttrKey("x"), self.x),), "aux"
+    @classmethod
+    def tree_unflatten(cls, aux, children): assert aux == "aux"; return cls(*children)
+    def __repr__(self): return f"Box({self.x!r})"
+
+Pair = collections.namedtuple("Pair", "kernel other")
+array = np.ones((8, 8), "float32")
+tree = {"a": Layer(array, array), "b": Box({"kernel": array}), "c": Pair(array, [array, None]),
+        "d": collections.OrderedDict(z=array), "e": collections.defaultdict(list, kernel=array),
+        "f": (), "g": None}
+try:
+    import equinox, flax.nnx
+    tree["h"] = equinox.nn.Linear(8, 8, key=jax.random.key(0))
+    tree["i"] = flax.nnx.state(flax.nnx.Linear(8, 8, rngs=flax.nnx.Rngs(0)))
+except ImportError:
+    pass
+from shardrules import match_partition_rules, plan
+specs = match_partition_rules([("kernel", P("fsdp")), (".*", P())], tree)
+assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(tree)
+print(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)))
+print(plan(tree, [("", P())], {"fsdp": 2}).paths)
+"""
+
+
+@pytest.mark.parametrize("name", ["default_registry.flatten_one_level_with_keys", "_registry"])
+def test_trees_are_walked_by_public_names(name):
+    def run(hidden):
+        command = [sys.executable, "-c", IN_A_PROCESS, hidden]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(name) == run("nothing")
+
+
+TESTED = {
+    "get_abstract_mesh", "get_concrete_mesh", "thread_resources", "trace_state_clean",
+    "global_state", "_convert_element_type", "_executable._in_shardings",
+    "_executable._out_shardings", "_executable.out_avals", "_params.const_args", "_aval",
+    "_device_assignment", "_axis_rules", "default_registry.flatten_one_level_with_keys",
+    "_registry",
+    "TransferToMemoryKind",  # of JAX before jax.memory alone
+}  # fmt: skip
+
+
+def test_every_name_is_taken_away_by_a_test():
+    assert names_read() == TESTED
+
+
+def test_no_other_module_reads_private_names_of_jax():
+    texts = {file: file.read_text(encoding="utf-8") for file in ROOT.rglob("*.py")}
+    words = ("from jax._src", "import jax._src", "_executable._", "_device_assignment")
+    assert not [
+        (file.name, word)
+        for file, text in texts.items()
+        for word in words
+        if word in text and file.name != "_jax.py"
+    ]
