@@ -51,7 +51,7 @@ Source = Annotated[
     Argument(
         help="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
         "manifest, also gzipped; - for a manifest on standard input; or package.module:function, "
-        "which returns a tree."
+        "which returns a tree. plan, check and explain take a lock too."
     ),
 ]
 RulesFile = Annotated[
