@@ -226,7 +226,8 @@ class Registry:
             return list(zip(names, node, strict=True)), type(node)
         return None
 
-    def flatten(self, node):
+    @staticmethod
+    def flatten(tree, is_leaf):
         raise NotImplementedError
 
 
@@ -255,6 +256,7 @@ def use_stand_in() -> None:
     """Makes the core see the registry of this module, and not JAX."""
     tree_util = ModuleType("jax.tree_util")
     tree_util.default_registry = Registry()
+    tree_util.tree_flatten = Registry.flatten
     for kind in (DictKey, GetAttrKey, SequenceKey, FlattenedIndexKey):
         setattr(tree_util, kind.__name__, kind)
     sharding = ModuleType("jax.sharding")
