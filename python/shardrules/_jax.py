@@ -101,9 +101,10 @@ def trace_state_check() -> Callable[[], bool]:
 
 
 def _makes_arrays() -> bool:
-    import jax
+    from jax.core import Tracer
+    from jax.numpy import zeros
 
-    return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+    return not isinstance(zeros(()), Tracer)
 
 
 class CoordinationState(NamedTuple):

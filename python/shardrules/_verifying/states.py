@@ -187,12 +187,13 @@ def _how_to_donate(executable: Executable, leaves: Sequence[int]) -> str:
     count = len(side.parts) - len(side.keywords)
     chosen = set(leaves)
     places = [i for i, part in enumerate(side.parts) if not chosen.isdisjoint(part)]
-    numbers: tuple[Any, ...] = tuple(i for i in places if i < count)
-    names = tuple(side.keywords[i - count] for i in places if i >= count)
+    numbers = [i for i in places if i < count]
+    names = [side.keywords[i - count] for i in places if i >= count]
+    asked: list[tuple[str, list[Any]]] = [("donate_argnums", numbers), ("donate_argnames", names)]
     options = [
-        f"{option}={chosen if len(chosen) > 1 else chosen[0]!r}"
-        for option, chosen in (("donate_argnums", numbers), ("donate_argnames", names))
-        if chosen
+        f"{option}={tuple(values) if len(values) > 1 else values[0]!r}"
+        for option, values in asked
+        if values
     ]
     fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
     if library == "nnx":
