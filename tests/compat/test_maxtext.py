@@ -18,10 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._specs import plain_entries
 from shardrules.compat import maxtext
 from tests.support import corpus
 
 DUMPS = sorted((Path(__file__).parents[1] / "data" / "maxtext-dumps").glob("*.json.gz"))
+ONE_AXIS_IS_AN_ENTRY = P("x") == P(("x",))  # in later versions of JAX
 NAMES = [path.name.removesuffix(".json.gz") for path in DUMPS]
 
 
@@ -118,7 +120,9 @@ class TestItsRuleLists:
             assert planned.specs() == {path: one.spec for path, one in found.items()}
             for path, sharding in found.items():
                 wanted = as_maxtext_shards(names[path], arrays[path].shape, rules, mesh)
-                assert sharding.spec == wanted, (path, names[path])
+                if ONE_AXIS_IS_AN_ENTRY:
+                    assert sharding.spec == wanted, (path, names[path])
+                assert plain_entries(sharding.spec) == plain_entries(wanted), (path, names[path])
 
     def test_a_stale_axis_is_no_error(self, name):
         given = RULE_LISTS[name]

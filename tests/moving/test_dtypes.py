@@ -141,10 +141,15 @@ class TestRandomKeys:
         plan = sr.plan(state, RULES, mesh_of())
         moved = sr.reshard(state, plan)
         assert jax.tree.structure(moved) == jax.tree.structure(state)
-        key = moved["dropout"]["rngs"]["key"].get_value()
-        assert words(key) == words(state["dropout"]["rngs"]["key"].get_value())
-        assert key.sharding == plan.shardings()["dropout"]["rngs"]["key"].get_value()
-        assert sr.reshard(moved, plan, dtype="bfloat16")["linear"]["kernel"].dtype == jnp.bfloat16
+        before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
+        for old, new, sharding in zip(
+            before, after, jax.tree.leaves(plan.shardings()), strict=True
+        ):
+            assert new.sharding == sharding
+            if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+                assert words(new) == words(old)
+        halved = sr.reshard(moved, plan, dtype="bfloat16")
+        assert {leaf.dtype for leaf in jax.tree.leaves(halved["linear"])} == {jnp.dtype("bfloat16")}
 
     def test_keys_are_renamed_stacked_and_taken_apart(self):
         keys = {f"layers.{i}.rng": jax.random.key(i) for i in range(4)}
@@ -183,7 +188,7 @@ class TestRandomKeys:
     def test_safetensors_have_none(self, state, save):
         path = save({"linear.kernel": np.ones((8, 8), "float32"), "linear.bias": np.ones(8, "float32")})  # fmt: skip
         with pytest.raises(
-            sr.FileError, match=r"rngs/key/value: missing: the tree wants key<fry>\["
+            sr.FileError, match=r"rngs/(default/)?key/value: missing: the tree wants key<fry>\["
         ):
             sr.load(path, RULES, mesh_of(), tree=state)
 

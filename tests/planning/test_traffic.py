@@ -416,7 +416,9 @@ def test_a_whole_square_output_projection_is_not_turned():
 @pytest.mark.parametrize("in_tree", [True, False])
 def test_muons_products_are_said_to_be_missing(in_tree):
     optax = pytest.importorskip("optax")
-    muon = pytest.importorskip("optax.contrib").muon
+    muon = getattr(pytest.importorskip("optax.contrib"), "muon", None)
+    if muon is None:
+        pytest.skip("this optax has no Muon")
     params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
     rules = [("kernel", ("fsdp", "tp")), ("", ())]
     for tx, are_missing in ((muon(1e-3), True), (optax.adamw(1e-3), False)):
@@ -528,6 +530,8 @@ OLDER = jax.__version_info__ < PAGE_VERSION
 def test_a_step_sends_what_is_predicted(index):
     if OLDER and CASES[index].model == Model(is_moe=True, is_scanned=True):
         pytest.skip("older XLAs send the tokens of scanned experts once more")
+    if OLDER and "square output transposed" in CASES[index].id:
+        pytest.skip("older XLAs choose other collectives for it")
     predicted, real = compared(index)
     counted = {key: payload for key, payload in real.items() if key[0] in COUNTED}
     assert (counted == predicted) == (not CASES[index].why)

@@ -359,7 +359,12 @@ def test_numbers_of_states_are_placed(mesh):
 
     placed = sr.shard(TrainState(0, {"w": np.ones(8)}), [("", P())], mesh)
     assert isinstance(placed.step, jax.Array)
-    state = nnx.State({"count": nnx.Variable(3)})
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(3)
+
+    state = nnx.state(Counter())
     (count,) = jax.tree.leaves(sr.shard(state, [("", P())], mesh))
     assert isinstance(count, jax.Array)
 

@@ -355,9 +355,12 @@ def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
 
 def _bytes(leaf: Any, dtype: str | None) -> int:
     """Bytes of the array that a leaf becomes."""
-    if dtype is not None and is_plain_float(getattr(getattr(leaf, "dtype", None), "name", "")):
-        return -(-int(np.size(leaf)) * bits_of(dtype) // 8)
-    return int(getattr(leaf, "nbytes", 0) or np.asarray(leaf).nbytes)
+    own = getattr(leaf, "dtype", None)
+    if own is None:
+        return int(np.asarray(leaf).nbytes)
+    is_converted = dtype is not None and is_plain_float(own.name)
+    # Random keys of older versions of JAX do not know their bytes.
+    return -(-prod(leaf.shape) * bits_of(dtype if is_converted else own) // 8)
 
 
 def _by_paths(
