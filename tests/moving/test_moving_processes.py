@@ -31,7 +31,8 @@ def test_bit_equal_and_no_byte_too_many(folder, processes, devices):
     for process in run("load", processes, devices, folder, WORKER):
         for is_right, read, own in process["found"]:
             assert is_right
-            assert own <= read - SAMPLED <= 1.02 * own
+            # One process has nothing to compare.
+            assert own <= read - SAMPLED * (processes > 1) <= 1.02 * own
         assert process["local"]
         total += process["found"][0][2]
     everything = 2 * (64 * 24 + 24 * 128 + 32 * 64 + 16 * 8 + 48 + 4 * 6 * 32)
@@ -56,7 +57,7 @@ FAILURES = {
 DIFFERENCES = {
     "rules": "not the same in process 0 and process",
     "reshard": "processes make different calls",
-    "another model": "not the same in process 0 and process 1\n  the data of the files: process 0",
+    "another model": "\n  the data of the files: process 0",
 }
 WHILE_READING = ("disk", "progress")
 
