@@ -387,7 +387,7 @@ def check_shapes(name: str, tree: object, path: str | None) -> None:
             f"{name}: it has {counted(len(meant), 'node')} such as {brief(meant[0])}, in which JAX "
             f"sees no leaf, since {kind} is registered without data: give jax.ShapeDtypeStruct("
             "x.shape, x.dtype) for each such x, by jax.tree.map(..., is_leaf=lambda x: "
-            f"isinstance(x, {kind}))"
+            f"isinstance(x, {kind})); logical names, if it has any, likewise as names="
         )
     if any(leaf is None for _, leaf in _leaves(tree)):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")

@@ -16,7 +16,7 @@ from shardrules._format import mesh_shown, shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices
-from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.mesh import check_placeable, resolve_mesh
 from shardrules._sharding.rules_like import check_decided
 from shardrules._sharding.spec_trees import spread_specs
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
@@ -89,7 +89,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
 
 
 def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import NamedSharding
 
     if isinstance(spec, NamedSharding):
         found = spec
@@ -105,10 +105,7 @@ def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
         raise TypeError(
             f"spec: for {path} it is {shown(spec)}; it must be a PartitionSpec or a NamedSharding"
         )
-    if not isinstance(found.mesh, Mesh):
-        raise TypeError(
-            f"arrays can be placed on a jax.sharding.Mesh of devices; this mesh is {found.mesh}"
-        )
+    check_placeable(found, lambda: path)
     return found
 
 
