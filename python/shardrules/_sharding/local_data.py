@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._format import mesh_shown, shown
+from shardrules._format import counted, mesh_shown, shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices
@@ -121,7 +121,8 @@ def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, .
     entries = entries_of(sharding.spec)
     if len(entries) > len(leaf.shape):
         raise ValueError(
-            f"spec: for {path} it has {len(entries)} dimensions, and the array {len(leaf.shape)}"
+            f"spec: for {path} it has {counted(len(entries), 'dimension')}, and the array "
+            f"{len(leaf.shape)}"
         )
     shape = list(leaf.shape)
     for dim, entry in enumerate(entries):
