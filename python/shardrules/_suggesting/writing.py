@@ -14,7 +14,7 @@ import numpy as np
 
 from shardrules._correction import RuleSpec, plain_spec
 from shardrules._declared import NOTHING
-from shardrules._format import brief, counted
+from shardrules._format import brief
 from shardrules._matching.match_modes import MATCH_MODES
 from shardrules._matching.rules import Rules
 from shardrules._planning.asking.checks.queries import Queries
@@ -152,8 +152,7 @@ def _safe(left: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[
     """The rule for what has too many names: the largest dimension that divides is cut."""
     if dialect.precedence == "only":
         raise ValueError(
-            f"there are too many names for rules in {counted(len(left), 'path')}, such as "
-            f"{brief(left[0].path)}; "
+            f"{len(left):,} paths, such as {brief(left[0].path)}, have too many names for rules; "
             f"and in the dialect {dialect.name} no rule may be for all that is left"
         )
     axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
