@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ MESH = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
 SIZES = {"fsdp": 1, "tp": 1}
 LOGICAL = sr.LogicalRules([("embed", "fsdp")])
 PLAN = sr.plan(TREE, RULES, SIZES)
+COMPILED = jax.jit(lambda x: x).lower(1.0).compile()
 SWAPPED = {
     "match_partition_rules(rules, tree)": lambda: sr.match_partition_rules(TREE, RULES),
     "plan(tree, rules, mesh)": lambda: sr.plan(RULES, TREE, SIZES),
@@ -30,6 +32,8 @@ SWAPPED = {
     "audit(tree, plan)": lambda: sr.audit(PLAN, TREE),
     "load(path, rules, mesh)": lambda: sr.load("model.safetensors", MESH, RULES),
     "suggest(tree, mesh)": lambda: sr.suggest(SIZES, TREE),
+    "reshard(tree, rules, mesh)": lambda: sr.reshard(TREE, MESH, RULES),
+    "verify(compiled, plan)": lambda: sr.verify(PLAN, COMPILED),
 }  # fmt: skip
 
 
@@ -42,12 +46,43 @@ def test_swapped_arguments_are_told(call):
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: sr.plan(RULES, TREE),
+        lambda: sr.plan(RULES, TREE, mesh=SIZES),
+        lambda: sr.plan(tree=RULES, rules=TREE, mesh=SIZES),
+        lambda: sr.shard(P("fsdp"), TREE, MESH),
+        lambda: sr.shard(TREE, MESH, P("fsdp")),
+        lambda: sr.shard(PLAN, TREE),
+        lambda: sr.with_sharding_constraint(MESH, np.ones((8, 8)), P("fsdp")),
+        lambda: sr.named_shardings(TREE, MESH, PLAN.specs()),
+        lambda: sr.reshard(PLAN, TREE),
+        lambda: sr.load(Path("model.safetensors"), MESH, RULES),
+    ],
+)
+def test_another_order_is_told_without_a_mesh_and_with_specs_or_a_plan(call):
+    with pytest.raises(TypeError, match=r"the arguments are in another order, "):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
         lambda: sr.plan(TREE, [("(", None)], SIZES),
         lambda: sr.plan(TREE, {"kernel": P()}, SIZES),
         lambda: sr.match_partition_rules([("nothing", P())], TREE),
         lambda: sr.shard({"w": "x"}, RULES, MESH),
         lambda: sr.named_shardings(TREE, RULES, {"fsdp": 0}),
         lambda: sr.spec_for("a", (2.5,), RULES, SIZES),
+        lambda: sr.plan(RULES, None, SIZES),
+        lambda: sr.plan(list(TREE.items()), {"kernel": P()}, SIZES),
+        lambda: sr.plan(list(TREE["wq"].items()), {"kernel": P()}, SIZES),
+        lambda: sr.plan(TREE, MESH),
+        lambda: sr.shard(TREE, P("nowhere"), MESH),
+        lambda: sr.shard(P("fsdp"), RULES, TREE),
+        lambda: sr.shard(TREE, {"wq": P()}, MESH),
+        lambda: sr.logical_to_mesh_sharding({"w": P("embed")}, MESH, {"embed": "fsdp"}),
+        lambda: sr.shard(P("fsdp"), {"kernel": None}, MESH),
+        lambda: sr.reshard(TREE, PLAN, {"fsdp": 0}),
+        lambda: sr.audit(TREE, RULES),
     ],
 )
 def test_other_mistakes_are_no_order(call):

@@ -49,7 +49,7 @@ __all__ = [
     "texts",
 ]
 
-Kind: TypeAlias = Literal["tree", "rules", "mesh", "plan", "path", "shape"]
+Kind: TypeAlias = Literal["tree", "rules", "mesh", "plan", "path", "shape", "compiled"]
 
 Tree = TypeVar("Tree")
 """The type of a tree, of what returns one of the same structure."""
@@ -77,6 +77,13 @@ _INSTEAD: Final = {
     "optax._src.base.GradientTransformation": _OPTIMIZER,
 }
 """By the full name of a class: what to give instead of one of its objects."""
+_KINDS: Final[dict[str, Kind]] = {
+    "Plan": "plan",
+    "Rules": "rules",
+    "LogicalRules": "rules",
+    "Compiled": "compiled",
+}
+"""By the name of a class: what its objects seem to be. Equinox and flax have a Compiled as well."""
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
@@ -263,7 +270,7 @@ def in_order(
             try:
                 return function(*arguments, **named)
             except (TypeError, ValueError, re.error):
-                check_order(function.__name__, kinds, arguments)
+                check_order(function.__name__, kinds, _by_parameter(function, arguments, named))
                 raise
 
         return call
@@ -271,37 +278,89 @@ def in_order(
     return told
 
 
-def check_order(name: str, kinds: tuple[Kind, ...], arguments: tuple[Any, ...]) -> None:
+def _by_parameter(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> list[Any]:
+    """What each parameter of a function got; None for nothing."""
+    from inspect import signature
+
+    parameters = signature(function)
+    try:
+        got = parameters.bind_partial(*arguments, **named).arguments
+    except TypeError:  # too many, or of another name
+        return []
+    return list(map(got.get, parameters.parameters))
+
+
+def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) -> None:
     """Checks arguments that a function has refused: they may be in another order.
+
+    Args:
+        name: The function's name.
+        kinds: What its first parameters are, in their order.
+        arguments: What they got; None for a parameter that got nothing.
 
     Raises:
         TypeError: They are.
     """
-    seem = [_kind_of(argument) for argument in arguments[: len(kinds)]]
-    if seem != list(kinds) and sorted(seem) == sorted(kinds):
+    pairs = zip(kinds, arguments, strict=False)
+    places = [(kind, _kind_of(argument)) for kind, argument in pairs if argument is not None]
+    expected = [kind for kind, _ in places]
+    # A plan decides as rules do, where no plan of its own is expected.
+    also = {} if "plan" in expected else {"plan": "rules"}
+    seem = [also.get(kind, kind) for _, kind in places]
+    absent = [kind for kind in expected if kind not in seem]
+    if "specs" in seem and absent in (["rules"], ["tree"]):
+        seem[seem.index("specs")] = absent[0]
+    if seem != expected and sorted(seem) == sorted(expected):
         raise TypeError(
             f"{name}: the arguments are in another order, {', '.join(seem)}: write "
-            f"{name}({', '.join(kinds)})"
+            f"{name}({', '.join(expected)})"
         ) from None
 
 
-def _kind_of(argument: Any) -> Kind:
-    """What an argument seems to be, by a look at the object itself."""
-    if isinstance(argument, str):
+def _kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
+    """What an argument seems to be; "specs" may be rules or a tree."""
+    if isinstance(argument, str | os.PathLike):
         return "path"
-    if hasattr(argument, "axis_names"):
+    if hasattr(argument, "axis_names") or _has_axis_sizes(argument):
         return "mesh"
-    if isinstance(argument, Mapping) and argument:
-        sizes = all(type(size) is int for size in argument.values())
-        return "mesh" if sizes and all(isinstance(name, str) for name in argument) else "tree"
     if isinstance(argument, list | tuple) and argument:
-        first = argument[0]
         if all(type(size) is int for size in argument):
             return "shape"
-        is_pair = isinstance(first, list | tuple) and len(first) == 2
-        return "rules" if is_pair and isinstance(first[0], str | re.Pattern) else "tree"
-    name = type(argument).__name__
-    return "plan" if name == "Plan" else "rules" if name.endswith("Rules") else "tree"
+        if _is_rule(argument[0]):
+            return "rules"
+    return _KINDS.get(type(argument).__name__) or _kind_of_tree(argument)
+
+
+def _has_axis_sizes(argument: Any) -> bool:
+    return (
+        isinstance(argument, Mapping)
+        and bool(argument)
+        and all(isinstance(name, str) and type(size) is int for name, size in argument.items())
+    )
+
+
+def _is_rule(item: Any) -> bool:
+    """Whether it is a (pattern, spec) pair, and not a name with its array, or with its arrays."""
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    pattern, spec = item
+    is_node = isinstance(spec, Mapping) or hasattr(spec, "shape")
+    return isinstance(pattern, str | re.Pattern) and not is_node
+
+
+def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
+    """What a tree seems to be, by its first leaf. A dict of strings may be rules, in vain."""
+    jax = sys.modules.get("jax.sharding")
+    parent = None
+    for _ in range(_DEEPEST):
+        if jax and isinstance(node, jax.PartitionSpec | jax.Sharding):
+            return "specs"
+        if not isinstance(node, _NODES) or not node:
+            break
+        parent, node = node, next(iter(dict.values(node) if isinstance(node, dict) else node))
+    return "other" if isinstance(parent, dict) and isinstance(node, str | None) else "tree"
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
@@ -328,7 +387,7 @@ def check_shapes(name: str, tree: object, path: str | None) -> None:
             f"{name}: it has {counted(len(meant), 'node')} such as {brief(meant[0])}, in which JAX "
             f"sees no leaf, since {kind} is registered without data: give jax.ShapeDtypeStruct("
             "x.shape, x.dtype) for each such x, by jax.tree.map(..., is_leaf=lambda x: "
-            f"isinstance(x, {kind}))"
+            f"isinstance(x, {kind})); logical names, if it has any, likewise as names="
         )
     if any(leaf is None for _, leaf in _leaves(tree)):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")

@@ -23,6 +23,7 @@ __all__ = [
     "nearest",
     "seconds_shown",
     "shown",
+    "with_article",
 ]
 
 _NEAR: Final = 0.7
@@ -76,9 +77,12 @@ def brief(value: object) -> str:
 
 def shown(value: object) -> str:
     """A value and its type, short enough for an error message."""
-    name = type(value).__name__
-    article = "an" if name.startswith(_VOWELS) else "a"
-    return f"{brief(value)} ({article} {name})"
+    return f"{brief(value)} ({with_article(type(value).__name__)})"
+
+
+def with_article(name: str) -> str:
+    """The name of a type as words have it: a dict, an int."""
+    return f"{'an' if name.startswith(_VOWELS) else 'a'} {name}"
 
 
 def bytes_shown(count: int) -> str:

@@ -82,7 +82,7 @@ class Fsdp:
             if dim not in closed and (dim >= len(within) or within[dim] is None)
         ]
         if len(shape) < self.min_rank:
-            return self._left_alone(within, f"{len(shape)} dimensions are fewer than min_rank")
+            return self._left_alone(within, f"its rank {len(shape)} is below min_rank")
         if size < self.min_bytes:
             return self._left_alone(within, f"its {bytes_shown(size)} are less than min_bytes")
         if not free or any(axis in entry_axes(one) for one in within for axis in self.axes):

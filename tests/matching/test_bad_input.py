@@ -32,6 +32,8 @@ def test_an_invalid_regex_names_the_rule_and_the_place():
 def test_a_glob_is_told_that_patterns_are_regexes():
     with pytest.raises(re.error, match=r"regular expressions, not globs: write '\.\*/kernel'"):
         sr.Rules([("*/kernel", None)])
+    with pytest.raises(re.error, match=r"not globs: write '\.\*/kernel'"):
+        sr.Rules([("**/kernel", None)])
     with pytest.raises(re.error) as other:
         sr.Rules([("(/kernel", None)])
     assert "globs" not in str(other.value)

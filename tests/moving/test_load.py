@@ -198,6 +198,15 @@ def test_a_plan_is_rules_tree_and_mesh(checkpoint):
         sr.load(checkpoint, on_sizes)
 
 
+def test_what_only_a_compiler_can_decide_is_not_loaded(checkpoint):
+    """The dimension came in whole, without a word."""
+    rules = [("", P(P.UNCONSTRAINED))]
+    with pytest.raises(ValueError, match=r"cannot be placed as P\(UNCONSTRAINED"):
+        sr.load(checkpoint, rules, mesh_of())
+    loaded = sr.load(checkpoint, rules, mesh_of(), correction=sr.Correction(unconstrained="drop"))
+    assert all(not any(array.sharding.spec) for array in loaded.values())
+
+
 def test_a_missing_array_is_near_one_that_is_left_over(checkpoint):
     own = sr.read_model(checkpoint)
     own["lm_haed.weight"] = own.pop("lm_head.weight")

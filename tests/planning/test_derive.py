@@ -464,6 +464,19 @@ def test_a_stack_at_the_root():
     along = sr.plan(tree, rules, SIZES, companions=[sr.stacked("", mesh_axis="dp")])
     assert along.specs()["deep"]["wq"] == P("dp", "fsdp", "tp")
     assert along.check().at_least("warning") == ()
+    with pytest.raises(ValueError, match=r"layer is 'blocks/0', and at is the root: .*Companion"):
+        sr.stacked("", "blocks/0")
+
+
+@pytest.mark.parametrize("layer", [None, "blocks/*"])
+def test_rules_of_a_stack_at_the_root_serve_single_models(layer):
+    """The companion of `unstacked("")` found no leaf."""
+    models = [{"wq": abstract(64, 32)}, {"deep": {"wq": abstract(64, 32)}}]
+    tree = models if layer is None else {"blocks": models}
+    rules = [("^wq", P(None, "fsdp", "tp")), ("^deep/wq", P("dp", "tp", "fsdp"))]
+    plan = sr.plan(tree, rules, SIZES, companions=[sr.unstacked("", layer)])
+    specs = plan.specs() if layer is None else plan.specs()["blocks"]
+    assert specs == [{"wq": P("fsdp", "tp")}, {"deep": {"wq": P("tp", "fsdp")}}]
 
 
 def test_ambiguous_without_a_name():

@@ -29,7 +29,9 @@ def test_in_one_process_it_is_the_whole_batch(mesh):
         ({"x": np.ones(8)}, P("pp"), r"spec: for \['x'\] it has the axis 'pp', and the mesh is "),
         ({"x": 3}, P(), r"batch: \['x'\] is 3 "),
         ({"x": np.ones(8)}, {"x": "fsdp"}, r"spec: for \['x'\] it is 'fsdp'"),
+        ({"x": np.float32(1)}, P("fsdp"), r"spec: for \['x'\] it has 1 dimension, and the array 0"),
         ({"x": np.ones(8)}, {"y": P()}, r"the tree of specs does not fit"),
+        ({"x": np.ones(8)}, P(P.UNCONSTRAINED), r"the leaf \['x'\] cannot be placed as P.UNCONS"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(mesh, batch, spec, expected):

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
 import jax
@@ -340,6 +341,45 @@ def test_a_number_of_a_module_is_no_parameter(mesh):
     assert not np.allclose(model.linear.weight, before)
     placed = sr.shard(Model(linear, eqx.nn.Dropout(0.1), {}), RULES, mesh, scalars="place")
     assert isinstance(placed.dropout.p, jax.Array)
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_a_number_of_a_custom_node_is_no_parameter(mesh, with_keys):
+    """Only nodes that name their children as attributes were taken for modules."""
+
+    class Layer:
+        def __init__(self, w, rate):
+            self.w, self.rate = w, rate
+
+    def flatten_with_keys(layer):
+        return (("w", layer.w), ("rate", layer.rate)), None
+
+    def flatten(layer):
+        return (layer.w, layer.rate), None
+
+    def unflatten(_, children):
+        return Layer(*children)
+
+    if with_keys:
+        jax.tree_util.register_pytree_with_keys(Layer, flatten_with_keys, unflatten)
+    else:
+        jax.tree_util.register_pytree_node(Layer, flatten, unflatten)
+    given = [Layer(np.ones(8), 0.1), {"step": 3}]
+    layer, state = sr.shard(given, [("", P())], mesh)
+    assert type(layer.rate) is float
+    assert isinstance(layer.w, jax.Array)
+    assert isinstance(state["step"], jax.Array)
+    assert isinstance(sr.shard(given, [("", P())], mesh, scalars="place")[0].rate, jax.Array)
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, functools.partial(defaultdict, None), "FrozenDict"]
+)
+def test_numbers_of_each_kind_of_dict_are_placed(mesh, kind):
+    if kind == "FrozenDict":
+        kind = pytest.importorskip("flax.core").FrozenDict
+    placed = sr.shard(kind({"step": 3, "w": np.ones(8)}), [("", P())], mesh)
+    assert isinstance(placed["step"], jax.Array)
 
 
 def test_numbers_of_states_are_placed(mesh):

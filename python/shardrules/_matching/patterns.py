@@ -363,7 +363,7 @@ def _located(where: str, error: re.error, pattern: str) -> re.error:
     elif pattern:
         message += f"\n{printable(f'    {pattern}')}"
     if error.pos == 0 and pattern.startswith("*"):
-        meant = printable(repr(f".{pattern}"))
+        meant = printable(repr(f".*{pattern.lstrip('*')}"))
         message += f"\npatterns are regular expressions, not globs: write {meant}"
     located.args = (message,)
     return located

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from shardrules._arguments import Tree, boolean, check_tree, each, integer, listed, texts
+from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._format import bytes_shown, shown
@@ -117,6 +117,7 @@ def reshard(
     dtype: Any = None,
     max_bytes_in_flight: int | None = None,
 ) -> Tree: ...
+@in_order("tree", "rules", "mesh")
 def reshard(
     tree: Any,
     plan_or_rules: RulesLike,

@@ -260,7 +260,7 @@ def _count(rename: Rename, axis: str, found: Arrangement, shape: Shape) -> int:
         words = rename.words.get(axis)
         if words is not None and len(words) != size:
             raise _MisfitError(
-                f"its dimension {axis!r} has {size:,} elements, and words {len(words):,}"
+                f"its dimension {axis!r} has {counted(size, 'element')}, and words {len(words):,}"
             )
         return size
     given = rename.sizes.get(axis)
@@ -324,7 +324,8 @@ def _sizes(
             prod(sizes[axis] for axis in inner) * counts.get(group[0], 1) != size
         ):
             raise _MisfitError(
-                f"its dimension of {size:,} elements is not one of {_sizes_shown(group, sizes)}"
+                f"its dimension of {counted(size, 'element')} is not one of "
+                f"{_sizes_shown(group, sizes)}"
             )
     return sizes
 
@@ -347,8 +348,8 @@ def _starts(
     starts = [0, *accumulate(of_part[i] for i in range(counts[axis]))]
     if starts[-1] != size:
         raise _MisfitError(
-            f"its dimension has {size:,} elements, and its {counts[axis]:,} parts along {axis!r} "
-            f"{starts[-1]:,}"
+            f"its dimension has {counted(size, 'element')}, and its "
+            f"{counted(counts[axis], 'part')} along {axis!r} {starts[-1]:,}"
         )
     return starts
 
@@ -373,7 +374,8 @@ def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
         raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
     if len(uses) < count:
         raise _MisfitError(
-            f"it stacks {count:,} arrays, and the checkpoint has {len(uses):,}; is it whole?"
+            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(uses):,}; is it "
+            "whole?"
         )
     shapes = {
         tuple(

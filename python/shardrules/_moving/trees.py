@@ -14,12 +14,12 @@ from shardrules._arguments import check_tree
 from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
 from shardrules._files.arrays import Arrays, nested
 from shardrules._files.leaves import ArraySpec
-from shardrules._format import shown
 from shardrules._matching.rules import Rules
 from shardrules._moving.reading import numpy_dtype
 from shardrules._moving.renames import Rename
 from shardrules._moving.targets import Problems, Target, targets_of
 from shardrules._planning.placing.survey import survey
+from shardrules._sharding.mesh import check_placeable
 
 __all__ = ["checked_sharding", "matched", "paths_of", "scales_in", "shapes_and_dtypes"]
 
@@ -212,13 +212,7 @@ def _abstract(tree: Any, wanted: list[_ShapeAndDtype]) -> Any:
 
 def checked_sharding(path: str, sharding: Any) -> Any:
     """The sharding, which has devices to put an array on."""
-    from jax.sharding import Mesh
-
     if sharding is None:
         raise ValueError(f"rules: {path} gets None; each array needs a spec or a sharding")
-    if not isinstance(sharding.mesh, Mesh):
-        raise TypeError(
-            "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
-            f"{shown(sharding.mesh)}"
-        )
+    check_placeable(sharding, lambda: path)
     return sharding

@@ -12,6 +12,7 @@ from types import EllipsisType
 from typing import Final
 
 from shardrules._arguments import check_type, integer
+from shardrules._format import brief
 from shardrules._planning.companion import Companion
 from shardrules._specs import Dim
 
@@ -123,7 +124,7 @@ def stacked(
         For `plan(..., companions=...)`.
 
     Raises:
-        ValueError: axis is negative, or above 63.
+        ValueError: axis is negative, or above 63; or there is a layer for the root.
 
     Example:
         >>> import jax
@@ -138,7 +139,12 @@ def stacked(
     _check_places(at, layer)
     check_type("mesh_axis", mesh_axis, str | None, "a mesh axis or None")
     dims = (*range(_checked_axis(axis)), mesh_axis, ...)
-    if not at and layer is None:
+    if not at:
+        if layer is not None:
+            raise ValueError(
+                f"layer is {brief(layer)}, and at is the root: leave layer, if the rules are for "
+                r"the tree's own paths, or give a Companion('^(.*)$', r'LAYER/\1', (None, ...))"
+            )
         return Companion("^(.*)$", r"\g<1>", dims)
     return _moved(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
 
@@ -147,7 +153,7 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
     r"""Rules for stacked layers on a tree of single ones: the inverse of `stacked`.
 
     Args:
-        at: The path of the stack that the rules are for, without what is above it.
+        at: The path of the stack that the rules are for, without what is above it. "" is the root.
         layer: The path of a layer in the tree, with `*` for its number. Default: `{at}/*`.
         axis: The dimension of the stack in the rules' specs. Default: 0.
 
@@ -168,8 +174,13 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
         ('fsdp', 'tp')
     """
     _check_places(at, layer)
-    pattern = re.escape(layer or f"{at}/*").replace(r"\*", "[0-9]+")
-    return _moved(pattern, at, (*range(_checked_axis(axis)), axis + 1, ...))
+    dims = (*range(_checked_axis(axis)), axis + 1, ...)
+    place = layer or (f"{at}/*" if at else "*")
+    pattern = re.escape(place).replace(r"\*", "[0-9]+")
+    if not at:
+        above = "(^|[./])" if layer else "(^)"
+        return Companion(rf"{above}{pattern}(?:[./]|$)", r"\g<1>", dims)
+    return _moved(pattern, at, dims)
 
 
 def _moved(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_tree, check_type
-from shardrules._format import mesh_shown
+from shardrules._format import counted, mesh_shown
 from shardrules._sharding.memory import memory_apart
 from shardrules._sharding.rules_like import check_decided
 from shardrules._specs import entries_of, tags_shown
@@ -52,7 +52,9 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     leaves = tree_util.tree_flatten_with_path(tree)[0]
     wanted = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
     if len(leaves) != len(wanted):
-        raise ValueError(f"tree has {len(leaves)} leaves, but shardings has {len(wanted)}")
+        raise ValueError(
+            f"tree has {counted(len(leaves), 'leaf')}, but shardings has {len(wanted):,}"
+        )
     for sharding in wanted:
         check_type("a leaf of shardings", sharding, NamedSharding | None, "a NamedSharding or None")
     return _digest(

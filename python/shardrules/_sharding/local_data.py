@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrules._arguments import check_tree
-from shardrules._format import mesh_shown, shown
+from shardrules._format import counted, mesh_shown, shown
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices
-from shardrules._sharding.mesh import resolve_mesh
+from shardrules._sharding.mesh import check_placeable, resolve_mesh
 from shardrules._sharding.rules_like import check_decided
 from shardrules._sharding.spec_trees import spread_specs
 from shardrules._specs import entries_of, entry_axes, is_partition_spec
@@ -89,7 +89,7 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
 
 
 def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import NamedSharding
 
     if isinstance(spec, NamedSharding):
         found = spec
@@ -105,10 +105,7 @@ def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
         raise TypeError(
             f"spec: for {path} it is {shown(spec)}; it must be a PartitionSpec or a NamedSharding"
         )
-    if not isinstance(found.mesh, Mesh):
-        raise TypeError(
-            f"arrays can be placed on a jax.sharding.Mesh of devices; this mesh is {found.mesh}"
-        )
+    check_placeable(found, lambda: path)
     return found
 
 
@@ -124,7 +121,8 @@ def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, .
     entries = entries_of(sharding.spec)
     if len(entries) > len(leaf.shape):
         raise ValueError(
-            f"spec: for {path} it has {len(entries)} dimensions, and the array {len(leaf.shape)}"
+            f"spec: for {path} it has {counted(len(entries), 'dimension')}, and the array "
+            f"{len(leaf.shape)}"
         )
     shape = list(leaf.shape)
     for dim, entry in enumerate(entries):

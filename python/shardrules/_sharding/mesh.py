@@ -6,18 +6,19 @@ The only module that resolves JAX's mesh contexts. Must not know about specs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardrules._format import mesh_shown, shown
 from shardrules._jax import mesh_contexts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
+from shardrules._specs import is_unconstrained, spec_shown
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from jax.sharding import AbstractMesh, Mesh
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
     AnyMesh = Mesh | AbstractMesh
     MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_mesh",
     "axes_of_type",
+    "check_placeable",
     "context_mesh",
     "contexts",
     "current_view",
@@ -141,6 +143,26 @@ def has_devices(mesh: MeshLike) -> TypeGuard[Mesh]:
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(mesh, sharding.Mesh)
+
+
+def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
+    """Checks that arrays can be placed as the sharding says; `path` is called for an error.
+
+    Raises:
+        TypeError: Its mesh has no devices.
+        ValueError: It leaves a dimension to the compiler, for which JAX has a bare KeyError.
+    """
+    if not has_devices(sharding.mesh):
+        raise TypeError(
+            "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
+            f"{shown(sharding.mesh)}"
+        )
+    if any(map(is_unconstrained, sharding.spec)):
+        raise ValueError(
+            f"the leaf {path()} cannot be placed as {spec_shown(sharding.spec)}: UNCONSTRAINED "
+            "leaves a dimension to the compiler, which places nothing; name mesh axes or None "
+            "there, or give Correction(unconstrained='drop')"
+        )
 
 
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:

@@ -7,7 +7,7 @@ know how a sharding was decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from shardrules._logical.flax import is_flax_struct, variable_types
 from shardrules._sharding.agreement import JointCall
 from shardrules._sharding.leaf_rows import Row, canonical_dtype, is_spread, rows_of
 from shardrules._sharding.leaf_shardings import asks_for_own_devices, requested_shardings
-from shardrules._specs import is_unconstrained, spec_shown
+from shardrules._sharding.mesh import check_placeable
 
 if TYPE_CHECKING:
     import jax
@@ -86,7 +86,7 @@ def shard(
         scalars: "place" makes arrays of all numbers. "keep" leaves all leaves as they are that are
             not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
             and flax's states become arrays, as optimizers' counts; those that are attributes of a
-            module stay, as in `equinox.is_array`. Other leaves are errors.
+            module, or in a node of another registered type, stay. Other leaves are errors.
         optional_axes: As in `plan`.
 
     Returns:
@@ -474,7 +474,11 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
     """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
     import jax
     from jax.core import Tracer
-    from jax.sharding import Mesh
+
+    def path(sharding: NamedSharding) -> str:
+        index = next(i for i, one in enumerate(shardings) if one is sharding)
+        ((_, keys),) = _paths(tree, [index])
+        return jax.tree_util.keystr(keys) or "(the tree)"
 
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is not None and isinstance(leaf, Tracer):
@@ -483,22 +487,8 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
                 "use with_sharding_constraint, which takes the same arguments"
             )
     for sharding in _distinct(shardings):
-        if sharding is None:
-            continue
-        if not isinstance(sharding.mesh, Mesh):
-            raise TypeError(
-                "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
-                f"{shown(sharding.mesh)}"
-            )
-        if any(map(is_unconstrained, sharding.spec)):
-            index = next(i for i, one in enumerate(shardings) if one is sharding)
-            ((_, path),) = _paths(tree, [index])
-            raise ValueError(
-                f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} cannot be placed as "
-                f"{spec_shown(sharding.spec)}: UNCONSTRAINED leaves a dimension to the compiler, "
-                "which places nothing; name mesh axes or None there, or give "
-                "Correction(unconstrained='drop')"
-            )
+        if sharding is not None:
+            check_placeable(sharding, partial(path, sharding))
 
 
 def _instead(leaf: Any) -> str:
@@ -526,16 +516,16 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf of this path is an attribute of a module, and not in a container of data."""
-    from jax.tree_util import GetAttrKey, tree_flatten_with_path
+    """Whether the leaf of this path is in a module, or a node of its own kind, and not in data."""
+    from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
-    if not path or not isinstance(path[-1], GetAttrKey):
+    if not path or isinstance(path[-1], (DictKey, SequenceKey)):
         return False
     node = tree
     for key in path[:-1]:
         children = tree_flatten_with_path(node, is_leaf=lambda child, node=node: child is not node)
         node = next(child for keys, child in children[0] if keys == (key,))
-    is_state = isinstance(node, (tuple, *variable_types())) or is_flax_struct(node)
+    is_state = isinstance(node, (tuple, Mapping, *variable_types())) or is_flax_struct(node)
     return not is_state
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
-from shardrules._format import brief, shown
+from shardrules._format import brief, shown, with_article
 from shardrules._logical.arrays import leaf_paths
 from shardrules._matching.dialects import EFORMER
 from shardrules._shape_specs import Fsdp
@@ -177,7 +177,10 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
         more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
         return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
     if type(specs) is not type(tree):
-        return f"{at} the specs have a {type(specs).__name__}, and the tree a {type(tree).__name__}"
+        return (
+            f"{at} the specs have {with_article(type(specs).__name__)}, and the tree "
+            f"{with_article(type(tree).__name__)}"
+        )
     deeper = (_misfit(spec, there[key], path + key) for key, spec in here.items())
     return next(filter(None, deeper), None)
 

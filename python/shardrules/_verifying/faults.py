@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeGuard
 import numpy as np
 
 from shardrules._dtypes import SAFETENSORS
-from shardrules._format import counted, mesh_shown
+from shardrules._format import counted, mesh_shown, with_article
 from shardrules._jax import device_order
 from shardrules._planning.kinds import placement_shown
 from shardrules._sharding.memory import memory_apart
@@ -238,5 +238,5 @@ def _name_on_devices(dtype: Any) -> str | None:
 
 def _type_shown(shape: tuple[int, ...] | None, dtype: Any) -> str:
     if shape is None:
-        return "no array" if dtype is None else f"a {dtype.__name__}"
+        return "no array" if dtype is None else with_article(dtype.__name__)
     return "a number" if dtype is None else f"{_name(dtype)}{list(shape)}"

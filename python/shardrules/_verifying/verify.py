@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_real
+from shardrules._arguments import check_real, in_order
 from shardrules._format import bytes_shown, counted
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.asking.findings import Findings
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+@in_order("compiled", "plan")
 def verify(
     compiled: Any,
     inputs: Any,

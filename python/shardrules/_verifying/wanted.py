@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._format import brief, counted, mesh_shown, shown
+from shardrules._format import brief, counted, mesh_shown, shown, with_article
 from shardrules._logical.leaves import without_boxes
 from shardrules._matching.rules import Rules
 from shardrules._near import near_shown
@@ -282,5 +282,5 @@ def _node_shown(treedef: Any) -> str:
         return "a leaf" if treedef.num_leaves else "nothing"
     name, children = found[0].__name__, treedef.children()
     if issubclass(found[0], dict):
-        return f"a {name} of {brief(list(found[1]))}"
-    return f"a {name} of {len(children)}"
+        return f"{with_article(name)} of {brief(list(found[1]))}"
+    return f"{with_article(name)} of {len(children)}"

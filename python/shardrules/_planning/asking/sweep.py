@@ -13,7 +13,7 @@ from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._display import answer, record
-from shardrules._format import aligned, bytes_shown, mesh_shown
+from shardrules._format import aligned, bytes_shown, counted, mesh_shown
 from shardrules._mesh_sizes import check_bounds
 from shardrules._planning.asking.budget import by_class
 from shardrules._planning.asking.step_time import assumed_lines, step_time, time_shown
@@ -201,7 +201,9 @@ def factorizations(
         raise ValueError(f"a mesh has at least 1 device, not {devices}")
     each, rest = divmod(devices, prod(fixed.values()))
     if each < 1 or rest:
-        raise ValueError(f"{devices} devices cannot make a mesh with {mesh_shown(fixed) or axes}")
+        raise ValueError(
+            f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}"
+        )
     return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
 
 

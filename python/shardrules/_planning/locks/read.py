@@ -18,7 +18,7 @@ import numpy as np
 from shardrules._correction import Correction, RuleSpec
 from shardrules._file_content import parse_json, read_bytes
 from shardrules._file_error import FileError
-from shardrules._format import brief, shown
+from shardrules._format import brief, shown, with_article
 from shardrules._logical.dialects import LogicalDialect
 from shardrules._logical.rules import LogicalRules
 from shardrules._matching.dialects import Dialect
@@ -162,7 +162,7 @@ def _check_known(entry: dict[str, Any], fields: frozenset[str]) -> None:
 
 def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{shown(value)} stands where a {kind.__name__} belongs")
+        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
     return value
 
 
