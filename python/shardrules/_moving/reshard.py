@@ -361,7 +361,8 @@ def _bytes(leaf: Any, dtype: str | None) -> int:
         return int(np.asarray(leaf).nbytes)
     is_converted = dtype is not None and is_plain_float(own.name)
     # Random keys of older versions of JAX do not know their bytes.
-    return -(-prod(leaf.shape) * bits_of(dtype if is_converted else own) // 8)
+    bits: int = prod(leaf.shape) * bits_of(dtype if is_converted else own)
+    return -(-bits // 8)
 
 
 def _by_paths(
