@@ -105,9 +105,10 @@ def _leave() -> None:
     """Tells the other processes of a job, which may be waiting for this one, that it ends."""
     if "jax" in sys.modules:
         from shardrules._jax import is_coordinated
-        from shardrules._sharding import coordination
 
         if is_coordinated():
+            from shardrules._sharding import coordination
+
             coordination.leave()
 
 

@@ -472,13 +472,10 @@ def of_placeable(
 
 def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
     """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
-    import jax
     from jax.core import Tracer
 
     def path(sharding: NamedSharding) -> str:
-        index = next(i for i, one in enumerate(shardings) if one is sharding)
-        ((_, keys),) = _paths(tree, [index])
-        return jax.tree_util.keystr(keys) or "(the tree)"
+        return leaf_path(tree, next(i for i, one in enumerate(shardings) if one is sharding))
 
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is not None and isinstance(leaf, Tracer):
