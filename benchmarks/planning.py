@@ -114,7 +114,7 @@ def _suggestions() -> Iterator[Row]:
 
 def _logical_plans() -> Iterator[Row]:
     """Plans of 45,000 leaves with logical axis names, beside them and in boxes."""
-    rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.MAXTEXT)
+    rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.dialects.MAXTEXT)
     tree = corpus.manifest(corpus.DEEPSEEK).nested(corpus.abstract)
     names = jax.tree_util.tree_map(_names_of, tree)
     boxes = jax.tree_util.tree_map(lambda leaf: LogicallyPartitioned(leaf, _names_of(leaf)), tree)
@@ -147,7 +147,7 @@ def _reports() -> Iterator[Row]:
         if browser is None:
             return
         file = Path(folder) / "report.html"
-        planned.to_html(file, findings=sr.Findings(()))
+        planned.to_html(file, findings=sr.types.Findings(()))
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         metrics = metrics_of(page)
         page.goto(file.as_uri())

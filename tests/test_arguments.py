@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import shardrules as sr
 from shardrules import demo
 from shardrules._arguments import check_tree
-from shardrules._format import shown
-from shardrules._matching import matcher
+from shardrules._rules import matcher
+from shardrules._text import shown
 from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
 from tests.support import api
 from tests.support.files import header_file
@@ -70,7 +70,7 @@ NOT_MESH = ("tp=2", 3, 0, {}, [], THING, HUGE, {"tp": 0}, {"tp": "2"}, {"tp": 2*
 NOT_CORRECTION = ("drop", 0, {}, [], False, THING, HUGE)
 NOT_MEMORY = ("pinned_hsot", "host", "", 3, 0, False, b"device", ["device"], {}, THING, HUGE)
 NOT_DIALECT = ("eformer", None, 0, {}, THING, HUGE, sr.Correction())
-NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.EFORMER)
+NOT_LOGICAL_DIALECT = (*(x for x in NOT_DIALECT if x is not None), sr.dialects.EFORMER)
 NOT_LOGICAL = (3, 0, [3], ["ab"], [("a",)], THING, "ab", [([], "tp")])
 NOT_FILE = (0, 3, [], THING, HUGE)
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -321,7 +321,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Correction": (sr.Correction, {
         "absent": "drop", "indivisible": "drop", "rank": "keep",
         "unconstrained": "drop", "pad": True}),
-    "Dialect": (sr.Dialect, {
+    "Dialect": (sr.dialects.Dialect, {
         "name": "x", "separator": "/", "correction": sr.Correction(), "keys": "text",
         "match": ("search",), "precedence": "first", "scalars": "none", "min_size": "after",
         "rank": "keep", "unmatched": "error", "hidden_key": None}),
@@ -334,10 +334,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "memory_bytes_per_second": 1.0, "link": "x", "link_bytes_per_second": 1.0,
         "link_devices": 1, "dcn_bytes_per_second": 1.0, "torus_dimensions": 1, "sources": ()}),
     "Hardware.named": (sr.Hardware.named, {"name": "v5p"}),
-    "LogicalDialect": (sr.LogicalDialect, {
+    "LogicalDialect": (sr.dialects.LogicalDialect, {
         "name": "x", "last_wins": True, "keeps_unknown": False, "correction": sr.Correction(),
         "tries_next": True, "keeps_size_one": True}),
-    "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.MAXTEXT}),
+    "LogicalRules": (sr.LogicalRules, {"rules": [("w", "tp")], "dialect": sr.dialects.MAXTEXT}),
     "Plan.abstract": (PLAN.abstract, {}),
     "Plan.bytes_per_device": (PLAN.bytes_per_device, {
         "gradients": None, "optimizer": ["int8"], "optimizer_memory_kind": "device", "activations": PLAN}),
@@ -383,7 +383,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "RuleSpec": (sr.RuleSpec, {
         "spec": "tp", "correction": None, "units": (), "memory_kind": None,
         "optional_axes": ()}),
-    "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.EFORMER, "memory_budget": 0}),
+    "Rules": (sr.Rules, {"rules": RULES, "dialect": sr.dialects.EFORMER, "memory_budget": 0}),
     "Rules.all_matches": (sr.Rules(RULES).all_matches, {"path": "w"}),
     "Rules.coverage": (sr.Rules(RULES).coverage, {"tree": TREE, "strict": True}),
     "Rules.first_match": (sr.Rules(RULES).first_match, {"path": "w"}),
@@ -391,7 +391,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Traffic.by_axes": (PLAN.traffic(tokens=8).by_axes, {}),
     "compare": (sr.compare, {"tree": TREE, "rules_a": RULES, "rules_b": RULES, "min_size": 0, "names": None}),
     "explain_logical": (sr.explain_logical, {
-        "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.LINEN}),
+        "names": ("embed",), "rules": LOGICAL, "mesh": SIZES, "shape": (8,), "dialect": sr.dialects.LINEN}),
     "audit": (sr.audit, {"tree": TREE, "plan": PLAN}),
     "fingerprint": (sr.fingerprint, {"tree": TREE, "shardings": {"w": None}}),
     "fsdp": (sr.fsdp, {"axis": "fsdp", "min_bytes": 0, "min_rank": 2, "within": ("tp",)}),
@@ -403,10 +403,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "logical_axis_rules": (lambda rules: sr.logical_axis_rules(rules).__enter__(), {
         "rules": LOGICAL}),
     "logical_to_mesh": (sr.logical_to_mesh, {
-        "tree": ("embed",), "rules": LOGICAL, "dialect": sr.LINEN}),
+        "tree": ("embed",), "rules": LOGICAL, "dialect": sr.dialects.LINEN}),
     "logical_to_mesh_sharding": (sr.logical_to_mesh_sharding, {
         "tree": ("embed",), "mesh": SIZES, "rules": LOGICAL, "arrays": np.ones(8),
-        "correction": sr.Correction(), "dialect": sr.LINEN}),
+        "correction": sr.Correction(), "dialect": sr.dialects.LINEN}),
     "match_partition_rules": (sr.match_partition_rules, {
         "rules": RULES, "tree": TREE, "min_size": 0, "strict": True}),
     "named_shardings": (sr.named_shardings, {
@@ -440,7 +440,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "outputs": None, "hbm": None, "large": 1}),
     "with_logical_constraint": (sr.with_logical_constraint, {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
-        "fallback": sr.RulesFallback.NO_CONSTRAINT}),
+        "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
         "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None,
         "optional_axes": ()}),
@@ -454,7 +454,7 @@ CALLS |= {
     "suggest": (sr.suggest, {
         "model": TREE, "mesh": None, "devices": 8, "axes": ("fsdp", "tp"), "hbm": 10**9,
         "optimizer": ("float32",), "tokens": 8, "experts_per_token": None, "hardware": "v5p",
-        "head_dim": 8, "dialect": sr.EFORMER, "like": RULES, "names": None}),
+        "head_dim": 8, "dialect": sr.dialects.EFORMER, "like": RULES, "names": None}),
 }  # fmt: skip
 CALLS |= {
     f"compat.{module.__name__.split('.')[-1]}.match_partition_rules": (

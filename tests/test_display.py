@@ -24,7 +24,7 @@ import pytest
 from jax.sharding import Mesh
 
 import shardrules as sr
-from shardrules._display import answer, record
+from shardrules._text import answer, record
 from tests.support import api
 
 SIZES = {"fsdp": 2, "tp": 2}
@@ -49,17 +49,17 @@ def named() -> sr.Plan:
 
 
 @cache
-def swept() -> sr.Sweep:
+def swept() -> sr.types.Sweep:
     return plan().sweep(tokens=4096, hardware="v5p")
 
 
 @cache
-def suggestion() -> sr.Suggestion:
+def suggestion() -> sr.types.Suggestion:
     return sr.suggest({"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}, {"tp": 4})
 
 
-def rule_file() -> sr.RuleFile:
-    return sr.RuleFile(plan().rules, {}, sr.LORA, "own.toml")
+def rule_file() -> sr.types.RuleFile:
+    return sr.types.RuleFile(plan().rules, {}, sr.LORA, "own.toml")
 
 
 # What is asked for: a prompt shows the text. Beside each, a part of that.
@@ -107,11 +107,11 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
         "RuleSpec(spec='tp', units=(2,))",
     ),
     "Dialect": (
-        lambda: sr.Dialect("own", ".", sr.Correction(), scalars="none"),
+        lambda: sr.dialects.Dialect("own", ".", sr.Correction(), scalars="none"),
         "Dialect(name='own', separator='.', correction=Correction(), scalars='none')",
     ),
     "LogicalDialect": (
-        lambda: sr.LogicalDialect("own", last_wins=True, keeps_unknown=False),
+        lambda: sr.dialects.LogicalDialect("own", last_wins=True, keeps_unknown=False),
         "LogicalDialect(name='own', last_wins=True, keeps_unknown=False)",
     ),
     "Zero1": (lambda: sr.Zero1("dp", dim="first"), "Zero1(axis='dp', dim='first')"),
@@ -182,7 +182,9 @@ def test_a_field_that_cannot_be_compared_is_shown():
 
 def test_the_dialects_that_come_with_it_show_their_names():
     dialects = [
-        name for name in sr.__all__ if isinstance(getattr(sr, name), sr.Dialect | sr.LogicalDialect)
+        name
+        for name in sr.__all__
+        if isinstance(getattr(sr, name), sr.dialects.Dialect | sr.dialects.LogicalDialect)
     ]
     assert len(dialects) > 10
     assert [repr(getattr(sr, name)) for name in dialects] == dialects
@@ -204,7 +206,7 @@ def test_a_record_with_long_fields_is_short():
     assert len(repr(finding)) < 800
     assert "x" * 1000 in str(finding)
     row = swept()[0]
-    assert isinstance(row.time, sr.StepTime)
+    assert isinstance(row.time, sr.types.StepTime)
     assert "\n" in str(row.time)
     assert "\n" not in repr([row])
 
@@ -310,7 +312,7 @@ def test_defaults_are_short():
 
 
 def test_annotations_still_have_types():
-    assert get_type_hints(sr.CutReason)["axes"] == tuple[str, ...]
+    assert get_type_hints(sr.types.CutReason)["axes"] == tuple[str, ...]
 
 
 class TestNothingFound:
@@ -337,10 +339,14 @@ class TestNothingFound:
             "nothing found: 4 leaves, 4 rules, on fsdp=2,tp=2; "
             f"{len(findings)} findings below error left out"
         )
-        assert sr.Findings(findings).at_least("error").scope.startswith(f"{len(findings)} findings")
+        assert (
+            sr.types.Findings(findings)
+            .at_least("error")
+            .scope.startswith(f"{len(findings)} findings")
+        )
 
     def test_empty_findings_of_ones_own(self):
-        assert str(sr.Findings([])) == "nothing found"
+        assert str(sr.types.Findings([])) == "nothing found"
 
     def test_the_scope_is_kept(self):
         findings = plan().check()
@@ -373,9 +379,9 @@ class TestNothingFound:
     def test_other_answers_say_so_too(self):
         assert repr(plan().diff(plan())) == "no differences"
         assert "nothing moves" in repr(plan().transfer(plan()))
-        assert repr(sr.Sweep([])) == "no meshes"
+        assert repr(sr.types.Sweep([])) == "no meshes"
         assert repr(sr.Rules([])) == "0 rules, dialect eformer"
-        assert repr(sr.Traffic()).startswith("each device sends 0 B in a step")
+        assert repr(sr.types.Traffic()).startswith("each device sends 0 B in a step")
 
 
 def test_the_decorators_leave_other_classes_alone():
@@ -385,4 +391,4 @@ def test_the_decorators_leave_other_classes_alone():
             return "a <b>"
 
     assert (repr(Own()), Own()._repr_html_()) == ("a <b>", "<pre>a &lt;b&gt;</pre>")  # type: ignore[attr-defined]
-    assert record(sr.Loss) is sr.Loss
+    assert record(sr.types.Loss) is sr.types.Loss

@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 
 import shardrules as sr
-from shardrules._printable import printable, printable_json
+from shardrules._text import printable, printable_json
 from tests.support import corpus
 from tests.support.command_line import ended
 from tests.support.slow import slow
@@ -376,8 +376,8 @@ def errors_of_the_library(name):
     strict = sr.RuleSpec((name, name), sr.Correction(absent="error"))
     for wrong in (
         lambda: sr.match_partition_rules([("nothing", None)], tree),
-        lambda: sr.Rules([("(?s).*", None), ("(?s).+", None)], sr.KERAS).match(tree),
-        lambda: sr.Rules([("(?s).*", (name, None, "tp"))], sr.KERAS).match(tree),
+        lambda: sr.Rules([("(?s).*", None), ("(?s).+", None)], sr.dialects.KERAS).match(tree),
+        lambda: sr.Rules([("(?s).*", (name, None, "tp"))], sr.dialects.KERAS).match(tree),
         lambda: sr.named_shardings(tree, [("", strict)], {"tp": 2}),
         lambda: sr.plan(tree, [("nothing", None)], {"tp": 2}).specs(),
         lambda: sr.Rules([(f"(?P<{name}", None)]),

@@ -1,5 +1,5 @@
 // What a dialect chooses, as far as a walk and the decision for a leaf are concerned: plain values,
-// read-only. Python's shardrules._matching.dialects says what each of them means to a user.
+// read-only. Python's shardrules._rules.dialects says what each of them means to a user.
 #pragma once
 
 #include "pytree/tree_path.hpp"

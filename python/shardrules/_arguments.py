@@ -27,27 +27,7 @@ from typing import (
     get_type_hints,
 )
 
-from shardrules._format import brief, counted, shown
-
-__all__ = [
-    "MOST",
-    "Tree",
-    "boolean",
-    "check_choice",
-    "check_choices",
-    "check_file",
-    "check_order",
-    "check_real",
-    "check_shapes",
-    "check_tree",
-    "check_type",
-    "each",
-    "in_order",
-    "integer",
-    "listed",
-    "shape_of",
-    "texts",
-]
+from shardrules._text import brief, counted, shown
 
 Kind: TypeAlias = Literal["tree", "rules", "mesh", "plan", "path", "shape", "compiled"]
 

@@ -125,7 +125,7 @@ class ShardingTable(Answers):
 
 @final
 class Choices:
-    """What the core needs to know of a dialect; `shardrules.Dialect` says what it means."""
+    """What the core needs to know of a dialect; `sr.dialects.Dialect` says what it means."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class RuleSet:
         tuple[int, list[tuple[str, tuple[int, Any]]]],
         tuple[int, list[tuple[str, Any]]],
     ]:
-        """The fields of `shardrules._matching.matcher.WalkResult`."""
+        """The fields of `shardrules._rules.matcher.WalkResult`."""
 
     def survey(
         self,

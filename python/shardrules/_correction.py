@@ -7,24 +7,34 @@ meshes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 from shardrules._arguments import check_choice, check_choices, check_type, integer, listed, texts
-from shardrules._display import without_defaults
-from shardrules._memory_kinds import MemoryKind, check_memory_kind, in_memory
 from shardrules._specs import RankPolicy, spec_shown
+from shardrules._text import without_defaults
 
-__all__ = [
-    "Correction",
-    "IndivisiblePolicy",
-    "MisfitPolicy",
-    "RuleSpec",
-    "check_correction",
-    "memory_kind_of",
-    "plain_spec",
-    "rule_spec",
-    "rule_spec_shown",
-]
+MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
+MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
+
+
+def check_memory_kind(name: str, kind: object) -> None:
+    """Checks that it is a kind of memory, or None.
+
+    Raises:
+        ValueError: It is something else; the message names the parameter and lists the kinds.
+    """
+    check_choice(name, kind, (None, *MEMORY_KINDS))
+
+
+def is_on_host(kind: MemoryKind | None) -> bool:
+    """Whether such memory is the host's, and not the device's."""
+    return kind not in (None, "device")
+
+
+def in_memory(text: str, kind: MemoryKind | None) -> str:
+    """The text of a spec, with the kind of memory if there is one: P('tp') in pinned_host."""
+    return text if kind is None else f"{text} in {kind}"
+
 
 MisfitPolicy = Literal["drop", "drop_axis", "prefix", "keep", "error"]
 IndivisiblePolicy = Literal["drop", "drop_axis", "prefix", "factor", "keep", "error"]

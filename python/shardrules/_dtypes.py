@@ -9,23 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from shardrules._format import brief, shown
-
-__all__ = [
-    "BITS",
-    "RANDOM_KEYS",
-    "SAFETENSORS",
-    "bits_of",
-    "converts",
-    "given_bits",
-    "given_dtype",
-    "given_float",
-    "given_name",
-    "is_inexact",
-    "is_plain_float",
-    "key_dtype",
-    "numpy_name",
-]
+from shardrules._text import brief, shown
 
 _NAMES_BY_BITS: Final = {
     1: "int1 uint1",

@@ -14,9 +14,7 @@ from typing import Any
 
 from shardrules._arguments import check_real, check_type, integer, texts
 from shardrules._dtypes import numpy_name
-from shardrules._format import brief, nearest, shown
-
-__all__ = ["Hardware", "as_hardware", "public_hardware"]
+from shardrules._text import brief, nearest, shown
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CoordinationState",
-    "MeshContexts",
-    "compiled_inputs",
-    "compiled_outputs",
-    "coordination_state",
-    "device_order",
-    "flax_axis_rules",
-    "is_coordinated",
-    "mesh_contexts",
-    "node_flattener",
-    "registered_unflatten",
-    "trace_state_check",
-    "transfer_target",
-    "weakly_typed",
-]
-
 
 def _private(owner: Any, name: str) -> Any:
     """Reads a private name of a module or an object; None where it is missing."""

@@ -11,9 +11,7 @@ from math import prod
 from typing import Final
 
 from shardrules._arguments import check_type, integer
-from shardrules._format import brief
-
-__all__ = ["check_bounds", "checked_sizes", "parse_mesh"]
+from shardrules._text import brief
 
 # A plan has a number for each device: 128 MB for this many. Real meshes have 10,000s of devices.
 _MOST_DEVICES: Final = 2**24

@@ -19,8 +19,6 @@ from weakref import WeakKeyDictionary
 
 from shardrules._jax import node_flattener, registered_unflatten
 
-__all__ = ["Record", "registration"]
-
 
 class Record(NamedTuple):
     """The way in which the core reads and rebuilds nodes of one type."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-__all__ = ["PlanLike"]
-
 
 class PlanLike:
     """The shardings of the leaves of a tree, by their paths."""

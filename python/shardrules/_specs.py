@@ -1,7 +1,7 @@
-"""The values that a rule may give a leaf: a PartitionSpec, or any object of the user's own.
+"""Specs that are made from shapes: `fsdp`, which cuts the largest dimension that divides.
 
-Normalises specs once per rule and cuts them to a rank once per (rule, rank). JAX is imported only
-when a PartitionSpec has to be made. Must not know about patterns or trees.
+A value says what is wanted; from it follows the spec of an array of a given shape on a given mesh.
+Costs a few comparisons for each distinct shape. Must not know about corrections, rules or trees.
 """
 
 from __future__ import annotations
@@ -9,41 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeGuard, TypeVar
 
-from shardrules._format import counted, shown
-from shardrules._printable import printable_lines
+from shardrules._arguments import integer, texts
+from shardrules._text import bytes_shown, counted, printable_lines, shown
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
-
-__all__ = [
-    "Dim",
-    "Entries",
-    "RankPolicy",
-    "as_entries",
-    "as_partition_spec",
-    "axes_present",
-    "entries_of",
-    "entry_axes",
-    "entry_of",
-    "is_partition_spec",
-    "is_unconstrained",
-    "normalize_spec",
-    "partition_spec",
-    "plain_entries",
-    "rules_shown",
-    "spec_for_rank",
-    "spec_length",
-    "spec_shown",
-    "tags_of",
-    "tags_shown",
-    "with_dims",
-    "with_entries",
-    "with_tags",
-    "without_axes",
-]
 
 
 def partition_spec(*entries: Any) -> PartitionSpec:
@@ -301,3 +276,149 @@ def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
         for index, (pattern, spec) in enumerate(pairs)
     ]
     return printable_lines([f"{counted(len(lines), 'rule')}, dialect {dialect}", *lines])
+
+
+_MIN_BYTES: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Fsdp:
+    """The value of `fsdp`, which see. It checks nothing."""
+
+    axes: tuple[str, ...]
+    min_bytes: int
+    min_rank: int
+    within: Entries
+
+    def __repr__(self) -> str:
+        fields = [repr(entry_of(self.axes)), f"min_bytes={self.min_bytes}"]
+        fields += [f"min_rank={self.min_rank}"] if self.min_rank else []
+        fields += [f"within={spec_shown(self.within)}"] if self.within else []
+        return f"fsdp({', '.join(fields)})"
+
+    @property
+    def named(self) -> frozenset[str]:
+        """All mesh axes that it names."""
+        return frozenset(self.axes).union(*map(entry_axes, self.within))
+
+    def spec(
+        self,
+        shape: tuple[int, ...],
+        bits: int | None,
+        axis_sizes: Mapping[str, int],
+        *,
+        within: Entries,
+        units: Sequence[int] = (),
+        closed: frozenset[int] = frozenset(),
+    ) -> Chosen:
+        """The spec of an array of this shape.
+
+        Args:
+            shape: The whole array's.
+            bits: Bits of one element; None if nothing says it.
+            axis_sizes: Devices along each mesh axis. An axis that is not there has one device.
+            within: The fixed part, for this array.
+            units: As in `RuleSpec`.
+            closed: Dimensions that must not be cut.
+
+        Raises:
+            ValueError: The bytes matter, and are not known.
+        """
+        if bits is None and self.min_bytes:
+            raise ValueError(
+                f"it has no dtype, so that its bytes cannot be compared with min_bytes="
+                f"{self.min_bytes}: give arrays or jax.ShapeDtypeStructs, or min_bytes=0"
+            )
+        size = -(-prod(shape) * (bits or 0) // 8)
+        free = [
+            dim
+            for dim in range(len(shape))
+            if dim not in closed and (dim >= len(within) or within[dim] is None)
+        ]
+        if len(shape) < self.min_rank:
+            return self._left_alone(within, f"its rank {len(shape)} is below min_rank")
+        if size < self.min_bytes:
+            return self._left_alone(within, f"its {bytes_shown(size)} are less than min_bytes")
+        if not free or any(axis in entry_axes(one) for one in within for axis in self.axes):
+            return self._left_alone(within, "no dimension is free")
+        sizes = {axis: axis_sizes.get(axis, 1) for axis in self.axes}
+        dim, is_divided = largest_dim(free, shape, prod(sizes.values()), units)
+        entries = [*within, *[None] * (dim + 1 - len(within))]
+        entries[dim] = entry_of(self.axes)
+        cut = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
+        why = f" that {cut} divides" if is_divided else f"; {cut} divides none"
+        return Chosen(Entries(entries), f"{self!r}: dim {dim} is the largest{why}")
+
+    def _left_alone(self, within: Entries, why: str) -> Chosen:
+        return Chosen(within, f"{self!r} leaves it alone: {why}")
+
+
+def largest_dim(
+    dims: list[int], shape: tuple[int, ...], parts: int, units: Sequence[int] = ()
+) -> tuple[int, bool]:
+    """(the largest of these dimensions that can be cut into parts, True); or the largest, False."""
+    # Of equal sizes the last comes first, as in a stable argsort that is reversed.
+    by_size = sorted(dims, key=lambda dim: (shape[dim], dim), reverse=True)
+    for dim in by_size:
+        unit = units[dim] if dim < len(units) and parts > 1 else 1
+        if shape[dim] % (parts * unit) == 0:
+            return dim, True
+    return by_size[0], False
+
+
+class Chosen(NamedTuple):
+    """The spec of an array, made from its shape."""
+
+    spec: Entries
+    origin: str
+    """How it came about, in words."""
+
+
+def fsdp(
+    axis: str | Sequence[str],
+    *,
+    min_bytes: int = _MIN_BYTES,
+    min_rank: int = 0,
+    within: Any = (),
+) -> Fsdp:
+    """A rule's spec that is made from each array's shape: its largest dimension is cut.
+
+    The mesh axis cuts the largest dimension that it divides and that `within` leaves free; of equal
+    ones, the last. If it divides none, it is put on the largest one, where the `Correction` says
+    what becomes of it: by default it is dropped, and `Plan.check` says so. Equal to `fsdp` of
+    big_vision and `fsdp_sharding` of openpi, except that an absent axis is the correction's, too.
+
+    Args:
+        axis: The mesh axis; or several, which cut one dimension together.
+        min_bytes: Arrays of fewer bytes get `within` alone. Default: 4 MiB. 0 needs no dtype.
+        min_rank: Arrays of fewer dimensions get `within` alone. Default: 0. openpi has 2.
+        within: A spec as in `Rules`, the fixed part: its entries stay, and None is free. Default:
+            none.
+
+    Returns:
+        A value to give as a rule's spec, or inside a `RuleSpec`. It needs a mesh, so
+        `match_partition_rules` refuses it; and whole shapes, so that rules with it are refused in a
+        shard_map over one of its axes.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: No axis, an axis twice, or a number that is negative.
+
+    Example:
+        >>> import jax
+        >>> import shardrules as sr
+        >>> rules = [("wo", sr.fsdp("fsdp", within=("tp",))), (".*", sr.fsdp("fsdp"))]
+        >>> tree = {name: jax.ShapeDtypeStruct((2048, 5120), "bfloat16") for name in ("wi", "wo")}
+        >>> plan = sr.plan(tree, rules, {"fsdp": 8, "tp": 4})
+        >>> [tuple(spec) for spec in plan.specs().values()]
+        [(None, 'fsdp'), ('tp', 'fsdp')]
+    """
+    axes = (axis,) if isinstance(axis, str) else texts("axis", axis)
+    fixed = as_entries("within", within)
+    named = [*axes, *(one for entry in entries_of(fixed) for one in entry_axes(entry))]
+    if not axes or len(set(named)) < len(named):
+        raise ValueError(
+            f"axis is {axis!r}, within {spec_shown(fixed)}; it must name at least one mesh axis, "
+            "and each only once"
+        )
+    return Fsdp(axes, integer("min_bytes", min_bytes), integer("min_rank", min_rank), fixed)

@@ -16,13 +16,13 @@ from time import perf_counter
 from typing import Any, Final
 
 from shardrules import Hardware, match_partition_rules, named_shardings, plan
-from shardrules._files.arrays import nested, read_arrays
+from shardrules._files.models import nested, read_arrays
 from shardrules._files.rules import read_rules
-from shardrules._format import bytes_shown
-from shardrules._matching.rules import Rules
-from shardrules._planning.plan import Plan
-from shardrules._suggesting.suggest import suggest
-from shardrules._suggesting.suggestion import Suggestion
+from shardrules._plan.plan import Plan
+from shardrules._rules.rules import Rules
+from shardrules._suggest.suggest import suggest
+from shardrules._suggest.suggestion import Suggestion
+from shardrules._text import bytes_shown
 
 __all__ = ["main"]
 

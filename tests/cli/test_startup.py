@@ -14,7 +14,7 @@ from shardrules._cli.app import COMMANDS
 HEAVY = ("numpy", "jax", "plotly")
 
 
-PLANNING = "shardrules._planning."
+PLANNING = "shardrules._plan."
 COMMAND_LINE = "from shardrules._cli import main; main()"
 
 
@@ -39,8 +39,8 @@ def test_the_help_imports_no_command_and_no_library():
         "shardrules._cli.app",
         "shardrules._cli.arguments",
         "shardrules._cli.process",
-        "shardrules._file_error",
-        "shardrules._printable",
+        "shardrules._io",
+        "shardrules._text",
     }
 
 
@@ -53,7 +53,7 @@ def test_importing_the_package_imports_none_of_it():
 
 def test_matching_needs_neither_jax_nor_planning():
     modules = imported_by("import shardrules as sr; sr.Rules([('a', None)])")
-    assert "shardrules._matching.rules" in modules
+    assert "shardrules._rules.rules" in modules
     assert not [name for name in modules if "_planning" in name or "_files" in name]
     assert "jax" not in modules
 

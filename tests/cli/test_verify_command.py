@@ -48,7 +48,7 @@ from jax.sharding import Mesh
 
 mesh = Mesh(jax.devices(), ("data",))
 model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "data")], sr.NNX), mesh)
+plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "data")], sr.dialects.NNX), mesh)
 
 def go():
     nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))

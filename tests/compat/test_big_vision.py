@@ -61,7 +61,7 @@ def test_a_strategy_can_be_planned(model):
     shardings = big_vision.infer_sharding(tree, strategy, mesh)
     for path, planned in plan.specs().items():
         assert [e for e in planned if e] == [e for e in shardings[path].spec if e], path
-    assert plan.rules.dialect is sr.BIG_VISION
+    assert plan.rules.dialect is sr.dialects.BIG_VISION
     assert not sr.Plan.from_lock(plan.lock()).diff(plan)
 
 
@@ -140,7 +140,9 @@ def test_a_dimension_that_is_not_there_may_be_ignored():
     ],
 )
 def test_tactics_as_specs(tactics, expected):
-    assert big_vision.rules([(".*", tactics)]) == sr.Rules([(".*", expected)], sr.BIG_VISION)
+    assert big_vision.rules([(".*", tactics)]) == sr.Rules(
+        [(".*", expected)], sr.dialects.BIG_VISION
+    )
 
 
 @pytest.mark.parametrize(

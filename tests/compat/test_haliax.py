@@ -45,7 +45,7 @@ def test_specs_of_axes(axes, mapping):
     objects = [SimpleNamespace(name=name) for name in axes]
     assert haliax.pspec_for_axis(objects, mapping) == expected
     # As rules of a plan, where nothing is in the way, they say the same.
-    rules = sr.LogicalRules(mapping, sr.HALIAX)
+    rules = sr.LogicalRules(mapping, sr.dialects.HALIAX)
     shape = jax.ShapeDtypeStruct((8,) * len(axes), "float32")
     plan = sr.plan({"w": shape}, rules, MESH, names={"w": axes})
     assert P(*plan.specs()["w"]) == P(*expected)
@@ -64,7 +64,7 @@ def test_specs_of_axes_are_those_of_haliax(hax, axes, mapping):
 
 @pytest.mark.parametrize("mapping", [PARAMETERS, COMPUTE], ids=["parameters", "compute"])
 def test_a_plan_of_named_arrays_is_what_haliax_infers(hax, tree, mapping):
-    rules = sr.LogicalRules(mapping, sr.HALIAX)
+    rules = sr.LogicalRules(mapping, sr.dialects.HALIAX)
     mesh = jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH))
     plan = sr.plan(tree, rules, mesh)
     assert set(plan.paths) == {"norm", "plain", "up/weight", "up/bias", "x"}
@@ -83,13 +83,13 @@ def test_arrays_are_placed_as_haliax_places_them(hax, mesh):
     module = hax.nn.Linear.init(embed, mlp, key=jax.random.key(0))
     mapping = {"embed": "fsdp", "mlp": "tp"}
     theirs = hax.shard(module, mapping, mesh)
-    ours = sr.shard(module, sr.LogicalRules(mapping, sr.HALIAX), mesh)
+    ours = sr.shard(module, sr.LogicalRules(mapping, sr.dialects.HALIAX), mesh)
     assert ours.weight.array.sharding.is_equivalent_to(theirs.weight.array.sharding, 2)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
 def test_what_jax_would_refuse_is_an_error():
-    rules = sr.LogicalRules({"mlp": "model", "heads": "model", "far": "absent"}, sr.HALIAX)
+    rules = sr.LogicalRules({"mlp": "model", "heads": "model", "far": "absent"}, sr.dialects.HALIAX)
     for names, shape in ((("heads", "mlp"), (8, 8)), (("mlp",), (7,)), (("far",), (8,))):
         leaf = jax.ShapeDtypeStruct(shape, "float32")
         plan = sr.plan({"w": leaf}, rules, MESH, names={"w": names})

@@ -112,11 +112,13 @@ class TestItsRuleLists:
             arrays, names = dump.leaves.arrays, dump.leaves.names
             found = sr.named_shardings(
                 {path: jax.ShapeDtypeStruct(array.shape, "int8") for path, array in arrays.items()},
-                sr.LogicalRules(rules, sr.MAXTEXT),
+                sr.LogicalRules(rules, sr.dialects.MAXTEXT),
                 mesh,
                 names=names,
             )
-            planned = sr.plan(arrays, sr.LogicalRules(rules, sr.MAXTEXT), mesh, names=names)
+            planned = sr.plan(
+                arrays, sr.LogicalRules(rules, sr.dialects.MAXTEXT), mesh, names=names
+            )
             assert planned.specs() == {path: one.spec for path, one in found.items()}
             for path, sharding in found.items():
                 wanted = as_maxtext_shards(names[path], arrays[path].shape, rules, mesh)
@@ -127,7 +129,8 @@ class TestItsRuleLists:
     def test_a_stale_axis_is_no_error(self, name):
         given = RULE_LISTS[name]
         rules = sr.LogicalRules(
-            [(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]], sr.MAXTEXT
+            [(a, b if isinstance(b, str) else tuple(b)) for a, b in given["rules"]],
+            sr.dialects.MAXTEXT,
         )
         mesh = {axis: SIZES[0].get(axis, 1) for axis in given["mesh_axes"]}
         leaves = maxtext.read_dump(DUMPS[0]).leaves
@@ -144,7 +147,7 @@ class TestADifference:
     def test_another_rule_is_told_by_path(self):
         rules = sr.LogicalRules(
             [(name, None if name == "embed_vocab" else axes) for name, axes in self.DUMP.rules],
-            sr.MAXTEXT,
+            sr.dialects.MAXTEXT,
         )
         leaves = self.DUMP.leaves
         found = leaves.diff(sr.plan(leaves.arrays, rules, self.DUMP.mesh, names=leaves.names))
@@ -318,7 +321,7 @@ class TestZero1:
         for shape, spec, expected in cases:
             # An array of one element needs no rule in eformer's dialect; MaxText has no such.
             rules = sr.Rules(
-                [("w", [axes or () for axes in spec])], replace(sr.EFORMER, scalars="none")
+                [("w", [axes or () for axes in spec])], replace(sr.dialects.EFORMER, scalars="none")
             )
             tree = {"w": jax.ShapeDtypeStruct(tuple(shape), "float32")}
             plan = sr.plan(tree, rules, file["mesh"])
@@ -331,7 +334,7 @@ class TestZero1:
 
     def test_the_state_of_a_model(self):
         optax = pytest.importorskip("optax")
-        rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.MAXTEXT)
+        rules = sr.LogicalRules(corpus.logical_rules("maxtext__base"), sr.dialects.MAXTEXT)
         model = next(name for name in corpus.manifest_names() if name.startswith("maxtext"))
         tree = corpus.manifest(model).flat(corpus.abstract)
         mesh = {"data": 2, "fsdp": 4, "tensor": 2}

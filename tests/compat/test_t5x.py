@@ -26,7 +26,7 @@ NAMES = ["batch", "vocab", "embed", "mlp", "heads", "kv", "joined_kv", "relpos_b
 @pytest.mark.parametrize("dims", EMBED)
 def test_the_standard_rules(dims):
     rules = t5x.standard_logical_axis_rules(*dims)
-    assert rules.dialect == sr.LINEN
+    assert rules.dialect == sr.dialects.LINEN
     alone, beside_model, beside_data = EMBED[dims]
     assert sr.logical_to_mesh(("embed",), rules) == P(alone)
     for name in ("vocab", "mlp", "heads", "joined_kv"):

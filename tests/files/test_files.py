@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._dtypes import BITS, SAFETENSORS, bits_of, numpy_name
-from shardrules._file_error import FileError
-from shardrules._files.arrays import read_arrays
 from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, read_rules
+from shardrules._io import FileError
 from shardrules._mesh_sizes import parse_mesh
 from tests.support import corpus
 from tests.support.files import message
@@ -397,7 +397,7 @@ def test_rules_of_toml(write):
     assert file.rules.match(tree) == {
         "wq": {"kernel": P("fsdp", None, ("tp", "sp"))}, "bias": P("tp"), "x": P(),
     }  # fmt: skip
-    assert read_rules(write("x.toml", TOML), sr.SPECTRAX).rules.dialect.name == "Spectrax"
+    assert read_rules(write("x.toml", TOML), sr.dialects.SPECTRAX).rules.dialect.name == "Spectrax"
 
 
 def test_rules_with_specs_from_shapes(write):
@@ -474,25 +474,27 @@ def test_bad_companions_of_a_rule_file(write, table, expected):
 
 def test_rules_of_windows_and_plans(write):
     path = write("w.json", [[["mlp", "c_fc", "kernel"], [None, "mp"]]])
-    assert read_rules(path, sr.WINDOW).rules.first_match("h/mlp/c_fc/kernel") == 0
+    assert read_rules(path, sr.dialects.WINDOW).rules.first_match("h/mlp/c_fc/kernel") == 0
     path = write(
         "p.json.gz", gzip.compress(b'{"dialect": "transformers", "rules": [["l.*.q", []]]}')
     )
     assert read_rules(path).rules.first_match("l.3.q") == 0
     assert read_rules(path).name == "p"
     assert set(DIALECTS.values()) == {
-        sr.EFORMER, sr.NNX, sr.EASYLM, sr.KEYSTR, sr.SPECTRAX, sr.KERAS, sr.WINDOW, sr.TP_PLAN,
-        sr.BIG_VISION,
+        sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.WINDOW, sr.dialects.TP_PLAN,
+        sr.dialects.BIG_VISION,
     }  # fmt: skip
 
 
 def test_rules_of_a_module(module):
     module(
-        "import shardrules as sr\nPAIRS = [('w', 'tp')]\ndef rules(): return sr.Rules(PAIRS, sr.KERAS)\n"
+        "import shardrules as sr\nPAIRS = [('w', 'tp')]\ndef rules(): return sr.Rules(PAIRS, sr.dialects.KERAS)\n"
     )
     assert read_rules("user_code:PAIRS").rules == sr.Rules([("w", "tp")])
-    assert read_rules("user_code:rules").rules == sr.Rules([("w", "tp")], sr.KERAS)
-    assert read_rules("user_code:rules", sr.EASYLM).rules == sr.Rules([("w", "tp")], sr.EASYLM)
+    assert read_rules("user_code:rules").rules == sr.Rules([("w", "tp")], sr.dialects.KERAS)
+    assert read_rules("user_code:rules", sr.dialects.EASYLM).rules == sr.Rules(
+        [("w", "tp")], sr.dialects.EASYLM
+    )
     assert read_rules("user_code:rules").name == "rules"
     assert "rules must be a sequence of" in message(read_rules, "shardrules:__version__")
 

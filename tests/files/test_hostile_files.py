@@ -19,12 +19,11 @@ import pytest
 
 import shardrules as sr
 from shardrules import _file_content as content
-from shardrules._file_content import memory_within, parse_json, read_bytes
-from shardrules._file_error import FileError
-from shardrules._files.arrays import Arrays, nested, read_arrays
 from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import Arrays, nested, read_arrays
 from shardrules._files.rules import read_rules
+from shardrules._io import FileError, memory_within, parse_json, read_bytes
 from tests.support.command_line import invoke
 from tests.support.contexts import pseudo_terminal
 from tests.support.files import header_file, message
@@ -42,8 +41,8 @@ READ = """
 import sys
 from pathlib import Path
 from shardrules import FileError
-from shardrules._files.arrays import read_arrays
-from shardrules._file_content import parse_json, read_bytes
+from shardrules._files.models import read_arrays
+from shardrules._io import parse_json, read_bytes
 from shardrules._files.hardware import read_hardware
 from shardrules._files.rules import read_rules
 read = {"json": lambda path: parse_json(Path(path), read_bytes(Path(path))),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shardrules as sr
-from shardrules._file_content import memory_within
-from shardrules._files.arrays import read_arrays
+from shardrules._files.models import read_arrays
 from shardrules._files.rules import read_rules
+from shardrules._io import memory_within
 from tests.support.command_line import invoke as run
 
 DUMPS = Path(__file__).parents[1] / "data" / "maxtext-dumps"
@@ -66,27 +66,33 @@ class TestRules:
     def test_the_yaml_of_maxtext(self):
         dump = json.loads(gzip.decompress(next(DUMPS.glob("qwen3*")).read_bytes()))
         read = sr.read_rules(DUMPS / "base.yml")
-        assert read.rules == sr.LogicalRules(dump["logical_axis_rules"], sr.MAXTEXT)
+        assert read.rules == sr.LogicalRules(dump["logical_axis_rules"], sr.dialects.MAXTEXT)
         assert read.name == "base"
-        assert sr.read_rules(DUMPS / "pure-fsdp.yml", dialect=sr.LINEN).rules.dialect == sr.LINEN
+        assert (
+            sr.read_rules(DUMPS / "pure-fsdp.yml", dialect=sr.dialects.LINEN).rules.dialect
+            == sr.dialects.LINEN
+        )
 
     def test_of_a_module(self, tmp_path, monkeypatch):
         written(
             tmp_path,
             "logical_rules_here.py",
             "import shardrules as sr\n"
-            "RULES = sr.LogicalRules([('embed', 'fsdp')], sr.MAXTEXT)\n"
+            "RULES = sr.LogicalRules([('embed', 'fsdp')], sr.dialects.MAXTEXT)\n"
             "PAIRS = [('embed', 'fsdp')]\nWRONG = 3\n",
         )
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.chdir(tmp_path)
-        assert read_rules("logical_rules_here:RULES").rules.dialect == sr.MAXTEXT
-        assert read_rules("logical_rules_here:RULES", sr.LINEN).rules.dialect == sr.LINEN
-        assert read_rules("logical_rules_here:PAIRS", sr.LINEN).rules == sr.LogicalRules(
+        assert read_rules("logical_rules_here:RULES").rules.dialect == sr.dialects.MAXTEXT
+        assert (
+            read_rules("logical_rules_here:RULES", sr.dialects.LINEN).rules.dialect
+            == sr.dialects.LINEN
+        )
+        assert read_rules("logical_rules_here:PAIRS", sr.dialects.LINEN).rules == sr.LogicalRules(
             [("embed", "fsdp")]
         )
         with pytest.raises(sr.FileError, match="logical_rules_here:WRONG"):
-            read_rules("logical_rules_here:WRONG", sr.LINEN)
+            read_rules("logical_rules_here:WRONG", sr.dialects.LINEN)
 
     @pytest.mark.parametrize(
         ("table", "what"),
@@ -117,9 +123,9 @@ class TestRules:
         logical = written(tmp_path, "logical.toml", TOML)
         paths = written(tmp_path, "paths.json", '[["w", ["tp"]]]')
         with pytest.raises(sr.FileError, match="the rules are logical"):
-            read_rules(logical, sr.EFORMER)
+            read_rules(logical, sr.dialects.EFORMER)
         with pytest.raises(sr.FileError, match="the rules are for paths, and linen"):
-            read_rules(paths, sr.LINEN)
+            read_rules(paths, sr.dialects.LINEN)
 
     @pytest.mark.parametrize(
         ("text", "what"),

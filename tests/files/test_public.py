@@ -58,7 +58,7 @@ def test_names_with_slashes_are_levels_and_those_with_dots_stay_whole(tmp_path):
     assert sr.read_model(str(dotted)) == {"layers.0.w": leaf, "b": number}
     assert sr.read_model(dotted, nested=True) == sr.read_model(slashed)
     model = sr.read_model(dotted, nested=True)
-    assert sr.Rules([(("layers", "0", "w"), "tp"), (("b",), None)], sr.WINDOW).match(model) == {
+    assert sr.Rules([(("layers", "0", "w"), "tp"), (("b",), None)], sr.dialects.WINDOW).match(model) == {
         "layers": {"0": {"w": P("tp")}}, "b": P()
     }  # fmt: skip
 
@@ -105,13 +105,16 @@ def test_a_checkpoint_is_restored_into_the_plan_of_its_own_metadata(tmp_path, ru
 
 def test_rules_with_what_their_file_says_about_them(rules):
     read = sr.read_rules(rules)
-    assert isinstance(read, sr.RuleFile)
+    assert isinstance(read, sr.types.RuleFile)
     assert read.name == "rules"
     assert read.rules == sr.Rules([("wq.kernel", ("fsdp", "tp")), (".*", ())])
     assert read.declared == {
         "replicated": ("norm",), "optional_axes": ("sp",), "data_axes": ("dp",)
     }  # fmt: skip
-    assert sr.read_rules(str(rules), dialect=sr.SPECTRAX).rules.dialect == sr.SPECTRAX
+    assert (
+        sr.read_rules(str(rules), dialect=sr.dialects.SPECTRAX).rules.dialect
+        == sr.dialects.SPECTRAX
+    )
 
 
 def test_nothing_is_executed(tmp_path, monkeypatch):
@@ -145,7 +148,7 @@ def test_files_are_imported_on_first_use():
     code = (
         "import sys, shardrules as sr; assert 'shardrules._files' not in sys.modules;"
         "assert 'read_rules' in dir(sr); sr.plan({'a': {}}, [], {'dp': 2});"
-        "assert 'shardrules._files' not in sys.modules; sr.read_model, sr.RuleFile;"
+        "assert 'shardrules._files' not in sys.modules; sr.read_model, sr.types.RuleFile;"
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})

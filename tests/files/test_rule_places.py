@@ -63,7 +63,7 @@ RULES: list = [
     ("b", ()),
 ]
 WRAPPED = sr.Rules((("a", "tp"),
-    ("b", ())), sr.EASYLM)
+    ("b", ())), sr.dialects.EASYLM)
 JOINED = [*RULES, ("c", ())]
 
 def made():

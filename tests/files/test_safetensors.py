@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from shardrules._dtypes import BITS, SAFETENSORS
-from shardrules._file_error import FileError
-from shardrules._files.arrays import read_arrays
 from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import read_arrays
+from shardrules._io import FileError
 from tests.support.files import header_file, message
 
 DEEP = b"[" * 200_000 + b"]" * 200_000

@@ -21,11 +21,11 @@ import numpy as np
 
 import shardrules as sr
 from shardrules import FileError
-from shardrules._files.arrays import read_arrays
 from shardrules._files.hardware import read_hardware
+from shardrules._files.models import read_arrays
 from shardrules._files.rules import read_rules
-from shardrules._planning.fold import fold
-from shardrules._planning.locks import read as locks
+from shardrules._plan import lock as locks
+from shardrules._plan.fold import fold
 
 try:
     import safetensors as library
@@ -371,7 +371,7 @@ class _Trees:
 
 _RULES = [
     sr.Rules([("kernel|1", "tp"), (r"a(?=/)", None), ("é.*x", ("a", "b")), (".*", None)], dialect)
-    for dialect in (sr.EFORMER, sr.KEYSTR, sr.EASYLM, sr.KERAS)
+    for dialect in (sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.EASYLM, sr.dialects.KERAS)
 ]
 
 

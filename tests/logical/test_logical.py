@@ -42,7 +42,7 @@ class TestConstraint:
         with pytest.raises(ValueError, match=r"\['embed'\] got no mesh axes") as caught:
             sr.with_logical_constraint(
                 jnp.zeros((8, 8)), ("batch", "embed"), self.RULES, mesh,
-                sr.RulesFallback.RAISE_ERROR,
+                sr.types.RulesFallback.RAISE_ERROR,
             )  # fmt: skip
         assert "lost: a mesh axis of it is used by dim 0 'batch'" in str(caught.value)
 
@@ -166,7 +166,7 @@ class TestWithShapes:
         )  # fmt: skip
         assert tuple(sharding.spec) == ("tp",)
 
-    @pytest.mark.parametrize("dialect", [sr.LINEN, sr.FLAX_CORE])
+    @pytest.mark.parametrize("dialect", [sr.dialects.LINEN, sr.dialects.FLAX_CORE])
     def test_indivisible_is_an_error_where_the_correction_says_so(self, dialect):
         with pytest.raises(ValueError, match="1 leaf cannot be sharded") as caught:
             sr.logical_to_mesh_sharding(
@@ -194,13 +194,13 @@ def test_the_dialect_of_flax_core(arrays, rules):
         pytest.skip("a flax without get_pspec")
     tree = [P(*names) for names in arrays]
     expected = [tuple(spmd.get_pspec(names, rules)) for names in tree]
-    got = sr.logical_to_mesh(tree, rules, dialect=sr.FLAX_CORE)
+    got = sr.logical_to_mesh(tree, rules, dialect=sr.dialects.FLAX_CORE)
     assert [tuple(spec) for spec in got] == expected
 
 
 def test_explain_the_dialect_of_flax_core():
     rules = [("a", "x"), ("b", "x"), ("a", "y")]
-    text = sr.explain_logical(("a", "b", "c"), rules, dialect=sr.FLAX_CORE)
+    text = sr.explain_logical(("a", "b", "c"), rules, dialect=sr.dialects.FLAX_CORE)
     assert text.splitlines() == [
         "dim 0 'a' -> 'y'  (rule 2)",
         "    rule 0 ('a', 'x') lost: the dimension has the mesh axes of rule 2",
@@ -279,7 +279,7 @@ class TestMistakes:
     def test_a_name_without_a_rule_that_stays(self):
         with pytest.raises(ValueError, match="no rule for 'hedas'.*did you mean 'heads'"):
             sr.logical_to_mesh_sharding(
-                {"w": ("hedas",)}, self.MESH, [("heads", "tp")], dialect=sr.FLAX_CORE
+                {"w": ("hedas",)}, self.MESH, [("heads", "tp")], dialect=sr.dialects.FLAX_CORE
             )
 
     def test_a_constraint_to_a_wrong_mesh_axis_names_the_rule(self, mesh):

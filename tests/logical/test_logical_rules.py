@@ -26,15 +26,15 @@ class TestAsAValue:
         assert len(rules) == 5
 
     def test_another_dialect_makes_other_rules(self):
-        assert sr.LogicalRules(RULES) != sr.LogicalRules(RULES, sr.MAXTEXT)
+        assert sr.LogicalRules(RULES) != sr.LogicalRules(RULES, sr.dialects.MAXTEXT)
 
     def test_they_pickle(self):
-        rules = sr.LogicalRules(RULES, sr.MAXTEXT)
+        rules = sr.LogicalRules(RULES, sr.dialects.MAXTEXT)
         assert pickle.loads(pickle.dumps(rules)) == rules
 
     def test_they_do_not_change(self):
         with pytest.raises(AttributeError):
-            sr.LogicalRules(RULES).dialect = sr.MAXTEXT
+            sr.LogicalRules(RULES).dialect = sr.dialects.MAXTEXT
 
     def test_a_mapping_is_its_items(self):
         mapping = {"embed": "fsdp", "heads": ("tp", "sp")}
@@ -47,9 +47,9 @@ class TestAsAValue:
 
 class TestWhereNamesAreResolved:
     def test_their_dialect_counts_if_none_is_given(self):
-        rules = sr.LogicalRules([("embed", "tp"), ("embed", "fsdp")], sr.FLAX_CORE)
+        rules = sr.LogicalRules([("embed", "tp"), ("embed", "fsdp")], sr.dialects.FLAX_CORE)
         assert sr.logical_to_mesh(("embed",), rules) == P("fsdp")
-        assert sr.logical_to_mesh(("embed",), rules, dialect=sr.LINEN) == P("tp")
+        assert sr.logical_to_mesh(("embed",), rules, dialect=sr.dialects.LINEN) == P("tp")
         with sr.logical_axis_rules(rules):
             assert sr.logical_to_mesh(("embed",)) == P("fsdp")
 
@@ -65,16 +65,16 @@ class TestWhereNamesAreResolved:
         assert sharding.spec == spec
 
     def test_in_maxtext_it_wins_and_is_cut(self):
-        rules = sr.LogicalRules([("heads", ("fsdp", "tp")), ("heads", "dp")], sr.MAXTEXT)
+        rules = sr.LogicalRules([("heads", ("fsdp", "tp")), ("heads", "dp")], sr.dialects.MAXTEXT)
         sharding = sr.logical_to_mesh_sharding(
             ("heads",), {"dp": 2, "fsdp": 4, "tp": 3}, rules,
-            arrays=np.ones(6), correction=sr.MAXTEXT.correction,
+            arrays=np.ones(6), correction=sr.dialects.MAXTEXT.correction,
         )  # fmt: skip
         assert sharding.spec == P("tp")
 
     def test_the_explanation_names_the_reason(self):
         rules = [("seq", "sp"), ("seq", "tp"), ("seq", "fsdp")]
-        dropping = replace(sr.LINEN, correction=sr.Correction(absent="drop"))
+        dropping = replace(sr.dialects.LINEN, correction=sr.Correction(absent="drop"))
         text = sr.explain_logical(("seq",), rules, {"fsdp": 2, "tp": 3}, (8,), dialect=dropping)
         assert text.splitlines() == [
             "dim 0 'seq' -> 'fsdp'  (rule 2)",

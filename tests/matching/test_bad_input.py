@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import _core
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.rules import matcher_of
 from tests.support.contexts import measures_memory
 
 CATCH_ALL = [(".*", P())]
@@ -209,7 +209,7 @@ def test_the_note_tells_a_key_that_only_the_walk_knew():
     assert info.value.__notes__ == ["shardrules: at 'key' in the tree"]
     tree[1000] = [Vanishing()]
     with pytest.raises(RuntimeError) as info:
-        sr.Rules(CATCH_ALL, sr.KEYSTR).match(tree)
+        sr.Rules(CATCH_ALL, sr.dialects.KEYSTR).match(tree)
     assert info.value.__notes__ == ["shardrules: at '[1000][0]' in the tree"]
 
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import shardrules as sr
-from shardrules._matching.matcher import Counters
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.matcher import Counters
+from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.contexts import measures_memory
 from tests.support.corpus import manifest
@@ -180,7 +180,7 @@ def paths_of(tree, path=""):
 DEEP = """
 import resource, sys
 import shardrules as sr
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.rules import matcher_of
 
 sys.setrecursionlimit(10_000)
 tree = 0

@@ -23,7 +23,7 @@ def test_nothing_differs():
     rules = [("wq", ("fsdp", "tp")), (".*", ("fsdp",))]
     assert sr.compare(TREE, rules, sr.Rules(rules)) == []
     windows = [((r"\d", "wq"), P("fsdp", "tp")), ((".*",), P("fsdp"))]
-    assert sr.compare(TREE["layers"], rules, sr.Rules(windows, sr.WINDOW)) == []
+    assert sr.compare(TREE["layers"], rules, sr.Rules(windows, sr.dialects.WINDOW)) == []
 
 
 def test_the_same_sharding_in_other_words():
@@ -34,13 +34,13 @@ def test_the_same_sharding_in_other_words():
 
 def test_each_side_is_told():
     rules_a = [("wq", P("fsdp", "tp")), ("bias|one", P("tp"))]
-    rules_b = sr.Rules([(r"\['wq'\]", P("tp")), (r"\['bias'\]", P("tp"))], sr.KEYSTR)
+    rules_b = sr.Rules([(r"\['wq'\]", P("tp")), (r"\['bias'\]", P("tp"))], sr.dialects.KEYSTR)
     (difference,) = sr.compare(TREE["layers"][0], rules_a, rules_b)
-    assert difference == sr.Difference(
+    assert difference == sr.types.Difference(
         path="wq",
         shape=(8, 8),
-        a=sr.Decision(P("fsdp", "tp"), 0, "wq", None),
-        b=sr.Decision(P("tp"), 0, r"\['wq'\]", None),
+        a=sr.types.Decision(P("fsdp", "tp"), 0, "wq", None),
+        b=sr.types.Decision(P("tp"), 0, r"\['wq'\]", None),
     )
     (turned,) = sr.compare(TREE["layers"][0], rules_b, rules_a)
     assert (turned.path, turned.a, turned.b) == ("['wq']", difference.b, difference.a)
@@ -48,7 +48,9 @@ def test_each_side_is_told():
 
 def test_problems_are_differences():
     rules = [("wq", P("tp")), ("bias", P("tp")), ("one", P("tp"))]
-    keras = sr.Rules([(".*wq", P("tp")), ("layers.*q", None), (".*bias", ("tp", None))], sr.KERAS)
+    keras = sr.Rules(
+        [(".*wq", P("tp")), ("layers.*q", None), (".*bias", ("tp", None))], sr.dialects.KERAS
+    )
     found = {d.path: d for d in sr.compare(TREE, rules, keras)}
     assert {path: (d.b.spec, d.b.rule, d.b.problem) for path, d in found.items()} == {
         "layers/0/wq": (None, None, "ambiguous"),
@@ -56,7 +58,7 @@ def test_problems_are_differences():
         "one": (P(), None, None),
     }
     (unmatched,) = sr.compare({"b": array(2)}, [], [("b", None)])
-    assert unmatched.a == sr.Decision(None, None, None, "unmatched")
+    assert unmatched.a == sr.types.Decision(None, None, None, "unmatched")
 
 
 def test_the_same_problem_is_no_difference():
@@ -65,21 +67,21 @@ def test_the_same_problem_is_no_difference():
 
 def test_leaves_that_need_no_rule_differ_by_dialect():
     rules = [(".*", P("tp"))]
-    (difference,) = sr.compare(TREE, rules, sr.Rules(rules, sr.EASYLM))
+    (difference,) = sr.compare(TREE, rules, sr.Rules(rules, sr.dialects.EASYLM))
     assert (difference.path, difference.a.rule, difference.b.rule) == ("one", 0, None)
 
 
 def test_specs_whole_and_cut():
     rules = [(".*", P("dp", "tp"))]
-    whole = sr.Rules(rules, replace(sr.EFORMER, rank="keep"))
+    whole = sr.Rules(rules, replace(sr.dialects.EFORMER, rank="keep"))
     assert [d.path for d in sr.compare(TREE, rules, whole)] == ["layers/0/bias", "one"]
 
 
 def test_min_size():
     rules = [(".*", P("tp"))]
-    assert sr.compare(TREE, rules, sr.Rules(rules, sr.SPECTRAX), min_size=16) == []
+    assert sr.compare(TREE, rules, sr.Rules(rules, sr.dialects.SPECTRAX), min_size=16) == []
     (difference,) = sr.compare(
-        TREE, [("wq|one", P("tp"))], sr.Rules(rules, sr.SPECTRAX), min_size=16
+        TREE, [("wq|one", P("tp"))], sr.Rules(rules, sr.dialects.SPECTRAX), min_size=16
     )
     assert (difference.path, difference.a.problem) == ("layers/0/bias", "unmatched")
 

@@ -10,7 +10,7 @@ from operator import or_
 import pytest
 
 import shardrules as sr
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.rules import matcher_of
 from tests.support.engines import ENGINES, NFA, ROUNDS, Rule
 from tests.support.folders import DATA
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 
@@ -69,7 +69,7 @@ def test_leaves_that_need_no_rule_are_not_counted():
     assert rules.coverage(tree).matched == (1,)
     assert rules.coverage(tree).unmatched == 0
     assert rules.coverage(tree, strict=False).unmatched == 1
-    assert sr.Rules([]).coverage(tree) == sr.Coverage((), (), 1, {})
+    assert sr.Rules([]).coverage(tree) == sr.types.Coverage((), (), 1, {})
 
 
 def test_the_same_walk_as_match():

@@ -122,7 +122,7 @@ def test_windows_and_their_model():
 def test_plans_on_models(rule_set, model):
     plan = {f"model.{name}": name for name, _ in corpus.rules(rule_set)}
     tree = corpus.manifest(model).flat(corpus.abstract)
-    rules = payload_rules(list(plan), sr.TP_PLAN)
+    rules = payload_rules(list(plan), sr.dialects.TP_PLAN)
     names = list(plan.values())
     matched = rules.match(tree)
     found = {path: names[p.rule] if p else "" for path, p in matched.items()}
@@ -176,7 +176,7 @@ def test_random_windows(seed):
     patterns = random_windows(rng)
     if not all(compiles(regex + "$") for window in patterns for regex in window):
         return
-    rules = payload_rules(patterns, sr.WINDOW)
+    rules = payload_rules(patterns, sr.dialects.WINDOW)
     for _ in range(40):
         path = "/".join(random_text(rng, 4) for _ in range(rng.randint(1, 4))).replace("\n", "b")
         expected = references.by_window(patterns, path)
@@ -190,7 +190,7 @@ def test_random_full_matches(seed):
     patterns = list(dict.fromkeys(patterns))  # keys of a mapping
     if not all(map(compiles, patterns)):
         return
-    rules = payload_rules(patterns, sr.KERAS)
+    rules = payload_rules(patterns, sr.dialects.KERAS)
     for path in [*(random_text(rng, 6) for _ in range(30)), "", "\n"]:
         assert chosen(rules, path) == references.by_layout_map(patterns, path), (patterns, path)
 
@@ -203,7 +203,7 @@ def test_random_plans(seed):
         return ".".join(rng.choice(parts) for _ in range(rng.randint(1, 5)))
 
     plan = list(dict.fromkeys(name(("a", "b", "*", "7", "w1", "")) for _ in range(12)))
-    rules = sr.Rules([(key, None) for key in plan], sr.TP_PLAN)
+    rules = sr.Rules([(key, None) for key in plan], sr.dialects.TP_PLAN)
     for _ in range(60):
         path = name(("a", "b", "0", "7", "12", "w1", "٣", ""))
         assert rules.first_match(path) == references.by_tp_plan(plan, path), (plan, path)
@@ -212,7 +212,7 @@ def test_random_plans(seed):
 @pytest.mark.parametrize("libraries", [False, True])
 def test_keystr_paths_are_those_of_jax(libraries):
     trees = trees_of_libraries() if libraries else kinds_of_trees()
-    everything = replace(sr.KEYSTR, scalars="none")
+    everything = replace(sr.dialects.KEYSTR, scalars="none")
     for kind, tree in trees.items():
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
@@ -388,7 +388,7 @@ class TestAgainstSpectrax:
     def test_corrections(self, their_spectrax, mesh, shape, entries):
         axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
         assume(len(set(axes)) == len(axes))
-        rules = sr.Rules([(".*", P(*entries))], replace(sr.SPECTRAX, scalars="none"))
+        rules = sr.Rules([(".*", P(*entries))], replace(sr.dialects.SPECTRAX, scalars="none"))
         sharding = sr.named_shardings({"a": array(*shape)}, rules, mesh)["a"]
         assert sharding.spec == their_spectrax.sanitize_partition_spec_for_mesh_and_shape(
             P(*entries), mesh=mesh, shape=shape
@@ -405,9 +405,9 @@ class TestChoices:
 
     def test_leaves_without_a_shape(self):
         assert easylm.match_partition_rules([], {"a": 3, "b": "text"}) == {"a": P(), "b": P()}
-        assert sr.Rules([("a", P("x"))], replace(sr.EASYLM, scalars="none")).match({"a": 3}) == {
-            "a": P("x")
-        }
+        assert sr.Rules([("a", P("x"))], replace(sr.dialects.EASYLM, scalars="none")).match(
+            {"a": 3}
+        ) == {"a": P("x")}
 
     def test_specs_given_whole(self):
         assert easylm.match_partition_rules([("a", ("x", None, "y"))], {"a": array(4)}) == {
@@ -415,13 +415,13 @@ class TestChoices:
         }
 
     def test_specs_too_long_replicate(self):
-        rules = sr.Rules([("a", ("x", "y"))], replace(sr.EASYLM, rank="replicate"))
+        rules = sr.Rules([("a", ("x", "y"))], replace(sr.dialects.EASYLM, rank="replicate"))
         assert rules.match({"a": array(4)}) == {"a": P()}
 
     def test_min_size_before_the_match(self):
-        assert sr.Rules([], sr.SPECTRAX).match({"a": array(3)}, min_size=4) == {"a": P()}
+        assert sr.Rules([], sr.dialects.SPECTRAX).match({"a": array(3)}, min_size=4) == {"a": P()}
         with pytest.raises(ValueError, match="Partition rule not found"):
-            sr.Rules([], sr.EASYLM).match({"a": array(3)}, min_size=4)
+            sr.Rules([], sr.dialects.EASYLM).match({"a": array(3)}, min_size=4)
 
     def test_scanned_layers(self):
         tree = {"FlaxBartEncoderLayers": {"kernel": 0, "bias": 0}, "kernel": 0}
@@ -455,7 +455,7 @@ class TestChoices:
             assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
 
     def test_coverage_counts_a_rule_once(self):
-        rules = sr.Rules([("a", None), ("a|b", None), ("c", None)], sr.KERAS)
+        rules = sr.Rules([("a", None), ("a|b", None), ("c", None)], sr.dialects.KERAS)
         coverage = rules.coverage({"a": array(2), "b": array()})
         assert (coverage.matched, coverage.won, coverage.dead) == ((1, 2, 0), (1, 1, 0), (2,))
         assert rules.all_matches("a") == [0, 1]
@@ -465,7 +465,7 @@ class TestChoices:
         mesh = {"dp": 2, "tp": 4}
         rules = [("a", (("dp", "pp"), "tp")), ("b", ("dp", "tp")), ("c", ("tp",))]
         tree = {"a": array(4, 8), "b": array(8), "c": array(6)}
-        specs = sr.named_shardings(tree, sr.Rules(rules, sr.SPECTRAX), mesh)
+        specs = sr.named_shardings(tree, sr.Rules(rules, sr.dialects.SPECTRAX), mesh)
         assert [s.spec for s in specs.values()] == [P("dp", "tp"), P(), P(None)]
 
 
@@ -495,20 +495,20 @@ class TestNnx:
         rules = [("value$", "tp"), ("kernel$|lora_a$", ("fsdp", "tp")), ("bias", None), (".*", ())]
         state = nnx.state(model, nnx.Param)
         pure = nnx.to_pure_dict(state)
-        ours = sr.plan(state, sr.Rules(rules, sr.NNX), {"fsdp": 2, "tp": 2})
+        ours = sr.plan(state, sr.Rules(rules, sr.dialects.NNX), {"fsdp": 2, "tp": 2})
         theirs = sr.plan(pure, rules, {"fsdp": 2, "tp": 2})
         assert dict(zip(ours.paths, ours.rule, strict=True)) == dict(
             zip(theirs.paths, theirs.rule, strict=True)
         )
         assert {"attn/value/kernel", "value"} <= set(ours.paths)
-        matched = sr.Rules(rules, sr.NNX).match(state)
+        matched = sr.Rules(rules, sr.dialects.NNX).match(state)
         assert jax.tree.structure(matched, is_leaf=is_spec) == jax.tree.structure(state)
         assert nnx.to_pure_dict(matched) == sr.Rules(rules).match(pure)
-        assert len(sr.compare(state, sr.Rules(rules, sr.NNX), rules)) > 0
+        assert len(sr.compare(state, sr.Rules(rules, sr.dialects.NNX), rules)) > 0
 
     def test_a_module_and_its_optimizer(self, nnx, model):
         optax = pytest.importorskip("optax")
-        rules = sr.Rules([("kernel$", ("fsdp", "tp")), (".*", ())], sr.NNX)
+        rules = sr.Rules([("kernel$", ("fsdp", "tp")), (".*", ())], sr.dialects.NNX)
         try:
             optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         except TypeError:
@@ -523,12 +523,13 @@ class TestNnx:
     def test_other_dialects_with_a_hidden_key(self, nnx, model):
         keystr = sr.Rules(
             [(r"^\['attn'\]\['inner'\]\['kernel'\]$", "tp"), (".*", None)],
-            replace(sr.KEYSTR, hidden_key=".value"),
+            replace(sr.dialects.KEYSTR, hidden_key=".value"),
         )
         matched = nnx.to_pure_dict(keystr.match(nnx.state(model)))
         assert matched["attn"]["inner"]["kernel"] == P("tp")
         windows = sr.Rules(
-            [(("inner", "kernel"), "tp"), ((".*",), None)], replace(sr.WINDOW, hidden_key="value")
+            [(("inner", "kernel"), "tp"), ((".*",), None)],
+            replace(sr.dialects.WINDOW, hidden_key="value"),
         )
         assert nnx.to_pure_dict(windows.match(nnx.state(model))) == matched
 
@@ -552,7 +553,7 @@ class TestNnx:
         patterns = ["value$", "^root/value", "kernel/value|bias$", "(?<!x)/a", "value/.*value", ""]
         rules = [(pattern, Payload(rule)) for rule, pattern in enumerate(patterns)]
         expected = sr.Rules(rules, memory_budget=memory_budget).match(plain)
-        found = sr.Rules(rules, sr.NNX, memory_budget=memory_budget).match(boxed(plain))
+        found = sr.Rules(rules, sr.dialects.NNX, memory_budget=memory_budget).match(boxed(plain))
         assert found == jax.tree.map(boxed, expected)
 
     def test_what_is_not_left_out(self):
@@ -561,17 +562,17 @@ class TestNnx:
             "value": leaf, "a": {"value": leaf, "b": leaf}, "c": {"value": [leaf]},
             "d": {"value": {"value": {"value": leaf}}}, "e": {"value": None}, "f": [{"value": leaf}],
         }  # fmt: skip
-        paths = sr.plan(tree, sr.Rules([("", ())], sr.NNX), {"tp": 1}).paths
+        paths = sr.plan(tree, sr.Rules([("", ())], sr.dialects.NNX), {"tp": 1}).paths
         assert paths == ["value", "a/value", "a/b", "c/value/0", "d/value/value", "f/0"]
 
     def test_locks_and_files(self, tmp_path):
         path = tmp_path / "rules.toml"
         path.write_text('dialect = "nnx"\n[[rules]]\npattern = "kernel$"\nspec = "tp"\n')
         rules = sr.read_rules(path).rules
-        assert rules.dialect == sr.NNX
+        assert rules.dialect == sr.dialects.NNX
         plan = sr.plan({"a": {"kernel": {"value": array(8, 8)}}}, rules, {"tp": 2})
         locked = sr.Plan.from_lock(plan.lock())
-        assert locked.rules.dialect == sr.NNX
+        assert locked.rules.dialect == sr.dialects.NNX
         assert str(locked.diff(plan)) == "no differences"
         eformers = sr.plan({"a": {"kernel": array(8, 8)}}, list(rules), {"tp": 2})
         assert "hidden_key" not in eformers.lock()
@@ -580,7 +581,7 @@ class TestNnx:
 
 class TestBadInput:
     def test_several_keras_keys(self):
-        rules = sr.Rules([(".*kernel", ("x",)), ("a/.*", ("y",))], sr.KERAS)
+        rules = sr.Rules([(".*kernel", ("x",)), ("a/.*", ("y",))], sr.dialects.KERAS)
         with pytest.raises(ValueError, match="several rules") as info:
             rules.match({"a": {"kernel": array(4), "bias": array(4)}})
         assert str(info.value) == (
@@ -591,14 +592,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match="cannot be sharded as the rules say") as info:
             sr.named_shardings(
                 {"b": array(3), "a": {"c": array(3)}},
-                sr.Rules([("a/.*|b", "x")], sr.KERAS),
+                sr.Rules([("a/.*|b", "x")], sr.dialects.KERAS),
                 {"x": 2},
             )
         assert "rule 0: 'a/.*|b'" in str(info.value)
 
     def test_a_layout_longer_than_the_rank(self):
         with pytest.raises(ValueError, match="fewer dimensions") as info:
-            sr.Rules([(".*", ("x", None))], sr.KERAS).match({"bias": array(4), "b": array()})
+            sr.Rules([(".*", ("x", None))], sr.dialects.KERAS).match(
+                {"bias": array(4), "b": array()}
+            )
         assert str(info.value) == (
             "2 leaves have fewer dimensions than the spec has entries:\n"
             "    bias  shape (4,)  rule 0: '.*' -> ('x', None)\n"
@@ -620,23 +623,23 @@ class TestBadInput:
             def shape(self):
                 raise RuntimeError("broken")
 
-        for dialect, shown in ((sr.WINDOW, "'a/0'"), (sr.KEYSTR, "\"['a'][0]\"")):
+        for dialect, shown in ((sr.dialects.WINDOW, "'a/0'"), (sr.dialects.KEYSTR, "\"['a'][0]\"")):
             with pytest.raises(RuntimeError, match="broken") as info:
                 sr.Rules([], dialect).match({"a": [Broken()]})
             assert info.value.__notes__ == [f"shardrules: at {shown} in the tree"]
 
     def test_a_window_that_is_a_string(self):
         with pytest.raises(TypeError, match=r"rule 1: .* tuple of strings.* write \('\(bias\)',\)"):
-            sr.Rules([(("a",), None), ("(bias)", None)], sr.WINDOW)
+            sr.Rules([(("a",), None), ("(bias)", None)], sr.dialects.WINDOW)
 
     @pytest.mark.parametrize("pattern", [(), [], ("a", 1), (re.compile("a"),), None])
     def test_what_is_no_window(self, pattern):
         with pytest.raises(TypeError, match="rule 0: the pattern must be a tuple of strings"):
-            sr.Rules([(pattern, None)], sr.WINDOW)
+            sr.Rules([(pattern, None)], sr.dialects.WINDOW)
 
     def test_an_invalid_regex_in_a_window_is_shown_as_written(self):
         with pytest.raises(re.error) as info:
-            sr.Rules([(("fine", "a(b"), None)], sr.WINDOW)
+            sr.Rules([(("fine", "a(b"), None)], sr.dialects.WINDOW)
         assert str(info.value) == (
             "rule 0: missing ), unterminated subpattern at position 1\n    a(b\n     ^"
         )
@@ -644,10 +647,10 @@ class TestBadInput:
 
     def test_a_compiled_pattern_in_a_plan(self):
         with pytest.raises(TypeError, match="rule 0: the pattern must be a string, not"):
-            sr.Rules([(re.compile("a"), None)], sr.TP_PLAN)
+            sr.Rules([(re.compile("a"), None)], sr.dialects.TP_PLAN)
 
     def test_compiled_patterns_in_a_layout_map(self):
-        rules = sr.Rules([(re.compile("DENSE", re.I), None)], sr.KERAS)
+        rules = sr.Rules([(re.compile("DENSE", re.I), None)], sr.dialects.KERAS)
         assert [rules.first_match(path) for path in ("dense", "dense2")] == [0, None]
 
     @pytest.mark.parametrize(
@@ -660,7 +663,7 @@ class TestBadInput:
     )  # fmt: skip
     def test_choices_that_do_not_exist(self, choice):
         with pytest.raises(ValueError, match="must be one of|does not mix|at least one"):
-            replace(sr.EASYLM, **choice)
+            replace(sr.dialects.EASYLM, **choice)
 
     def test_axes_that_the_mesh_of_a_layout_map_does_not_have(self):
         layouts = LayoutMap(SimpleNamespace(axis_names=("model",)))
@@ -684,7 +687,7 @@ def test_the_advice_for_a_layout_map_keeps_the_dialect():
 def test_pickled_and_compared():
     import pickle
 
-    rules = sr.Rules([(["a", "b"], ("x",))], sr.WINDOW)
+    rules = sr.Rules([(["a", "b"], ("x",))], sr.dialects.WINDOW)
     again = pickle.loads(pickle.dumps(rules))
     assert again == rules
     assert hash(again) == hash(rules)
@@ -716,10 +719,10 @@ def test_events_of_other_dialects_do_not_stop_a_match(monkeypatch):
 )
 def test_a_tp_plan_component_that_is_literally_a_star(key, path):
     tree = {path: array(8, 8)}
-    found = payload_rules([key], sr.TP_PLAN).match(tree)[path]
+    found = payload_rules([key], sr.dialects.TP_PLAN).match(tree)[path]
     assert bool(found) == bool(references.tp_styles({key: "style"}, tree)[path])
 
 
 def test_a_window_meets_an_array_that_is_the_whole_tree_as_an_empty_component():
-    rules = sr.Rules([(("a",), "a"), (("",), "whole")], sr.WINDOW)
+    rules = sr.Rules([(("a",), "a"), (("",), "whole")], sr.dialects.WINDOW)
     assert rules.match(array(8)) == rules.match({"": array(8)})[""] == P("whole")

@@ -130,7 +130,7 @@ def test_fallbacks_are_named(pattern, reason):
 
 def test_a_huge_literal_is_left_to_re(monkeypatch):
     for limit in ("_MAX_NODES_OF_PATTERN", "_MAX_NODES_OF_RULES"):
-        monkeypatch.setattr(f"shardrules._matching.patterns.{limit}", 4_000)
+        monkeypatch.setattr(f"shardrules._rules.patterns.{limit}", 4_000)
     rules = sr.Rules([("x" * 5_000, None), ("y", None)])
     assert rules.fallbacks == ((0, "too large for the automaton once its repeats are unrolled"),)
     assert rules.first_match("xy") == 1

@@ -19,9 +19,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._matching import matcher, rules
-from shardrules._matching.dialects import EASYLM, EFORMER
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules import matcher, rules
+from shardrules._rules.dialects import EASYLM, EFORMER
+from shardrules._rules.rules import remembered_rules
 from shardrules.compat import (
     axlearn,
     big_vision,
@@ -193,15 +193,15 @@ def test_dialects_are_told_apart():
 
 # Where Rules are made of patterns in each call, and why. All else takes `remembered_rules`.
 MAKING_RULES = {
-    "_matching/rules.py": "what remembers, and pickles",
-    "_declared.py": "it remembers its own, whose errors have other names",
+    "_rules/rules.py": "what remembers, and pickles",
+    "_plan/findings.py": "it remembers its own, whose errors have other names",
     "_files/rules.py": "who reads a file gets an object of its own",
-    "_planning/locks/read.py": "the same",
-    "_planning/placing/by_specs.py": "patterns of a tree of specs, which nobody gave",
-    "_planning/asking/checks/tables.py": "made once",
-    "_moving/trees.py": "made once",
-    "_suggesting/proving.py": "patterns that are being written",
-    "_suggesting/writing.py": "the same",
+    "_plan/lock.py": "the same",
+    "_plan/resolve.py": "patterns of a tree of specs, which nobody gave",
+    "_plan/check_leaves.py": "made once",
+    "_checkpoint/trees.py": "made once",
+    "_suggest/choose.py": "patterns that are being written",
+    "_suggest/writing.py": "the same",
     "demo.py": "shown as a user's own",
 }
 

@@ -22,7 +22,7 @@ def test_a_sequence_of_its_pairs():
     assert len(rules) == 3
     assert rules[0] == PAIRS[0]
     assert [pattern for pattern, _ in rules] == [pattern for pattern, _ in PAIRS]
-    assert rules.dialect is sr.EFORMER
+    assert rules.dialect is sr.dialects.EFORMER
     assert str(rules).splitlines() == [
         "3 rules, dialect eformer",
         "rule 0: 'wq/kernel' -> P('fsdp', 'tp')",

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import shardrules as sr
-from shardrules._moving.forecast import forecast
+from shardrules._checkpoint.filling import forecast
 from tests.moving.test_load import LLAMA, RULES
 
 

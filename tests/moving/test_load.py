@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._checkpoint import filling, load, reading, trees
 from shardrules._dtypes import BITS, SAFETENSORS
-from shardrules._files.arrays import read_arrays
 from shardrules._files.leaves import StoredArrays
-from shardrules._moving import filling, load, reading, trees
+from shardrules._files.models import read_arrays
 from tests.support.files import header_file, message
 from tests.support.slow import slow
 

@@ -89,7 +89,7 @@ RULES = [
 @pytest.mark.parametrize("variant", [{}, {"qwen": True}, {"qwen": True, "experts": 4}])
 def test_hugging_face_to_flax(save, rng, variant, shape):  # noqa: F811
     arrays = llama(rng, **variant)
-    loaded = sr.load(save(arrays), RULES, mesh_of(shape), renames=sr.HF_TO_FLAX)
+    loaded = sr.load(save(arrays), RULES, mesh_of(shape), renames=sr.renames.HF_TO_FLAX)
     expected = to_flax(arrays)
     paths = {
         jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -152,13 +152,13 @@ def test_deepseeks_experts_stacked_and_unstacked(save, rng, spec):  # noqa: F811
             parts = [whole[EXPERT.sub(f".experts.{e}.", name)] for e in range(4)]
             expected[EXPERT.sub(".experts.", name)] = np.stack(parts)
     rules = [(r"experts\.\w+_proj", spec), ("", ())]
-    loaded = sr.load(save(arrays), rules, mesh_of(), renames=sr.DEEPSEEK_STACKED)
+    loaded = sr.load(save(arrays), rules, mesh_of(), renames=sr.renames.DEEPSEEK_STACKED)
     assert loaded.keys() == expected.keys()
     for name, array in loaded.items():
         assert array.dtype == expected[name].dtype
         assert bits(array) == bits(expected[name]), name
     path = save({name: np.asarray(array) for name, array in loaded.items()})
-    again = sr.load(path, P(), mesh_of(), renames=sr.DEEPSEEK_UNSTACKED)
+    again = sr.load(path, P(), mesh_of(), renames=sr.renames.DEEPSEEK_UNSTACKED)
     assert again.keys() == whole.keys()
     for name, array in again.items():
         assert bits(array) == bits(whole[name]), name

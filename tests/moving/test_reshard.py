@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._moving import reshard as moving
+from shardrules._checkpoint import reshard as moving
 from tests.moving.test_load import bits, mesh_of
 from tests.moving.test_maps import deepseek, dequantized, llama, to_flax
 
@@ -135,7 +135,7 @@ def test_into_a_plan(rng):
             node = node.setdefault(key, {})
         node[last] = jax.ShapeDtypeStruct(array.shape, jnp.bfloat16)
     plan = sr.plan(sampler, [("kernel", (None, "tp")), ("", ())], on([4, 5, 6, 7], (1, 4)))
-    moved = sr.reshard(trainer, plan, renames=sr.HF_TO_FLAX)
+    moved = sr.reshard(trainer, plan, renames=sr.renames.HF_TO_FLAX)
     assert jax.tree.structure(moved) == jax.tree.structure(sampler)
     assert jax.tree.map(lambda x: x.sharding, moved) == plan.shardings()
     for path, array in expected.items():
@@ -153,13 +153,13 @@ def test_stacked_and_taken_apart_and_scaled(rng, donate):
     expected = dequantized(arrays)
     placed = sr.shard(arrays, P(), mesh)
     rules = [(r"experts\.\w+_proj", ("fsdp", None, "tp")), ("", ())]
-    stacked = sr.reshard(placed, rules, mesh, renames=sr.DEEPSEEK_STACKED, donate=donate)
+    stacked = sr.reshard(placed, rules, mesh, renames=sr.renames.DEEPSEEK_STACKED, donate=donate)
     name = "model.layers.1.mlp.experts.{}gate_proj.weight"
     assert placed[name.format("0.")].is_deleted() == donate
     found = stacked[name.format("")]
     assert found.sharding.spec == P("fsdp", None, "tp")
     assert bits(found) == bits(np.stack([expected[name.format(f"{e}.")] for e in range(4)]))
-    apart = sr.reshard(stacked, P(), mesh, renames=sr.DEEPSEEK_UNSTACKED, donate=donate)
+    apart = sr.reshard(stacked, P(), mesh, renames=sr.renames.DEEPSEEK_UNSTACKED, donate=donate)
     assert apart.keys() == expected.keys()
     for key, array in apart.items():
         assert bits(array) == bits(expected[key]), key

@@ -63,8 +63,8 @@ HELD_OUT: Final = {
 """Pairs that no check was tuned on."""
 
 _DIALECTS: Final = {
-    "EasyLM": sr.EASYLM, "EasyLM-yizhongw": sr.EASYLM, "LWM": sr.EASYLM, "felafax": sr.EASYLM, "scalax": sr.EASYLM,
-    "JAXSeq": sr.KEYSTR, "keras-hub": sr.KERAS, "grok-1": sr.WINDOW,
+    "EasyLM": sr.dialects.EASYLM, "EasyLM-yizhongw": sr.dialects.EASYLM, "LWM": sr.dialects.EASYLM, "felafax": sr.dialects.EASYLM, "scalax": sr.dialects.EASYLM,
+    "JAXSeq": sr.dialects.KEYSTR, "keras-hub": sr.dialects.KERAS, "grok-1": sr.dialects.WINDOW,
 }  # fmt: skip
 # An axis has the first of its names here that a size is for.
 _SIZES: Final = (
@@ -93,10 +93,12 @@ def _real_tree(model: str) -> Any:
 
 def _case(model: str, tree: Any, name: str, sizes: dict[str, int]) -> Case:
     rules = corpus.rules(name)
-    dialect = _DIALECTS.get(name.split("__")[0], sr.EFORMER)
-    if dialect is sr.KERAS:  # which wants full matches now; the lists are of when it searched
+    dialect = _DIALECTS.get(name.split("__")[0], sr.dialects.EFORMER)
+    if (
+        dialect is sr.dialects.KERAS
+    ):  # which wants full matches now; the lists are of when it searched
         rules = [(f".*{pattern}.*", spec) for pattern, spec in rules]
-    dialect = sr.WINDOW if name.endswith("window") else dialect
+    dialect = sr.dialects.WINDOW if name.endswith("window") else dialect
     stacks = _STACKS.get((model, name), ())
     case = Case(f"{model} + {name}", tree, tuple(rules), dialect, _mesh(rules, {}), stacks)
     coverage = case.plan().coverage

@@ -102,10 +102,10 @@ def _ideal_bytes(case: Case, original: sr.Plan) -> int:
     )
 
 
-def _axes(kind: sr.Kind) -> list[str]:
+def _axes(kind: sr.types.Kind) -> list[str]:
     return [axis for entry in entries_of(kind.spec or Entries()) for axis in entry_axes(entry)]
 
 
-def _essence(finding: sr.Finding) -> tuple[str, str, str, tuple[str, ...]]:
+def _essence(finding: sr.types.Finding) -> tuple[str, str, str, tuple[str, ...]]:
     """What makes a finding another one; neither bytes nor the indices of rules do."""
     return finding.level, finding.kind, _NUMBERS.sub("#", finding.message), finding.paths

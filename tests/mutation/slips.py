@@ -26,7 +26,7 @@ class Case:
     model: str
     tree: Any = field(repr=False)
     rules: tuple[Rule, ...] = field(repr=False)
-    dialect: sr.Dialect
+    dialect: sr.dialects.Dialect
     mesh: dict[str, int]
     stacks: tuple[str, ...] = ()
     """Paths of stacked layers, for `stacked`."""
@@ -41,7 +41,7 @@ class Case:
         companions = [sr.stacked(at) for at in case.stacks]
         return sr.plan(case.tree, rules, case.mesh, companions=companions)
 
-    def check(self, plan: sr.Plan) -> sr.Findings:
+    def check(self, plan: sr.Plan) -> sr.types.Findings:
         return plan.check(data_axes=["dp"])
 
 

@@ -22,18 +22,6 @@ EVERY_MODULE = [
     for module in pkgutil.walk_packages(shardrules.__path__, "shardrules.")
     if module.name not in ("shardrules._core", "shardrules.__main__")
 ]
-# Folders whose own module has a docstring alone; and api, which has imports alone.
-FOLDERS = ("_files", "_logical", "_matching", "_moving", "_patching", "_planning", "_sharding", "_suggesting",
-           "_verifying")  # fmt: skip
-ROOMS = ("api", "asking", "asking.checks", "asking.collectives", "locks", "placing", "showing")
-EMPTY = [
-    *(f"shardrules.{folder}" for folder in FOLDERS),
-    *(f"shardrules._planning.{room}" for room in ROOMS),
-    "shardrules._moving.api",
-    "shardrules._verifying.api",
-    "shardrules._suggesting.api",
-]
-OFFERING = ["shardrules", *(name for name in EVERY_MODULE if name not in EMPTY)]
 
 
 def test_public_api():
@@ -44,27 +32,45 @@ def test_public_api():
     assert not changes, "see CONTRIBUTING.md; `make api` pins it anew:\n" + "\n".join(changes)
 
 
-@pytest.mark.parametrize("name", EVERY_MODULE)
-def test_modules_offer_what_others_take(name):
-    source = Path(importlib.import_module(name).__file__).read_text(encoding="utf-8")
-    taken = {
-        (statement.module, alias.name)
-        for statement in ast.walk(ast.parse(source))
-        if isinstance(statement, ast.ImportFrom) and statement.module in EVERY_MODULE
+def test_public_modules_have_what_they_offer():
+    for name in EVERY_MODULE:
+        module = importlib.import_module(name)
+        offered = getattr(module, "__all__", [])
+        assert len(set(offered)) == len(offered)
+        assert [each for each in offered if not hasattr(module, each)] == [], name
+
+
+def exported(file):
+    """{name: module} of what a file imports from the package as itself, for others to take."""
+    return {
+        alias.name: statement.module
+        for statement in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
+        if alias.asname == alias.name
     }
-    for giver, taken_name in taken:
-        module = importlib.import_module(giver)
-        # Modules, and types for type checkers alone, cannot be in __all__.
-        if f"{giver}.{taken_name}" not in EVERY_MODULE and hasattr(module, taken_name):
-            assert taken_name in module.__all__, giver
 
 
-@pytest.mark.parametrize("name", OFFERING)
-def test_modules_have_what_they_offer(name):
-    module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__)
-    assert all(hasattr(module, offered) for offered in module.__all__)
+def test_the_stub_says_what_is_there():
+    exports = exported(Path(shardrules.__file__).with_suffix(".pyi"))
+    for name in shardrules._SUBMODULES:
+        assert exports.pop(name) == "shardrules"
+    moved = {name for names in shardrules._MOVED.values() for name in names.split()}
+    assert exports.keys() == set(shardrules.__all__) | moved
+    for name in shardrules.__all__:
+        assert exports[name] == f"shardrules.{shardrules._MODULES[name]}"
+    assert len(shardrules.__all__) <= 45
+
+
+@pytest.mark.parametrize("name", shardrules._MOVED)
+def test_names_that_have_moved_warn_and_are_the_same(name):
+    module = importlib.import_module(f"shardrules.{name}")
+    assert exported(Path(module.__file__)).keys() == set(shardrules._MOVED[name].split())
+    for each in shardrules._MOVED[name].split():
+        vars(shardrules).pop(each, None)
+        with pytest.warns(DeprecationWarning, match=rf"use shardrules\.{name}\.{each}$"):
+            assert getattr(shardrules, each) is getattr(module, each)
+        vars(shardrules).pop(each)
 
 
 def test_unknown_names():
@@ -75,7 +81,7 @@ def test_unknown_names():
 
 def test_planning_is_imported_on_first_use():
     code = (
-        "import sys, shardrules as sr; assert 'shardrules._planning.plan' not in sys.modules;"
+        "import sys, shardrules as sr; assert 'shardrules._plan.plan' not in sys.modules;"
         "import numpy; sr.plan({'a': numpy.ones(2)}, [('a', ())], {'dp': 2});"
         "assert 'plan' in vars(sr);"
         "from shardrules import *; assert Plan is sr.Plan"

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._patching import patch as _patch
-from shardrules._patching.code_digest import code_digest
+from shardrules._patching.patch import code_digest
 from tests.support import corpus, peer_sources
 from tests.support.contexts import legacy, needs_set_mesh
 from tests.support.folders import ROOT

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._format import nearest
-from shardrules._planning.asking.findings import CHECK_KINDS
-from shardrules._planning.fold import fold
+from shardrules._plan.findings import CHECK_KINDS
+from shardrules._plan.fold import fold
+from shardrules._text import nearest
 from tests.support import corpus
 from tests.support.folders import DATA, ROOT
 
@@ -76,18 +76,21 @@ class TestUnmatched:
         )
 
     def test_not_where_a_dialect_replicates(self):
-        assert of_kind(findings({"x": LARGE}, sr.Rules([("w", None)], sr.KERAS)), "unmatched") == []
+        assert (
+            of_kind(findings({"x": LARGE}, sr.Rules([("w", None)], sr.dialects.KERAS)), "unmatched")
+            == []
+        )
 
     def test_not_what_needs_no_rule(self):
         tree = {"w": LARGE, "scalar": array(), "name": "x", "none": None}
         assert of_kind(findings(tree, SHARDED), "unmatched") == []
 
     def test_the_example_is_in_the_dialects_own_form(self):
-        rules = sr.Rules([(("w",), None)], sr.WINDOW)
+        rules = sr.Rules([(("w",), None)], sr.dialects.WINDOW)
         one = only(findings({"a.b": {"x": [LARGE] * 3}}, rules), "unmatched")
         assert r"((r'a\.b', r'x', r'\d+',), P(...))" in one.fix
         assert "(('.*',), P())" in one.fix
-        keystr = sr.Rules([("w", None)], sr.KEYSTR)
+        keystr = sr.Rules([("w", None)], sr.dialects.KEYSTR)
         one = only(findings({"x": [LARGE] * 3}, keystr), "unmatched")
         assert r"""(r"\['x'\]\[\d+\]", P(...))""" in one.fix
 
@@ -127,7 +130,7 @@ class TestMisfit:
         assert of_kind(findings({"w": array(8, 6)}, SHARDED), "misfit") == []
 
     def test_ambiguous(self):
-        rules = sr.Rules([(".*w", ("tp",)), ("w.*", None)], sr.KERAS)
+        rules = sr.Rules([(".*w", ("tp",)), ("w.*", None)], sr.dialects.KERAS)
         found = findings({"w": LARGE, "aw": LARGE, "wb": LARGE}, rules)
         one = only(found, "misfit")
         assert (one.level, one.leaves, one.rule, one.paths) == ("error", 1, None, ("w",))
@@ -194,7 +197,7 @@ class TestCatchAll:
         assert only(found, "replicated").rule == 1
 
     def test_of_windows(self):
-        rules = sr.Rules([(("w",), P("fsdp", "tp")), ((".*",), None)], sr.WINDOW)
+        rules = sr.Rules([(("w",), P("fsdp", "tp")), ((".*",), None)], sr.dialects.WINDOW)
         assert only(findings({"w": LARGE, "x": {"y": LARGE}}, rules), "catch-all").paths == ("x/y",)
 
     def test_declared(self):
@@ -234,11 +237,19 @@ class TestCatchAll:
     )
 
     @pytest.mark.parametrize(
-        "dialect", [sr.EFORMER, sr.KEYSTR, sr.KERAS, sr.WINDOW, sr.TP_PLAN], ids=lambda d: d.name
+        "dialect",
+        [
+            sr.dialects.EFORMER,
+            sr.dialects.KEYSTR,
+            sr.dialects.KERAS,
+            sr.dialects.WINDOW,
+            sr.dialects.TP_PLAN,
+        ],
+        ids=lambda d: d.name,
     )
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     def test_declared_patterns_are_searched_in_the_paths_of_any_dialect(self, dialect, pattern):
-        everything = (".*",) if dialect is sr.WINDOW else ".*"
+        everything = (".*",) if dialect is sr.dialects.WINDOW else ".*"
         tree = {"x": {"y": LARGE, "x y": [LARGE] * 2}, "z": {"xx": LARGE, "aa.b": LARGE}}
         plan = sr.plan(tree, sr.Rules([(everything, ())], dialect), MESH)
         found = plan.check(replicated=[pattern])
@@ -297,7 +308,7 @@ class TestReplicated:
         assert of_kind(findings({"w": LARGE, "x": LARGE}, rules, replicated=["^y$"]), "replicated")
 
     def test_without_a_rule(self):
-        rules = sr.Rules([(".*w", ("fsdp", "tp"))], sr.KERAS)
+        rules = sr.Rules([(".*w", ("fsdp", "tp"))], sr.dialects.KERAS)
         (one,) = of_kind(findings({"w": LARGE, "x": LARGE}, rules), "replicated")
         assert one.message == "1 large leaf replicated (no rule decides): 16.8 MB on each device"
         (one,) = of_kind(findings({"w": LARGE, "x": [LARGE] * 2}, rules), "replicated")
@@ -476,7 +487,11 @@ class TestUnknownAxis:
         assert plan.specs() == {"w": P(None, "tp")}
         assert only(plan.check(), "unknown-axis").level == "error"
 
-    @pytest.mark.parametrize("dialect", [sr.EFORMER, sr.EASYLM, sr.NNX], ids=lambda one: one.name)
+    @pytest.mark.parametrize(
+        "dialect",
+        [sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.NNX],
+        ids=lambda one: one.name,
+    )
     def test_the_plan_gives_no_specs_and_has_one_finding(self, dialect):
         rules = sr.Rules([("w", ("fdsp", "tp"))], dialect)
         plan = sr.plan({"w": self.WHOLE}, rules, {"fsdp": 64, "tp": 8})
@@ -715,7 +730,7 @@ class TestNnxValue:
 
     def test_the_paths_of_the_dialect_do_not_end_so(self):
         for pattern in ("query|key|value", "kernel/value$", "kernel$"):
-            rules = sr.Rules([(pattern, ("fsdp", "tp")), (".*", ())], sr.NNX)
+            rules = sr.Rules([(pattern, ("fsdp", "tp")), (".*", ())], sr.dialects.NNX)
             assert of_kind(findings(self.TREE, rules), "nnx-value") == []
 
     def test_of_nnx_itself(self):
@@ -752,7 +767,9 @@ class TestRules:
         assert found == ()
 
     def test_where_one_rule_alone_may_match_there_is_no_before(self):
-        found = findings({"a": LARGE}, sr.Rules([("a", ("fsdp", "tp")), ("a.*", None)], sr.KERAS))
+        found = findings(
+            {"a": LARGE}, sr.Rules([("a", ("fsdp", "tp")), ("a.*", None)], sr.dialects.KERAS)
+        )
         assert only(found, "shadowed").fix == "make the patterns exclude each other, or remove it"
 
 
@@ -998,7 +1015,9 @@ def test_choices_that_do_not_exist():
 def test_json():
     found = everything()
     listed = json.loads(found.to_json())["findings"]
-    assert [sr.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(found)
+    assert [sr.types.Finding(**{**one, "paths": tuple(one["paths"])}) for one in listed] == list(
+        found
+    )
     assert json.loads(findings({"w": LARGE}, SHARDED).to_json()) == {"findings": []}
 
 
@@ -1059,16 +1078,16 @@ def test_many_paths_are_cut_short():
 EASYDEL_V3 = "easydel__deepseek_v3-DeepseekV3Config-v0.2.0"
 EASYDEL_MESH = {"dp": 1, "fsdp": 8, "ep": 1, "tp": 4, "sp": 1}
 PAIRS = {
-    "deepseek-v3-per-expert": (corpus.DEEPSEEK, EASYDEL_V3, sr.EFORMER, EASYDEL_MESH),
-    "deepseek-v3-v2-rules": (corpus.DEEPSEEK, "easydel__deepseek_v2-DeepseekV2Config-v0.0.80", sr.EFORMER, EASYDEL_MESH),
-    "easydel-deepseek-v3": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, EASYDEL_MESH),
-    "easydel-deepseek-v3-without-sp": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, {"fsdp": 8, "tp": 4}),
-    "easydel-deepseek-v3-fsdp-6": ("easydel-deepseek-v3", EASYDEL_V3, sr.EFORMER, {**EASYDEL_MESH, "fsdp": 6}),
-    "easylm-llama": ("easylm-llama-3.1-405b", "EasyLM__llama", sr.EASYLM, {"dp": 1, "fsdp": 32, "mp": 8}),
-    "easylm-gpt-j": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.EASYLM, {"dp": 1, "fsdp": 8, "mp": 4}),
-    "easylm-gpt-j-mp-64": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.EASYLM, {"dp": 1, "fsdp": 8, "mp": 64}),
-    "lwm-7b-scanned": ("lwm-7b-scanned", "LWM__llama-scan_layersTrue", sr.EASYLM, {"dp": 1, "fsdp": 8, "tp": 4, "sp": 1}),
-    "jaxseq-t5": ("flax-t5-v1_1-xxl", "JAXSeq__T5", sr.KEYSTR, {"dp": 1, "fsdp": 8, "mp": 4}),
+    "deepseek-v3-per-expert": (corpus.DEEPSEEK, EASYDEL_V3, sr.dialects.EFORMER, EASYDEL_MESH),
+    "deepseek-v3-v2-rules": (corpus.DEEPSEEK, "easydel__deepseek_v2-DeepseekV2Config-v0.0.80", sr.dialects.EFORMER, EASYDEL_MESH),
+    "easydel-deepseek-v3": ("easydel-deepseek-v3", EASYDEL_V3, sr.dialects.EFORMER, EASYDEL_MESH),
+    "easydel-deepseek-v3-without-sp": ("easydel-deepseek-v3", EASYDEL_V3, sr.dialects.EFORMER, {"fsdp": 8, "tp": 4}),
+    "easydel-deepseek-v3-fsdp-6": ("easydel-deepseek-v3", EASYDEL_V3, sr.dialects.EFORMER, {**EASYDEL_MESH, "fsdp": 6}),
+    "easylm-llama": ("easylm-llama-3.1-405b", "EasyLM__llama", sr.dialects.EASYLM, {"dp": 1, "fsdp": 32, "mp": 8}),
+    "easylm-gpt-j": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.dialects.EASYLM, {"dp": 1, "fsdp": 8, "mp": 4}),
+    "easylm-gpt-j-mp-64": ("flax-gpt-j-6b", "EasyLM-yizhongw__gptj", sr.dialects.EASYLM, {"dp": 1, "fsdp": 8, "mp": 64}),
+    "lwm-7b-scanned": ("lwm-7b-scanned", "LWM__llama-scan_layersTrue", sr.dialects.EASYLM, {"dp": 1, "fsdp": 8, "tp": 4, "sp": 1}),
+    "jaxseq-t5": ("flax-t5-v1_1-xxl", "JAXSeq__T5", sr.dialects.KEYSTR, {"dp": 1, "fsdp": 8, "mp": 4}),
 }  # fmt: skip
 
 
@@ -1225,7 +1244,8 @@ def test_what_is_lost_is_data_beside_its_words():
 def test_the_kinds_of_status():
     exact = sr.Correction(indivisible="error")
     rules = sr.Rules(
-        [("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())], replace(sr.KERAS, correction=exact)
+        [("^a", P("tp")), ("[b]", P("tp")), ("b|c", P())],
+        replace(sr.dialects.KERAS, correction=exact),
     )
     tree = {name: array(6) for name in ("a", "b", "c", "d")}
     plan = sr.plan(tree, rules, MESH)

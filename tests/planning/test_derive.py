@@ -391,7 +391,7 @@ def test_the_longest_path_of_whole_components():
 
 
 def test_keystr_paths():
-    rules = sr.Rules([("kernel", P("fsdp", "tp")), ("", P())], sr.KEYSTR)
+    rules = sr.Rules([("kernel", P("fsdp", "tp")), ("", P())], sr.dialects.KEYSTR)
     tree = {"a": {"kernel": abstract(32, 32)}, "x": abstract(32)}
     plan = sr.plan(tree, rules, SIZES)
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=16)
@@ -403,7 +403,9 @@ def test_keystr_paths():
     }
 
 
-@pytest.mark.parametrize("dialect", [sr.EFORMER, replace(sr.KEYSTR, correction=sr.Correction())])
+@pytest.mark.parametrize(
+    "dialect", [sr.dialects.EFORMER, replace(sr.dialects.KEYSTR, correction=sr.Correction())]
+)
 @pytest.mark.parametrize("name", ["adamw", "momentum", "multi_transform"])
 def test_a_state_of_params_follows_a_plan_of_variables(name, dialect):
     """flax's init gives {"params": params}, and optimizers are given params alone."""
@@ -785,7 +787,9 @@ def test_nnx_lora_on_stacked_layers():
         return nnx.LoRALinear(32, 64, lora_rank=2, rngs=rngs)
 
     tree = {"layers": nnx.state(layers(nnx.Rngs(0)))}
-    rules = sr.Rules([(r"layers/\d+/kernel$", P("fsdp", "tp")), ("bias", P(None, "tp"))], sr.NNX)
+    rules = sr.Rules(
+        [(r"layers/\d+/kernel$", P("fsdp", "tp")), ("bias", P(None, "tp"))], sr.dialects.NNX
+    )
     plan = sr.plan(tree, rules, SIZES, companions=[sr.stacked("layers"), *sr.LORA])
     assert plan.kind("layers/lora/lora_a").spec == P(None, "fsdp", None)
     assert plan.kind("layers/lora/lora_b").spec == P(None, None, "tp")
@@ -884,9 +888,18 @@ def test_companion_of_an_unmatched_leaf_leaves_no_problem_behind():
     assert small.specs() == {"scale": P()}
 
 
-@pytest.mark.parametrize("dialect", [sr.EFORMER, sr.EASYLM, sr.SPECTRAX, sr.KERAS, sr.KEYSTR])
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        sr.dialects.EFORMER,
+        sr.dialects.EASYLM,
+        sr.dialects.SPECTRAX,
+        sr.dialects.KERAS,
+        sr.dialects.KEYSTR,
+    ],
+)
 def test_dialects(dialect):
-    fitting = {sr.KERAS: "a/kernel", sr.KEYSTR: r"\['kernel'\]"}
+    fitting = {sr.dialects.KERAS: "a/kernel", sr.dialects.KEYSTR: r"\['kernel'\]"}
     rules = sr.Rules([(fitting.get(dialect, "kernel$"), P("fsdp", "tp"))], dialect)
     tree = {"a": {"scale": abstract(8)}}
     plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale", "kernel", dims=(1,))])
@@ -894,7 +907,7 @@ def test_dialects(dialect):
 
 
 def test_windows():
-    rules = sr.Rules([(("a", "kernel"), P("fsdp", "tp"))], sr.WINDOW)
+    rules = sr.Rules([(("a", "kernel"), P("fsdp", "tp"))], sr.dialects.WINDOW)
     tree = {"a": {"scale": abstract(8)}}
     plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale$", "kernel", dims=(1,))])
     assert plan.specs() == {"a": {"scale": P("tp")}}

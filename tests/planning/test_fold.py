@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardrules as sr
 from shardrules._core import templates
-from shardrules._planning.fold import fold, parts_of
+from shardrules._plan.fold import fold, parts_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 from tests.support.work import calls

@@ -119,7 +119,7 @@ def test_corrections_units_and_flags():
         (re.compile("(?s)b.?", re.A), P(P.UNCONSTRAINED)),
         (re.compile("never", re.M), "tp"),
     ]
-    dialect = replace(sr.EASYLM, name="mine", separator=":")
+    dialect = replace(sr.dialects.EASYLM, name="mine", separator=":")
     plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
     back = check_round_trip(plan)
     for (a, wanted), (b, found) in zip(plan.rules, back.rules, strict=True):
@@ -173,7 +173,7 @@ def test_a_flag_that_only_prints_is_left_out(capfd):
 
 
 def test_problems_are_locked_too():
-    rules = sr.Rules([("layers", P("tp", "tp"))], replace(sr.EASYLM, scalars="none"))
+    rules = sr.Rules([("layers", P("tp", "tp"))], replace(sr.dialects.EASYLM, scalars="none"))
     plan = sr.plan(TREE, rules, MESH)
     back = check_round_trip(plan)
     told = {(one.kind, one.leaves, one.paths) for one in plan.check() if one.level == "error"}
@@ -429,8 +429,8 @@ class TestDiff:
             ([("wq", sr.RuleSpec(("fsdp", "tp"), units=(2, None))), ("", "tp")], "1 changed (0)"),
             ([("wq", sr.RuleSpec(("fsdp", "tp"), optional_axes=["tp"])), ("", "tp")], "1 changed (0)"),
             ([(f"x{i}", None) for i in range(2000)] + list(RULES), "2,000 added (0, 1, 2, 3, 4, 5, 6, 7 and 1,992 more)"),
-            (sr.Rules(RULES, replace(sr.EFORMER, name="mine")), "the dialect"),
-            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.EASYLM), "the dialect, 1 changed (1)"),
+            (sr.Rules(RULES, replace(sr.dialects.EFORMER, name="mine")), "the dialect"),
+            (sr.Rules([("wq", ("fsdp", "tp")), ("b", "tp")], sr.dialects.EASYLM), "the dialect, 1 changed (1)"),
         ],
         ids=range(8),
     )  # fmt: skip
@@ -804,7 +804,7 @@ def at(content, place):
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(...)), min_size=1, max_size=2))
 def test_mutated_locks_are_file_errors_or_plans(mutations):
-    from shardrules._planning.locks import read as module
+    from shardrules._plan import lock as module
 
     content = json.loads(LOCK)
     for place, value in mutations:

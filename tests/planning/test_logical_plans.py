@@ -188,7 +188,7 @@ class TestWrongInput:
         assert "'embed' more than once" in found.message
         with pytest.raises(ValueError, match="'embed' more than once"):
             plan.specs()
-        twice = sr.LogicalRules([("embed", "tp")], sr.FLAX_CORE)
+        twice = sr.LogicalRules([("embed", "tp")], sr.dialects.FLAX_CORE)
         with pytest.raises(ValueError, match="used twice"):
             sr.plan({"w": array((8, 8))}, twice, MESH, names={"w": ("embed", "embed")}).specs()
 
@@ -210,7 +210,7 @@ class TestWrongInput:
 
 
 class TestPoliciesAsData:
-    def spec(self, rules, shape, *, dialect=sr.LINEN, **correction):
+    def spec(self, rules, shape, *, dialect=sr.dialects.LINEN, **correction):
         policy = sr.Correction(**correction) if correction else None
         return sr.plan(
             {"w": array(shape)}, sr.LogicalRules(rules, dialect), MESH,
@@ -221,7 +221,9 @@ class TestPoliciesAsData:
 
     def test_flax_tries_the_next_rule_and_maxtext_cuts_the_first(self):
         assert self.spec(self.HEADS, (6, 8)).specs()["w"] == P("fsdp", "tp")
-        assert self.spec(self.HEADS, (6, 8), dialect=sr.MAXTEXT).specs()["w"] == P("fsdp", None)
+        assert self.spec(self.HEADS, (6, 8), dialect=sr.dialects.MAXTEXT).specs()["w"] == P(
+            "fsdp", None
+        )
 
     def test_keep_keeps(self):
         assert self.spec(self.HEADS, (6, 8), indivisible="keep").specs()["w"] == P(
@@ -253,7 +255,9 @@ def random_case(rng):
     return tree, rules, mesh, given
 
 
-@pytest.mark.parametrize("dialect", [sr.LINEN, sr.MAXTEXT], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "dialect", [sr.dialects.LINEN, sr.dialects.MAXTEXT], ids=lambda one: one.name
+)
 @pytest.mark.parametrize("indivisible", ["drop", "drop_axis", "prefix", "keep"])
 def test_the_plan_of_names_is_logical_to_mesh_shardings(dialect, indivisible):
     rng = random.Random(indivisible + dialect.name)
@@ -361,7 +365,9 @@ class TestQuestions:
         assert again.on_mesh(sizes).specs() == plan.on_mesh(sizes).specs()
 
     @pytest.mark.parametrize(
-        "dialect", [sr.LINEN, sr.MAXTEXT, sr.FLAX_CORE], ids=lambda one: one.name
+        "dialect",
+        [sr.dialects.LINEN, sr.dialects.MAXTEXT, sr.dialects.FLAX_CORE],
+        ids=lambda one: one.name,
     )
     def test_a_lock_holds_names_and_rules(self, dialect):
         free = P.UNCONSTRAINED
@@ -409,7 +415,7 @@ class TestQuestions:
         assert before.diff(sr.plan(tree, [(".*", None)], MESH)).rules == (
             "paths or logical axis names decide",
         )
-        assert before.diff(planned(rules=sr.LogicalRules(RULES, sr.MAXTEXT))).rules == (
+        assert before.diff(planned(rules=sr.LogicalRules(RULES, sr.dialects.MAXTEXT))).rules == (
             "the dialect",
         )
 
@@ -603,7 +609,7 @@ class TestCompare:
             boxed(), RULES, sr.LogicalRules([(n, a) for n, a in RULES if n != "vocab"])
         )
         assert named.path == "wte"
-        assert named.a == sr.Decision(P("tp", "fsdp"), None, None, None)
+        assert named.a == sr.types.Decision(P("tp", "fsdp"), None, None, None)
 
     def test_the_names_are_wrong(self):
         tree, names = beside()

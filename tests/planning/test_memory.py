@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._memory_kinds import MEMORY_KINDS
+from shardrules._correction import MEMORY_KINDS
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 needs_kinds = pytest.mark.skipif("pinned_host" not in KINDS, reason="this JAX has one kind alone")
@@ -163,7 +163,7 @@ class TestOptimizer:
         lacking = next((kind for kind in MEMORY_KINDS if kind not in KINDS), None)
         if lacking is None:
             lacking = "a_kind_of_other_devices"
-            monkeypatch.setattr("shardrules._planning.plan.check_memory_kind", lambda *_: None)
+            monkeypatch.setattr("shardrules._plan.plan.check_memory_kind", lambda *_: None)
         plan = sr.plan(TREE, [("", ())], mesh)
         with pytest.raises(ValueError, match=f"for_optimizer: memory_kind='{lacking}' is not on"):
             plan.for_optimizer(STATE, memory_kind=lacking)

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._dtypes import bits_of
-from shardrules._planning.asking.budget import by_class
-from shardrules._sharding.device_bytes import device_bytes
+from shardrules._mesh.device_bytes import device_bytes
+from shardrules._plan.memory import by_class
 from tests.support import corpus, references
 from tests.support.slow import MODELS, slow
 from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
@@ -556,7 +556,7 @@ def test_elements_of_less_than_a_byte():
 class TestOptimizer:
     def test_a_real_train_state(self):
         tree = corpus.manifest("easylm-llama-3.1-405b-trainstate").nested(corpus.with_dtype)
-        rules = sr.Rules(corpus.rules("EasyLM__llama"), sr.EASYLM)
+        rules = sr.Rules(corpus.rules("EasyLM__llama"), sr.dialects.EASYLM)
         plan = sr.plan(tree, rules, {"dp": 1, "fsdp": 32, "mp": 8})
         held = plan.bytes_per_device()
         # Adam's mu and nu are as the parameters; its count is an int32, as is the step.
@@ -644,7 +644,9 @@ class TestExplain:
         assert self.outcomes("s") == ["no match"] * 4
         assert self.outcomes("w", min_size=100)[1] == "not needed"
         keras = sr.plan(
-            TOLD_TREE, sr.Rules([("w", None), ("w|v", None), (".", None)], sr.KERAS), TOLD_MESH
+            TOLD_TREE,
+            sr.Rules([("w", None), ("w|v", None), (".", None)], sr.dialects.KERAS),
+            TOLD_MESH,
         )
         # What is equal to the path is tried first, and alone.
         assert [one.outcome for one in keras.explain("w").tried] == [
@@ -652,7 +654,9 @@ class TestExplain:
             *["too late"] * 2,
         ]
         keras = sr.plan(
-            TOLD_TREE, sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.KERAS), TOLD_MESH
+            TOLD_TREE,
+            sr.Rules([("[w]", None), ("w|v", None), ("x", None)], sr.dialects.KERAS),
+            TOLD_MESH,
         )
         assert [one.outcome for one in keras.explain("w").tried] == [
             "ambiguous",
@@ -704,7 +708,9 @@ class TestExplain:
         tree = corpus.manifest("flax-t5-v1_1-xxl").nested(corpus.with_dtype)
         rules = corpus.rules("JAXSeq__T5")
         plan = sr.plan(
-            tree, sr.Rules(rules, replace(sr.KEYSTR, correction=sr.Correction())), MESHES[0]
+            tree,
+            sr.Rules(rules, replace(sr.dialects.KEYSTR, correction=sr.Correction())),
+            MESHES[0],
         )
         for path, rule in zip(plan.paths[::7], plan.rule.tolist()[::7], strict=True):
             told = plan.explain(path)
@@ -1101,7 +1107,7 @@ def test_other_rules_decide_as_in_a_plan_of_their_own(model, rules, before):
 def test_other_rules_that_cannot_decide_are_refused():
     plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "int8")}, [], {"tp": 2})
     with pytest.raises(ValueError, match="the dialect JAXSeq has other keys than eformer"):
-        plan.with_rules(sr.Rules([("w", "tp")], sr.KEYSTR))
+        plan.with_rules(sr.Rules([("w", "tp")], sr.dialects.KEYSTR))
     with pytest.raises(TypeError, match="logical"):
         plan.with_rules(sr.LogicalRules([("w", "tp")]))
 
@@ -1109,7 +1115,7 @@ def test_other_rules_that_cannot_decide_are_refused():
 def test_other_rules_for_names():
     tree = {"w": jax.ShapeDtypeStruct((8,), "int8"), "v": jax.ShapeDtypeStruct((4,), "int8")}
     names, mesh = {"w": ("a",), "v": ("b",)}, {"tp": 2}
-    rules = sr.LogicalRules([("a", "tp")], sr.MAXTEXT)
+    rules = sr.LogicalRules([("a", "tp")], sr.dialects.MAXTEXT)
     plan = sr.plan(tree, sr.LogicalRules([("b", "tp")]), mesh, names=names)
     own = sr.plan(tree, rules, mesh, names=names)
     found = plan.with_rules(rules)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._format import bytes_shown, seconds_shown
-from shardrules._printable import printable, printable_lines
+from shardrules._text import bytes_shown, printable, printable_lines, seconds_shown
 from tests.support import corpus
 from tests.support.browser import chromium, metrics_of
 from tests.support.command_line import invoke
@@ -49,18 +48,18 @@ def finding(**changes):
         "paths": ("model/layers/{0..60}/self_attn/q_b_proj/kernel",), "leaves": 61,
         "bytes": 4_605_345_792, "fix": "name them",
     }  # fmt: skip
-    return sr.Finding(**{**fields, **changes})
+    return sr.types.Finding(**{**fields, **changes})
 
 
 def sweep_row(fsdp, tp, fits=None):
-    return sr.SweepRow(
+    return sr.types.SweepRow(
         mesh={"fsdp": fsdp, "sp": 1, "tp": tp}, devices=fsdp * tp, bytes=10**10 + fsdp * 10**7,
         replicated=8 * 10**9, largest_replicated="a", largest_replicated_bytes=4, corrections=3,
         problems=0, fits=fits,
     )  # fmt: skip
 
 
-FINDINGS = sr.Findings(
+FINDINGS = sr.types.Findings(
     [
         finding(level="info", kind="note", rule=None, paths=(), bytes=0, fix=""),
         finding(bytes=5),
@@ -68,13 +67,13 @@ FINDINGS = sr.Findings(
         finding(level="error", kind="unmatched", rule=None, bytes=1),
     ]
 )
-SWEEP = sr.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
+SWEEP = sr.types.Sweep([sweep_row(64, 8, True), sweep_row(512, 1, False), sweep_row(128, 4)])
 
 
 def sweep_of(plan):
     """A sweep whose first row is of the plan's mesh, and counts its bytes."""
     first = SWEEP[0]._replace(mesh=plan.axis_sizes, bytes=plan.bytes_per_device().max)
-    return sr.Sweep([first, *SWEEP[1:]])
+    return sr.types.Sweep([first, *SWEEP[1:]])
 
 
 def rules():
@@ -113,8 +112,8 @@ def hostile():
     plan = sr.plan(tree, [(re.escape(evil), (evil,)), ("__proto__", "tp"), (".*", None)], mesh)
     shown = finding(kind=evil, message=evil, paths=tuple(HOSTILE), fix=evil, level="error")
     return plan, {
-        "findings": sr.Findings([shown]),
-        "sweep": sr.Sweep(sweep_of(plan)[:1]),
+        "findings": sr.types.Findings([shown]),
+        "sweep": sr.types.Sweep(sweep_of(plan)[:1]),
         "title": evil,
         "hbm": 10**11,
         "suggestion": SimpleNamespace(plan=plan, reasons=tuple(HOSTILE)),
@@ -291,16 +290,18 @@ def test_browser_says_whether_it_fits(opened, deepseek):
 def test_leaves_without_a_rule():
     leaf = jax.ShapeDtypeStruct((8, 8), "float32")
     tree = {"a": leaf, "scale": jax.ShapeDtypeStruct((), "float32"), "none": 3, "b": leaf}
-    data = Page(sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(findings=sr.Findings(()))).data
+    data = Page(
+        sr.plan(tree, [("a", "tp")], {"tp": 2}).to_html(findings=sr.types.Findings(()))
+    ).data
     assert [(r["rule"], r["pattern"], r["leaves"]) for r in data["rules"]] == [
         (0, "a", 1), (None, "no rule is needed", 2), (None, "no rule decides", 1),
     ]  # fmt: skip
-    assert sr.plan({}, [], {"tp": 2}).to_html(findings=sr.Findings(())).endswith("</html>\n")
+    assert sr.plan({}, [], {"tp": 2}).to_html(findings=sr.types.Findings(())).endswith("</html>\n")
 
 
 def test_the_page_fetches_nothing(deepseek):
     """The policy forbids it, each script is named by its hash, and no element asks for anything."""
-    page = Page(deepseek.to_html(findings=sr.Findings(())))
+    page = Page(deepseek.to_html(findings=sr.types.Findings(())))
     assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
     assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "action")]
     assert not [a for a in page.attributes if a[1].startswith("on")]
@@ -317,7 +318,7 @@ def test_hostile_names_are_data(hostile):
     plan, shown = hostile
     text = plan.to_html(**shown)
     page = Page(text)
-    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(findings=sr.Findings(())))
+    harmless = Page(sr.plan({}, [], {"tp": 2}).to_html(findings=sr.types.Findings(())))
     assert page.tags == harmless.tags
     assert page.scripts[1:] == harmless.scripts[1:]
     start = text.index('id="data">') + len('id="data">')
@@ -364,11 +365,11 @@ def test_size_and_time(train_state):
 def test_file_is_replaced_at_once(deepseek, tmp_path):
     target = tmp_path / "plan.html"
     target.write_text("old")
-    page = deepseek.to_html(target, findings=sr.Findings(()))
+    page = deepseek.to_html(target, findings=sr.types.Findings(()))
     assert target.read_text(encoding="utf-8") == page
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
     with pytest.raises(FileNotFoundError):
-        deepseek.to_html(tmp_path / "missing" / "plan.html", findings=sr.Findings(()))
+        deepseek.to_html(tmp_path / "missing" / "plan.html", findings=sr.types.Findings(()))
 
 
 def test_notebook(deepseek, hostile):
@@ -483,7 +484,7 @@ def test_browser_shows_suggested_rules_last(opened, deepseek):
 
 @pytest.mark.slow
 def test_browser_without_a_sweep(opened, deepseek):
-    page = opened(deepseek, sweep=None, findings=sr.Findings(()))
+    page = opened(deepseek, sweep=None, findings=sr.types.Findings(()))
     assert not page.is_visible("#sweep")
     assert not page.is_visible("#suggestion")
     assert "nothing found." in page.inner_text("#findings")
@@ -507,7 +508,9 @@ def test_browser_tells_the_memory_of_the_host_apart(opened):
     rules = [("w", sr.RuleSpec("tp", memory_kind="pinned_host")), ("v", ("tp", None))]
     plan = sr.plan({"w": leaf, "v": leaf}, rules, {"tp": 4})
     room = {"hbm": 300_000, "host_memory": 200_000}
-    page = opened(plan, findings=sr.Findings(()), sweep=plan.sweep([{"tp": 4}], **room), **room)
+    page = opened(
+        plan, findings=sr.types.Findings(()), sweep=plan.sweep([{"tp": 4}], **room), **room
+    )
     told = page.inner_text("header")
     for text in (
         "262 kB",
@@ -609,12 +612,12 @@ def test_browser_a_name_of_thousands_of_components(opened):
     ("dialect", "tree", "shown"),
     [
         slow(
-            sr.EFORMER,
+            sr.dialects.EFORMER,
             {"m.layers.0.up.w": 0, "m.layers.1.up.w": 0, "m.layers.1.norm": 0, "head": 0},
             ["m.layers", "{0,1}.up.w", "1.norm", "head"],
         ),
         (
-            sr.KEYSTR,
+            sr.dialects.KEYSTR,
             {"m": [{"up": {"w.v": 0}, "norm": 0}] * 2, "head": 0},
             ["['m'][{0,1}]", "['norm']", "['up']['w.v']", "['head']"],
         ),
@@ -652,7 +655,7 @@ def test_browser_opens_a_million_leaves(opened, levels):
         tree = dict.fromkeys(names, dict.fromkeys(names, leaf))
     else:
         tree = {f"{a}{b}": leaf for a, b in product(names, repeat=2)}
-    page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}), findings=sr.Findings(()))
+    page = opened(sr.plan(tree, [("", "tp")], {"tp": 4}), findings=sr.types.Findings(()))
     # Of the thread alone, so that a busy machine does not count. One second and two.
     spent = page.metrics()["TaskDuration"]
     print(f"{spent:.2f} s")

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import shardrules as sr
-from shardrules._planning.asking.rows import _of_set
-from shardrules._planning.fold import runs_of
+from shardrules._plan.fold import runs_of
+from shardrules._plan.rows import _of_set
 
 LEAF = jax.ShapeDtypeStruct((8, 8), "bfloat16")
 
@@ -161,7 +161,7 @@ def test_programs_ask_for_one_path(plan, method):
 
 def test_paths_of_other_dialects():
     tree = {"model": [{"up": {"w": LEAF}}] * 3, "head": LEAF}
-    plan = sr.plan(tree, sr.Rules([("", "tp")], sr.KEYSTR), {"tp": 2})
+    plan = sr.plan(tree, sr.Rules([("", "tp")], sr.dialects.KEYSTR), {"tp": 2})
     for asked in ("['up']['w']", "['model'][*]['up']['w']", "['model'][{0..2}]['up']['w']"):
         found = plan.explain(asked)
         assert (found.path, found.leaves) == ("['model'][0]['up']['w']", 3)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import demo
-from shardrules._planning.asking.sweep import factorizations
-from shardrules._planning.state_paths import of_activations, of_optimizer, of_state
+from shardrules._estimate.sweep import factorizations
+from shardrules._plan.table import of_activations, of_optimizer, of_state
 from tests.support import corpus
 from tests.support.work import calls_by_file
 

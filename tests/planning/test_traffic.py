@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._planning import roles as roles_module
-from shardrules._planning.asking.collectives.schedule import Schedule
-from shardrules._planning.asking.flops import flops
-from shardrules._planning.asking.traffic import traffic
-from shardrules._planning.axis_uses import data_axes_among
-from shardrules._planning.kinds import axes_named
+from shardrules._estimate import roles as roles_module
+from shardrules._estimate.schedule import Schedule
+from shardrules._estimate.step_time import flops
+from shardrules._estimate.traffic import traffic
+from shardrules._plan.axis_uses import data_axes_among
+from shardrules._plan.table import axes_named
 from tests.support import corpus, step_traffic
 from tests.support.step_traffic import CASES, COUNTED, compared
 from tests.support.steps import Model, parameters, sizes_of

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding.factors import in_parts
+from shardrules._mesh.spec_on_mesh import in_parts
 from tests.support import corpus
 from tests.support.contexts import needs_set_mesh
 

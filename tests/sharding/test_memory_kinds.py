@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._memory_kinds import MEMORY_KINDS
-from shardrules._sharding.leaf_rows import digest
+from shardrules._correction import MEMORY_KINDS
+from shardrules._place.processes import digest
 from tests.support.contexts import needs_set_mesh
 
 RULES = [("w", P("fsdp", "tp"))]
@@ -254,7 +254,7 @@ def test_processes_that_differ_in_memory_differ_in_their_fingerprints(mesh):
 @needs_kinds
 def test_state_on_the_host_is_fingerprinted_as_such(mesh, monkeypatch):
     """What `shard` compares between processes has the memory kinds of the arrays."""
-    import shardrules._sharding.placement as placement
+    import shardrules._place.shard as placement
 
     class Recorded(placement.JointCall):
         def agree(self, rows):

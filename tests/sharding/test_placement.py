@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding import leaf_shardings, memory, placement
+from shardrules._place import leaf_shardings, memory, placement
 from tests.support.contexts import legacy
 from tests.support.work import calls_by_file
 
@@ -98,7 +98,7 @@ def test_what_is_no_companion_is_told_before_planning_is_imported():
         "import sys, shardrules as sr\n"
         "try: sr.named_shardings({'w': 1}, [('w', ())], {'tp': 1}, companions=['lora'])\n"
         "except TypeError as error: assert 'companions[0] is str; give Companion' in str(error)\n"
-        "assert 'shardrules._planning.plan' not in sys.modules"
+        "assert 'shardrules._plan.plan' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding.leaf_rows import first_difference
+from shardrules._place.processes import first_difference
 from tests.support import early_worker, process_worker
 from tests.support.folders import ROOT
 from tests.support.slow import slow

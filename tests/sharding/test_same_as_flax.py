@@ -79,7 +79,7 @@ def test_of_nnx(mesh):
     state = nnx.State(params)
     with spmd.logical_axis_rules(rules):
         theirs = nnx.get_named_sharding(state, mesh)
-    ours = sr.named_shardings(state, sr.LogicalRules(rules, sr.FLAX_CORE), mesh)
+    ours = sr.named_shardings(state, sr.LogicalRules(rules, sr.dialects.FLAX_CORE), mesh)
     for path in known:
         assert ours[path].get_value() == theirs[path].get_value(), path
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._matching.rules import matcher_of
+from shardrules._rules.rules import matcher_of
 from tests.support import corpus
 from tests.support.slow import MODELS
 

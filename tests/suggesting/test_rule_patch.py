@@ -11,7 +11,7 @@ import pytest
 
 import shardrules as sr
 from shardrules import demo
-from shardrules._suggesting.rule_texts import Amendment, json_changed, toml_changed
+from shardrules._suggest.rule_patch import Amendment, json_changed, toml_changed
 from tests.support.command_line import invoke as run
 
 MESH = "fsdp=2,tp=4"

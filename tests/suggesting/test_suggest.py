@@ -223,7 +223,7 @@ class TestWords:
         names = random.Random(0)
         tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(200)}
         with pytest.raises(ValueError, match="too many names for rules; and in the dialect Keras"):
-            sr.suggest(tree, MESH, dialect=sr.KERAS)
+            sr.suggest(tree, MESH, dialect=sr.dialects.KERAS)
 
     @pytest.mark.parametrize(
         "tree",
@@ -243,8 +243,8 @@ class TestWords:
 
 
 DIALECTS = [
-    sr.EFORMER, sr.EASYLM, sr.KEYSTR, sr.KERAS, sr.BIG_VISION, sr.SPECTRAX, sr.NNX, sr.WINDOW,
-    sr.TP_PLAN,
+    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.SPECTRAX, sr.dialects.NNX, sr.dialects.WINDOW,
+    sr.dialects.TP_PLAN,
 ]  # fmt: skip
 
 
@@ -271,18 +271,23 @@ class TestDialects:
     def test_patterns_are_as_the_dialect_writes_them(self):
         first = {
             dialect: sr.suggest(models.llama(), MESH, dialect=dialect).rules[2][0]
-            for dialect in (sr.KEYSTR, sr.KERAS, sr.WINDOW, sr.TP_PLAN)
+            for dialect in (
+                sr.dialects.KEYSTR,
+                sr.dialects.KERAS,
+                sr.dialects.WINDOW,
+                sr.dialects.TP_PLAN,
+            )
         }
         assert first == {
-            sr.KEYSTR: r"self_attn'\]\['o_proj'\]\['kernel'\]",
-            sr.KERAS: ".*self_attn/o_proj/kernel",
-            sr.WINDOW: ("self_attn", "o_proj", "kernel"),
-            sr.TP_PLAN: "model.layers.*.self_attn.k_proj.kernel",
+            sr.dialects.KEYSTR: r"self_attn'\]\['o_proj'\]\['kernel'\]",
+            sr.dialects.KERAS: ".*self_attn/o_proj/kernel",
+            sr.dialects.WINDOW: ("self_attn", "o_proj", "kernel"),
+            sr.dialects.TP_PLAN: "model.layers.*.self_attn.k_proj.kernel",
         }
 
     def test_numbers_in_names_are_written_out_where_a_star_is_no_part_of_a_name(self):
         tree = {"m": {f"b{i}": {"w": array(64, 256)} for i in range(8)}}
-        found = sr.suggest(tree, MESH, dialect=sr.TP_PLAN)
+        found = sr.suggest(tree, MESH, dialect=sr.dialects.TP_PLAN)
         assert list(specs(found)) == [f"m.b{i}.w" for i in range(8)]
         assert [one.leaves for one in found.reasons] == [1] * 8
 
@@ -290,7 +295,7 @@ class TestDialects:
         names = random.Random(0)
         tree = {f"{names.getrandbits(64):x}": array(64, 64) for _ in range(1500)}
         with pytest.raises(ValueError, match="lists paths one by one"):
-            sr.suggest(tree, MESH, dialect=sr.TP_PLAN)
+            sr.suggest(tree, MESH, dialect=sr.dialects.TP_PLAN)
 
 
 class TestMesh:
@@ -350,7 +355,9 @@ class TestSuggestion:
         assert not plan.check(**read.declared).at_least("warning")
 
     @pytest.mark.parametrize(
-        "dialect", [sr.EFORMER, sr.KEYSTR, sr.WINDOW], ids=lambda one: one.name
+        "dialect",
+        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.WINDOW],
+        ids=lambda one: one.name,
     )
     def test_python_makes_the_same_rules(self, dialect):
         found = sr.suggest(models.llama(head_norm=128), MESH, dialect=dialect)
@@ -389,7 +396,7 @@ class TestSuggestion:
     def test_a_dialect_of_ones_own_is_not_in_files(self):
         from dataclasses import replace
 
-        own = replace(sr.EFORMER, name="own")
+        own = replace(sr.dialects.EFORMER, name="own")
         with pytest.raises(ValueError, match="own is one of your own.*to_python"):
             sr.suggest(models.llama(), MESH, dialect=own).to_toml()
 
@@ -408,7 +415,7 @@ class TestSuggestion:
         itself = found.compare(found.rules)
         assert not itself.diff
         with pytest.raises(ValueError, match="other paths|plan the tree itself"):
-            found.compare(sr.Rules([("w", "tp")], sr.KEYSTR))
+            found.compare(sr.Rules([("w", "tp")], sr.dialects.KEYSTR))
 
 
 class TestLike:
@@ -465,7 +472,7 @@ class TestLike:
 
     def test_rules_of_another_dialect_are_refused(self):
         with pytest.raises(ValueError, match="like: the rules are in the dialect JAXSeq"):
-            sr.suggest(models.llama(), MESH, like=sr.Rules([("w", "tp")], sr.KEYSTR))
+            sr.suggest(models.llama(), MESH, like=sr.Rules([("w", "tp")], sr.dialects.KEYSTR))
 
 
 NAMES = ["layers", "0", "12", "w1", "w2", "w10", "kernel", "weight", "bias", "norm", "ln_1", "experts", "q_proj", "o_proj", "mlp", "up", "down", "embed", "a.b", "x/y", "[0]", "'", '"', "\\d+", "a|b", ".*", "^", "$", "(", "é", "block_3", "h", "value", "007", "a5", "##[x]", "{0..3}"]  # fmt: skip

@@ -28,7 +28,12 @@ TABLE = {"vocab": "tp", "mlp": "tp", "embed": "fsdp", "norm": None}
 MAXTEXT = ("maxtext-0.2.5__base", "maxtext__base")
 MODELS = [model for model in corpus.manifest_names() if model.startswith("maxtext")]
 CASES = [(model, mesh) for model in MODELS for mesh in suggested.meshes_for(model)]
-LOGICAL_DIALECTS = [sr.LINEN, sr.MAXTEXT, sr.FLAX_CORE, sr.HALIAX]
+LOGICAL_DIALECTS = [
+    sr.dialects.LINEN,
+    sr.dialects.MAXTEXT,
+    sr.dialects.FLAX_CORE,
+    sr.dialects.HALIAX,
+]
 
 
 def table(suggestion):
@@ -75,7 +80,7 @@ class TestRules:
     def test_names_beside_a_tree(self, dialect):
         found = sr.suggest(TREE, MESH, names=NAMES, dialect=dialect)
         assert {name: axes(value) for name, value in found.rules} == TABLE
-        assert found.rules.dialect == (dialect or sr.LINEN)
+        assert found.rules.dialect == (dialect or sr.dialects.LINEN)
         assert not found.plan.check(**found.declared)
         own = sr.plan(TREE, found.rules, MESH, names=NAMES)
         assert found.plan.fingerprint() == own.fingerprint()
@@ -87,7 +92,7 @@ class TestRules:
         assert {name: axes(value) for name, value in found.rules} == TABLE
         given = linen.logical_to_mesh_axes(("vocab", "embed"), list(found.rules))
         assert tuple(map(axes, given)) == ("tp", "fsdp")
-        for_paths = sr.suggest(boxes, MESH, dialect=sr.EFORMER)
+        for_paths = sr.suggest(boxes, MESH, dialect=sr.dialects.EFORMER)
         assert isinstance(for_paths.rules, sr.Rules)
 
     def test_names_of_variables(self):
@@ -109,7 +114,7 @@ class TestRules:
         )
         tree = {"up": haliax.zeros((embed, mlp)), "down": haliax.zeros((mlp, embed)),
                 "table": haliax.zeros((vocab, embed))}  # fmt: skip
-        found = sr.suggest(tree, MESH, dialect=sr.HALIAX)
+        found = sr.suggest(tree, MESH, dialect=sr.dialects.HALIAX)
         assert table(found)["mlp"] == "tp"
         assert table(found)["embed"] == "fsdp"
         assert not found.plan.check(**found.declared).at_least("warning")
@@ -125,9 +130,11 @@ class TestRules:
         assert table(found)["exp"] == "expert"
 
     def test_the_names_of_a_plan(self):
-        planned = sr.plan(TREE, sr.LogicalRules([("embed", None)], sr.MAXTEXT), MESH, names=NAMES)
+        planned = sr.plan(
+            TREE, sr.LogicalRules([("embed", None)], sr.dialects.MAXTEXT), MESH, names=NAMES
+        )
         found = sr.suggest(planned)
-        assert found.rules.dialect == sr.MAXTEXT
+        assert found.rules.dialect == sr.dialects.MAXTEXT
         assert {name: axes(value) for name, value in found.rules} == TABLE
 
     def test_a_mesh_is_chosen(self):
@@ -145,7 +152,7 @@ class TestRules:
             ("exp", "ep"), ("mlp", None), ("embed", ("fsdp", "ep")), ("embed", "fsdp")]  # fmt: skip
         assert found.plan.device_bytes.tolist() == [size // 32 for size in found.plan.bytes]
         assert not found.plan.check(**found.declared).at_least("warning")
-        last = sr.suggest(tree, {"fsdp": 4, "ep": 8}, names=names, dialect=sr.FLAX_CORE)
+        last = sr.suggest(tree, {"fsdp": 4, "ep": 8}, names=names, dialect=sr.dialects.FLAX_CORE)
         assert len({name for name, _ in last.rules}) == len(last.rules)
         assert not last.plan.check(**last.declared).at_least("warning")
 
@@ -166,7 +173,7 @@ class TestRules:
         assert "rule 1 mlp: 2 leaves" in str(found)
 
     def test_as_a_file_and_as_code(self, tmp_path):
-        found = sr.suggest(TREE, {**MESH, "dp": 2}, names=NAMES, dialect=sr.MAXTEXT)
+        found = sr.suggest(TREE, {**MESH, "dp": 2}, names=NAMES, dialect=sr.dialects.MAXTEXT)
         path = tmp_path / "rules.toml"
         path.write_text(found.to_toml(), encoding="utf-8")
         read = sr.read_rules(path)
@@ -174,7 +181,7 @@ class TestRules:
         assert read.declared == found.declared
         scope: dict = {}
         exec(found.to_python(), scope)
-        assert sr.LogicalRules(scope["rules"], sr.MAXTEXT) == found.rules
+        assert sr.LogicalRules(scope["rules"], sr.dialects.MAXTEXT) == found.rules
 
     def test_beside_another_table(self):
         found = sr.suggest(TREE, MESH, names=NAMES)
@@ -188,13 +195,13 @@ class TestWrongUse:
     @pytest.mark.parametrize(
         ("model", "more", "error", "told"),
         [
-            (TREE, {"names": NAMES, "dialect": sr.EFORMER}, TypeError, "eformer is for rules of paths"),
-            (TREE, {"dialect": sr.LINEN}, TypeError, "nothing in the tree has logical axis names"),
+            (TREE, {"names": NAMES, "dialect": sr.dialects.EFORMER}, TypeError, "eformer is for rules of paths"),
+            (TREE, {"dialect": sr.dialects.LINEN}, TypeError, "nothing in the tree has logical axis names"),
             (TREE, {"names": NAMES, "like": [("up", "tp")]}, TypeError, "rules of paths are mended"),
             (TREE, {"names": {"w": ("a",)}}, ValueError, "'w'"),
-            (sr.plan(TREE, [], MESH), {"dialect": sr.LINEN}, TypeError, "give the tree itself"),
+            (sr.plan(TREE, [], MESH), {"dialect": sr.dialects.LINEN}, TypeError, "give the tree itself"),
             (sr.plan(TREE, [], MESH), {"names": NAMES}, TypeError, "leave names out"),
-            (sr.plan(TREE, sr.LogicalRules([]), MESH, names=NAMES), {"dialect": sr.EFORMER}, TypeError,
+            (sr.plan(TREE, sr.LogicalRules([]), MESH, names=NAMES), {"dialect": sr.dialects.EFORMER}, TypeError,
              "give the tree itself"),
         ],
     )  # fmt: skip
@@ -226,7 +233,7 @@ class TestWrongUse:
         assert sr.read_rules(path).rules == found.rules
 
     def test_a_dialect_of_ones_own_is_in_no_file(self):
-        own = sr.LogicalDialect("own", last_wins=True, keeps_unknown=False)
+        own = sr.dialects.LogicalDialect("own", last_wins=True, keeps_unknown=False)
         found = sr.suggest(TREE, MESH, names=NAMES, dialect=own)
         with pytest.raises(ValueError, match="one of your own"):
             found.to_toml()

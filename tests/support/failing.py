@@ -16,12 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import shardrules._node_types
-from shardrules import EFORMER, KERAS, KEYSTR, NNX, Rules
+from shardrules import Rules
 from shardrules._core import Corrector, RuleSet, ShardingTable, SpecTable, templates
-from shardrules._matching.match_modes import MATCH_MODES
-from shardrules._matching.matcher import _choices
-from shardrules._matching.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, compile_patterns
 from shardrules._node_types import Record
+from shardrules._rules.matcher import _choices
+from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, MATCH_MODES, compile_patterns
+from shardrules.dialects import EFORMER, KERAS, KEYSTR, NNX
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -266,7 +266,7 @@ def use_stand_in() -> None:
     }  # fmt: skip
     shardrules._node_types.registration = registration
     # CPython's os.environ raises a SystemError where there is no memory.
-    shardrules._matching.matcher.logs_moves = lambda: False
+    shardrules._rules.matcher.logs_moves = lambda: False
 
 
 def builtins_tree(leaf: object) -> Any:

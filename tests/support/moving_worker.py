@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._moving import reading
+from shardrules._checkpoint import reading
 from tests.support.process_worker import main, raised
 
 RULES = [

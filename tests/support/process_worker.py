@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._sharding import coordination
+from shardrules._place import processes as coordination
 from tests.support import corpus
 
 RULES = "easydel__gpt2-GPT2Config-v0.2.0"

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, SequenceKey, keystr
 
 import shardrules as sr
-from shardrules import Dialect, Rules
+from shardrules import Rules
+from shardrules.dialects import Dialect
 
 MESH = {"fsdp": 2, "tp": 2}
 DIALECTS = [
-    sr.EFORMER, sr.EASYLM, sr.KEYSTR, sr.NNX, sr.SPECTRAX, sr.KERAS, sr.BIG_VISION, sr.WINDOW, sr.TP_PLAN,
+    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.NNX, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.WINDOW, sr.dialects.TP_PLAN,
 ]  # fmt: skip
 # What any dialect may choose otherwise; its own choice is always tried as well.
 CHOICES: dict[str, list[Any]] = {

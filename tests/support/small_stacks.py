@@ -25,7 +25,7 @@ DEPTHS = [20, 50, 90, 130, 180, 250, 350, 500, 700, 1000, 1400, 1600, 3000]
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
 MESH = {"fsdp": 2, "tp": 2}
 RULES = sr.Rules([("x$", P("tp")), (".*", P("fsdp"))])
-KEYSTR_RULES = sr.Rules(RULES, sr.KEYSTR)
+KEYSTR_RULES = sr.Rules(RULES, sr.dialects.KEYSTR)
 
 
 @tree_util.register_dataclass

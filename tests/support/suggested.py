@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import shardrules as sr
-from shardrules._format import bytes_shown
+from shardrules._text import bytes_shown
 from tests.support import corpus
 from tests.support.folders import ROOT
 
@@ -92,8 +92,10 @@ def leaves(model: str) -> dict[str, Any]:
 @cache
 def hand_written(name: str) -> Any:
     if corpus.rule_file(name)["kind"] == "logical":
-        return sr.LogicalRules(corpus.logical_rules(name), sr.MAXTEXT)
-    return sr.Rules(corpus.rules(name), sr.KEYSTR if name.startswith("JAXSeq") else sr.EFORMER)
+        return sr.LogicalRules(corpus.logical_rules(name), sr.dialects.MAXTEXT)
+    return sr.Rules(
+        corpus.rules(name), sr.dialects.KEYSTR if name.startswith("JAXSeq") else sr.dialects.EFORMER
+    )
 
 
 def candidates(model: str) -> list[str]:
@@ -106,7 +108,7 @@ def candidates(model: str) -> list[str]:
 def hand_plan(model: str, name: str) -> sr.Plan:
     rules = hand_written(name)
     named = {"names": corpus.logical_axes(model)} if isinstance(rules, sr.LogicalRules) else {}
-    is_nested = getattr(rules, "dialect", None) is sr.KEYSTR
+    is_nested = getattr(rules, "dialect", None) is sr.dialects.KEYSTR
     tree = corpus.manifest(model).nested(corpus.with_dtype) if is_nested else leaves(model)
     return sr.plan(tree, rules, {"fsdp": 1}, **named)
 
@@ -208,7 +210,7 @@ def most_parts(shape: tuple[int, ...] | None, axes: dict[str, int]) -> int:
     return _most_parts(shape or (), tuple(axes.values()))
 
 
-def suggested(model: str, mesh: str) -> sr.Suggestion:
+def suggested(model: str, mesh: str) -> sr.types.Suggestion:
     return sr.suggest(leaves(model), MESHES[mesh])
 
 

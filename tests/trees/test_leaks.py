@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules import _core
-from shardrules._matching.rules import matcher_of
-from shardrules._planning.fold import fold
+from shardrules._plan.fold import fold
+from shardrules._rules.rules import matcher_of
 from tests.support.contexts import measures_memory
 from tests.support.slow import some
 

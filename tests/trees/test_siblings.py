@@ -198,7 +198,9 @@ def test_siblings_that_take_turns():
 ONE_ELEMENT = {
     "easylm": lambda tree: easylm.match_partition_rules([("scale", P("fsdp"))], tree),
     "jaxseq": lambda tree: jaxseq.match_partition_rules([("scale", P("fsdp"))], tree),
-    "own dialect": sr.Rules([("scale", P("fsdp"))], replace(sr.NNX, scalars="size 1")).match,
+    "own dialect": sr.Rules(
+        [("scale", P("fsdp"))], replace(sr.dialects.NNX, scalars="size 1")
+    ).match,
 }
 
 
@@ -214,7 +216,9 @@ def test_a_leaf_of_one_element_gets_no_spec_of_larger_siblings(entry, count):
 
 
 def test_compare_sees_a_leaf_of_one_element_among_larger_ones():
-    easy, plain = (sr.Rules([("scale", P("tp"))], d) for d in (sr.EASYLM, sr.EFORMER))
+    easy, plain = (
+        sr.Rules([("scale", P("tp"))], d) for d in (sr.dialects.EASYLM, sr.dialects.EFORMER)
+    )
     tree = {f"l{i}": {"scale": leaf(8)} for i in range(60)}
     assert sr.compare(tree, easy, plain) == []
     for _ in range(2):

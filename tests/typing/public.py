@@ -20,22 +20,22 @@ PARAMS = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
 
 
 def rules() -> None:
-    compiled = sr.Rules(RULES, sr.EFORMER, memory_budget=1 << 20)
+    compiled = sr.Rules(RULES, sr.dialects.EFORMER, memory_budget=1 << 20)
     assert_type(compiled.first_match("a/b"), int | None)
     assert_type(compiled.all_matches("a/b"), list[int])
-    assert_type(compiled.dialect, sr.Dialect)
-    assert_type(compiled.coverage(PARAMS), sr.Coverage)
+    assert_type(compiled.dialect, sr.dialects.Dialect)
+    assert_type(compiled.coverage(PARAMS), sr.types.Coverage)
     sr.Rules("kernel")  # type: ignore[arg-type]
     compiled.first_match(1)  # type: ignore[arg-type]
     compiled.first_mach("a/b")  # type: ignore[attr-defined]
 
 
 def files() -> None:
-    read = sr.read_rules("rules.toml", dialect=sr.NNX, max_memory=1 << 20)
-    assert_type(read, sr.RuleFile)
+    read = sr.read_rules("rules.toml", dialect=sr.dialects.NNX, max_memory=1 << 20)
+    assert_type(read, sr.types.RuleFile)
     model = sr.read_model("model", nested=True)
     planned = sr.plan(model, read.rules, MESH, companions=read.companions)
-    assert_type(planned.check(**read.declared), sr.Findings)
+    assert_type(planned.check(**read.declared), sr.types.Findings)
     sr.read_rules(3)  # type: ignore[arg-type]
 
 
@@ -57,18 +57,18 @@ def choices() -> None:
     sr.Correction(rank="prefix")  # type: ignore[arg-type]
     sr.Correction(unconstrained="remove")  # type: ignore[arg-type]
     sr.Correction(pad="no")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), match=("exact", "search"), scalars="size 1")
-    sr.Dialect("own", "/", sr.Correction(), keys="paths")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), match=("find",))  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), precedence="last")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), scalars="rank 1")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), min_size="first")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), rank="drop")  # type: ignore[arg-type]
-    sr.Dialect("own", "/", sr.Correction(), unmatched="keep")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), match=("exact", "search"), scalars="size 1")
+    sr.dialects.Dialect("own", "/", sr.Correction(), keys="paths")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), match=("find",))  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), precedence="last")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), scalars="rank 1")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), min_size="first")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), rank="drop")  # type: ignore[arg-type]
+    sr.dialects.Dialect("own", "/", sr.Correction(), unmatched="keep")  # type: ignore[arg-type]
     sr.RuleSpec("tp", units=(None, 128), memory_kind="pinned_host", optional_axes=("tp",))
     sr.RuleSpec("tp", memory_kind="pinned_hsot")  # type: ignore[arg-type]
     sr.RuleSpec("tp", optional_axes="tp")  # type: ignore[arg-type]
-    replace(sr.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
+    replace(sr.dialects.KERAS, match=("exact", "find"))  # type: ignore[arg-type]
     findings = sr.plan(PARAMS, RULES, MESH).check(levels={"dead": "off", "siblings": "error"})
     findings.at_least("warning")
     findings.at_least("warn")  # type: ignore[arg-type]
@@ -80,17 +80,17 @@ def choices() -> None:
 def planning() -> None:
     plan = sr.plan(PARAMS, RULES, MESH)
     assert_type(plan, sr.Plan)
-    assert_type(plan.check(), sr.Findings)
+    assert_type(plan.check(), sr.types.Findings)
     assert_type(plan.lock(), str)
-    assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.DeviceBytes)
+    assert_type(plan.bytes_per_device(gradients="bfloat16"), sr.types.DeviceBytes)
     assert_type(sr.Plan.from_lock(plan.lock()), sr.Plan)
-    assert_type(plan.transfer(plan), sr.Transfer)
-    assert_type(plan.transfer(plan).rows[0], sr.TransferRow)
+    assert_type(plan.transfer(plan), sr.types.Transfer)
+    assert_type(plan.transfer(plan).rows[0], sr.types.TransferRow)
     plan.transfer(MESH)  # type: ignore[arg-type]
     assert_type(plan.for_gradients("float32", unreduced=["dp"]), sr.Plan)
     plan.for_optimizer(PARAMS, zero1=sr.Zero1("dp", dim="first"))
     sr.Zero1("dp", dim="last")  # type: ignore[arg-type]
-    assert_type(plan.step_time(tokens=8, hardware="v5p"), sr.StepTime)
+    assert_type(plan.step_time(tokens=8, hardware="v5p"), sr.types.StepTime)
     plan.step_time(tokens=8, hardware="v5p", overlap=["parms"])  # type: ignore[list-item]
     plan.step_time(tokens=8)  # type: ignore[call-arg]
     row = plan.sweep(tokens=8, hardware=sr.Hardware.named("v5p"))[0]
@@ -102,7 +102,7 @@ def planning() -> None:
     plan.check(levels={"daed": "off"})  # type: ignore[dict-item]
     plan.check(levels={"dead": "of"})  # type: ignore[dict-item]
     plan.check().at_least("warnings")  # type: ignore[arg-type]
-    assert_type(plan.kinds[0].losses, tuple[sr.Loss, ...])
+    assert_type(plan.kinds[0].losses, tuple[sr.types.Loss, ...])
     assert plan.kinds[0].status != "misfits"  # type: ignore[comparison-overlap]
     _ = sr.no_such_name  # type: ignore[attr-defined]
 
@@ -125,7 +125,7 @@ def trees(state: State, mesh: Mesh, plan: sr.Plan) -> None:
     assert_type(sr.with_logical_constraint(state.params["kernel"], ("embed", "mlp")), jax.Array)
     assert_type(sr.reshard(state, RULES, mesh, dtype="bfloat16"), State)
     assert_type(sr.reshard(state, plan), Any)
-    assert_type(sr.reshard(state, RULES, mesh, renames=sr.HF_TO_FLAX), Any)
+    assert_type(sr.reshard(state, RULES, mesh, renames=sr.renames.HF_TO_FLAX), Any)
     assert_type(sr.load("model.safetensors", RULES, mesh, tree=state), Any)
     assert_type(sr.shard_local({"tokens": 1}, PartitionSpec("dp")), Any)
     assert_type(sr.named_shardings(state, RULES, mesh), Any)
@@ -139,13 +139,13 @@ def trees(state: State, mesh: Mesh, plan: sr.Plan) -> None:
 
 # The records that a decorator makes are the classes that they look like.
 def shown(plan: sr.Plan) -> None:
-    assert_type(plan.explain("kernel"), sr.Explanation)
+    assert_type(plan.explain("kernel"), sr.types.Explanation)
     assert_type(plan.explain("kernel").path, str)
-    assert_type(plan.check()[0], sr.Finding)
+    assert_type(plan.check()[0], sr.types.Finding)
     assert_type(plan.check()[0]._replace(level="info").leaves, int)
     assert_type(plan.check().scope, str)
     assert_type(sr.Rules(RULES).coverage(PARAMS).dead, tuple[int, ...])
-    sr.Change("a", 1, None, None, 3)  # type: ignore[call-arg]
+    sr.types.Change("a", 1, None, None, 3)  # type: ignore[call-arg]
 
 
 def placement(sharding: NamedSharding) -> None:

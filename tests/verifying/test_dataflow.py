@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from shardrules._verifying.dataflow import (
+from shardrules._verify.dataflow import (
     Origin,
     Value,
+    Variation,
     held_by_loops,
     is_made_from,
     origin_of,
     returned,
     uses_of,
 )
-from shardrules._verifying.hlo import Hlo
-from shardrules._verifying.variation import Variation
+from shardrules._verify.hlo import Hlo
 
 ASYNCHRONOUS = """\
 HloModule asynchronous, num_partitions=4

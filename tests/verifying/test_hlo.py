@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardrules._verifying.hlo import Hlo, Shape, axes_of_groups, parsed
+from shardrules._verify.hlo import Hlo, Shape, axes_of_groups, parsed
 
 AXES = {"data": 2, "model": 4}
 

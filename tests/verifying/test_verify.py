@@ -306,7 +306,7 @@ def test_a_plan_of_named_arrays_is_for_named_arrays(mesh):
     array = jax.device_put(np.ones((8, 16), "f4"), NamedSharding(mesh, P("data")))
     compiled = jax.jit(lambda tree: tree["w"] * 2).lower({"w": hax.named(array, axes)}).compile()
     for axis, expected in (("data", []), ("model", ["input"])):
-        rules = sr.LogicalRules({"embed": axis, "mlp": None}, sr.HALIAX)
+        rules = sr.LogicalRules({"embed": axis, "mlp": None}, sr.dialects.HALIAX)
         plan = sr.plan({"w": hax.named(array, axes)}, rules, mesh)
         assert [one.kind for one in sr.verify(compiled, (plan,))] == expected
 

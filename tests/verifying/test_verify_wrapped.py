@@ -66,7 +66,7 @@ class TestNnx:
     @pytest.fixture(scope="class")
     def plans(self, nnx, create, mesh):
         model, optimizer = nnx.eval_shape(create)
-        plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.NNX), mesh)
+        plan = sr.plan(nnx.state(model), sr.Rules(RULES, sr.dialects.NNX), mesh)
         return plan, plan.for_optimizer(nnx.state(optimizer))
 
     @pytest.fixture(scope="class")
@@ -165,7 +165,9 @@ class TestNnx:
             return {"y": models["a"](x) * scale, "state": nnx.state(models["a"], nnx.BatchStat)}
 
         model = Model(nnx.Rngs(0))
-        plan = sr.plan(nnx.state(model), sr.Rules([("kernel", "fsdp"), (".*", P())], sr.NNX), mesh)
+        plan = sr.plan(
+            nnx.state(model), sr.Rules([("kernel", "fsdp"), (".*", P())], sr.dialects.NNX), mesh
+        )
         nnx.update(model, sr.shard(nnx.state(model), plan.shardings()))
         compiled = nnx.jit(forward).lower({"a": model}, batch, scale=jnp.ones(())).compile()
         findings = sr.verify(compiled, ({"a": plan}, None, {"scale": None}), large=2**10)

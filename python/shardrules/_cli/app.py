@@ -14,8 +14,8 @@ from typing import Final
 from shardrules import __version__
 from shardrules._cli.arguments import Parser, UsageError, meant, parser_of
 from shardrules._cli.process import FAILED, note
-from shardrules._file_error import FileError
-from shardrules._printable import printable
+from shardrules._io import FileError
+from shardrules._text import printable
 
 __all__ = ["COMMANDS", "run"]
 

@@ -85,7 +85,7 @@ class Parser(ArgumentParser):
 
 def meant(word: str, words: Iterable[str]) -> str:
     """The end of a message on a word that is none of these: which of them was meant."""
-    from shardrules._format import nearest
+    from shardrules._text import nearest
 
     near = nearest(word, words)
     return f" (did you mean {near}?)" if near else ""

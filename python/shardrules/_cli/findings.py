@@ -12,7 +12,7 @@ from typing import cast
 from shardrules._cli.show import show_findings
 from shardrules._cli.values import one_of
 from shardrules._files.rule_places import NOWHERE, RulePlaces
-from shardrules._planning.asking.findings import LEVELS, Findings, Level, conclusion
+from shardrules._plan.findings import LEVELS, Findings, Level, conclusion
 
 __all__ = ["check_findings_options", "code_for", "report_findings"]
 

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._cli.arguments import UsageError
-from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
-from shardrules._file_error import FileError
-from shardrules._files.arrays import nested, read_arrays
 from shardrules._files.logical import LOGICAL_DIALECTS
+from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
-from shardrules._logical.dialects import LINEN, LogicalDialect
-from shardrules._logical.rules import LogicalRules
-from shardrules._matching.dialects import EFORMER, Dialect, key_separator
-from shardrules._matching.rules import Rules
+from shardrules._io import FileError
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._planning.plan import Plan, plan
+from shardrules._plan.findings import NOTHING, Declared, all_declared, compiled_replicated
+from shardrules._plan.plan import Plan, plan
+from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect, key_separator
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.rules import Rules
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
@@ -172,7 +171,7 @@ def load_patch(source: str, planned: Planned, dialect: str | None, head_dim: int
     Raises:
         As `rule_patch`.
     """
-    from shardrules._suggesting.rule_patch import rule_patch
+    from shardrules._suggest.rule_patch import rule_patch
 
     chosen = None if dialect is None else _dialect_of(dialect)
     read_in = chosen if isinstance(chosen, Dialect) else None

@@ -12,9 +12,8 @@ from shardrules._cli.inputs import Planned, load_plan
 from shardrules._cli.process import note
 from shardrules._cli.show import working
 from shardrules._cli.values import following
-from shardrules._file_content import memory_within
-from shardrules._format import and_more, byte_count
-from shardrules._printable import printable
+from shardrules._io import memory_within
+from shardrules._text import and_more, byte_count, printable
 
 __all__ = ["load", "tell_fallbacks"]
 

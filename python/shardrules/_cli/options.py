@@ -9,13 +9,11 @@ from typing import Annotated, Final
 
 from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.inputs import MOMENTS
-from shardrules._file_content import DEFAULT_MEMORY
-from shardrules._files.companions import TABLES
+from shardrules._correction import MEMORY_KINDS
 from shardrules._files.logical import LOGICAL_DIALECTS
-from shardrules._files.rules import DIALECTS
-from shardrules._logical.dialects import LINEN, MAXTEXT
-from shardrules._matching.dialects import EFORMER
-from shardrules._memory_kinds import MEMORY_KINDS
+from shardrules._files.rules import DIALECTS, TABLES
+from shardrules._io import DEFAULT_MEMORY
+from shardrules._rules.dialects import EFORMER, LINEN, MAXTEXT
 
 __all__ = [
     "MAX_MEMORY",

@@ -17,8 +17,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final, NoReturn
 
-from shardrules._file_error import FileError
-from shardrules._printable import printable
+from shardrules._io import FileError
+from shardrules._text import printable
 
 __all__ = ["FAILED", "code_of", "exit_with", "note"]
 

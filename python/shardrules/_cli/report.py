@@ -10,12 +10,12 @@ from typing import Any, Final
 from shardrules._cli.inputs import Planned
 from shardrules._cli.process import note
 from shardrules._cli.show import working
-from shardrules._logical.rules import LogicalRules
-from shardrules._planning.asking.budget import Room
-from shardrules._planning.asking.sweep import Sweep
-from shardrules._printable import printable
-from shardrules._suggesting.suggest import suggest
-from shardrules._suggesting.suggestion import Suggestion
+from shardrules._estimate.sweep import Sweep
+from shardrules._plan.memory import Room
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._suggest.suggest import suggest
+from shardrules._suggest.suggestion import Suggestion
+from shardrules._text import printable
 
 __all__ = ["report_page"]
 

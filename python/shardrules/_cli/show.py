@@ -12,20 +12,18 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardrules._format import and_more
-from shardrules._planning.asking.defaults import DEFAULT_LARGE
-from shardrules._planning.kinds import dtype_shown, is_replicated, problem_shown
-from shardrules._planning.showing.table import heading, lines
-from shardrules._printable import printable, printable_json
+from shardrules._plan.show import heading, lines
+from shardrules._plan.table import DEFAULT_LARGE, dtype_shown, is_replicated, problem_shown
 from shardrules._specs import spec_shown
+from shardrules._text import and_more, printable, printable_json
 
 if TYPE_CHECKING:
-    from shardrules._planning.asking.budget import DeviceBytes, Room
-    from shardrules._planning.asking.findings import Findings
-    from shardrules._planning.asking.step_time import StepTime
-    from shardrules._planning.asking.sweep import Sweep
-    from shardrules._planning.kinds import Kind
-    from shardrules._planning.plan import Plan
+    from shardrules._estimate.step_time import StepTime
+    from shardrules._estimate.sweep import Sweep
+    from shardrules._plan.findings import Findings
+    from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.plan import Plan
+    from shardrules._plan.table import Kind
 
 __all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "sweep_json", "working"]
 
@@ -79,7 +77,7 @@ def show_findings(findings: Findings) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shardrules._planning.asking.findings import conclusion, finding_lines
+    from shardrules._plan.findings import conclusion, finding_lines
 
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
@@ -91,7 +89,7 @@ def show_findings(findings: Findings) -> None:
 
 def show_sweep(found: Sweep, most: int) -> None:
     """Prints the first `most` rows, how many more there are, and the assumptions."""
-    from shardrules._planning.asking.sweep import table
+    from shardrules._estimate.sweep import table
 
     head, *rows = table(found[:most])
     _print_table(head, rows, [row.fits is False for row in found[:most]])

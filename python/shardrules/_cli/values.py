@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._cli.inputs import MOMENTS, load_hardware
+from shardrules._correction import MEMORY_KINDS
 from shardrules._dtypes import numpy_name
-from shardrules._format import byte_count
-from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._planning.asking.budget import Room
+from shardrules._plan.memory import Room
+from shardrules._text import byte_count
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware

@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardrules._arguments import check_type
-from shardrules._file_content import opened, path_of
-from shardrules._file_error import FileError
-from shardrules._files.toml import parse_toml
-from shardrules._format import bytes_shown, misspelt
+from shardrules._files.rules import parse_toml
 from shardrules._hardware import Hardware
-
-__all__ = ["read_hardware"]
+from shardrules._io import FileError, opened, path_of
+from shardrules._text import bytes_shown, misspelt
 
 _MOST_BYTES: Final = 1 << 16
 

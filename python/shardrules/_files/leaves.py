@@ -17,21 +17,8 @@ from typing import Any, Final
 
 from shardrules._arguments import MOST
 from shardrules._dtypes import numpy_name
-from shardrules._file_content import first_repeated
-from shardrules._file_error import FileError
-from shardrules._format import brief, shown
-
-__all__ = [
-    "ArraySpec",
-    "ArraySpecs",
-    "StoredArray",
-    "StoredArrays",
-    "StoredFile",
-    "all_are",
-    "check_column",
-    "check_text",
-    "state_of",
-]
+from shardrules._io import FileError, first_repeated
+from shardrules._text import brief, shown
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 _ODD_SHAPE: Final = "needs a shape that is a list of integers"

@@ -8,17 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from shardrules._file_content import first_repeated
-from shardrules._file_error import FileError
-from shardrules._format import shown
-from shardrules._logical import dialects as _dialects
-from shardrules._logical.dialects import LogicalDialect
-from shardrules._logical.rules import LogicalRules
-
-__all__ = [
-    "LOGICAL_DIALECTS", "MAXTEXT_KEY", "logical_rules", "parse_yaml", "rules_of_maxtext",
-    "yaml_nodes",
-]  # fmt: skip
+from shardrules._io import FileError, first_repeated
+from shardrules._rules import dialects as _dialects
+from shardrules._rules.dialects import LogicalDialect
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._text import shown
 
 LOGICAL_DIALECTS: Final = {
     value.name: value for value in vars(_dialects).values() if isinstance(value, LogicalDialect)

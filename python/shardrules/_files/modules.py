@@ -14,9 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from shardrules._file_error import FileError
-
-__all__ = ["is_module_form", "load_object"]
+from shardrules._io import FileError
 
 _FORM: Final = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<name>[^\W\d][\w.]*)")
 

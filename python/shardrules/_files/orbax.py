@@ -16,11 +16,8 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from shardrules._dtypes import RANDOM_KEYS
-from shardrules._file_content import parse_json, read_bytes
-from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs
-
-__all__ = ["SEPARATOR", "find_checkpoint", "read_checkpoint"]
+from shardrules._io import FileError, parse_json, read_bytes
 
 SEPARATOR: Final = "/"
 _METADATA: Final = "_METADATA"

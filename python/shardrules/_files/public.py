@@ -11,19 +11,14 @@ from typing import Any
 
 from shardrules._arguments import boolean, check_type, integer
 from shardrules._dtypes import key_dtype
-from shardrules._file_content import DEFAULT_MEMORY, memory_within, path_of
-from shardrules._file_error import FileError
-from shardrules._files.arrays import nested as in_levels
-from shardrules._files.arrays import read_arrays
-from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import nested as in_levels
+from shardrules._files.models import read_arrays
 from shardrules._files.modules import is_module_form
 from shardrules._files.rules import RuleFile
 from shardrules._files.rules import read_rules as rules_in
-from shardrules._logical.dialects import LogicalDialect
-from shardrules._matching.dialects import Dialect
-
-__all__ = ["RuleFile", "read_hardware", "read_model", "read_rules"]
+from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, path_of
+from shardrules._rules.dialects import Dialect, LogicalDialect
 
 
 def read_model(
@@ -106,7 +101,10 @@ def read_rules(
         nothing found: 1 leaf, 1 rule, on dp=2,fsdp=2,tp=2
     """
     check_type(
-        "dialect", dialect, Dialect | LogicalDialect | None, "a Dialect, such as shardrules.EASYLM"
+        "dialect",
+        dialect,
+        Dialect | LogicalDialect | None,
+        "a Dialect, such as shardrules.dialects.EASYLM",
     )
     with memory_within(integer("max_memory", max_memory, what="a number of bytes")):
         return rules_in(_file(path), dialect)

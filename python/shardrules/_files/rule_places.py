@@ -15,13 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from shardrules._file_content import read_bytes, text_of
-from shardrules._file_error import FileError
 from shardrules._files.logical import MAXTEXT_KEY, yaml_nodes
 from shardrules._files.modules import is_module_form
-from shardrules._files.toml import without_strings
-
-__all__ = ["NOWHERE", "RulePlaces", "after_separators", "json_spans", "rule_places"]
+from shardrules._files.rules import without_strings
+from shardrules._io import FileError, read_bytes, text_of
 
 # Between the values of valid JSON.
 _BETWEEN: Final = re.compile(r"[\s,:]*")

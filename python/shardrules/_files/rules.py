@@ -42,14 +42,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
-from shardrules._declared import NOTHING, Declared
-from shardrules._display import record
-from shardrules._file_content import parse_json, path_of, read_bytes
-from shardrules._file_error import FileError
-from shardrules._files.companions import COMPANION_KEYS, companions_in
 from shardrules._files.logical import (
     LOGICAL_DIALECTS,
     logical_rules,
@@ -57,17 +52,121 @@ from shardrules._files.logical import (
     rules_of_maxtext,
 )
 from shardrules._files.modules import is_module_form, load_object
-from shardrules._files.toml import parse_toml
-from shardrules._format import byte_count, shown
-from shardrules._logical.dialects import LINEN, MAXTEXT, LogicalDialect
-from shardrules._logical.rules import LogicalRules
-from shardrules._matching import dialects as _dialects
-from shardrules._matching.dialects import EFORMER, Dialect
-from shardrules._matching.rules import Rules
-from shardrules._planning.companion import Companion
-from shardrules._shape_specs import Fsdp, fsdp
+from shardrules._io import FileError, parse_json, path_of, read_bytes, text_of
+from shardrules._plan.companions import Companion
+from shardrules._plan.findings import NOTHING, Declared
+from shardrules._rules import dialects as _dialects
+from shardrules._rules.dialects import EFORMER, LINEN, MAXTEXT, Dialect, LogicalDialect
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.rules import Rules
+from shardrules._specs import Fsdp, fsdp
+from shardrules._text import byte_count, record, shown
 
-__all__ = ["DIALECTS", "RuleFile", "read_rules"]
+if TYPE_CHECKING:
+    from shardrules._plan.companions import Companion
+
+# Five more than a rule needs.
+_MOST_LEVELS: Final = 8
+# Strings and comments, where dots mean nothing. An unclosed one extends to the end of the text, so
+# the search never starts again.
+_NO_KEY: Final = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
+    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+_KEY: Final = re.compile(r"[\w\-. \t]+")
+_CHARACTER: Final = re.compile(r"[^\n]")
+
+
+def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
+    """Parses bytes of a file as TOML.
+
+    Raises:
+        FileError: They are not TOML, or a key has too many levels.
+    """
+    import tomllib  # few processes read any
+
+    text = text_of(path, data)
+    if any(key.count(".") >= _MOST_LEVELS for key in _KEY.findall(_NO_KEY.sub("", text))):
+        raise FileError(f"{path}: a key has more than {_MOST_LEVELS} levels; rules need 3 levels")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of thousands of digits
+        raise FileError(f"{path}: this is not TOML: {error}; correct it there") from None
+    except RecursionError:
+        raise FileError(f"{path}: the TOML is nested too deeply; rules need 3 levels") from None
+
+
+def without_strings(text: str) -> str:
+    """The TOML with strings made underscores and comments spaces, of the same length and lines."""
+
+    def blank(found: re.Match[str]) -> str:
+        return _CHARACTER.sub(" " if found[0].startswith("#") else "_", found[0])
+
+    return _NO_KEY.sub(blank, text)
+
+
+TABLES: Final = {"lora": "LORA", "quantized": "QUANTIZED"}
+"""Tables of `_planning/companions.py` by their names in files."""
+# Functions of it whose arguments are entries of these keys: the path of a stack, or a table.
+_STACKS: Final = {
+    "stacked": ("at", "layer", "axis", "mesh_axis"),
+    "unstacked": ("at", "layer", "axis"),
+}
+# In the order in which they find leaves: the base of a stacked leaf is one of a single layer, for
+# which the tables are; and rules for a stack have no single layers.
+COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
+
+
+def companions_in(
+    where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
+) -> tuple[Companion, ...]:
+    """The companions of a rule file.
+
+    Args:
+        where: The file, for errors.
+        table: Its content.
+        also: Further entries, by key.
+
+    Raises:
+        FileError: An entry is invalid.
+    """
+    found: list[Companion] = []
+    for key in COMPANION_KEYS:
+        entries = table.get(key, [])
+        if not isinstance(entries, list):
+            raise FileError(f"{where}: {key} is {shown(entries)}; write a list of strings")
+        for index, entry in enumerate([*entries, *also.get(key, [])]):
+            place = f"{where}: {key}[{index}]"
+            found += _table(place, entry) if key == "companions" else [_stack(place, key, entry)]
+    return tuple(dict.fromkeys(found))
+
+
+def _table(where: str, name: object) -> tuple[Companion, ...]:
+    from shardrules._plan import companions
+
+    if isinstance(name, str) and name.lower() in TABLES:
+        table: tuple[Companion, ...] = getattr(companions, TABLES[name.lower()])
+        return table
+    raise FileError(f"{where}: there is no table {shown(name)}; there are {', '.join(TABLES)}")
+
+
+def _stack(where: str, key: str, entry: object) -> Companion:
+    from shardrules._plan import companions
+
+    arguments = _STACKS[key]
+    given = {"at": entry} if isinstance(entry, str) else entry
+    if not isinstance(given, dict) or "at" not in given or not given.keys() <= set(arguments):
+        raise FileError(
+            f"{where}: it is {shown(entry)}; write the path of the stack, or a table of at and "
+            f"any of {', '.join(arguments[1:])}"
+        )
+    try:
+        stack: Companion = getattr(companions, key)(**given)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{where}: {error}") from None
+    return stack
+
 
 DIALECTS: Final = {
     value.name.lower(): value for value in vars(_dialects).values() if isinstance(value, Dialect)

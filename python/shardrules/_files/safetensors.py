@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardrules._dtypes import SAFETENSORS, bits_of
-from shardrules._file_content import joined, opened, parse_json
-from shardrules._file_error import FileError
 from shardrules._files.leaves import (
     ArraySpec,
     ArraySpecs,
@@ -30,10 +28,8 @@ from shardrules._files.leaves import (
     check_text,
     state_of,
 )
-from shardrules._format import and_more, shown
-from shardrules._near import near_shown
-
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "read_files", "read_header", "read_index"]
+from shardrules._io import FileError, joined, opened, parse_json
+from shardrules._text import and_more, near_shown, shown
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

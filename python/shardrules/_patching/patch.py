@@ -6,20 +6,206 @@ the functions do.
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
 import importlib
+import inspect
 import sys
+import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Final, TypeGuard
 
-from shardrules._arguments import each
-from shardrules._patching.code_digest import code_digest
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["Patch", "patch", "unpatch"]
+from shardrules._arguments import each
+from shardrules._place.shardings import corrected_sharding
+from shardrules._rules.matcher import logs_moves
+from shardrules._rules.names import loaded
+from shardrules.compat import eformer as ours
+
+_LEFT_OUT: Final = ("annotation", "returns", "type_comment", "type_params", "kind")
+
+
+def code_digest(function: FunctionType) -> str:
+    """16 hex digits of the code that a function runs in its library.
+
+    Functions that differ only in comments, docstrings, annotations or layout have the same digest.
+
+    Raises:
+        OSError: There is no source to read.
+
+    Example:
+        >>> len(code_digest(code_digest))
+        16
+    """
+    library = function.__module__.partition(".")[0]
+    parts: list[Any] = [function]
+    written: dict[str, str] = {}
+    while parts:
+        part = parts.pop()
+        name = f"{part.__module__}.{part.__qualname__}"
+        if name in written:
+            continue
+        written[name], names = _parsed(part)
+        known = vars(sys.modules[part.__module__])
+        parts += [_code_of(known[used]) for used in names if _is_of(known.get(used), library)]
+    return hashlib.sha256(repr(sorted(written.items())).encode()).hexdigest()[:16]
+
+
+def _is_of(value: object, library: str) -> bool:
+    return getattr(_code_of(value), "__module__", "").partition(".")[0] == library
+
+
+def _code_of(value: Any) -> Any:
+    """The function or class itself, or the class of any other object."""
+    return value if isinstance(value, (FunctionType, type)) else type(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(part: Any) -> tuple[str, frozenset[str]]:
+    """The syntax of a function or class, and the names that it uses."""
+    # The code's source is that of the wrapper where a function has been wrapped.
+    source = inspect.getsource(getattr(part, "__code__", part))
+    names: set[str] = set()
+    return _written(ast.parse(textwrap.dedent(source)), names), frozenset(names)
+
+
+def _written(node: Any, names: set[str]) -> str:
+    """The syntax tree as text that is the same on all Pythons; adds the names that it uses."""
+    if isinstance(node, list):
+        return f"[{', '.join(_written(item, names) for item in node if not _is_docstring(item))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.Name):
+        names.add(node.id)
+    fields = [
+        f"{name}={_written(value, names)}"
+        for name, value in ast.iter_fields(node)
+        if name not in _LEFT_OUT and value not in (None, [])
+    ]
+    return f"{type(node).__name__}({', '.join(fields)})"
+
+
+def _is_docstring(node: object) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+class LeftToEformerError(Exception):
+    """Our function would treat this input differently from eformer's."""
+
+
+def match_partition_rules(
+    rules: Any, tree: Any, min_size: int | None = 0, strict: bool = True
+) -> Any:
+    """Eformer's function. It handles rules whose specs are not PartitionSpecs itself."""
+    _leave_if_logging()
+    if not isinstance(rules, (list, tuple)) or not all(map(_is_plain, rules)):
+        raise LeftToEformerError
+    least = _eformers("MIN_SHARDING_SIZE") if min_size is None else min_size
+    return ours.match_partition_rules(rules, tree, least, strict)
+
+
+def get_corrected_named_sharding(
+    shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
+) -> NamedSharding:
+    """Eformer's function, on the mesh that eformer uses: that of `with mesh:`."""
+    mesh = _eformers("get_incontext_mesh")(raise_mesh_error)
+    if mesh.empty or _eformers("LOG_SHARDING_MOVE"):
+        return _warning_the_caller(shape, partition_spec, raise_mesh_error)
+    if len(partition_spec) == 0:
+        return NamedSharding(mesh, PartitionSpec())
+    return corrected_sharding(partition_spec, tuple(shape), mesh, ours._CORRECTION)
+
+
+def make_shard_and_gather_fns(partition_specs: Any, mesh: Any = None) -> tuple[Any, Any]:
+    """Eformer's function, without compiling. It handles several processes itself."""
+    _leave_if_logging()
+    if jax.process_count() > 1:
+        raise LeftToEformerError
+    on_mesh = _eformers("get_incontext_mesh")() if mesh is None else mesh
+    _, gather_fn = ours.make_shard_and_gather_fns(PartitionSpec(), on_mesh)
+    original = _original("make_shard_and_gather_fns")
+
+    def shard_fn(spec: Any) -> Callable[..., Any]:
+        sharding = NamedSharding(on_mesh, spec)
+        # Unlike in our own, numpy arrays and arrays with PartitionSpec() stay in place.
+        return _or_eformers(
+            lambda tensor: ours.with_sharding_constraint(tensor, sharding),
+            lambda: original(spec, on_mesh)[0],
+        )
+
+    def gathering(spec: Any) -> Callable[..., Any]:
+        return _or_eformers(gather_fn, lambda: original(spec, on_mesh)[1])
+
+    return (
+        jax.tree_util.tree_map(shard_fn, partition_specs),
+        jax.tree_util.tree_map(gathering, partition_specs),
+    )
+
+
+def create_pattern_based_partition_spec(
+    pattern: str, mesh: Any = None, default_spec: Any = None
+) -> Callable[..., Any]:
+    """Eformer's function. It handles an invalid regex, which no name may ever reach, itself."""
+    on_mesh = _eformers("get_incontext_mesh")() if mesh is None else mesh
+    original = _original("create_pattern_based_partition_spec")
+    return _or_eformers(
+        ours.create_pattern_based_partition_spec(pattern, on_mesh, default_spec),
+        lambda: original(pattern, on_mesh, default_spec),
+    )
+
+
+def _eformers(name: str) -> Any:
+    return loaded("eformer.escale.partition.constraints", name)
+
+
+def _original(name: str) -> Any:
+    return inspect.unwrap(_eformers(name))
+
+
+def _or_eformers(
+    function: Callable[..., Any], make_eformers: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Our function; inputs that it refuses go to the function that eformer would make."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with suppress(Exception):
+            return function(*args, **kwargs)
+        return make_eformers()(*args, **kwargs)
+
+    return answer
+
+
+def _warning_the_caller(*args: Any) -> NamedSharding:
+    """Eformer's result, with its warnings at the caller's line instead of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharding: NamedSharding = _original("get_corrected_named_sharding")(*args)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=4)
+    return sharding
+
+
+def _leave_if_logging() -> None:
+    # eformer reads the environment at import, our functions at each call.
+    if _eformers("LOG_SHARDING_MOVE") or logs_moves():
+        raise LeftToEformerError
+
+
+def _is_plain(rule: Any) -> bool:
+    return isinstance(rule, (list, tuple)) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)
+
 
 _Function = Callable[..., Any]
 
@@ -42,7 +228,7 @@ class _Library:
 _LIBRARIES: Final[dict[str, _Library]] = {
     "eformer": _Library(
         module="eformer.escale.partition.constraints",
-        ours="shardrules._patching.eformer",
+        ours="shardrules._patching.patch",
         instead="shardrules.compat.eformer",
         versions="0.0.95 to 0.1.0",
         functions={

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardrules._correction import Correction
-from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import remembered_rules
-from shardrules._sharding.constraints import with_sharding_constraint as constrain
-from shardrules._sharding.mesh import axes_of_type, context_mesh, current_view, resolve_mesh
+from shardrules._mesh.mesh import axes_of_type, context_mesh, current_view, resolve_mesh
+from shardrules._place.constraint import with_sharding_constraint as constrain
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.rules import remembered_rules
 from shardrules._specs import (
     entries_of,
     entry_axes,

@@ -1,6 +1,6 @@
 """`infer_sharding` of big_vision's `sharding`, as of 2026, with its tactics; without big_vision.
 
-It has the dialect `shardrules.BIG_VISION`. `rules` makes rules of a strategy, for plans, locks and
+It has the dialect `sr.dialects.BIG_VISION`. `rules` makes rules of a strategy, for plans, locks and
 files. Costs one walk over the tree, and a tactic for each distinct shape and dtype.
 """
 
@@ -14,13 +14,12 @@ from math import prod
 from typing import Any, Final
 
 from shardrules._dtypes import given_bits
-from shardrules._format import shown
-from shardrules._matching.dialects import BIG_VISION
-from shardrules._matching.rules import Rules, remembered_rules
-from shardrules._shape_specs import fsdp as fsdp_spec
-from shardrules._shape_specs import largest_dim
-from shardrules._sharding.mesh import resolve_mesh
-from shardrules._specs import entry_axes, partition_spec
+from shardrules._mesh.mesh import resolve_mesh
+from shardrules._rules.dialects import BIG_VISION
+from shardrules._rules.rules import Rules, remembered_rules
+from shardrules._specs import entry_axes, largest_dim, partition_spec
+from shardrules._specs import fsdp as fsdp_spec
+from shardrules._text import shown
 
 __all__ = ["fsdp", "infer_sharding", "replicate", "rules", "shard_dim"]
 

@@ -1,6 +1,6 @@
 """EasyLM's `match_partition_rules` (jax_utils) and scalax 0.2.6's `TreePathShardingRule`.
 
-Both have the dialect `shardrules.EASYLM` and the libraries' signatures. Neither library is needed.
+Both have the dialect `sr.dialects.EASYLM` and the libraries' signatures. Neither library is needed.
 Unlike the originals, they report all unmatched leaves at once and replicate leaves without a shape.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardrules._arguments import boolean
-from shardrules._matching.dialects import EASYLM
-from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules.dialects import EASYLM
+from shardrules._rules.patterns import Pattern
+from shardrules._rules.rules import remembered_rules
 
 __all__ = ["TreePathShardingRule", "match_partition_rules"]
 

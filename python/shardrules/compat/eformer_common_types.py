@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import numpy as np
 
-from shardrules._display import readable
+from shardrules._text import readable
 
 __all__ = [
     "BATCH",

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, dataclass_transfo
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._format import shown
-from shardrules._logical.flax import loaded, says_its_sharding, variable_types
-from shardrules._logical.names import logical_names
-from shardrules._sharding.mesh import context_mesh, resolve_mesh
+from shardrules._mesh.mesh import context_mesh, resolve_mesh
+from shardrules._rules.names import loaded, logical_names, says_its_sharding, variable_types
+from shardrules._text import shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._sharding.mesh import AnyMesh, MeshLike
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
 
     LogicalNames = tuple[str | None, ...]
 

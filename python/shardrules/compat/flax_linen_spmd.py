@@ -15,26 +15,26 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardrules._core import resolve_all
-from shardrules._logical.context import (
-    get_logical_axis_rules,
-    logical_axis_rules,
-    set_logical_axis_rules,
-)
-from shardrules._sharding.by_names import (
+from shardrules._place.logical import (
     RulesFallback,
     compiled,
     constraint_spec,
     is_logical_spec,
     named_sharding,
 )
-from shardrules._sharding.name_errors import ErrorCollector
+from shardrules._place.name_shardings import ErrorCollector
+from shardrules._rules.logical_rules import (
+    get_logical_axis_rules,
+    logical_axis_rules,
+    set_logical_axis_rules,
+)
 from shardrules._specs import is_partition_spec
 from shardrules.compat.flax_core_meta import Partitioned, global_mesh_defined
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardrules._logical.context import LogicalRulesLike
+    from shardrules._rules.logical_rules import LogicalRulesLike
 
     LogicalNames = tuple[str | None, ...]
 

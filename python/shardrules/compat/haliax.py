@@ -1,6 +1,6 @@
 """haliax's axis mappings: the mesh axes of an axis, and the spec of an array with such axes.
 
-As rules, a mapping is `LogicalRules(mapping, shardrules.HALIAX)`, which `plan` and others take for
+As rules, a mapping is `LogicalRules(mapping, sr.dialects.HALIAX)`, which `plan` and others take for
 trees of NamedArrays. haliax has a mapping for parameters and one for compute; each makes a plan of
 its own. Of haliax 1.4. Costs a look-up per axis. Must not know how rules are resolved.
 """
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardrules._arguments import check_type
-from shardrules._format import shown
 from shardrules._specs import partition_spec
+from shardrules._text import shown
 
 __all__ = ["physical_axis_name", "pspec_for_axis"]
 

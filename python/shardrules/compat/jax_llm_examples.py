@@ -11,10 +11,10 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._correction import Correction
-from shardrules._format import shown
-from shardrules._logical.dialects import LogicalDialect
-from shardrules._logical.rules import LogicalRules
+from shardrules._rules.dialects import LogicalDialect
+from shardrules._rules.logical_rules import LogicalRules
 from shardrules._specs import partition_spec
+from shardrules._text import shown
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

@@ -1,6 +1,6 @@
 """JAXSeq's `match_partition_rules` (JaxSeq.utils): EasyLM's, on JAX's `keystr` paths.
 
-It has the dialect `shardrules.KEYSTR` and the library's signature. JAXSeq is not needed.
+It has the dialect `shardrules.dialects.KEYSTR` and the library's signature. JAXSeq is not needed.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardrules._matching.dialects import KEYSTR
-from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules.dialects import KEYSTR
+from shardrules._rules.patterns import Pattern
+from shardrules._rules.rules import remembered_rules
 
 __all__ = ["match_partition_rules"]
 

@@ -10,10 +10,10 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules, remembered_rules
-from shardrules._shape_specs import fsdp
-from shardrules._sharding.leaf_shardings import named_shardings
+from shardrules._place.named_shardings import named_shardings
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.rules import Rules, remembered_rules
+from shardrules._specs import fsdp
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding

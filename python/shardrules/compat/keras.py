@@ -1,6 +1,6 @@
 """`keras.distribution.LayoutMap` of Keras 3.15, without Keras.
 
-The dialect `shardrules.KERAS` as a mapping. Layouts are PartitionSpecs, or Keras's TensorLayouts,
+The dialect `sr.dialects.KERAS` as a mapping. Layouts are PartitionSpecs, or Keras's TensorLayouts,
 which are returned unchanged. A change compiles the rules again.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from shardrules._arguments import check_type
-from shardrules._format import shown
-from shardrules._matching.dialects import KERAS
-from shardrules._matching.reports import ambiguous_message
-from shardrules._matching.rules import Rules, matcher_of, remembered_rules
+from shardrules._rules.dialects import KERAS
+from shardrules._rules.matcher import ambiguous_message
+from shardrules._rules.rules import Rules, matcher_of, remembered_rules
 from shardrules._specs import entries_of, entry_axes, is_partition_spec, partition_spec
+from shardrules._text import shown
 
 __all__ = ["LayoutMap"]
 

@@ -1,6 +1,6 @@
 """MaxText: its dumps of shardings, beside a plan, and its ZeRO-1 for optimizer states.
 
-MaxText's rules are `LogicalRules` in the dialect `shardrules.MAXTEXT`; rule files may be its YAML.
+MaxText's rules are `LogicalRules` in the dialect `sr.dialects.MAXTEXT`; rule files may be its YAML.
 Costs what reading JSON costs. Must not know how rules are resolved.
 """
 
@@ -18,25 +18,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._arguments import check_type
-from shardrules._display import record
-from shardrules._file_content import parse_json, read_bytes
-from shardrules._file_error import FileError
 from shardrules._files.leaves import ArraySpec, ArraySpecs
-from shardrules._format import shown
-from shardrules._logical.dialects import MAXTEXT
-from shardrules._logical.names import checked_names
-from shardrules._logical.rules import LogicalRules
+from shardrules._io import FileError, parse_json, read_bytes
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._planning.asking.diff import PlanDiff, diff
-from shardrules._planning.columns import Columns
-from shardrules._planning.kinds import Kind
-from shardrules._planning.leaves import Leaves
-from shardrules._planning.path_rules import NO_RULE_NEEDED
-from shardrules._planning.placing.on_mesh import kind_on_mesh
-from shardrules._planning.placing.survey import checked_type
-from shardrules._planning.plan import Plan
-from shardrules._planning.zero1 import Zero1
+from shardrules._plan.diff import PlanDiff, diff
+from shardrules._plan.plan import Plan
+from shardrules._plan.resolve import kind_on_mesh
+from shardrules._plan.state import Zero1
+from shardrules._plan.survey import checked_type
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, Leaves
+from shardrules._rules.dialects import MAXTEXT
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.names import checked_names
 from shardrules._specs import Entries, entries_of, entry_axes, with_entries, without_axes
+from shardrules._text import record, shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding

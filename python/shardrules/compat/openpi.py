@@ -9,12 +9,12 @@ import logging
 from typing import Any, Final
 
 from shardrules._arguments import boolean, integer
-from shardrules._matching.dialects import EFORMER
-from shardrules._matching.rules import Rules, remembered_rules
-from shardrules._shape_specs import fsdp
-from shardrules._sharding.leaf_shardings import named_shardings
-from shardrules._sharding.mesh import resolve_mesh
-from shardrules._sharding.rules_like import RulesLike
+from shardrules._mesh.mesh import resolve_mesh
+from shardrules._place.decider import RulesLike
+from shardrules._place.named_shardings import named_shardings
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.rules import Rules, remembered_rules
+from shardrules._specs import fsdp
 
 __all__ = ["FSDP_AXIS", "fsdp_sharding", "rules"]
 
@@ -54,7 +54,7 @@ def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool
     is_cut = on_mesh.shape[FSDP_AXIS] > 1
     chosen: RulesLike = rules(min_size_mbytes=min_size_mbytes) if is_cut else _REPLICATED
     if boolean("log", log):
-        from shardrules._planning.plan import plan
+        from shardrules._plan.plan import plan
 
         logging.getLogger(__name__).info("%s", plan(pytree, chosen, on_mesh))
     return named_shardings(pytree, chosen, on_mesh)

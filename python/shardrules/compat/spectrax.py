@@ -1,6 +1,6 @@
 """`match_partition_rules` of `spectrax.sharding`, as of spectrax-lib 0.1.4, without Spectrax.
 
-It has the dialect `shardrules.SPECTRAX` and the library's signature. Spectrax's pipeline axes and
+It has the dialect `sr.dialects.SPECTRAX` and the library's signature. Spectrax's pipeline axes and
 stages are not supported.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardrules._arguments import boolean
-from shardrules._matching.dialects import SPECTRAX
-from shardrules._matching.match_modes import Pattern
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules.dialects import SPECTRAX
+from shardrules._rules.patterns import Pattern
+from shardrules._rules.rules import remembered_rules
 
 __all__ = ["match_partition_rules"]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shardrules._arguments import check_type, integer
-from shardrules._format import shown
-from shardrules._logical.rules import LogicalRules
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._text import shown
 
 __all__ = ["axis_names", "standard_logical_axis_rules"]
 

@@ -1,6 +1,6 @@
 """The parallel plans of a transformers model as sharding rules for its checkpoint's names.
 
-The dialect `shardrules.TP_PLAN`, and a table of the dimension that each style cuts.
+The dialect `shardrules.dialects.TP_PLAN`, and a table of the dimension that each style cuts.
 One match and one look-up for each leaf. Neither transformers nor torch is needed.
 """
 
@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from shardrules._arguments import boolean, check_tree, check_type, each
-from shardrules._matching.dialects import TP_PLAN
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules.dialects import TP_PLAN
+from shardrules._rules.rules import remembered_rules
 from shardrules._specs import partition_spec
 
 __all__ = ["SHARDED_DIMENSIONS", "match_tp_plan", "parameter_tp_plan"]

@@ -1,7 +1,7 @@
 """`set_partitions` of dalle-mini, and of the code of the t5x era that it comes from.
 
-It has the dialect `shardrules.WINDOW` and the usual signature. The rules are an argument instead of
-a constant of the module.
+It has the dialect `sr.dialects.WINDOW` and the usual signature. The rules are an argument
+instead of a constant of the module.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from shardrules._arguments import texts
-from shardrules._matching.dialects import WINDOW
-from shardrules._matching.rules import remembered_rules
+from shardrules._rules.dialects import WINDOW
+from shardrules._rules.rules import remembered_rules
 from shardrules._specs import entries_of, partition_spec
 
 __all__ = ["set_partitions"]

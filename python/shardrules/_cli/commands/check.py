@@ -30,13 +30,11 @@ from shardrules._cli.options import (
     Stacked,
 )
 from shardrules._cli.process import note
-from shardrules._declared import Declared
 from shardrules._files.modules import is_module_form
 from shardrules._files.rule_places import NOWHERE, rule_places
-from shardrules._format import brief, byte_count
-from shardrules._matching.rules import Rules
-from shardrules._planning.asking.findings import Findings
-from shardrules._printable import is_command
+from shardrules._plan.findings import Declared, Findings
+from shardrules._rules.rules import Rules
+from shardrules._text import brief, byte_count, is_command
 
 __all__ = ["command"]
 

@@ -19,9 +19,9 @@ from shardrules._cli.options import (
     Stacked,
 )
 from shardrules._cli.show import working
-from shardrules._file_content import memory_within
-from shardrules._format import byte_count, mesh_shown
-from shardrules._planning.plan import Plan
+from shardrules._io import memory_within
+from shardrules._plan.plan import Plan
+from shardrules._text import byte_count, mesh_shown
 
 __all__ = ["command"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from shardrules._checkpoint.filling import forecast
 from shardrules._cli.arguments import Option
 from shardrules._cli.loading import load
 from shardrules._cli.options import (
@@ -18,8 +19,7 @@ from shardrules._cli.options import (
     Source,
     Stacked,
 )
-from shardrules._format import byte_count
-from shardrules._moving.forecast import forecast
+from shardrules._text import byte_count
 
 __all__ = ["command"]
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardrules._atomic_write import write_text
 from shardrules._cli import values
 from shardrules._cli.arguments import Option
 from shardrules._cli.inputs import Planned
@@ -36,9 +35,10 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._cli.show import plan_json, show_plan
-from shardrules._files.manifest import manifest_text
-from shardrules._planning.asking.budget import Room
-from shardrules._printable import printable
+from shardrules._files.models import manifest_text
+from shardrules._io import write_text
+from shardrules._plan.memory import Room
+from shardrules._text import printable
 
 __all__ = ["command"]
 

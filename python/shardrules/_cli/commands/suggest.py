@@ -22,10 +22,10 @@ from shardrules._cli.options import (
 )
 from shardrules._cli.process import note
 from shardrules._cli.show import working
-from shardrules._file_content import memory_within
-from shardrules._format import byte_count
+from shardrules._io import memory_within
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._suggesting.suggest import suggest
+from shardrules._suggest.suggest import suggest
+from shardrules._text import byte_count
 
 __all__ = ["command"]
 

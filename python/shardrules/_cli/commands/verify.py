@@ -8,10 +8,10 @@ from shardrules._cli.arguments import Argument, Option
 from shardrules._cli.findings import check_findings_options, report_findings
 from shardrules._cli.options import FailOn, FindingsFormat, Hbm
 from shardrules._cli.values import memory
-from shardrules._file_error import FileError
 from shardrules._files.modules import load_object
-from shardrules._format import byte_count, shown
-from shardrules._verifying.verify import verify
+from shardrules._io import FileError
+from shardrules._text import byte_count, shown
+from shardrules._verify.verify import verify
 
 __all__ = ["command"]
 

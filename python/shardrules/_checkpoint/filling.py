@@ -1,0 +1,448 @@
+"""Sharded arrays from stored ones: each local device's boxes, read in parallel within a bound.
+
+A unit of work is one array, or some of its boxes where all of them are too large: buffers are made,
+filled from files, and put onto the devices. As many units are under way as the bound on bytes
+allows. Must not know about names, trees or other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._checkpoint.reading import (
+    DEFAULT_IN_FLIGHT,
+    Reader,
+    WantedBytes,
+    copy_values,
+    numpy_dtype,
+)
+from shardrules._checkpoint.renames import Box, Piece, box_shape
+from shardrules._checkpoint.targets import SourcePart, Target
+from shardrules._dtypes import bits_of
+from shardrules._files.leaves import StoredArray
+from shardrules._io import FileError
+from shardrules._specs import entries_of, entry_axes
+from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from jax.sharding import NamedSharding
+
+    from shardrules._plan.table import Columns
+
+
+class Forecast(NamedTuple):
+    """What each process of a job reads of a checkpoint, each byte once."""
+
+    mesh: dict[str, int]
+    arrays: int
+    bytes: int
+    """Bytes of the checkpoint."""
+    read: tuple[int, ...]
+    """Per process, the bytes that it reads."""
+    device_bytes: int
+    """Bytes on the device that holds most."""
+    largest: int
+    """Bytes of the largest part on one device: the least that may be in flight."""
+    in_flight: int
+    """Maximum bytes of the host's memory for what is on its way."""
+    bandwidth: int
+    """Bytes that a process reads in a second."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of the process that reads most."""
+        return max(self.read) / self.bandwidth
+
+    def __str__(self) -> str:
+        most, least = max(self.read), min(self.read)
+        share = f"{most / self.bytes:.1%} of the checkpoint" if self.bytes else "nothing"
+        each = (
+            bytes_shown(most) if most == least else f"{bytes_shown(least)} to {bytes_shown(most)}"
+        )
+        processes, devices = len(self.read), prod(self.mesh.values())
+        return printable_lines(
+            [
+                f"{counted(self.arrays, 'array')}, {bytes_shown(self.bytes)}, on "
+                f"{mesh_shown(self.mesh)} ({counted(devices, 'device')}, "
+                f"{counted(processes, 'process')})",
+                f"each process reads    {each} ({share}); all together "
+                f"{bytes_shown(sum(self.read))}",
+                f"each device holds     {bytes_shown(self.device_bytes)} at most",
+                f"in flight             {bytes_shown(self.in_flight)} at most; the largest part on "
+                f"one device is {bytes_shown(self.largest)}",
+                f"reading takes         {self.seconds:,.1f} s at {bytes_shown(self.bandwidth)} per "
+                "second and process",
+            ]
+        )
+
+
+def forecast(
+    columns: Columns, *, processes: int, in_flight: int | None, bandwidth: int
+) -> Forecast:
+    """What loading the checkpoint of a plan would read.
+
+    Args:
+        columns: The plan. Devices are shared out among the processes in the mesh's order.
+        processes: Number of processes, which divides that of the devices.
+        in_flight: Maximum bytes in flight. Default: that of `load`.
+        bandwidth: Bytes that a process reads in a second.
+
+    Raises:
+        ValueError: The processes do not divide the devices, an array is not placed, or its part on
+            one device is larger than what may be in flight.
+    """
+    devices = columns.devices
+    if devices % processes:
+        raise ValueError(
+            f"--processes is {processes:,}, and the mesh has {counted(devices, 'device')}: give a "
+            "number that divides it"
+        )
+    read = np.zeros(processes, object)
+    distinct: dict[tuple[tuple[str, ...], ...], npt.NDArray[np.int64]] = {}
+    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
+        if kind.shape is None:
+            continue
+        if kind.spec is None:
+            raise ValueError(f"not all arrays are placed: {kind.message}; see shardrules check")
+        cuts = tuple(
+            tuple(axis for axis in entry_axes(entry) if columns.axis_sizes.get(axis, 1) > 1)
+            for entry in entries_of(kind.spec)
+        )
+        if cuts not in distinct:
+            distinct[cuts] = _device_boxes(cuts, columns.axis_sizes, processes)
+        read += distinct[cuts].astype(object) * (count * kind.device_bytes)
+    largest = max((kind.device_bytes for kind in columns.kinds), default=0)
+    most = max(DEFAULT_IN_FLIGHT, largest) if in_flight is None else in_flight
+    if most < largest:
+        raise ValueError(
+            f"--in-flight is {bytes_shown(most)}, and the largest part on one device has "
+            f"{bytes_shown(largest)}: give at least {largest:,}"
+        )
+    return Forecast(
+        dict(columns.axis_sizes),
+        len(columns.paths),
+        columns.total_bytes,
+        tuple(map(int, read)),
+        int(columns.device_bytes.sum()),
+        largest,
+        min(most, max(map(int, read))),
+        bandwidth,
+    )
+
+
+def _device_boxes(
+    cuts: tuple[tuple[str, ...], ...], axis_sizes: Mapping[str, int], processes: int
+) -> npt.NDArray[np.int64]:
+    """Per process, how many different boxes its devices hold of an array that is cut like this."""
+    sizes = tuple(axis_sizes.values())
+    places = dict(zip(axis_sizes, np.indices(sizes).reshape(len(sizes), -1), strict=True))
+    box = np.zeros(prod(sizes), np.int64)
+    for axes in cuts:
+        for axis in axes:
+            box = box * axis_sizes[axis] + places[axis]
+    of_processes = np.sort(box.reshape(processes, -1), axis=1)
+    changes = np.diff(of_processes, axis=1) != 0
+    found: npt.NDArray[np.int64] = 1 + changes.sum(axis=1, dtype=np.int64)
+    return found
+
+
+_THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
+# To wait for one of many units takes time for each.
+_UNITS: Final = 4 * _THREADS
+# What lets the CPU backend use a buffer as it is.
+_ALIGNED: Final = 64
+# Units of at most this size keep all threads busy.
+_SHARE: Final = 4
+
+
+class Job(NamedTuple):
+    """An array to make."""
+
+    path: str
+    target: Target
+    dtype: np.dtype[Any]
+    """The dtype on the devices."""
+    sharding: NamedSharding
+
+    @property
+    def local_boxes(self) -> Mapping[Box, Sequence[Any]]:
+        """The distinct boxes of this process's devices, each with the devices that hold it."""
+        return _local_boxes(self.sharding, self.target.shape)
+
+    def source_rows(self, box: Box) -> tuple[str, Box]:
+        """The array and the rows of it that are read first for this box."""
+        for part in self.target.parts:
+            for piece in part.pieces(box):
+                return part.source, piece.source[:1]
+        return "", ()
+
+    def box_bytes(self, box: Box) -> int:
+        """Bytes in flight for this box: the buffer, and what is read beside it."""
+        count = prod(box_shape(box)) * self.dtype.itemsize
+        for part in self.target.parts:
+            if part.scale is None and part.sized.is_simple:
+                continue
+            for piece in part.pieces(box):
+                if not _fills_view(part, piece):
+                    count += prod(piece.lengths) * (12 if part.scale else 8)
+        return count
+
+
+class _Unit(NamedTuple):
+    job: int
+    boxes: Sequence[Box]
+    is_whole: bool
+    bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
+    """The distinct boxes of this process's devices, each with the devices that hold it."""
+    found: dict[Box, list[Any]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        found[_box_of(index or (), shape)].append(device)
+    return dict(sorted(found.items()))
+
+
+def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def bytes_in_flight(jobs: Sequence[Job], given: int | None) -> int:
+    """The bound that was given, or the default.
+
+    Raises:
+        ValueError: An array's part on one device alone takes more than was given.
+    """
+    needed = ((job.box_bytes(box), job) for job in jobs for box in job.local_boxes)
+    most, largest = max(needed, key=itemgetter(0), default=(0, None))
+    if given is None:
+        return max(DEFAULT_IN_FLIGHT, most)
+    if largest is not None and given < most:
+        raise ValueError(
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {largest.path} with the shape "
+            f"{list(largest.target.shape)} needs {bytes_shown(most)} for its part on one device: "
+            f"give at least {most:,}"
+        )
+    return given
+
+
+def bytes_to_read(job: Job, stored: Mapping[str, StoredArray]) -> int:
+    """The bytes in files of the array's parts that this process needs, without scales."""
+    elements = sum(prod(box_shape(box)) for box in job.local_boxes)
+    return elements * bits_of(stored[job.target.parts[0].source].dtype) // 8
+
+
+def fill(
+    jobs: Sequence[Job],
+    stored: Mapping[str, StoredArray],
+    reader: Reader,
+    most_bytes: int,
+    done: Callable[[], None],
+) -> list[Any]:
+    """The arrays of the jobs.
+
+    Args:
+        jobs: What to make.
+        stored: The stored arrays by name.
+        reader: The files.
+        most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
+        done: Called in this thread after each unit.
+
+    Raises:
+        FileError: A file has changed, or cannot be read.
+    """
+    made: list[Any] = [None] * len(jobs)
+    parts: dict[int, dict[Any, Any]] = defaultdict(dict)
+    under_way: dict[Future[Any], _Unit] = {}
+    in_flight = 0
+
+    def finish(at_most: int, units: int) -> None:
+        nonlocal in_flight
+        while in_flight > at_most or len(under_way) > units:
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                unit = under_way.pop(future)
+                try:
+                    result = future.result()
+                except MemoryError as error:
+                    raise MemoryError(
+                        f"{jobs[unit.job].path}: {error}: the host's memory is full, with up to "
+                        f"{bytes_shown(most_bytes)} that are read and not on devices yet; give a "
+                        "smaller max_bytes_in_flight"
+                    ) from error
+                in_flight -= unit.bytes
+                if unit.is_whole:
+                    made[unit.job] = result
+                else:
+                    parts[unit.job] |= result
+                done()
+
+    pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
+    try:
+        for unit in _units(jobs, most_bytes):
+            finish(most_bytes - unit.bytes, _UNITS)
+            work = _whole if unit.is_whole else _boxes
+            future = pool.submit(work, jobs[unit.job], unit.boxes, stored, reader)
+            under_way[future] = unit
+            in_flight += unit.bytes
+        finish(0, 0)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    for index, of_devices in parts.items():
+        made[index] = _assembled(jobs[index], of_devices)
+    return made
+
+
+def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
+    for index, job in enumerate(jobs):
+        boxes = job.local_boxes
+        sizes = {box: job.box_bytes(box) for box in boxes}
+        whole = sum(sizes.values())
+        if whole <= max(1, most_bytes // _SHARE):
+            yield _Unit(index, tuple(boxes), True, whole)
+            continue
+        # Boxes of the same rows stay together, since their rows are read once for all.
+        of_rows: dict[Any, list[Box]] = defaultdict(list)
+        for box in boxes:
+            of_rows[job.source_rows(box)].append(box)
+        for same_rows in of_rows.values():
+            size = sum(map(sizes.__getitem__, same_rows))
+            parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
+            for part in parts:
+                yield _Unit(index, tuple(part), False, sum(map(sizes.__getitem__, part)))
+
+
+def _whole(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> Any:
+    """The array; one call puts all its boxes."""
+    import jax
+
+    buffers = _filled(job, boxes, stored, reader)
+    shape = job.target.shape
+    return jax.block_until_ready(
+        jax.make_array_from_callback(
+            shape, job.sharding, lambda index: buffers[_box_of(index or (), shape)]
+        )
+    )
+
+
+def _boxes(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> dict[Any, Any]:
+    """{device: its part} for these boxes."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    buffers = _filled(job, boxes, stored, reader)
+    memory_kind = job.sharding.memory_kind
+    return {
+        device: jax.block_until_ready(
+            jax.device_put(buffers[box], SingleDeviceSharding(device, memory_kind=memory_kind))
+        )
+        for box in boxes
+        for device in job.local_boxes[box]
+    }
+
+
+def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
+    import jax
+
+    order = job.sharding.addressable_devices_indices_map(job.target.shape)
+    return jax.make_array_from_single_device_arrays(
+        job.target.shape, job.sharding, [parts[device] for device in order]
+    )
+
+
+def _filled(
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+) -> dict[Box, npt.NDArray[Any]]:
+    """The boxes, read from the files."""
+    buffers = _buffers(boxes, job.dtype)
+    wanted: dict[str, list[WantedBytes]] = defaultdict(list)
+    beside: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for box, buffer in buffers.items():
+        for part in job.target.parts:
+            for piece in part.pieces(box):
+                view = _view(buffer, box, piece)
+                if _fills_view(part, piece):
+                    into = view.transpose(np.argsort(piece.order))
+                    into = into.reshape(box_shape(piece.source))
+                else:
+                    dtype = numpy_dtype(stored[part.source].dtype)
+                    into = np.empty(box_shape(piece.source), dtype)
+                    beside.append((part, piece, into, view))
+                wanted[part.source].append(WantedBytes(piece.source, into))
+    try:
+        for name, of_array in wanted.items():
+            reader.fill(stored[name], of_array)
+        for part, piece, read, view in beside:
+            values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
+            copy_values(values.reshape(piece.lengths).transpose(piece.order), view)
+    except FloatingPointError as error:
+        raise FileError(
+            f"{job.path}: {error}: they would become infinite; give the array another dtype, alone "
+            r"with Rename(pattern, r'\g<0>', dtype='float32')"
+        ) from None
+    for buffer in buffers.values():
+        if job.dtype == np.bool_:  # a file may have any bytes
+            np.not_equal(buffer.view(np.uint8), 0, out=buffer)
+    return buffers
+
+
+def _fills_view(part: SourcePart, piece: Piece) -> bool:
+    """Whether what is read has its place in the result: no dimension is several long axes."""
+    long = sum(length > 1 for length in piece.lengths)
+    return part.scale is None and long == sum(b - a > 1 for a, b in piece.source)
+
+
+def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
+    """The place of a piece, with a dimension for each of its axes in the result's order."""
+    spans = zip(piece.target, box, strict=True)
+    index: tuple[Any, ...] = (*(slice(a - c, b - c) for (a, b), (c, _) in spans), ...)
+    place: npt.NDArray[Any] = buffer[index]
+    return place.reshape([piece.lengths[axis] for axis in piece.order])
+
+
+def _scaled(
+    values: npt.NDArray[Any],
+    part: SourcePart,
+    piece: Piece,
+    stored: Mapping[str, StoredArray],
+    reader: Reader,
+) -> npt.NDArray[Any]:
+    """The values times the scales of their blocks, in float32."""
+    box = tuple(
+        (begin // block, -(-end // block))
+        for (begin, end), block in zip(piece.source, part.blocks, strict=True)
+    )
+    factors = np.empty(box_shape(box), np.float32)
+    reader.fill(stored[part.scale or ""], [WantedBytes(box, factors)])
+    for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
+        of_elements = np.arange(begin, end) // block - begin // block
+        factors = factors.take(of_elements, dim)
+    return values.astype(np.float32) * factors
+
+
+def _buffers(boxes: Sequence[Box], dtype: np.dtype[Any]) -> dict[Box, npt.NDArray[Any]]:
+    """An array for each box, in one piece of memory: the system gives large ones faster."""
+    sizes = [prod(box_shape(box)) * dtype.itemsize for box in boxes]
+    ends = list(accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes))
+    memory = np.empty(ends[-1] + _ALIGNED if ends else 0, np.uint8)
+    first = -memory.ctypes.data % _ALIGNED
+    starts = [first, *(first + end for end in ends)]
+    return {
+        box: memory[start : start + size].view(dtype).reshape(box_shape(box))
+        for box, start, size in zip(boxes, starts, sizes, strict=False)
+    }

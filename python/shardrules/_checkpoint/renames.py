@@ -1,0 +1,433 @@
+"""Renames as data: from the names and layouts of Hugging Face to those of flax, and of experts.
+
+Each record says how a library names such arrays and how their dimensions are ordered; reading them
+costs nothing. Must not know how a rename is applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from shardrules._arguments import boolean, check_type, integer, listed
+from shardrules._dtypes import given_name
+from shardrules._text import shown, without_defaults
+
+Box = tuple[tuple[int, int], ...]
+"""Per dimension where a part begins and ends."""
+
+Groups = tuple[tuple[str, ...], ...]
+"""Per dimension the axes that it consists of, the slowest first."""
+
+_TOKEN: Final = re.compile(r"\(|\)|[A-Za-z_]\w*|\S")
+
+
+class Arrangement(NamedTuple):
+    """The axes of an array's dimensions, and of the result's."""
+
+    source: Groups
+    target: Groups
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Axes of the result alone: along them, arrays are stacked or joined."""
+        return _only_in(self.target, self.source)
+
+    @property
+    def unstacked(self) -> tuple[str, ...]:
+        """Axes of the array alone: along them it is taken apart."""
+        return _only_in(self.source, self.target)
+
+    def without(self, axes: tuple[str, ...]) -> Arrangement:
+        """The same for one of the arrays that are stacked, or of the parts: no such axes."""
+        return Arrangement(
+            *(
+                tuple(tuple(axis for axis in group if axis not in axes) for group in groups)
+                for groups in self
+            )
+        )
+
+
+def _only_in(groups: Groups, others: Groups) -> tuple[str, ...]:
+    known = {axis for group in others for axis in group}
+    return tuple(axis for group in groups for axis in group if axis not in known)
+
+
+@lru_cache(maxsize=256)
+def arrangement(text: str) -> Arrangement:
+    """The arrangement of a text.
+
+    Raises:
+        ValueError: It has another form, names an axis twice, or stacks along an axis that is not
+            the first of its dimension.
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"dims {text!r} must have one '->', as in 'out in -> in out'")
+    found = Arrangement(*(_groups(text, side) for side in sides))
+    for groups in found:
+        axes = [axis for group in groups for axis in group]
+        if repeated := {axis for axis in axes if axes.count(axis) > 1}:
+            raise ValueError(f"dims {text!r} has the axis {min(repeated)!r} twice on one side")
+        apart = {*found.stacked, *found.unstacked}
+        for group in groups:
+            if inner := apart.intersection(group[1:]):
+                raise ValueError(
+                    f"dims {text!r}: the axis {min(inner)!r} is on one side alone, so it must be "
+                    "the first of its dimension"
+                )
+    return found
+
+
+def _groups(text: str, side: str) -> Groups:
+    groups: list[tuple[str, ...]] = []
+    opened: list[str] | None = None
+    for token in _TOKEN.findall(side):
+        if token == "(" and opened is None:
+            opened = []
+        elif token == ")" and opened:
+            groups.append(tuple(opened))
+            opened = None
+        elif not token.isidentifier():
+            raise ValueError(
+                f"dims {text!r}: {token!r} is in the wrong place; write the names of axes, those "
+                "of one dimension in parentheses"
+            )
+        elif opened is None:
+            groups.append((token,))
+        else:
+            opened.append(token)
+    if opened is not None:
+        raise ValueError(f"dims {text!r}: a parenthesis is not closed")
+    return tuple(groups)
+
+
+@lru_cache(maxsize=64)
+def identity(rank: int) -> Arrangement:
+    """The arrangement that changes nothing."""
+    groups = tuple((f"dim{i}",) for i in range(rank))
+    return Arrangement(groups, groups)
+
+
+class Piece(NamedTuple):
+    """A box of the array that becomes a box of the result."""
+
+    source: Box
+    lengths: tuple[int, ...]
+    """Per axis of the array, how much of it the box has."""
+    order: tuple[int, ...]
+    """The axes in the result's order."""
+    target: Box
+
+
+class Form(NamedTuple):
+    """Reshape to the axes, transpose, reshape."""
+
+    axes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Sized:
+    """An arrangement of one array, without stacked and unstacked axes, and the sizes of its axes.
+
+    Args:
+        found: The arrangement.
+        sizes: The size of each axis.
+
+    Attributes:
+        source_shape: The array's shape.
+        target_shape: The result's shape.
+    """
+
+    def __init__(self, found: Arrangement, sizes: Mapping[str, int]) -> None:
+        self._source, self._target = found
+        self._sizes = dict(sizes)
+        self._axes = [axis for group in self._source for axis in group]
+        ordered = [axis for group in self._target for axis in group]
+        self._order = tuple(self._axes.index(axis) for axis in ordered)
+        self.source_shape, self.target_shape = (
+            tuple(prod(self._sizes[axis] for axis in group) for group in groups) for groups in found
+        )
+        self._is_plain = found.source == found.target and all(len(g) == 1 for g in found.source)
+
+    @property
+    def form(self) -> Form:
+        """How a whole array is arranged."""
+        return Form(tuple(map(self._sizes.__getitem__, self._axes)), self._order, self.target_shape)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether each dimension of the array is one axis."""
+        return all(len(group) <= 1 for group in self._source)
+
+    def pieces(self, box: Box) -> Iterator[Piece]:
+        """The pieces that together fill this box of the result."""
+        if self._is_plain:
+            yield Piece(box, box_shape(box), self._order, box)
+            return
+        of_dims = [
+            _spans(*interval, [self._sizes[axis] for axis in group])
+            for interval, group in zip(box, self._target, strict=True)
+        ]
+        for spans in product(*of_dims):
+            axes = {
+                axis: span
+                for group, of_group in zip(self._target, spans, strict=True)
+                for axis, span in zip(group, of_group, strict=True)
+            }
+            for one in self._connected(axes):
+                lengths = tuple(one[axis][1] - one[axis][0] for axis in self._axes)
+                source, target = (self._box(groups, one) for groups in (self._source, self._target))
+                yield Piece(source, lengths, self._order, target)
+
+    def _connected(self, axes: dict[str, tuple[int, int]]) -> Iterator[dict[str, tuple[int, int]]]:
+        """The axes' spans, cut until each dimension of both arrays has a single interval."""
+        for group in (*self._source, *self._target):
+            for at, axis in enumerate(group):
+                begin, end = axes[axis]
+                if end - begin == 1:
+                    continue
+                if any(axes[inner] != (0, self._sizes[inner]) for inner in group[at + 1 :]):
+                    for i in range(begin, end):
+                        yield from self._connected({**axes, axis: (i, i + 1)})
+                    return
+                break
+        yield axes
+
+    def _box(self, groups: Groups, axes: Mapping[str, tuple[int, int]]) -> Box:
+        found = []
+        for group in groups:
+            begin = last = 0
+            for axis in group:
+                begin = begin * self._sizes[axis] + axes[axis][0]
+                last = last * self._sizes[axis] + axes[axis][1] - 1
+            found.append((begin, last + 1))
+        return tuple(found)
+
+
+def _spans(begin: int, end: int, sizes: list[int]) -> list[tuple[tuple[int, int], ...]]:
+    """An interval of a dimension as boxes of its axes: the first row's end, rows, the last one."""
+    if begin >= end or not sizes:
+        return [()] if begin < end else []
+    if len(sizes) == 1:
+        return [((begin, end),)]
+    inner = prod(sizes[1:])
+    whole = tuple((0, size) for size in sizes[1:])
+    first, last = -(-begin // inner), end // inner
+    if first > last:  # inside one row
+        rest = _spans(begin - last * inner, end - last * inner, sizes[1:])
+        return [((last, last + 1), *one) for one in rest]
+    before = _spans(begin - (first - 1) * inner, inner, sizes[1:]) if begin % inner else []
+    after = _spans(0, end - last * inner, sizes[1:]) if end % inner else []
+    return [
+        *(((first - 1, first), *one) for one in before),
+        *([((first, last), *whole)] if first < last else []),
+        *(((last, last + 1), *one) for one in after),
+    ]
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The lengths of a box."""
+    return tuple(end - begin for begin, end in box)
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    r"""Arrays of a checkpoint that have another name in the tree, or lie otherwise.
+
+    The first record whose pattern finds a name counts. A name that none finds stays.
+
+    Args:
+        pattern: A regex that `re.search` finds in the array's name.
+        path: What `re.sub` puts in the place of what was found; the result is the path in the tree.
+            `{axis}` stands for the number along an axis that the path takes apart. None leaves the
+            array out.
+        dims: How the dimensions of the checkpoint's array make those of the tree's, as einops
+            writes it: `"out in -> in out"` transposes; `"(heads dim) in -> in heads dim"` reshapes.
+            An axis on the right alone stacks arrays, by the number or word that the pattern's group
+            of this name finds: `"out in -> layer in out"`, or joined, `"out in -> in (part out)"`.
+            An axis on the left alone takes an array apart, into the paths that `{axis}` in `path`
+            makes: `"(part out) in -> in out"`. Default: as they are.
+        sizes: Sizes of axes that one dimension consists of. Those that the tree's shapes or the
+            other axes give may be left out. `sizes={"out": (4096, 1024, 1024)}` has one size per
+            part, where parts are of several sizes.
+        words: Per axis that stacks or takes apart, the words in their order that the names have for
+            it: `{"part": ("q", "k", "v")}`. Default: numbers from 0 on, none of which may lack.
+        scale: What `re.sub` puts there for the name of the array of scales by which this one is
+            multiplied, in float32. It has one number per block.
+        blocks: Per dimension of the checkpoint's array, the elements for which one scale counts.
+        dtype: The dtype that the arrays get, whatever `dtype` of the call is. Default: the
+            checkpoint's; float32 with a scale.
+        optional: Whether it may be that no array has such a name, as in records for several models.
+            Default: that is an error.
+
+    Raises:
+        ValueError: The record contradicts itself.
+        re.error: The pattern or the replacement is invalid.
+
+    Example:
+        >>> import shardrules as sr
+        >>> sr.Rename(
+        ...     r"^model\.layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight$",
+        ...     "layers/attn/query/kernel",
+        ...     "(heads head_dim) embed -> layer embed heads head_dim",
+        ...     sizes={"head_dim": 128},
+        ... ).path
+        'layers/attn/query/kernel'
+    """
+
+    pattern: str | re.Pattern[str]
+    path: str | None
+    dims: str | None = None
+    sizes: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
+    words: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict, hash=False)
+    scale: str | None = None
+    blocks: tuple[int, ...] = ()
+    dtype: Any = None
+    optional: bool = field(default=False, kw_only=True)
+
+    __repr__ = without_defaults
+
+    def __post_init__(self) -> None:
+        check_type("pattern", self.pattern, str | re.Pattern, "a pattern")
+        check_type("path", self.path, str | None, "a string, or None to leave the array out")
+        check_type("dims", self.dims, str | None, "a string such as 'out in -> in out', or None")
+        check_type("scale", self.scale, str | None, "a string, or None")
+        boolean("optional", self.optional)
+        for template in filter(None, (self.path, self.scale)):
+            re.sub(self.pattern, template, "")
+        _set(self, "blocks", _integers("blocks", self.blocks))
+        _set(self, "sizes", _checked_sizes(self.sizes))
+        _set(self, "words", _checked_words(self.words))
+        if self.dtype is not None:
+            _set(self, "dtype", given_name("dtype", self.dtype))
+        if bool(self.scale) != bool(self.blocks):
+            raise ValueError("scale and blocks belong together: give both, or neither")
+        if self.arrangement is not None:
+            self._check_axes(self.arrangement)
+        elif self.sizes or self.words:
+            raise ValueError("sizes and words are for the axes of dims: give dims, too")
+
+    def _check_axes(self, found: Arrangement) -> None:
+        groups = re.compile(self.pattern).groupindex
+        for axis in found.stacked:
+            if axis not in groups:
+                raise ValueError(
+                    f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
+                    f"group: (?P<{axis}>[0-9]+)"
+                )
+        for axis in found.unstacked:
+            if f"{{{axis}}}" not in (self.path or ""):
+                raise ValueError(
+                    f"dims {self.dims!r} takes arrays apart along {axis!r}, so the path needs "
+                    f"{{{axis}}}; it is {self.path!r}"
+                )
+        known = {axis for groups in found for group in groups for axis in group}
+        for name, given in (("sizes", self.sizes), ("words", self.words)):
+            if unknown := given.keys() - known:
+                raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
+        for axis in self.words:
+            if axis not in (*found.stacked, *found.unstacked):
+                raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """The meaning of `dims`; None if the dimensions stay as they are."""
+        return None if self.dims is None else arrangement(self.dims)
+
+
+def _set(record: Rename, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(
+        integer(f"{name}[{i}]", value, 1)
+        for i, value in enumerate(listed(name, values, "integers"))
+    )
+
+
+def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
+    check_type("sizes", sizes, Mapping, "a dict such as {'head_dim': 128}")
+    return {
+        axis: _integers(f"sizes[{axis!r}]", size)
+        if isinstance(size, tuple | list)
+        else integer(f"sizes[{axis!r}]", size, 1)
+        for axis, size in sizes.items()
+    }
+
+
+def _checked_words(words: Any) -> dict[str, tuple[str | int, ...]]:
+    check_type("words", words, Mapping, "a dict such as {'part': ('q', 'k', 'v')}")
+    found = {axis: listed(f"words[{axis!r}]", of, "words") for axis, of in words.items()}
+    for axis, of in found.items():
+        for word in of:
+            check_type(f"words[{axis!r}]", word, str | int, "words or numbers")
+        if len(set(map(str, of))) < len(of):
+            raise ValueError(f"words[{axis!r}] has a word twice: {shown(of)}")
+    return found
+
+
+# A model of the family may lack it.
+_part: Final = partial(Rename, optional=True)
+
+_LAYER: Final = r"^model\.layers\.(\d+)\."
+_TRANSPOSED: Final = "out in -> in out"
+
+HF_TO_FLAX: Final = (
+    _part(r"^model\.embed_tokens\.weight$", "model/embed_tokens/embedding"),
+    _part(r"^model\.norm\.weight$", "model/norm/scale"),
+    _part(r"^lm_head\.weight$", "lm_head/kernel", _TRANSPOSED),
+    _part(_LAYER + r"(\w*layernorm)\.weight$", r"model/layers/\1/\2/scale"),
+    _part(_LAYER + r"self_attn\.([qk]_norm)\.weight$", r"model/layers/\1/self_attn/\2/scale"),
+    _part(_LAYER + r"(self_attn|mlp)\.(\w+)\.bias$", r"model/layers/\1/\2/\3/bias"),
+    # Qwen3's mixture of experts; `gate` is the router.
+    _part(
+        _LAYER + r"mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$",
+        r"model/layers/\1/mlp/experts/\3/kernel",
+        "out in -> expert in out",
+    ),
+    _part(
+        _LAYER + r"(self_attn|mlp)\.(\w+)\.weight$", r"model/layers/\1/\2/\3/kernel", _TRANSPOSED
+    ),
+    # Computed, and no parameter; old checkpoints have it.
+    _part(r"rotary_emb\.inv_freq$", None),
+)
+r"""Renames: Llama, Qwen2, Qwen3 and Mistral of Hugging Face to a tree in the manner of flax linen,
+`model/layers/0/self_attn/q_proj/kernel` [in, out], with `bias`, `scale` and `embedding`; the
+experts of Qwen3 are stacked in `mlp/experts/gate_proj/kernel` [expert, in, out]."""
+
+_EXPERT: Final = r"\.mlp\.experts\.(?P<expert>\d+)\.(\w+)\.weight$"
+_SCALE: Final = r"\g<0>_scale_inv"
+_BLOCKS: Final = (128, 128)
+
+DEEPSEEK_STACKED: Final = (
+    _part(
+        _EXPERT,
+        r".mlp.experts.\2.weight",
+        "out in -> expert out in",
+        scale=_SCALE,
+        blocks=_BLOCKS,
+        dtype="bfloat16",
+    ),
+    _part(r"_proj(_with_mqa)?\.weight$", r"\g<0>", scale=_SCALE, blocks=_BLOCKS, dtype="bfloat16"),
+)
+r"""Renames: DeepSeek-V3 with the experts of a layer stacked,
+`model.layers.3.mlp.experts.gate_proj.weight` [expert, out, in]. Its FP8 weights times their scales
+are bfloat16, as DeepSeek's own conversion has them, whatever `dtype` of the call is; other names
+stay."""
+
+DEEPSEEK_UNSTACKED: Final = (
+    _part(
+        r"\.mlp\.experts\.(\w+)\.weight$",
+        r".mlp.experts.{expert}.\1.weight",
+        "expert out in -> out in",
+    ),
+)
+"""Renames: the experts that `DEEPSEEK_STACKED` stacks, taken apart again."""

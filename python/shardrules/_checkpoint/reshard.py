@@ -1,0 +1,543 @@
+"""`reshard`: live trees to another mesh, other rules, other names, in batches of bounded size.
+
+`jax.device_put` moves; this decides what moves together. Must not know how a sharding was decided,
+nor how devices send to each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import numpy as np
+
+from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
+from shardrules._checkpoint.reading import DEFAULT_IN_FLIGHT
+from shardrules._checkpoint.renames import Form, Rename
+from shardrules._checkpoint.targets import Problems, Target
+from shardrules._checkpoint.trees import (
+    checked_sharding,
+    matched,
+    paths_of,
+    scales_in,
+    shapes_and_dtypes,
+)
+from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
+from shardrules._files.leaves import ArraySpec
+from shardrules._place.decider import check_taken, checked_companions
+from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
+from shardrules._place.processes import JointCall, rows_of
+from shardrules._place.shard import (
+    check_reachable,
+    converted,
+    has_spread,
+    leaf_path,
+    of_placeable,
+    put,
+    stays_in_part,
+)
+from shardrules._plan.plan import Plan
+from shardrules._rules.names import unboxed
+from shardrules._text import bytes_shown, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax.sharding import NamedSharding
+
+    from shardrules._correction import Correction
+    from shardrules._mesh.mesh import MeshLike
+    from shardrules._place.decider import RulesLike
+    from shardrules._plan.companions import Companion
+
+
+class _PartForm(NamedTuple):
+    form: Form
+    sizes: tuple[int, ...]
+    """The shape of the part in its array."""
+    target_at: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def is_plain(target: Target, arrays: Mapping[str, Any]) -> bool:
+    """Whether the target is one of the arrays as it is, but for its name and dtype."""
+    (first, *others) = target.parts
+    form = first.sized.form
+    return (
+        not others
+        and first.scale is None
+        and target.shape == form.axes == np.shape(arrays[first.source])
+        and form.order == tuple(range(len(form.order)))
+    )
+
+
+def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
+    """The target, on the devices of its arrays.
+
+    Args:
+        target: The target.
+        arrays: The live arrays by name.
+        dtype: The dtype of the result.
+        sharding: Where the result will be; it is made there if the arrays are on these devices.
+    """
+    forms = tuple(
+        _PartForm(
+            part.sized.form,
+            part.sized.source_shape,
+            part.target_at,
+            part.blocks if part.scale is not None else (),
+        )
+        for part in target.parts
+    )
+    sources = [arrays[part.source] for part in target.parts]
+    scales = [None if part.scale is None else arrays[part.scale] for part in target.parts]
+    starts = [np.array(part.source_at, np.int32) for part in target.parts]
+    in_place = all(
+        getattr(getattr(one, "sharding", None), "device_set", None) == sharding.device_set
+        for one in sources
+    )
+    program = _program(forms, target.shape, dtype, sharding if in_place else None)
+    return program(sources, scales, starts)
+
+
+@lru_cache(maxsize=512)
+def _program(
+    forms: tuple[_PartForm, ...],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding | None,
+) -> Callable[..., Any]:
+    import jax
+    import jax.numpy as jnp
+
+    def make(sources: list[Any], scales: list[Any], starts: list[Any]) -> Any:
+        made = None
+        for one, source, scale, start in zip(forms, sources, scales, starts, strict=True):
+            values = _scaled(jnp, jnp.asarray(source), scale, one.blocks)
+            if one.sizes != values.shape:
+                values = jax.lax.dynamic_slice(values, list(start), one.sizes)
+            axes, order, part = one.form
+            values = values.reshape(axes).transpose(order).reshape(part)
+            values = values if values.dtype == dtype else values.astype(dtype)
+            if part == shape:
+                return values
+            made = _blank(shape, values) if made is None else made
+            made = jax.lax.dynamic_update_slice(made, values, one.target_at)
+        return made
+
+    return jax.jit(make, out_shardings=sharding) if sharding is not None else jax.jit(make)
+
+
+def _blank(shape: tuple[int, ...], values: Any) -> Any:
+    """An array of this shape to put values into. Of random keys there are no zeros."""
+    import jax
+    import jax.numpy as jnp
+
+    if not jnp.issubdtype(values.dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, values.dtype)
+    return jnp.broadcast_to(values.reshape(-1)[0], shape)
+
+
+def _scaled(jnp: Any, values: Any, scale: Any, blocks: tuple[int, ...]) -> Any:
+    if not blocks:
+        return values
+    for dim, (block, size) in enumerate(zip(blocks, values.shape, strict=True)):
+        scale = jnp.repeat(scale, block, axis=dim, total_repeat_length=None).take(
+            jnp.arange(size), axis=dim
+        )
+    return values.astype(jnp.float32) * scale
+
+
+class _Move(NamedTuple):
+    """An array of the result."""
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    bytes: int
+    sources: tuple[int, ...]
+    """Which leaves of the tree it is made of."""
+    make: Callable[[], Any]
+    """Makes it, on the devices of its sources."""
+
+
+# A plan or renames may give the result another structure.
+@overload
+def reshard(
+    tree: Any,
+    plan_or_rules: Plan,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename] = (),
+    max_bytes_in_flight: int | None = None,
+) -> Any: ...
+@overload
+def reshard(
+    tree: Any,
+    plan_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename],
+    max_bytes_in_flight: int | None = None,
+) -> Any: ...
+@overload
+def reshard(
+    tree: Tree,
+    plan_or_rules: Any,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+    donate: bool = False,
+    dtype: Any = None,
+    max_bytes_in_flight: int | None = None,
+) -> Tree: ...
+@in_order("tree", "rules", "mesh")
+def reshard(
+    tree: Any,
+    plan_or_rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Iterable[Companion] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+    donate: bool = False,
+    dtype: Any = None,
+    renames: Iterable[Rename] = (),
+    max_bytes_in_flight: int | None = None,
+) -> Any:
+    """Move a live tree to another mesh or other rules, some arrays at a time.
+
+    `jax.device_put` moves the arrays; they may go to the same devices, to some of them, or to
+    others. Each batch has arrived before the next is sent.
+
+    Args:
+        tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
+        plan_or_rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
+            are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
+            arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
+        mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
+        min_size: As in `plan`, for the tree of the result.
+        correction: As in `plan`.
+        companions: As in `plan`.
+        names: As in `plan`, for the tree of the result.
+        optional_axes: As in `plan`.
+        donate: Whether the arrays of the tree may be given up. They are deleted as soon as all that
+            is made of them has arrived, unless a device keeps its part. Default: False.
+        dtype: As in `load`. Default: the plan's dtypes, or their own.
+        renames: `Rename` records for arrays that have other names in the result, or lie otherwise;
+            as in `load`. A program is compiled for each form that is not just another name.
+        max_bytes_in_flight: Maximum bytes of the arrays of a batch, on all devices together.
+            Default: 2 GiB, or more if an array has more.
+
+    Returns:
+        The tree of jax.Arrays. With renames and rules, the new names, as `load` has them.
+
+    Raises:
+        ValueError: As `shard`; or an array is larger than `max_bytes_in_flight`; or, as in `load`,
+            something does not fit the plan's tree; or several processes hold an array, and JAX
+            cannot move it there.
+        TypeError: As `shard`.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import shardrules as sr
+        >>> one = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+        >>> placed = sr.shard({"wq": np.ones((4, 8), "float32")}, [("wq", "tp")], one)
+        >>> moved = sr.reshard(placed, [("wq", (None, "tp"))], one, dtype="bfloat16")
+        >>> tuple(moved["wq"].sharding.spec), str(moved["wq"].dtype)
+        ((None, 'tp'), 'bfloat16')
+    """
+    import jax
+    from jax import tree_util
+
+    with JointCall("reshard") as call:
+        check_tree("tree", tree)
+        followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
+        gives_up = boolean("donate", donate)
+        name = None if dtype is None else given_float("dtype", dtype)
+        most = max_bytes_in_flight
+        if most is not None:
+            most = integer("max_bytes_in_flight", most, 1, what="a number of bytes")
+        deciding: dict[str, Any] = {
+            "mesh": mesh,
+            "min_size": min_size,
+            "correction": correction,
+            "companions": checked_companions(companions),
+            "optional_axes": texts("optional_axes", optional_axes),
+            "names": names,
+        }
+        if call.joint and _asks_for_own_devices(plan_or_rules, mesh) and not has_spread(tree):
+            call.alone()
+        abstract, wanted = _moves(tree, plan_or_rules, deciding, followed, name)
+        most = _bound(wanted, most, abstract)
+        options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
+        shardings = {i: move.sharding for i, move in wanted.items()}
+        made, treedef = tree_util.tree_flatten(abstract)
+        sources = list(made) if abstract is tree else tree_util.tree_leaves(tree)
+        if call.joint:
+            for i, move in wanted.items():
+                for source in move.sources:
+                    check_reachable(
+                        partial(leaf_path, abstract, i), sources[source], move.sharding, move.shape
+                    )
+        call.agree(lambda: [("the options", options), *rows_of(abstract, shardings)])
+    left = Counter(source for move in wanted.values() for source in move.sources)
+    shared: set[int] = set()
+    batches = list(_batches(wanted, most))
+    for batch in batches:
+        moves = [wanted[i] for i in batch]
+        arrays = put([move.make() for move in moves], [move.sharding for move in moves])
+        if gives_up or len(batches) > 1:
+            jax.block_until_ready(arrays)
+        for i, move, array in zip(batch, moves, arrays, strict=True):
+            made[i] = array
+            for source in move.sources if gives_up else ():
+                left[source] -= 1
+                if stays_in_part(sources[source], array):
+                    shared.add(source)
+        if gives_up:
+            done = {source for move in moves for source in move.sources if not left[source]}
+            _delete([sources[source] for source in done - shared])
+    return tree_util.tree_unflatten(treedef, made)
+
+
+def _asks_for_own_devices(plan_or_rules: Any, mesh: MeshLike | None) -> bool:
+    if isinstance(plan_or_rules, Plan):
+        return asks_for_own_devices([], plan_or_rules.mesh if mesh is None else mesh)
+    return asks_for_own_devices(_shardings_in(plan_or_rules) or plan_or_rules, mesh)
+
+
+def _moves(
+    tree: Any,
+    plan_or_rules: Any,
+    deciding: Mapping[str, Any],
+    renames: Sequence[Rename],
+    dtype: str | None,
+) -> tuple[Any, dict[int, _Move]]:
+    """(the result or an abstract one of its structure, the move of each leaf that moves)."""
+    from jax import tree_util
+
+    rules, target = plan_or_rules, plan_or_rules
+    if isinstance(rules, Plan):
+        check_taken(rules, **deciding)
+        rules = rules if deciding["mesh"] is None else rules.on_mesh(deciding["mesh"])
+        target = rules.abstract()
+    decided = _shardings_in(target)
+    if decided is None or renames or not _is_like(tree, target, isinstance(rules, Plan)):
+        if decided is not None and rules is target:
+            rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
+        if renames or isinstance(rules, Plan):
+            return _by_paths(tree, rules, deciding, renames, dtype)
+        leaves, _, decided = requested_shardings(tree, rules, **deciding, called="plan_or_rules")
+    else:
+        check_taken(None, **deciding)
+        leaves = tree_util.tree_leaves(tree)
+    return tree, _as_they_are(tree, leaves, decided, dtype)
+
+
+def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
+    """Whether the tree has the structure of this one, but for boxes; of a plan dtypes too.
+
+    Raises:
+        ValueError: An array has another shape than in a tree of arrays.
+    """
+    from jax import tree_util
+
+    wanted: Any
+    leaves, treedef = tree_util.tree_flatten(tree)
+    others, wanted = tree_util.tree_flatten(target)
+    # A plan of a tree with names has its arrays without their boxes.
+    without = treedef if wanted == treedef else tree_util.tree_structure(unboxed(tree).tree)
+    if wanted != without:
+        return False
+    for place, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if has_dtypes and getattr(leaf, "dtype", None) != other.dtype:
+            return False
+        if np.shape(leaf) != other.shape:
+            if has_dtypes:
+                return False
+            raise ValueError(
+                f"plan_or_rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
+                f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
+                "shape, or renames that turn the one into the other"
+            )
+    return True
+
+
+def _shardings_in(target: Any) -> list[Any] | None:
+    """The shardings of a tree of arrays, or of abstract ones; None if it is anything else.
+
+    Raises:
+        TypeError: One of them has no sharding.
+    """
+    from jax import tree_util
+
+    leaves = tree_util.tree_leaves(target)
+    if not any(hasattr(leaf, "shape") and hasattr(leaf, "sharding") for leaf in leaves):
+        return None
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    if None in shardings:
+        place = shardings.index(None)
+        raise TypeError(
+            f"plan_or_rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
+            "sharding, as arrays have; give one for each array of tree"
+        )
+    return list(map(_named, shardings))
+
+
+def _named(sharding: Any) -> Any:
+    """A sharding on a single device as a NamedSharding."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    mesh = Mesh(np.array([*sharding.device_set]), ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+
+
+def _as_they_are(
+    tree: Any, leaves: list[Any], shardings: list[Any], dtype: str | None
+) -> dict[int, _Move]:
+    """The move of each leaf that moves, by its index."""
+    of_leaf = [dtype] * len(leaves)
+    for i in [] if dtype is None else _scales(tree, leaves):
+        of_leaf[i] = None
+    return {
+        i: _Move(
+            sharding,
+            np.shape(leaves[i]),
+            _bytes(leaves[i], of_leaf[i]),
+            (i,),
+            partial(converted, leaves[i], of_leaf[i]),
+        )
+        for i, sharding in enumerate(of_placeable(tree, leaves, shardings))
+        if sharding is not None
+    }
+
+
+def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
+    """Which of the leaves are scales of codes beside them."""
+    paths = paths_of(tree)
+    dtypes = {
+        path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
+    }
+    scales = scales_in({path: dtype for path, dtype in dtypes.items() if dtype in BITS})
+    return [i for i, path in enumerate(paths) if path in scales]
+
+
+def _bytes(leaf: Any, dtype: str | None) -> int:
+    """Bytes of the array that a leaf becomes."""
+    own = getattr(leaf, "dtype", None)
+    if own is None:
+        return int(np.asarray(leaf).nbytes)
+    is_converted = dtype is not None and is_plain_float(own.name)
+    # Random keys of older versions of JAX do not know their bytes.
+    bits: int = prod(leaf.shape) * bits_of(dtype if is_converted else own)
+    return -(-bits // 8)
+
+
+def _by_paths(
+    tree: Any,
+    plan_or_rules: Any,
+    deciding: Mapping[str, Any],
+    renames: Sequence[Rename],
+    dtype: str | None,
+) -> tuple[Any, dict[int, _Move]]:
+    """(the abstract tree of the result, the move of each of its leaves)."""
+    from jax import tree_util
+
+    names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
+    of_leaves = shapes_and_dtypes(tree, names)
+    arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
+    in_tree, rules = None, plan_or_rules
+    if isinstance(plan_or_rules, Plan):
+        in_tree, rules = plan_or_rules.abstract(), plan_or_rules.shardings()
+        deciding = {**deciding, "mesh": None}
+    problems = Problems("the tree", in_file=False)
+    abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
+    specs, _, shardings = requested_shardings(abstract, rules, **deciding, called="plan_or_rules")
+    live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
+    moves = {}
+    for i, ((path, target), spec, sharding) in enumerate(
+        zip(targets, specs, shardings, strict=True)
+    ):
+        to = checked_sharding(path, sharding)
+        used = {name for part in target.parts for name in (part.source, part.scale) if name}
+        moves[i] = _Move(
+            to,
+            target.shape,
+            prod(target.shape) * spec.dtype.itemsize,
+            tuple(sorted(map(row.__getitem__, used))),
+            partial(_made, target, live, spec.dtype, to),
+        )
+    return abstract, moves
+
+
+def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
+    if not is_plain(target, live):
+        return arranged(target, live, dtype, sharding)
+    leaf = live[target.parts[0].source]
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
+def _bound(moves: Mapping[int, _Move], given: int | None, tree: Any) -> int:
+    """The bound that was given, or the default.
+
+    Raises:
+        ValueError: An array alone is larger than what was given.
+    """
+    largest = max(moves, key=lambda i: moves[i].bytes, default=None)
+    most = 0 if largest is None else moves[largest].bytes
+    if given is None:
+        return max(DEFAULT_IN_FLIGHT, most)
+    if largest is not None and most > given:
+        raise ValueError(
+            f"max_bytes_in_flight is {bytes_shown(given)}, and {leaf_path(tree, largest)} has "
+            f"{bytes_shown(most)}: give at least {most:,}"
+        )
+    return given
+
+
+def _batches(moves: Mapping[int, _Move], most: int) -> Iterator[list[int]]:
+    """The indices of moves that are made together."""
+    batch: list[int] = []
+    size = 0
+    for i, move in moves.items():
+        if batch and size + move.bytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(i)
+        size += move.bytes
+    if batch:
+        yield batch
+
+
+def _delete(leaves: Iterable[Any]) -> None:
+    import jax
+
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()

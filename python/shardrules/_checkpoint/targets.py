@@ -1,0 +1,454 @@
+"""From the arrays of a checkpoint and renames to the arrays of a tree: which parts make each.
+
+Only names, shapes and dtypes are looked at, once per array. What does not fit together is collected
+and raised as one error. Must not know about files or devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, product
+from math import prod
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from shardrules._checkpoint.renames import Arrangement, Box, Piece, Rename, Sized, identity
+from shardrules._dtypes import bits_of, converts
+from shardrules._io import FileError
+from shardrules._plan.fold import fold
+from shardrules._text import counted, near_shown
+
+Shape = tuple[int, ...]
+
+_PLAIN: Final = Rename("", "")
+_MOST_NEAR: Final = 5
+
+
+class Spec(Protocol):
+    """An array of a checkpoint."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class SourcePart(NamedTuple):
+    """An array, or a part of it, that is a part of a target."""
+
+    source: str
+    sized: Sized
+    source_at: Shape
+    """Where the part begins in the array."""
+    target_at: Shape
+    """Where it begins in the target."""
+    scale: str | None
+    blocks: tuple[int, ...]
+
+    def pieces(self, box: Box) -> Iterator[Piece]:
+        """The pieces of the array that are in this box of the target."""
+        inside = tuple(
+            (max(begin - at, 0), min(end - at, size))
+            for (begin, end), at, size in zip(
+                box, self.target_at, self.sized.target_shape, strict=True
+            )
+        )
+        if all(begin < end for begin, end in inside):
+            for piece in self.sized.pieces(inside):
+                yield piece._replace(
+                    source=_moved(piece.source, self.source_at),
+                    target=_moved(piece.target, self.target_at),
+                )
+
+
+def _moved(box: Box, by: Shape) -> Box:
+    return tuple((begin + at, end + at) for (begin, end), at in zip(box, by, strict=True))
+
+
+class Target(NamedTuple):
+    """An array of the tree."""
+
+    shape: Shape
+    dtype: str
+    parts: tuple[SourcePart, ...]
+    has_own_dtype: bool = False
+    """Whether a record says its dtype."""
+
+
+class Problems:
+    """What does not fit; equal lines with many paths become one, with the paths folded.
+
+    Args:
+        name: Where the arrays come from.
+        in_file: Whether that is a file; else its error is no FileError.
+    """
+
+    def __init__(self, name: str, *, in_file: bool = True) -> None:
+        self._name = name
+        self._in_file = in_file
+        self._paths: dict[str, list[str]] = defaultdict(list)
+        self._among: dict[str, Sequence[str]] = {}
+
+    def add(self, what: str, path: str, among: Sequence[str] = ()) -> None:
+        """Notes that this is wrong with the path, which may have been one of others."""
+        self._paths[what].append(path)
+        self._among[what] = among
+
+    def raise_all(self) -> None:
+        """Raises an error with all of them, if there are any."""
+        if not self._paths:
+            return
+        count = sum(map(len, self._paths.values()))
+        lines = [f"{self._name}: {counted(count, 'problem')} with the arrays:"]
+        for what, paths in self._paths.items():
+            for pattern in _folded(paths):
+                # More of them would cost seconds, and tell no more.
+                others = _folded(self._among[what]) if len(lines) <= _MOST_NEAR else ()
+                lines.append(f"  {pattern}: {what}{near_shown(pattern, others)}")
+        error = FileError(*lines)
+        raise error if self._in_file else ValueError(str(error))
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    return [one.pattern for one in fold(list(paths), np.zeros(len(paths), np.int32))]
+
+
+class _Use(NamedTuple):
+    """A part of an array on its way to a path."""
+
+    name: str
+    rename: Rename
+    sized: Sized
+    source_at: Shape
+    stacked: dict[str, int]
+    """By axis that stacks, which of the stacked arrays it is."""
+
+
+def targets_of(
+    arrays: Mapping[str, Spec],
+    renames: Sequence[Rename],
+    shapes: Mapping[str, Shape],
+    problems: Problems,
+) -> dict[str, Target]:
+    """The arrays of the tree by their paths.
+
+    Args:
+        arrays: The arrays of the checkpoint by name.
+        renames: What becomes of them.
+        shapes: The shapes in the tree, which tell sizes of axes; none if there is no tree.
+        problems: Where what is wrong is noted.
+    """
+    found = {name: _rename_of(name, renames) for name in arrays}
+    for rename in _useless(renames, found):
+        problems.add(
+            "this Rename finds no array; correct its pattern, or give optional=True if some models "
+            "have such arrays and others have not",
+            str(getattr(rename.pattern, "pattern", rename.pattern)),
+        )
+    scales = {_scale_name(name, one) for name, one in found.items() if one.scale}
+    uses: dict[str, list[_Use]] = defaultdict(list)
+    for name, rename in found.items():
+        if rename.path is None or name in scales:
+            continue
+        try:
+            for path, use in _uses(name, arrays[name].shape, rename, shapes):
+                uses[path].append(use)
+        except _MisfitError as error:
+            problems.add(str(error), name)
+    made: dict[str, Target] = {}
+    for path, of_path in uses.items():
+        try:
+            made[path] = _target(of_path, arrays)
+        except _MisfitError as error:
+            problems.add(str(error), path)
+    return made
+
+
+def _useless(renames: Sequence[Rename], found: Mapping[str, Rename]) -> Iterator[Rename]:
+    """The records that have to find an array and find none; those that come too late do find it."""
+    used = {*map(id, found.values())}
+    for rename in renames:
+        may_find_none = rename.optional or id(rename) in used
+        if not may_find_none and not any(re.search(rename.pattern, name) for name in found):
+            yield rename
+
+
+class _MisfitError(Exception):
+    """What does not fit; it becomes one of the `Problems`."""
+
+
+def _rename_of(name: str, renames: Sequence[Rename]) -> Rename:
+    return next((one for one in renames if re.search(one.pattern, name)), _PLAIN)
+
+
+def _scale_name(name: str, rename: Rename) -> str:
+    return re.sub(rename.pattern, rename.scale or "", name, count=1)
+
+
+def _uses(
+    name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, _Use]]:
+    """(path, use) for each part of the array.
+
+    Raises:
+        _MisfitError: The rename does not fit the array.
+    """
+    if rename is _PLAIN:
+        yield name, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
+        return
+    path = re.sub(rename.pattern, rename.path or "", name, count=1)
+    found = rename.arrangement
+    if found is None:
+        yield path, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
+        return
+    if len(found.source) != len(shape):
+        raise _MisfitError(
+            f"its shape is {list(shape)}, and the rename that finds it is for {rename.dims!r}; "
+            "put another rename before it"
+        )
+    stacked = {axis: _position(name, rename, axis) for axis in found.stacked}
+    counts = {axis: _count(rename, axis, found, shape) for axis in found.unstacked}
+    parts: list[tuple[str, dict[str, int], dict[str, int]]] = []
+    for numbers in product(*map(range, counts.values())):
+        unstacked = dict(zip(counts, numbers, strict=True))
+        whole = _filled(path, rename, unstacked)
+        of_axes = _sizes(rename, {**stacked, **unstacked}, counts, shape, shapes.get(whole))
+        parts.append((whole, unstacked, of_axes))
+    starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(found.source)]
+    for whole, unstacked, of_axes in parts:
+        sized = Sized(found.without((*stacked, *counts)), of_axes)
+        at = tuple(
+            start[unstacked[group[0]]] if group[0] in counts else 0
+            for start, group in zip(starts, found.source, strict=True)
+        )
+        yield whole, _Use(name, rename, sized, at, stacked)
+
+
+def _unchanged(shape: Shape) -> Sized:
+    return Sized(identity(len(shape)), {f"dim{i}": size for i, size in enumerate(shape)})
+
+
+def _words(rename: Rename, axis: str) -> list[str] | None:
+    words = rename.words.get(axis)
+    return None if words is None else list(map(str, words))
+
+
+def _position(name: str, rename: Rename, axis: str) -> int:
+    """Which of the arrays that are stacked along the axis this one is."""
+    match = re.search(rename.pattern, name)
+    word, words = (match[axis] if match else None) or "", _words(rename, axis)
+    if words is None and word.isdecimal():
+        return int(word)
+    if words is None or word not in words:
+        raise _MisfitError(
+            f"the rename's words for {axis!r} do not have {word!r}; numbers alone need no words"
+        )
+    return words.index(word)
+
+
+def _count(rename: Rename, axis: str, found: Arrangement, shape: Shape) -> int:
+    """How many parts there are along an axis that takes the array apart."""
+    if (axis,) in found.source:
+        size = shape[found.source.index((axis,))]
+        words = rename.words.get(axis)
+        if words is not None and len(words) != size:
+            raise _MisfitError(
+                f"its dimension {axis!r} has {counted(size, 'element')}, and words {len(words):,}"
+            )
+        return size
+    given = rename.sizes.get(axis)
+    if axis in rename.words:
+        return len(rename.words[axis])
+    if not isinstance(given, int):
+        raise _MisfitError(f"its rename needs words for {axis!r}, or its size")
+    return given
+
+
+def _filled(path: str, rename: Rename, unstacked: Mapping[str, int]) -> str:
+    for axis, number in unstacked.items():
+        words = _words(rename, axis)
+        path = path.replace(f"{{{axis}}}", str(number) if words is None else words[number])
+    return path
+
+
+def _sizes(
+    rename: Rename,
+    positions: Mapping[str, int],
+    counts: Mapping[str, int],
+    shape: Shape,
+    in_tree: Shape | None,
+) -> dict[str, int]:
+    """The size of each axis of a part: the array's, the rename's, the tree's, or what is left.
+
+    Args:
+        rename: The rename, with dims.
+        positions: By axis that stacks or takes apart, which part this is.
+        counts: By axis that takes apart, the number of parts.
+        shape: The array's shape.
+        in_tree: The shape of the part in the tree, if that is known.
+    """
+    found = rename.arrangement
+    assert found is not None
+    dims = list(zip(found.source, shape, strict=True))
+    sizes = {group[0]: size for group, size in dims if len(group) == 1}
+    for group in (*found.source, *found.target):
+        for axis in group:
+            given = rename.sizes.get(axis)
+            if isinstance(given, tuple):
+                position = positions.get(group[0])
+                if position is not None and position < len(given):
+                    sizes.setdefault(axis, given[position])
+            elif given is not None:
+                sizes.setdefault(axis, given)
+    if in_tree is not None and len(in_tree) == len(found.target):
+        for group, size in zip(found.target, in_tree, strict=True):
+            if len(group) == 1:
+                sizes.setdefault(group[0], size)
+    for group, size in dims:
+        inner = group[1:] if group[0] in counts else group
+        unknown = [axis for axis in inner if axis not in sizes]
+        if len(unknown) > 1:
+            raise _MisfitError(f"its rename needs the sizes of all but one of {', '.join(inner)}")
+        part = size // counts.get(group[0], 1)
+        known = prod(sizes[axis] for axis in inner if axis in sizes)
+        if unknown:
+            sizes[unknown[0]] = part // known if known else 0
+        if (unknown or group[0] not in counts) and (
+            prod(sizes[axis] for axis in inner) * counts.get(group[0], 1) != size
+        ):
+            raise _MisfitError(
+                f"its dimension of {counted(size, 'element')} is not one of "
+                f"{_sizes_shown(group, sizes)}"
+            )
+    return sizes
+
+
+def _sizes_shown(group: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in group)
+
+
+def _starts(
+    group: tuple[str, ...],
+    size: int,
+    counts: Mapping[str, int],
+    parts: list[tuple[str, dict[str, int], dict[str, int]]],
+) -> list[int]:
+    """Where each part begins in a dimension of the array."""
+    axis = group[0]
+    if axis not in counts:
+        return []
+    of_part = {part[axis]: prod(sizes[one] for one in group[1:]) for _, part, sizes in parts}
+    starts = [0, *accumulate(of_part[i] for i in range(counts[axis]))]
+    if starts[-1] != size:
+        raise _MisfitError(
+            f"its dimension has {counted(size, 'element')}, and its "
+            f"{counted(counts[axis], 'part')} along {axis!r} {starts[-1]:,}"
+        )
+    return starts
+
+
+def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
+    """The target that these make.
+
+    Raises:
+        _MisfitError: They make none.
+    """
+    groups = _groups(uses[0])
+    if any(_groups(use) != groups for use in uses):
+        raise _MisfitError("renames with different dims make it; only one can stack arrays")
+    dtypes = sorted({_dtype(use, arrays) for use in uses})
+    if len(dtypes) > 1:
+        raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
+    starts = {dim: _stack(dim, group[0], uses) for dim, group in groups.items()}
+    count = prod(len(one) - 1 for one in starts.values())
+    distinct = {tuple(use.stacked.values()) for use in uses}
+    if len(distinct) < len(uses):
+        names = ", ".join(repr(use.name) for use in uses[:3])
+        raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
+    if len(uses) < count:
+        raise _MisfitError(
+            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(uses):,}; is it "
+            "whole?"
+        )
+    shapes = {
+        tuple(
+            starts[dim][-1] if dim in starts else size
+            for dim, size in enumerate(use.sized.target_shape)
+        )
+        for use in uses
+    }
+    if len(shapes) > 1:
+        raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
+    (shape,) = shapes
+    parts = tuple(_part(use, len(shape), starts, arrays) for use in uses)
+    return Target(shape, dtypes[0], parts, uses[0].rename.dtype is not None)
+
+
+def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
+    """The dimensions of the target along which it is stacked, with their axes."""
+    found = use.rename.arrangement
+    of_dims = () if found is None else found.target
+    return {dim: group for dim, group in enumerate(of_dims) if group[0] in use.stacked}
+
+
+def _dtype(use: _Use, arrays: Mapping[str, Spec]) -> str:
+    dtype = "float32" if _scale(use, arrays) else arrays[use.name].dtype
+    chosen = use.rename.dtype
+    if chosen is None:
+        return dtype
+    if not converts(dtype, chosen):
+        raise _MisfitError(
+            f"{use.name!r} is {dtype}, and its Rename has dtype={chosen!r}, to which it cannot be "
+            "converted; quantise with a library that makes scales"
+        )
+    return str(chosen)
+
+
+def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
+    """Where each of the stacked arrays begins in a dimension of the target; and the end."""
+    sizes: dict[int, int] = {}
+    for use in uses:
+        size = use.sized.target_shape[dim]
+        if sizes.setdefault(use.stacked[axis], size) != size:
+            raise _MisfitError(f"its parts have different sizes along {axis!r}")
+    words = uses[0].rename.words.get(axis)
+    count = max(sizes) + 1 if words is None else len(words)
+    if missing := [i for i in range(count) if i not in sizes]:
+        first = missing[0] if words is None else words[missing[0]]
+        raise _MisfitError(
+            f"it is stacked along {axis!r}, and {first} is missing; is the checkpoint whole? "
+            "Give words for numbers that do not begin with 0"
+        )
+    return [0, *accumulate(sizes[i] for i in range(count))]
+
+
+def _part(
+    use: _Use, rank: int, starts: Mapping[int, list[int]], arrays: Mapping[str, Spec]
+) -> SourcePart:
+    axes = {dim: group[0] for dim, group in _groups(use).items()}
+    at = tuple(starts[dim][use.stacked[axes[dim]]] if dim in starts else 0 for dim in range(rank))
+    return SourcePart(
+        use.name, use.sized, use.source_at, at, _scale(use, arrays), use.rename.blocks
+    )
+
+
+def _scale(use: _Use, arrays: Mapping[str, Spec]) -> str | None:
+    """The name of the array's scales; None if it has none, as in a checkpoint of whole floats."""
+    if not use.rename.scale:
+        return None
+    array, name = arrays[use.name], _scale_name(use.name, use.rename)
+    if name not in arrays:
+        if bits_of(array.dtype) > 8:
+            return None
+        raise _MisfitError(f"{use.name!r} is {array.dtype}, and its scales {name!r} are missing")
+    blocks = use.rename.blocks
+    wanted = tuple(-(-size // block) for size, block in zip(array.shape, blocks, strict=False))
+    if len(blocks) != len(array.shape) or arrays[name].shape != wanted:
+        raise _MisfitError(
+            f"the scales of {use.name!r} have the shape {list(arrays[name].shape)}; "
+            f"{list(array.shape)} in blocks of {list(blocks)} has {list(wanted)}"
+        )
+    return name

@@ -1,0 +1,216 @@
+"""A tree and the arrays that are to fill it: which is which, and what does not fit.
+
+Costs a few look-ups per array. Must not know where the arrays are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from shardrules._arguments import check_tree
+from shardrules._checkpoint.reading import numpy_dtype
+from shardrules._checkpoint.renames import Rename
+from shardrules._checkpoint.targets import Problems, Target, targets_of
+from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, key_dtype
+from shardrules._files.leaves import ArraySpec
+from shardrules._files.models import Arrays, nested
+from shardrules._mesh.mesh import check_placeable
+from shardrules._plan.survey import survey
+from shardrules._rules.rules import Rules
+
+_ShapeAndDtype = tuple[tuple[int, ...], str]
+
+_ANY_PATH: Final = Rules([("", ())])
+
+
+def matched(
+    arrays: Mapping[str, ArraySpec],
+    tree: Any,
+    renames: Sequence[Rename],
+    dtype: str | None,
+    problems: Problems,
+) -> tuple[Any, list[tuple[str, Target]]]:
+    """(the tree of ShapeDtypeStructs, the path and the target of each leaf in order).
+
+    Args:
+        arrays: The arrays that there are.
+        tree: The tree to make. None: the arrays' names.
+        renames: What becomes of the arrays.
+        dtype: The dtype of floating arrays; None: the tree's or the arrays'.
+        problems: What is wrong already.
+
+    Raises:
+        FileError: Something does not fit; everything is listed.
+    """
+    if tree is None:
+        targets = targets_of(arrays, renames, {}, problems)
+        problems.raise_all()
+        tree = _tree_of(targets)
+        paths = paths_of(tree)
+        wanted = [(targets[path].shape, targets[path].dtype) for path in paths]
+    else:
+        check_tree("tree", tree)
+        paths = paths_of(tree)
+        wanted = shapes_and_dtypes(tree, paths)
+        shapes = {}
+        for path, (shape, _) in zip(paths, wanted, strict=True):
+            for name in (path, _bare(path)):
+                shapes[name] = shapes[name.replace("/", ".")] = shape
+        targets = targets_of(arrays, renames, shapes, problems)
+        targets = _in_tree(targets, paths, wanted, problems)
+    unknown = {dtype for dtype in {own for _, own in wanted} if not _is_known_to_jax(dtype)}
+    for path, (_, own) in zip(paths, wanted, strict=True):
+        if own in unknown:
+            problems.add(f"this version of JAX has no {own}; a Rename to None leaves it out", path)
+    problems.raise_all()
+    found = [targets[path] for path in paths]
+    if dtype is not None:
+        wanted = _converted(wanted, found, arrays, dtype)
+    return _abstract(tree, wanted), list(zip(paths, found, strict=True))
+
+
+def _converted(
+    wanted: list[_ShapeAndDtype],
+    targets: Sequence[Target],
+    arrays: Mapping[str, ArraySpec],
+    dtype: str,
+) -> list[_ShapeAndDtype]:
+    """With this dtype for floating arrays, unless a record has one for them, or they are scales."""
+    scales = scales_in({name: array.dtype for name, array in arrays.items()})
+
+    def of_target(own: str, target: Target) -> str:
+        if target.has_own_dtype:
+            return target.dtype
+        is_kept = not is_plain_float(own) or target.parts[0].source in scales
+        return own if is_kept else dtype
+
+    return [
+        (shape, of_target(own, target))
+        for (shape, own), target in zip(wanted, targets, strict=True)
+    ]
+
+
+def scales_in(dtypes: Mapping[str, str]) -> set[str]:
+    """The names of arrays of scales: `scale` is in their last word, and codes are beside them."""
+    parents, words = {}, {}
+    for name in dtypes:
+        parents[name], _, words[name] = _bare(name).rpartition("/")
+    with_codes = {
+        parents[name] for name, dtype in dtypes.items() if dtype != "bool" and bits_of(dtype) <= 8
+    }
+    return {name for name in dtypes if "scale" in words[name] and parents[name] in with_codes}
+
+
+def _bare(path: str) -> str:
+    """The path with slashes alone, and of the box that has an array under `value`."""
+    return path.replace(".", "/").removesuffix("/value")
+
+
+def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
+    """The names as a tree: with levels if there are slashes, as `read_model` has them."""
+    leaves = {path: ArraySpec(target.shape, target.dtype) for path, target in targets.items()}
+    if not any("/" in path for path in leaves):
+        return leaves
+    return nested(Arrays("the arrays", leaves, "/"))
+
+
+def paths_of(tree: Any) -> list[str]:
+    """The path of each leaf, in JAX's order."""
+    from jax import tree_util
+
+    leaves = survey(tree, _ANY_PATH)
+    return [leaves.paths[row] for row in tree_util.tree_leaves(leaves.tree)]
+
+
+def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
+    from jax import tree_util
+
+    return [
+        (tuple(np.shape(leaf)), given_name(f"tree: the dtype of {path}", _dtype_of(leaf)))
+        for path, leaf in zip(paths, tree_util.tree_leaves(tree), strict=True)
+    ]
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+
+
+def _in_tree(
+    targets: Mapping[str, Target],
+    paths: list[str],
+    wanted: list[_ShapeAndDtype],
+    problems: Problems,
+) -> dict[str, Target]:
+    """The targets by the tree's paths; notes what is missing, left over, or something else."""
+    by_path = {_bare(path): target for path, target in targets.items()}
+    by_path |= {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
+    found: dict[str, Target] = {}
+    unused: list[str] = []
+    for path, (shape, dtype) in zip(paths, wanted, strict=True):
+        target = by_path.get(path) or by_path.get(_bare(path))
+        if target is None:
+            problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
+            continue
+        found[path] = target
+        if target.shape != shape:
+            problems.add(
+                f"another shape: the tree wants {list(shape)}, and the array has "
+                f"{list(target.shape)}",
+                path,
+            )
+        elif not _fits(target.dtype, dtype):
+            problems.add(
+                f"another kind of dtype: the tree wants {dtype}, and the array has {target.dtype}",
+                path,
+            )
+    taken = {id(target) for target in found.values()}
+    left_over = "left over: the tree does not have it; a Rename to None leaves it out"
+    for path, target in targets.items():
+        if id(target) not in taken:
+            problems.add(left_over, path)
+            unused.append(path)
+    return found
+
+
+def _fits(of: str, to: str) -> bool:
+    """Whether a tree can have an array of this dtype in another; floats of 8 bits are codes."""
+    return of == to or (converts(of, to) and "float8" not in of + to)
+
+
+def _is_known_to_jax(dtype: str) -> bool:
+    import jax
+
+    if bits_of(dtype) < 8 or key_dtype(dtype) is not None:
+        return True  # the former is refused for another reason
+    try:
+        canonical = jax.dtypes.canonicalize_dtype(numpy_dtype(dtype))
+        jax.eval_shape(lambda: jax.numpy.zeros((), canonical))
+    except TypeError:
+        return False
+    return True
+
+
+def _abstract(tree: Any, wanted: list[_ShapeAndDtype]) -> Any:
+    """The tree with ShapeDtypeStructs of the dtypes that arrays get on devices."""
+    import jax
+
+    def of_leaf(shape: tuple[int, ...], name: str) -> Any:
+        dtype = key_dtype(name)
+        if dtype is None:
+            dtype = jax.dtypes.canonicalize_dtype(numpy_dtype(name))
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    made = {one: of_leaf(*one) for one in set(wanted)}
+    treedef = jax.tree_util.tree_structure(tree)
+    return jax.tree_util.tree_unflatten(treedef, [made[one] for one in wanted])
+
+
+def checked_sharding(path: str, sharding: Any) -> Any:
+    """The sharding, which has devices to put an array on."""
+    if sharding is None:
+        raise ValueError(f"rules: {path} gets None; each array needs a spec or a sharding")
+    check_placeable(sharding, lambda: path)
+    return sharding

@@ -1,0 +1,211 @@
+"""One kind of collective of a training step, and the bytes that a ring sends for it.
+
+Must not know why anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast, get_args
+
+from shardrules._arguments import (
+    boolean,
+    check_choice,
+    check_real,
+    check_type,
+    each,
+    integer,
+    listed,
+    texts,
+)
+from shardrules._dtypes import given_bits
+from shardrules._estimate.roles import DIM_ROLES
+from shardrules._plan.axis_uses import data_axes_among
+from shardrules._text import brief, mesh_shown, record
+
+if TYPE_CHECKING:
+    from shardrules._estimate.roles import DimRole
+
+Reduce = Literal["reduce-scatter", "all-reduce"]
+InputGradients = Literal["once", "each"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The arguments of `Plan.traffic`, checked; each is an assumption."""
+
+    tokens: int
+    batch_axes: tuple[str, ...]
+    gathers: int = 2
+    accumulate: int = 1
+    reduce: Reduce = "reduce-scatter"
+    zero1: str | None = None
+    gradients: Any = None
+    activations: Any = "bfloat16"
+    sequence_parallel: bool = False
+    input_gradients: InputGradients = "once"
+    experts_per_token: int | None = None
+    capacity_factor: float = 1.0
+    roles: Mapping[str, tuple[DimRole, ...]] | None = None
+
+    @property
+    def assumptions(self) -> dict[str, Any]:
+        """Each argument by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def tokens_per_device(self, axis_sizes: Mapping[str, int]) -> int:
+        """Tokens of a step on the device that has most."""
+        return -(-self.tokens // prod(axis_sizes[axis] for axis in self.batch_axes))
+
+
+def schedule_of(
+    axis_sizes: Mapping[str, int],
+    *,
+    tokens: int,
+    batch_axes: Iterable[str] | None,
+    roles: Mapping[str, Sequence[DimRole]] | None,
+    **given: Any,
+) -> Schedule:
+    """The schedule on a mesh with these axes, of what a user gives.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; the message names it.
+    """
+    named = data_axes_among(axis_sizes) if batch_axes is None else texts("batch_axes", batch_axes)
+    checked = {name: check(name, given[name]) for name, check in _CHECKS.items() if name in given}
+    zero1 = checked.get("zero1")
+    for name, axes in {"batch_axes": named, "zero1": () if zero1 is None else (zero1,)}.items():
+        if absent := [axis for axis in axes if axis not in axis_sizes]:
+            raise ValueError(f"{name}: the mesh {mesh_shown(axis_sizes)} has no axis {absent[0]!r}")
+    if len(set(named)) < len(named):
+        raise ValueError(f"batch_axes is {brief(named)}; it must have each axis once")
+    return Schedule(
+        tokens=integer("tokens", tokens, 1),
+        batch_axes=named,
+        roles=None if roles is None else _roles(roles),
+        **checked,
+    )
+
+
+def _roles(given: Mapping[str, Sequence[DimRole]]) -> dict[str, tuple[DimRole, ...]]:
+    check_type("roles", given, Mapping, "a dict such as {'w2$': ('in', 'out')}")
+    each("roles: a pattern", tuple(given), str, "a regex")
+    named = {pattern: listed("roles", dims, "roles") for pattern, dims in given.items()}
+    for dims in named.values():
+        for role in dims:
+            check_choice("roles: a role", role, DIM_ROLES[:-1])
+    return named
+
+
+def _count(name: str, value: Any) -> int:
+    return integer(name, value, 1)
+
+
+def _count_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value, 1)
+
+
+def _axis(name: str, value: Any) -> str | None:
+    check_type(name, value, str | None, "a mesh axis or None")
+    return cast("str | None", value)
+
+
+def _dtype(name: str, value: Any) -> Any:
+    given_bits(name, value)
+    return value
+
+
+def _dtype_or_none(name: str, value: Any) -> Any:
+    return None if value is None else _dtype(name, value)
+
+
+def _factor(name: str, value: Any) -> float:
+    check_real(name, value)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {brief(value)}; it must be a number above 0")
+    return float(value)
+
+
+def _choice(*choices: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        check_choice(name, value, choices)
+        return cast("str", value)
+
+    return check
+
+
+_CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
+    "gathers": _count,
+    "accumulate": _count,
+    "reduce": _choice(*get_args(Reduce)),
+    "zero1": _axis,
+    "gradients": _dtype_or_none,
+    "activations": _dtype,
+    "sequence_parallel": boolean,
+    "input_gradients": _choice(*get_args(InputGradients)),
+    "experts_per_token": _count_or_none,
+    "capacity_factor": _factor,
+}
+"""By argument, the function of its name and value that checks it and makes it what is used."""
+
+
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Of = Literal["params", "gradients", "activations", "experts"]
+Row = tuple[CollectiveKind, Iterable[str], Of, int, int]
+"""(collective, axes, of, count, payload), as in `Transmission`."""
+
+
+@record
+class Transmission(NamedTuple):
+    """Collectives of a training step that are alike; a row of `Traffic`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+        >>> first, *_ = sr.plan(tree, [("w", "fsdp")], {"fsdp": 8}).traffic(tokens=4096, gathers=1)
+        >>> first.collective, first.axes, first.of, first.payload, first.sent
+        ('all-gather', ('fsdp',), 'params', 1048576, 917504)
+    """
+
+    collective: CollectiveKind
+    axes: tuple[str, ...]
+    """The mesh axes over which it runs, in the mesh's order."""
+    of: Of
+    count: int  # type: ignore[assignment]
+    """How many of them there are in a step, before the compiler combines any."""
+    payload: int
+    """Bytes of all of them on a device: the whole result of an all-gather, the operand of all
+    others."""
+    sent: int
+    """Bytes that each device sends in a step by the ring algorithm: of n devices, (n - 1) / n of
+    the payload, and twice that for an all-reduce."""
+
+
+def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmission, ...]:
+    """(collective, axes, of, count, payload) rows, those that are alike as one.
+
+    Rows over a single device, or without bytes, are left out. Those of parameters come first, those
+    that send most first of their own.
+    """
+    total: dict[tuple[CollectiveKind, tuple[str, ...], Of], tuple[int, int]] = {}
+    for collective, axes, of, count, payload in rows:
+        named = frozenset(axes)
+        group = tuple(axis for axis, size in axis_sizes.items() if axis in named and size > 1)
+        if group and payload:
+            before = total.get((collective, group, of), (0, 0))
+            total[collective, group, of] = (before[0] + count, before[1] + payload)
+    made = [
+        Transmission(
+            *key, count, payload, _ring(key[0], payload, prod(axis_sizes[a] for a in key[1]))
+        )
+        for key, (count, payload) in total.items()
+    ]
+    order = ("params", "gradients", "activations", "experts")
+    return tuple(sorted(made, key=lambda row: (order.index(row.of), -row.sent, row.axes)))
+
+
+def _ring(collective: CollectiveKind, payload: int, devices: int) -> int:
+    rounds = 2 if collective == "all-reduce" else 1
+    return -(-payload * rounds * (devices - 1) // devices)

@@ -1,0 +1,324 @@
+"""How long a training step takes on hardware, as one reckons it on paper: a roofline.
+
+Costs what traffic costs, and a few numbers. Must not know how leaves are placed, nor how anything
+is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from math import log2, prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+
+from shardrules._arguments import check_choice, check_real, check_type, integer, texts
+from shardrules._dtypes import bits_of, given_dtype
+from shardrules._estimate.collectives import cut_parts, uses_of
+from shardrules._estimate.schedule import Of, Schedule, schedule_of
+from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
+from shardrules._hardware import Hardware, as_hardware
+from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown, shown
+
+if TYPE_CHECKING:
+    from shardrules._estimate.collectives import CutPart
+    from shardrules._estimate.roles import DimRole
+    from shardrules._estimate.schedule import Schedule, Transmission
+    from shardrules._hardware import Hardware
+    from shardrules._plan.memory import DeviceBytes
+    from shardrules._plan.table import Columns
+
+# A multiplication and an addition for each element and token: forward, and for both gradients.
+_FOR_EACH: Final = 6
+
+
+class Flops(NamedTuple):
+    """Of a step, without the scores of attention, which depend on the length of sequences."""
+
+    total: int
+    """Of all tokens, each product once."""
+    per_device: int
+    """Of a device. Work that a mesh axis neither cuts nor batches is done on each of its devices,
+    so these may add up to more than the total."""
+
+
+def flops(columns: Columns, schedule: Schedule) -> Flops:
+    """The operations of a training step: 6 for each token and each element that it meets."""
+    total = per_device = 0
+    for use in uses_of(cut_parts(columns, schedule), schedule):
+        part = use.cut.part
+        if "lookup" in part.dims:
+            continue
+        elements = prod(n for n, role in zip(part.shape, part.dims, strict=True) if role in _MET)
+        elements *= use.arrays * _FOR_EACH
+        total += int(schedule.tokens * use.share * elements)
+        per_device += int(use.tokens * elements / use.cut.devices(use.cut.kept))
+    return Flops(total, per_device)
+
+
+_MET: Final = ("in", "out", "unknown")
+
+
+class Network:
+    """The networks under the axes of a mesh.
+
+    Devices stand side by side along the last axis, as `jax.make_mesh` has them, so that the last
+    axes are those inside a slice or node, as far as its devices go. Axes over the DCN are outside.
+    """
+
+    def __init__(
+        self, hardware: Hardware, sizes: Mapping[str, int], axes_over_dcn: tuple[str, ...]
+    ) -> None:
+        if absent := [axis for axis in axes_over_dcn if axis not in sizes]:
+            raise ValueError(
+                f"axes_over_dcn: the mesh {mesh_shown(sizes)} has no axis {brief(absent[0])}"
+            )
+        self._hardware, self._sizes = hardware, sizes
+        self._inside: dict[str, int] = {}
+        left = hardware.link_devices
+        for axis in reversed(list(sizes)):
+            most = 1 if axis in axes_over_dcn else min(left, sizes[axis])
+            self._inside[axis] = next(n for n in range(most, 0, -1) if sizes[axis] % n == 0)
+            left //= self._inside[axis]
+        self._dimensions = _dimensions(self._inside, hardware.torus_dimensions)
+
+    def seconds(self, row: Transmission) -> float:
+        """How long these collectives take, one after the other."""
+        devices = prod(self._sizes[axis] for axis in row.axes)
+        inside = prod(self._inside[axis] for axis in row.axes)
+        outside = devices // inside
+        # First between slices, each device with its part; then inside of them.
+        share = (outside - 1) / (devices - 1)
+        if row.collective == "all-to-all":
+            share *= inside
+        return max(
+            row.sent * share / self._hardware.dcn_bytes_per_second,
+            row.sent * (1 - share) / self._link_rate(row.axes) if inside > 1 else 0.0,
+        )
+
+    def _link_rate(self, axes: Iterable[str]) -> float:
+        hardware = self._hardware
+        dimensions = sum(self._dimensions[axis] for axis in axes)
+        share = min(1.0, dimensions / hardware.torus_dimensions)
+        return hardware.link_bytes_per_second * share
+
+
+def _dimensions(inside: Mapping[str, int], torus: int) -> dict[str, int]:
+    """Per mesh axis, along how many dimensions of the torus it lies: one, the largest the rest."""
+    found = {axis: int(size > 1) for axis, size in inside.items()}
+    left = torus - sum(found.values())
+    for axis in sorted(inside, key=lambda axis: -inside[axis]):
+        more = max(0, min(left, int(log2(inside[axis])) - 1))
+        found[axis] += more
+        left -= more
+    return found
+
+
+# Each of the products of a kernel (forward, and the gradients of its input and of itself) reads two
+# of these three and writes the third: the kernel, its input, its output.
+_PRODUCTS: Final = 3
+# What the optimizer has in memory is read and written once.
+_UPDATED: Final = 2
+
+
+class Run(NamedTuple):
+    """The arguments of `Plan.step_time`, checked; each is an assumption."""
+
+    tokens: int
+    hardware: Hardware
+    axes_over_dcn: tuple[str, ...]
+    overlap: tuple[str, ...]
+    efficiency: float
+    schedule: dict[str, Any]
+    """Arguments of `Plan.traffic`."""
+
+
+def run_of(
+    *,
+    tokens: int,
+    hardware: Hardware | str,
+    axes_over_dcn: Iterable[str],
+    overlap: Iterable[str],
+    efficiency: float,
+    schedule: Mapping[str, Any] | None,
+    gradients: Any,
+) -> Run:
+    """The run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; the message names it.
+    """
+    check_real("efficiency", efficiency)
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency is {shown(efficiency)}; it must be above 0 and at most 1")
+    meanwhile = texts("overlap", overlap)
+    for one in meanwhile:
+        check_choice("overlap: one of them", one, get_args(Of))
+    check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
+    of_traffic = dict(schedule or {})
+    known = [field.name for field in fields(Schedule) if field.name != "tokens"]
+    for name in of_traffic:
+        check_choice("schedule: an argument", name, tuple(known))
+    if gradients not in (None, False, True):
+        of_traffic.setdefault("gradients", gradients)
+    return Run(
+        tokens=integer("tokens", tokens, 1),
+        hardware=as_hardware("hardware", hardware),
+        axes_over_dcn=texts("axes_over_dcn", axes_over_dcn),
+        overlap=meanwhile,
+        efficiency=float(efficiency),
+        schedule=of_traffic,
+    )
+
+
+@answer
+class StepTime(NamedTuple):
+    """Seconds of a training step on a device, and of what; from `Plan.step_time`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((8192, 32768), "bfloat16")}}
+        >>> plan = sr.plan(tree, [("kernel", "fsdp")], {"fsdp": 16})
+        >>> time = plan.step_time(tokens=2**14, hardware="H100")
+        >>> time.dominant, time.total == time.sent["fsdp",], f"{time.utilization:.0%}"
+        ('fsdp', True, '53%')
+    """
+
+    total: float
+    """The longest of compute, memory and what is sent meanwhile; then what is sent alone."""
+    compute: float
+    memory: float
+    sent: dict[tuple[str, ...], float]
+    """Of collectives, by the mesh axes over which they run."""
+    alone: float
+    """Of `sent`, what does not overlap with compute."""
+    utilization: float
+    """Of the peak FLOP/s of all devices, the part that the step's work takes: at most the MFU."""
+    uncounted: tuple[str, ...]
+    """Folded paths of kernels and states whose traffic is missing, as in `Traffic.uncounted`."""
+    assumptions: dict[str, Any]
+    """The arguments of `Plan.step_time`, those by default included."""
+
+    @property
+    def dominant(self) -> str:
+        """The longest term: "compute", "memory", or the mesh axes of what is sent: "fsdp,tp"."""
+        terms = {",".join(axes): seconds for axes, seconds in self.sent.items()}
+        terms |= {"memory": self.memory, "compute": self.compute}
+        return max(terms, key=terms.__getitem__)
+
+    def __str__(self) -> str:
+        terms = {"compute": self.compute, "memory": self.memory}
+        terms |= {f"sent over {','.join(axes)}": seconds for axes, seconds in self.sent.items()}
+        width = max(map(len, terms))
+        lines = [
+            f"{seconds_shown(self.total)} a step at best: at most "
+            f"{self.utilization:.0%} of the peak",
+            *(f"  {name:<{width}}  {seconds_shown(seconds):>8}" for name, seconds in terms.items()),
+            *assumed_lines(self.assumptions, self.uncounted),
+        ]
+        return "\n".join(map(printable, lines))
+
+
+def time_shown(time: StepTime) -> str:
+    """A step's time and the longest term of it: 9.90 s (fsdp)."""
+    return f"{seconds_shown(time.total)} ({time.dominant})"
+
+
+def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> list[str]:
+    """The assumptions in a line, and what is not counted in another; none of what there is not."""
+    shown = ", ".join(
+        f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in assumptions.items()
+        if value not in ((), None)
+    )
+    missing: dict[str, list[str]] = defaultdict(list)
+    for path in uncounted:
+        missing[why_uncounted(path)].append(path)
+    return [
+        *([f"assumed: {shown}"] if shown else []),
+        *(f"not counted, since {why}: {', '.join(paths)}" for why, paths in missing.items()),
+    ]
+
+
+def step_time(
+    columns: Columns, run: Run, held: DeviceBytes, state: Columns | None = None
+) -> StepTime:
+    """See `Plan.step_time`.
+
+    Args:
+        columns: Of the parameters.
+        run: The arguments.
+        held: The bytes of parameters, gradients and optimizer.
+        state: Of the optimizer's state, if it has a plan.
+    """
+    hardware = run.hardware
+    given = {"batch_axes": None, "roles": None, **run.schedule}
+    schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **given)
+    dtype = str(given_dtype("activations", schedule.activations))
+    work, peak = flops(columns, schedule), _peak(hardware, dtype)
+    compute = work.per_device / (peak * run.efficiency)
+    moved = _memory_bytes(columns, schedule, held, bits_of(dtype))
+    memory = moved / hardware.memory_bytes_per_second
+    network = Network(hardware, columns.axis_sizes, run.axes_over_dcn)
+    sent: dict[tuple[str, ...], float] = defaultdict(float)
+    alone = 0.0
+    collectives = traffic(columns, schedule)
+    for row in collectives:
+        seconds = network.seconds(row)
+        sent[row.axes] += seconds
+        alone += 0.0 if row.of in run.overlap else seconds
+    total = max(compute, memory, sum(sent.values()) - alone) + alone
+    return StepTime(
+        total=total,
+        compute=compute,
+        memory=memory,
+        sent=dict(sent),
+        alone=alone,
+        utilization=work.total / (columns.devices * peak * total) if total else 0.0,
+        uncounted=collectives.uncounted
+        if state is None
+        else (*collectives.uncounted, *of_muon(state, range(len(state.paths)))),
+        assumptions={
+            "hardware": hardware.name,
+            "axes_over_dcn": run.axes_over_dcn,
+            "overlap": run.overlap,
+            "efficiency": run.efficiency,
+            **schedule.assumptions,
+        },
+    )
+
+
+def _peak(hardware: Hardware, dtype: str) -> float:
+    found = hardware.flops_per_second.get(dtype)
+    if found is None:
+        raise ValueError(
+            f"{hardware.name} has no figure for products in {dtype}; it has some for "
+            f"{', '.join(hardware.flops_per_second)}: give one of these as the dtype of activations"
+        )
+    return found
+
+
+def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits: int) -> float:
+    """Bytes that a device reads and writes: of all products, and of the optimizer's update."""
+    moved = 0.0
+    for use in uses_of(cut_parts(columns, schedule), schedule):
+        cut, part = use.cut, use.cut.part
+        kernels = cut.bytes(bits) * cut.devices(cut.gathered) * schedule.accumulate
+        # Of a table that tokens look up, they read their rows alone.
+        kernels = 0 if "lookup" in part.dims else kernels
+        moved += kernels + float(use.tokens) * use.arrays * _width(cut) * bits / 8
+    updated = int(held.params.max()) + int(held.gradients.max()) + int(held.optimizer.max())
+    return _PRODUCTS * moved + _UPDATED * updated
+
+
+def _width(cut: CutPart) -> float:
+    """Elements of a kernel's input and output for each token, on a device."""
+    part = cut.part
+    sides: list[DimRole] = [role for role in set(part.dims) if role in ("in", "out")]
+    # Of two dimensions of which it is not known which is which, one is the input, one the output.
+    unknown = (
+        size / cut.devices(axis for axis in axes if axis in cut.kept)
+        for size, role, axes in zip(part.shape, part.dims, cut.dims, strict=True)
+        if role == "unknown"
+    )
+    return sum(part.size(side) / cut.devices(cut.along(side)) for side in sides) + sum(unknown)

@@ -1,0 +1,238 @@
+"""One rule list on many meshes: what fits, and the bytes on each.
+
+Costs one correction per kind of leaf and mesh; the tree is not walked again, and no device is
+needed. Must not know how a table is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isqrt, prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._estimate.step_time import assumed_lines, step_time, time_shown
+from shardrules._mesh_sizes import check_bounds
+from shardrules._plan.axis_uses import data_axes_among
+from shardrules._plan.memory import by_class
+from shardrules._plan.table import axes_used
+from shardrules._text import aligned, answer, bytes_shown, counted, mesh_shown, printable, record
+
+if TYPE_CHECKING:
+    from shardrules._correction import MemoryKind
+    from shardrules._estimate.step_time import Run, StepTime
+    from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.table import Columns
+
+_MOST_MESHES: Final = 10_000
+# Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
+# than this part of a device's memory: activations take more, and no estimate is as near.
+_TIE: Final = 0.05
+_HEADS: Final = (
+    "mesh", "devices", "a step", "per device", "replicated", "corrections", "memory",
+    "largest replicated leaf",
+)  # fmt: skip
+_RIGHT: Final = frozenset({"devices", "per device", "replicated", "corrections"})
+
+
+@record
+class SweepRow(NamedTuple):
+    """Bytes and corrections on one mesh."""
+
+    mesh: dict[str, int]
+    devices: int
+    bytes: int
+    """Bytes on the device that holds most."""
+    replicated: int
+    """Bytes of the leaves that no mesh axis cuts, on each device."""
+    largest_replicated: str | None
+    """Folded path of the largest leaf that no mesh axis cuts."""
+    largest_replicated_bytes: int
+    corrections: int
+    """The number of leaves that lose axes of their rule's spec."""
+    problems: int
+    """The number of leaves that get no spec. They count as replicated; or, where the mesh lacks
+    axes of their rule, as if it did not name them."""
+    fits: bool | None
+    """Whether the bytes fit into the memory of the device and of its host; None if neither was
+    given."""
+    host_bytes: int = 0
+    """Bytes in the host's memory for the device that has most there."""
+    time: StepTime | None = None
+    """How long a training step takes; None if the tokens of one were not given."""
+
+
+@answer
+class Sweep(tuple[SweepRow, ...]):
+    """A row for each mesh, the best first; `Plan.sweep` says which that is."""
+
+    __slots__ = ()
+
+    @property
+    def assumptions(self) -> dict[str, Any]:
+        """The assumptions of the times; none without times. Of batch axes, those of all meshes."""
+        times = [row.time for row in self if row.time is not None]
+        if not times:
+            return {}
+        batch = dict.fromkeys(axis for time in times for axis in time.assumptions["batch_axes"])
+        return {**times[0].assumptions, "batch_axes": tuple(batch)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines with the assumptions of the times, and what is not counted in them."""
+        times = [row.time for row in self if row.time is not None]
+        uncounted = dict.fromkeys(path for time in times for path in time.uncounted)
+        return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
+
+    def __str__(self) -> str:
+        return "\n".join([*table(self), *self.notes])
+
+
+def table(rows: Sequence[SweepRow]) -> list[str]:
+    """Returns the lines of a table: the heads, and a line for each mesh."""
+    if not rows:
+        return ["no meshes"]
+    has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
+    hidden = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
+    kept = [place for place, head in enumerate(_HEADS) if head not in hidden]
+    cells = ([_cells(row)[place] for place in kept] for row in rows)
+    return aligned([_HEADS[place] for place in kept], cells, _RIGHT)
+
+
+def _cells(row: SweepRow) -> tuple[str, ...]:
+    host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
+    largest = row.largest_replicated
+    return (
+        printable(mesh_shown(row.mesh)),
+        f"{row.devices:,}",
+        "" if row.time is None else time_shown(row.time),
+        bytes_shown(row.bytes) + host,
+        bytes_shown(row.replicated),
+        f"{row.corrections:,}",
+        {None: "", True: "fits", False: "does not fit"}[row.fits],
+        printable(f"{largest}  {bytes_shown(row.largest_replicated_bytes)}") if largest else "-",
+    )
+
+
+def sweep(
+    on_mesh: Callable[[Mapping[str, int], frozenset[str]], Columns],
+    meshes: Iterable[Mapping[str, int]],
+    *,
+    room: Room,
+    gradients: Any,
+    optimizer: tuple[Any, ...] | None,
+    optimizer_memory_kind: MemoryKind | None,
+    run: Run | None,
+) -> Sweep:
+    """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
+    chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(chosen) > _MOST_MESHES:
+        raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
+    rows = []
+    axes = frozenset(axis for mesh in chosen if isinstance(mesh, Mapping) for axis in mesh)
+    for mesh in chosen:
+        there = on_mesh(mesh, axes)
+        held = by_class(there, gradients, optimizer, optimizer_memory_kind)
+        rows.append(_row(there, held, room, run))
+    if run is not None:
+        return Sweep(_ranked(rows, _seconds))
+    return Sweep(_ranked(rows, _held, _TIE * (room.hbm or 0)))
+
+
+def _ranked(
+    rows: list[SweepRow], cost: Callable[[SweepRow], float], margin: float = 0
+) -> Iterator[SweepRow]:
+    """Rows without problems and that fit first, then the cheapest.
+
+    Costs that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
+    """
+    left = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
+    while left:
+        first, tied = left[0], []
+        most = cost(first) + max(_TIE * cost(first), margin if first.fits else 0)
+        while left and _usable(left[0]) == _usable(first) and cost(left[0]) <= most:
+            tied.append(left.popleft())
+        yield from sorted(tied, key=_preference)
+
+
+def _preference(row: SweepRow) -> tuple[float, ...]:
+    """Of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    return _tensor_devices(row), row.corrections, _held(row)
+
+
+def _seconds(row: SweepRow) -> float:
+    return 0.0 if row.time is None else row.time.total
+
+
+def _usable(row: SweepRow) -> tuple[int, bool, bool]:
+    # A time from which something is missing looks too good.
+    is_partial = row.time is not None and bool(row.time.uncounted)
+    return row.problems, row.fits is False, is_partial
+
+
+def _held(row: SweepRow) -> int:
+    return row.bytes + row.host_bytes
+
+
+def _tensor_devices(row: SweepRow) -> int:
+    """By how much axes that do not split tokens cut the arrays."""
+    batch = row.time.assumptions["batch_axes"] if row.time else data_axes_among(row.mesh)
+    return prod(row.mesh.values()) // prod(row.mesh[axis] for axis in batch)
+
+
+def factorizations(
+    devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """All meshes of that many devices with these axes, in order, and then the fixed ones.
+
+    Raises:
+        ValueError: No axes, an axis twice, or no number of devices that the fixed ones divide.
+    """
+    names = (*axes, *fixed)
+    if not axes or len(set(names)) < len(names):
+        raise ValueError(f"the axes of a mesh are names, each once, not {names}")
+    check_bounds({"devices": devices})
+    if devices < 1:
+        raise ValueError(f"a mesh has at least 1 device, not {devices}")
+    each, rest = divmod(devices, prod(fixed.values()))
+    if each < 1 or rest:
+        raise ValueError(
+            f"{counted(devices, 'device')} cannot make a mesh with {mesh_shown(fixed) or axes}"
+        )
+    return ({**mesh, **fixed} for mesh in _factorizations(each, axes))
+
+
+def _factorizations(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    first, *rest = axes
+    if not rest:
+        yield {first: devices}
+        return
+    for size in _divisors(devices):
+        for others in _factorizations(devices // size, tuple(rest)):
+            yield {first: size, **others}
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
+    is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
+    counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
+    whole = [one for one in columns.folded if is_whole[one.group]]
+    largest = max(whole, key=lambda one: columns.kinds[one.group].device_bytes, default=None)
+    return SweepRow(
+        mesh=columns.axis_sizes,
+        devices=columns.devices,
+        bytes=held.max,
+        replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
+        largest_replicated=largest.pattern if largest else None,
+        largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
+        corrections=sum(count for kind, count, _ in counted if kind.losses),
+        problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
+        fits=room.fits(held),
+        host_bytes=held.max_host,
+        time=None if run is None else step_time(columns, run, held),
+    )

@@ -1,0 +1,138 @@
+"""What each device sends in a training step, by mesh axis and kind of collective.
+
+Costs a few numbers per folded path; roles are found once for all meshes. Must not know about
+hardware, nor how long anything takes.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._estimate.collectives import (
+    cut_parts,
+    of_activations,
+    of_experts,
+    of_gradients,
+    of_params,
+    uncounted,
+    uses_of,
+)
+from shardrules._estimate.schedule import Schedule, Transmission, merged
+from shardrules._plan.table import axes_used
+from shardrules._text import answer, bytes_shown, printable
+
+if TYPE_CHECKING:
+    from shardrules._plan.table import Columns
+
+# Of optax and Keras: the state of an optimizer that multiplies whole gradients with themselves.
+_MUON: Final = re.compile(r"(^|[/.\[\]'_])muon", re.I)
+
+
+@answer
+class Traffic(tuple[Transmission, ...]):
+    """The rows of what is sent in a training step; `str` is a table of them.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"w": jax.ShapeDtypeStruct((512, 512), "float32")}
+        >>> traffic = sr.plan(tree, [("w", "fsdp")], {"dp": 2, "fsdp": 4}).traffic(tokens=4096)
+        >>> traffic.by_axes()
+        {('fsdp',): 2359296, ('dp',): 262144}
+    """
+
+    assumptions: dict[str, Any]
+    """The arguments of `Plan.traffic`, those by default included."""
+    uncounted: tuple[str, ...]
+    """Folded paths of kernels that mesh axes cut, and of whose dimensions it is not known which is
+    contracted: what is sent for their activations is missing. And those of Muon's moments, if they
+    are in the tree and cut: what its products of whole matrices send is missing."""
+
+    def __new__(
+        cls,
+        rows: Iterable[Transmission] = (),
+        assumptions: Mapping[str, Any] | None = None,
+        uncounted: Iterable[str] = (),
+    ) -> Traffic:
+        made = super().__new__(cls, rows)
+        made.assumptions = dict(assumptions or {})
+        made.uncounted = tuple(uncounted)
+        return made
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends in a step."""
+        return sum(row.sent for row in self)
+
+    def by_axes(self) -> dict[tuple[str, ...], int]:
+        """Bytes that each device sends in a step, by the mesh axes over which they are sent."""
+        total: Counter[tuple[str, ...]] = Counter()
+        for row in self:
+            total[row.axes] += row.sent
+        return dict(total)
+
+    def __str__(self) -> str:
+        heads = ("of", "collective", "over", "count", "payload", "sent")
+        lines = [heads] + [
+            (
+                row.of,
+                row.collective,
+                ",".join(row.axes),
+                f"{row.count:,}",
+                bytes_shown(row.payload),
+                bytes_shown(row.sent),
+            )
+            for row in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(
+                text.ljust(width) if at < 3 else text.rjust(width)
+                for at, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        assumed = textwrap.wrap(
+            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
+        )
+        missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
+        sent = f"each device sends {bytes_shown(self.sent)} in a step"
+        return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def why_uncounted(path: str) -> str:
+    """Says why traffic of this folded path is missing."""
+    return "Muon multiplies whole matrices" if _MUON.search(path) else "roles are unknown"
+
+
+def of_muon(columns: Columns, rows: Iterable[int]) -> Iterator[str]:
+    """Yields the folded paths of Muon's moments that mesh axes cut, among rows of a state."""
+    state = {*rows}
+    for one in columns.folded:
+        kind = columns.kinds[one.group]
+        is_cut = len(kind.shape or ()) > 1 and axes_used(kind.spec, columns.axis_sizes)
+        if is_cut and int(one.rows[0]) in state and _MUON.search(one.pattern):
+            yield one.pattern
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def traffic(columns: Columns, schedule: Schedule) -> Traffic:
+    """See `Plan.traffic`."""
+    cuts = cut_parts(columns, schedule)
+    uses = list(uses_of(cuts, schedule))
+    tensor_axes = frozenset(axis for cut in cuts for axis in cut.along("in", "out"))
+    rows = (
+        *of_params(cuts, schedule),
+        *of_gradients(cuts, schedule, tensor_axes),
+        *of_activations(uses, schedule),
+        *of_experts(uses, schedule),
+    )
+    missing = (*uncounted(uses), *of_muon(columns, columns.leaves.optimizer_rows))
+    return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, missing)

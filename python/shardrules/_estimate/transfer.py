@@ -1,0 +1,322 @@
+"""What moves when leaves go from one plan's shardings to another's: bytes per device, exactly.
+
+Costs a look-up per leaf, and some passes over the devices per pair of kinds that meet. Must not
+know how a plan is made, nor what moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._arguments import MOST
+from shardrules._correction import is_on_host
+from shardrules._dtypes import SAFETENSORS, bits_of
+from shardrules._mesh.device_bytes import Grid, moved_bytes
+from shardrules._plan.check_rules import refusals
+from shardrules._plan.diff import Pair, Pairs, paired
+from shardrules._plan.fold import fold
+from shardrules._plan.table import Kind, dtype_shown, placement_shown
+from shardrules._plan.trees import placement_errors
+from shardrules._specs import Entries, entries_of, is_unconstrained
+from shardrules._text import (
+    aligned,
+    and_more,
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+    printable_lines,
+    record,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardrules._plan.table import Columns
+
+    _Ints = npt.NDArray[Any]
+
+_MOST_LISTED: Final = 4
+_MOST_ROWS: Final = 60
+# Pairs of kinds times devices; so many take some ten seconds.
+_MOST_WORK: Final = 2**27
+_HEADS: Final = ("path", "leaves", "shape", "dtype", "spec", "received", "most by a device")
+_RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
+
+
+@record
+class TransferRow(NamedTuple):
+    """Leaves that move alike; in `Transfer.rows`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, [("w", "dp")], {"dp": 4})
+        >>> (row,) = plan.transfer(plan.on_mesh({"dp": 2})).rows
+        >>> row.path, row.received, row.most
+        ('w', 24, 16)
+    """
+
+    path: str
+    """Folded path pattern."""
+    leaves: int
+    before: Kind
+    after: Kind
+    received: int
+    """Bytes of these leaves that all devices receive together."""
+    most: int
+    """Bytes of these leaves that the device which receives most of them receives."""
+    copied: int
+    """Bytes of these leaves that all devices copy between their own memory and their hosts'."""
+
+
+@answer
+class Transfer(NamedTuple):
+    """The bytes that devices receive and send between two plans; `str` gives a table.
+
+    Arrays are of int64, or of Python's ints where that is too small, and cannot be written to.
+    False if nothing moves.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8,), "float32")}, [("w", "dp")], {"dp": 4})
+        >>> moved = plan.transfer(plan.on_mesh({"dp": 2}))
+        >>> moved.received, moved.sent, moved.total
+        (array([ 8, 16]), array([0, 8, 8, 8]), 24)
+    """
+
+    mesh: tuple[dict[str, int], dict[str, int]]
+    """Before and after."""
+    shared: int
+    """The number of devices that are in both meshes."""
+    received: npt.NDArray[np.int64]
+    """Bytes that each device of the new mesh must receive, with a dimension for each axis of that
+    mesh: those of its new shards that it does not hold already. No way to move the leaves needs
+    fewer."""
+    sent: npt.NDArray[np.int64]
+    """Bytes that each device of the old mesh sends, with a dimension for each axis of that mesh, if
+    all devices that hold the same part of the leaves of a kind send equal shares of it: they differ
+    by a byte at most, and those that come first in the mesh send it."""
+    copied: npt.NDArray[np.int64]
+    """Bytes that each device of the new mesh holds already in the other kind of memory, its own or
+    its host's, and copies."""
+    least: int
+    """A lower bound for the bytes that the busiest device receives or sends, whichever holders
+    send: divided by the bandwidth of a device's links, one for the time. It holds if no device
+    passes on what it receives."""
+    rows: tuple[TransferRow, ...]
+    """A row for each folded path, in the order of the tree."""
+
+    @property
+    def total(self) -> int:
+        """Bytes that all devices receive together, the least that can be sent.
+
+        `sent` adds up to it, but for elements of less than 8 bits: what a device receives or sends
+        of such a leaf is rounded up to whole bytes.
+        """
+        return int(self.received.sum())
+
+    def __bool__(self) -> bool:
+        return bool(self.received.any() or self.copied.any())
+
+    def __str__(self) -> str:
+        meshes = " -> ".join(map(mesh_shown, self.mesh))
+        copied = int(self.copied.max(initial=0))
+        summary = (
+            f"{bytes_shown(self.total)} received in all; at most "
+            f"{bytes_shown(int(self.received.max()))} by a device, at most "
+            f"{bytes_shown(int(self.sent.max()))} sent by one"
+            + (f"; at most {bytes_shown(copied)} copied to or from its host" if copied else "")
+        )
+        head = printable_lines(
+            [
+                f"{meshes}: {counted(self.shared, 'device')} in both",
+                summary if self else "nothing moves",
+            ]
+        )
+        moving = [row for row in self.rows if row.received or row.copied]
+        table = aligned(_HEADS, list(map(_shown, moving[:_MOST_ROWS])), _RIGHT) if moving else []
+        more = and_more(len(moving), _MOST_ROWS, "row")
+        return "\n".join([head, *table, *more])
+
+
+def _shown(row: TransferRow) -> tuple[str, ...]:
+    before, after = placement_shown(row.before), placement_shown(row.after)
+    return (
+        printable(row.path),
+        f"{row.leaves:,}",
+        str(list(row.after.shape or ())),
+        printable(dtype_shown(row.after)),
+        printable(before if before == after else f"{before} -> {after}"),
+        bytes_shown(row.received),
+        bytes_shown(row.most),
+    )
+
+
+def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> Transfer:
+    """See `Plan.transfer`.
+
+    Args:
+        before: The plan whose shards the devices hold.
+        after: The plan of the same leaves whose shards they are to hold.
+        places: Per device of the new mesh its number in the old one, both counted in row-major
+            order; -1 for a device that is not there.
+    """
+    pairs = paired(before, after)
+    kinds = _same_leaves(pairs)
+    for whose, columns in (("this plan", before), ("other", after)):
+        _check_placed(whose, columns)
+    counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
+    old, new = grids = _grids(before, after, places, len(kinds))
+    received, copied = new.full(0), new.full(0)
+    sent: dict[frozenset[str], _Ints] = defaultdict(lambda: old.full(0))
+    of_leaf = []
+    for (kind, other), count in zip(kinds, counts, strict=True):
+        bits = 0 if kind.shape is None else bits_of(kind.dtype)
+        specs = kind.spec or Entries(), other.spec or Entries()
+        moved = moved_bytes(kind.shape or (), bits, specs, grids, count)
+        received += moved.received * count
+        sent[moved.used] += moved.sent
+        changes_memory = is_on_host(kind.memory_kind) != is_on_host(other.memory_kind)
+        if changes_memory:
+            copied += moved.kept * count
+        of_leaf.append(
+            (
+                int(moved.received.sum()),
+                int(moved.received.max()),
+                int(moved.kept.sum()) if changes_memory else 0,
+            )
+        )
+    return Transfer(
+        mesh=(before.axis_sizes, after.axis_sizes),
+        shared=len(new.shared),
+        received=_on_mesh(received, new),
+        sent=_on_mesh(sum(sent.values(), old.full(0)), old),
+        copied=_on_mesh(copied, new),
+        least=max(int(received.max()), _least_sent(sent, old)),
+        rows=tuple(
+            TransferRow(
+                one.pattern,
+                len(one.rows),
+                *kinds[one.group],
+                *(len(one.rows) * count for count in of_leaf[one.group]),
+            )
+            for one in fold(pairs.paths, pairs.group_of)
+        ),
+    )
+
+
+def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
+    """The kinds of the pairs, if both plans have the same leaves.
+
+    Raises:
+        ValueError: They do not; the message lists the first paths.
+    """
+    same = {
+        number: (before, after)
+        for number, (before, after) in enumerate(pairs.groups)
+        if before and after and _type_of(before) == _type_of(after)
+    }
+    if len(same) == len(pairs.groups):
+        return list(same.values())
+    rows = np.flatnonzero(np.isin(pairs.group_of, list(same), invert=True))
+    alike: dict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for one in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
+        pair = pairs.groups[one.group]
+        alike[tuple(kind is None for kind in pair)].append(f"  {one.pattern}: {_difference(pair)}")
+    lines = []
+    for listed in alike.values():
+        lines += [*listed[:_MOST_LISTED], *and_more(len(listed), _MOST_LISTED, "path")]
+    leaves = counted(len(rows), "leaf")
+    why = f"other: {leaves} of the two plans are not the same, and leaves move as they are"
+    fix = "plan the same tree on the other mesh, as plan.transfer(plan.on_mesh(mesh)) does"
+    raise ValueError(printable_lines([f"{why}: {fix}", *lines]))
+
+
+def _type_of(kind: Kind) -> tuple[tuple[int, ...] | None, str]:
+    dtype = dtype_shown(kind)
+    return kind.shape, SAFETENSORS.get(dtype, dtype)
+
+
+def _difference(pair: Pair) -> str:
+    """What is not the same about two leaves, in words."""
+    if pair.before is None or pair.after is None:
+        return "only in other" if pair.before is None else "not in other"
+    types = map(_type_of, (pair.before, pair.after))
+    before, after = ("not an array" if s is None else f"{list(s)} {dtype}" for s, dtype in types)
+    return f"{before} in this plan, {after} in other"
+
+
+def _check_placed(whose: str, columns: Columns) -> None:
+    """Checks that it is known what the devices hold of each leaf.
+
+    Raises:
+        ValueError: It is not; the message names leaves.
+    """
+    for kind in columns.kinds:
+        if kind.status != "placed" or any(refusals(kind, columns)):
+            raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")
+    for one in columns.folded:
+        kind = columns.kinds[one.group]
+        if why := _unknown(kind):
+            spec = placement_shown(kind)
+            raise ValueError(printable(f"{whose}: {one.pattern} has {spec}: {why}"))
+
+
+def _unknown(kind: Kind) -> str | None:
+    """Why it is not known what devices hold of a leaf that is placed; None if it is."""
+    if kind.spec is not None and any(map(is_unconstrained, entries_of(kind.spec))):
+        return "XLA chooses how to cut its unconstrained dimensions; give them axes, or None"
+    if getattr(kind.spec, "unreduced", None):
+        return (
+            "devices hold terms of a sum along its unreduced axes, and these are added, not moved; "
+            "plan without them"
+        )
+    return None
+
+
+def _grids(
+    before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
+) -> tuple[Grid, Grid]:
+    """The devices of both meshes, with counts of a dtype that is large enough for all sums.
+
+    Raises:
+        ValueError: There are too many devices for so many pairs of kinds.
+    """
+    devices = before.devices + after.devices
+    if kinds * devices > _MOST_WORK:
+        raise ValueError(
+            f"{counted(kinds, 'kind')} of leaves on {devices:,} devices are too many to count what "
+            "each device receives: plan some of the leaves, or fewer devices"
+        )
+    bits = max((8 * kind.bytes for kind in before.kinds), default=0)
+    exact = np.dtype(np.int64 if devices * max(bits, before.total_bytes) <= MOST else object)
+    shared = np.flatnonzero(places >= 0)
+    return Grid(before.axis_sizes, places[shared], exact), Grid(after.axis_sizes, shared, exact)
+
+
+def _on_mesh(counts: _Ints, grid: Grid) -> _Ints:
+    on_mesh = counts.reshape(grid.sizes)
+    on_mesh.flags.writeable = False
+    return on_mesh
+
+
+def _least_sent(sent: dict[frozenset[str], _Ints], grid: Grid) -> int:
+    """Bytes that the device which sends most sends at least.
+
+    A group of devices that some axes tell from other devices sends all that these axes, and maybe
+    more, have cut for it. One of the group sends the mean at least.
+
+    Args:
+        sent: Per device, by the axes that cut the leaves.
+        grid: The old mesh.
+    """
+    least = 0
+    for used in {frozenset[str](), *sent}:
+        loads = (load for axes, load in sent.items() if axes >= used)
+        most = int(grid.group_sums(sum(loads, grid.full(0)), used).max())
+        least = max(least, -(-most // grid.copies(used)))
+    return least

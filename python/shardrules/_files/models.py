@@ -1,0 +1,281 @@
+"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any supported file.
+
+The name and the content of a file decide its kind. A list of 100,000 arrays costs about as much as
+parsing its JSON. Must not know about rules or meshes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._dtypes import given_name
+from shardrules._files import orbax, safetensors
+from shardrules._files.leaves import ArraySpec, ArraySpecs, all_are, check_column
+from shardrules._io import FileError, max_memory, parse_json, path_of, read_bytes, unreadable
+from shardrules._text import near_shown, shown
+
+if TYPE_CHECKING:
+    from shardrules._plan.plan import Plan
+
+
+def manifest_text(plan: Plan, name: str) -> str:
+    """Writes the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
+
+    Raises:
+        ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
+            one that files do not have.
+    """
+    leaves = plan._columns.leaves
+    if leaves.paths_dialect.separator != "/":
+        raise ValueError(
+            f"a manifest has paths such as layers/0/w, not {plan.paths[:1]}: give rules of another "
+            "dialect, such as eformer"
+        )
+    if len(set(plan.paths)) < len(plan.paths):
+        raise ValueError("two leaves have one path, and a manifest has each path once")
+    kinds = [plan.kinds[number] for number in plan.kind_of]
+    arrays = [
+        (path, kind) for path, kind in zip(plan.paths, kinds, strict=True) if kind.shape is not None
+    ]
+    rows = [
+        json.dumps([path, list(kind.shape or ()), given_name(f"the dtype of {path}", kind.dtype)])
+        for path, kind in arrays
+    ]
+    named = {path: kind.names for path, kind in arrays if kind.names is not None}
+    head = f'{{"model": {json.dumps(name)}, "params": [\n'
+    tail = f'\n], "logical_axes": {json.dumps(named)}}}\n' if named else "\n]}\n"
+    return head + ",\n".join(rows) + tail
+
+
+# A dict with one key, and the key. No tree is walked deeper than about 1,000 levels.
+_BYTES_OF_NODE: Final = 320
+_MOST_LEVELS: Final = 1000
+
+_FORMS: Final = (
+    "a *.safetensors file, its *.index.json, a directory of them, an orbax checkpoint, or JSON "
+    '(also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
+)
+# `Path` makes one slash of two.
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")
+_COPIED: Final = {
+    "gs": ", with gcloud storage cp",
+    "s3": ", with aws s3 cp",
+    "hf": ", with hf download",
+}
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TORCH: Final = "a pickle of PyTorch"
+_NOT_READ: Final = {
+    ".bin": _TORCH,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".ckpt": _TORCH,
+    ".npz": "an archive of numpy",
+    ".npy": "an array of numpy",
+    ".gguf": "a model of llama.cpp",
+    ".msgpack": "a file of flax.serialization",
+    ".h5": "a file of HDF5, such as Keras has",
+    ".keras": "a model of Keras",
+}
+_JSON: Final = (".json", ".json.gz")
+
+
+class Arrays(NamedTuple):
+    """The arrays of a model."""
+
+    name: str
+    """The model's name, or else the file's."""
+    leaves: dict[str, ArraySpec]
+    """{name: leaf} in the order of the file. Equal leaves are one object."""
+    separator: str
+    """The separator of the components of the names: "/" or "."."""
+    logical_axes: dict[str, tuple[str | None, ...]] | None = None
+    """{name: logical axis names}, if the file has them."""
+
+
+def read_arrays(source: str, make: ArraySpecs | None = None) -> Arrays:
+    """The arrays of a model in a file: their names, shapes and dtypes.
+
+    Args:
+        source: A safetensors file, the index of several, a directory of them, the directory of an
+            orbax checkpoint (a step, an item, or a manager's), or a JSON manifest, also gzipped:
+            `{"model": name, "params": [[name, [dim, ...], dtype], ...]}`, or with params as
+            `{name: {"shape": [dim, ...], "dtype": dtype}}`; `"logical_axes": {name: [axis, ...]}`
+            may stand beside them. `-` is a manifest on standard input.
+        make: The leaves of the model. Default: `ArraySpecs()`, whose leaves have no data.
+
+    Raises:
+        FileError: There is no such file, its kind is unknown, or it is damaged.
+    """
+    path, leaves = path_of(source), ArraySpecs() if make is None else make
+    try:
+        if not path.exists():
+            _check_place(source)
+        with _collector_paused():
+            if path.is_dir():
+                return _of_directory(path, leaves)
+            if path.name.endswith(safetensors.SUFFIX):
+                return _arrays(path, None, safetensors.read_header(path, leaves))
+            _check_kind(path)
+            return _of_json(path, leaves)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _check_place(source: str) -> None:
+    """Checks that the name of nothing here is none of something elsewhere.
+
+    Raises:
+        FileError: It is a URL, or may be a repository; the message says what to do.
+    """
+    if url := _URL.match(source):
+        raise FileError(
+            f"{url[1]}://{source[url.end() :].lstrip('/')}: only files of this machine are read; "
+            f"copy this here{_COPIED.get(url[1], '')}, and give the file or directory"
+        )
+    if _REPOSITORY.fullmatch(source) and not source.endswith((safetensors.SUFFIX, *_JSON)):
+        raise FileError(
+            f"{source}: there is no such file or directory; if it is a repository of Hugging Face, "
+            f"download it: hf download {source} --local-dir DIRECTORY"
+        )
+
+
+def _check_kind(path: Path) -> None:
+    """Checks that the file is of none of the kinds that are known and not read.
+
+    Raises:
+        FileError: It is; the message says what to do.
+    """
+    what = _NOT_READ.get(path.suffix.lower())
+    if what is not None:
+        raise FileError(
+            f"{path}: this is {what}, which is not read here; read it with its own library, and "
+            "write it with safetensors.numpy.save_file or safetensors.torch.save_file"
+        )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _arrays(path: Path, name: object, leaves: dict[str, ArraySpec]) -> Arrays:
+    stem = Path(path.name.removesuffix(safetensors.INDEX_SUFFIX).removesuffix(".gz")).stem
+    separator = "/" if "/" in "".join(leaves) else "."
+    return Arrays(name if isinstance(name, str) else stem, leaves, separator)
+
+
+def _of_directory(path: Path, make: ArraySpecs) -> Arrays:
+    name = path.resolve().name
+    indexes = sorted(path.glob(f"*{safetensors.INDEX_SUFFIX}"))
+    if len(indexes) > 1:
+        raise FileError(
+            f"{path}: the directory has {len(indexes)} indexes, "
+            f"{', '.join(index.name for index in indexes)}; give the name of one"
+        )
+    if indexes:
+        return _of_json(indexes[0], make)._replace(name=name)
+    if files := sorted(path.glob(f"*{safetensors.SUFFIX}")):
+        return _arrays(path, name, safetensors.read_files(path, files, make))
+    if checkpoint := orbax.find_checkpoint(path):
+        return Arrays(name, orbax.read_checkpoint(checkpoint, make), orbax.SEPARATOR)
+    for file in filter(Path.is_file, sorted(path.iterdir())):
+        _check_kind(file)
+    raise FileError(f"{path}: the directory has no arrays that can be read; give {_FORMS}")
+
+
+def _of_json(path: Path, make: ArraySpecs) -> Arrays:
+    content = parse_json(path, read_bytes(path))
+    if isinstance(content, dict) and "params" in content:
+        leaves = _of_params(path, content["params"], make)
+    elif isinstance(content, dict) and "weight_map" in content:
+        leaves = safetensors.read_index(path, content["weight_map"], make)
+    else:
+        raise FileError(
+            f"{path}: line 1: this is {shown(content)}, which lists no arrays; give {_FORMS}"
+        )
+    names = content.get("logical_axes")
+    found = _arrays(path, content.get("model"), leaves)
+    return found if names is None else found._replace(logical_axes=_names(path, names, leaves))
+
+
+def _names(
+    path: Path, names: object, leaves: dict[str, ArraySpec]
+) -> dict[str, tuple[str | None, ...]]:
+    if not isinstance(names, dict):
+        raise FileError(f'{path}: key logical_axes: it is {shown(names)}; write {{"w": ["embed"]}}')
+    for name, axes in names.items():
+        if name not in leaves:
+            raise FileError(
+                f"{path}: logical_axes: there is no array {name!r}{near_shown(name, leaves)}"
+            )
+        if not isinstance(axes, list) or not set(map(type, axes)) <= {str, type(None)}:
+            raise FileError(
+                f"{path}: logical_axes: {name!r} has {shown(axes)}; write a list with a name or "
+                "null for each dimension"
+            )
+    return {name: tuple(axes) for name, axes in names.items()}
+
+
+def _of_params(path: Path, params: object, make: ArraySpecs) -> dict[str, ArraySpec]:
+    if isinstance(params, Mapping):
+        names, entries = list(params), list(params.values())
+        check_column(path, names, entries, dict, "needs an object with shape and dtype")
+        shapes, dtypes = ([entry.get(key) for entry in entries] for key in ("shape", "dtype"))
+        return make.of_columns(path, names, shapes, dtypes)
+    if not isinstance(params, list):
+        raise FileError(f"{path}: key 'params': it is {shown(params)}; give {_FORMS}")
+    if not (all_are(list, params) and set(map(len, params)) <= {3}):
+        _raise_odd_row(path, params)
+    # zip(*params) would make an iterator for each row.
+    names, shapes, dtypes = ([row[i] for row in params] for i in range(3))
+    return make.of_columns(path, names, shapes, dtypes)
+
+
+def _raise_odd_row(path: Path, rows: list[Any]) -> None:
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != 3:
+            raise FileError(
+                f'{path}: params[{index}]: it is {shown(row)}; write ["name", [4096, 128], "BF16"]'
+            )
+
+
+def nested(arrays: Arrays) -> dict[str, Any]:
+    """The arrays as dicts in dicts, with a level for each component of the names.
+
+    Raises:
+        FileError: A name is a part of another one, or the dicts take more than `max_memory`.
+    """
+    tree: dict[str, Any] = {}
+    left = max_memory.get() // _BYTES_OF_NODE
+    for name, leaf in arrays.leaves.items():
+        *outer, last = name.split(arrays.separator, _MOST_LEVELS)
+        left -= len(outer)
+        if arrays.separator in last or left < 0:
+            raise FileError(
+                f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
+                "shorten them, or allow more with "
+                "--max-memory, or in Python with max_memory"
+            )
+        node = tree
+        for key in outer:
+            left += key in node  # it takes no new node
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")
+        if last in node:
+            raise FileError(f"{arrays.name}: {name}: this name is a part of another one")
+        node[last] = leaf
+    return tree

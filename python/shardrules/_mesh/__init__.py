@@ -1,0 +1,1 @@
+"""Meshes, specs on a mesh, and the bytes that its devices hold."""

@@ -1,0 +1,90 @@
+"""Memory kinds: shardings that have one, which one an array stays in, how it is moved inside jit.
+
+The default kind of a sharding is that of its devices. Inside jit JAX has two kinds, and its
+sharding constraints ignore them. Costs an attribute per array. Must not know about rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardrules._jax import transfer_target
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+    from shardrules._correction import MemoryKind
+    from shardrules._mesh.mesh import AnyMesh
+
+
+def sharding_in_memory(
+    mesh: AnyMesh, spec: PartitionSpec, kind: MemoryKind | None
+) -> NamedSharding:
+    """The NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
+
+    Raises:
+        ValueError: The devices do not have the kind; or, before JAX 0.6, the mesh has no devices.
+    """
+    from jax.sharding import NamedSharding
+
+    if kind is None:
+        return NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec, memory_kind=kind)
+    if sharding.memory_kind != kind:
+        raise ValueError(
+            "this version of JAX forgets memory kinds on a mesh without devices; give a Mesh of "
+            "devices, or use a newer JAX"
+        )
+    return sharding
+
+
+def memory_apart(sharding: Sharding) -> str | None:
+    """The sharding's memory kind; None if it is the default of its devices."""
+    kind = sharding.memory_kind
+    if kind in (None, "device"):
+        return None
+    return None if kind == sharding.with_memory_kind(None).memory_kind else kind  # type: ignore[arg-type]
+
+
+def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
+    """keeper(leaf, sharding) is the sharding with the memory kind of the leaf.
+
+    A spec says nothing about memory. The keeper is for the leaves of one call: it remembers
+    shardings by their ids, and keeps them alive, so that no other object gets an id.
+    """
+    from jax import Array
+    from jax.core import Tracer
+
+    kinds: dict[int, tuple[Sharding, str | None]] = {}
+    made: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
+
+    def kept(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
+            return sharding
+        own = leaf.sharding
+        if id(own) not in kinds:
+            kinds[id(own)] = own, memory_apart(own)
+        kind = kinds[id(own)][1]
+        if kind is None:
+            return sharding
+        key = id(sharding), kind
+        if key not in made:
+            made[key] = sharding, sharding.with_memory_kind(kind)
+        return made[key][1]
+
+    return kept
+
+
+def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
+    """The array, moved to the sharding's memory kind unless that is the default of its devices.
+
+    Raises:
+        ValueError: JAX does not have this kind inside jit.
+    """
+    kind = memory_apart(sharding)
+    if kind is None:
+        return array
+    import jax
+
+    return jax.device_put(array, transfer_target(kind))

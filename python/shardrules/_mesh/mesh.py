@@ -1,0 +1,241 @@
+"""Resolves the mesh for every function that takes `mesh=None`.
+
+The only module that resolves JAX's mesh contexts. Must not know about specs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+from shardrules._jax import mesh_contexts
+from shardrules._mesh_sizes import check_bounds, checked_sizes
+from shardrules._specs import is_unconstrained, spec_shown
+from shardrules._text import mesh_shown, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+    AnyMesh = Mesh | AbstractMesh
+    MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+_NOT_FACTORED: Final = {
+    "Explicit": "the types of arrays name them; pass that mesh, with axes of these types",
+    "Manual": "a shard_map runs over them; run it on that mesh",
+}
+"""By type of axis, why a mesh that has it is not factored, and the fix."""
+
+
+def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
+    """The mesh that a function uses for this argument.
+
+    The first of these: the argument; the mesh of `jax.set_mesh` or
+    `jax.sharding.use_abstract_mesh`, inside and outside jit; the mesh of the legacy `with mesh:`.
+
+    Args:
+        mesh: A Mesh, an AbstractMesh, or, if no device is needed, devices per axis such as
+            {"dp": 8, "tp": 4}. Default: the context's mesh.
+
+    Raises:
+        ValueError: There is no mesh, it has no devices or more than 2**24, or two contexts
+            disagree.
+        TypeError: `mesh` is something else.
+
+    Example:
+        >>> resolve_mesh({"dp": 8, "tp": 4}).size
+        32
+    """
+    found = context_mesh() if mesh is None else as_mesh(mesh)
+    if found is None:
+        raise ValueError(
+            "no mesh: pass mesh=..., or call this inside `with jax.set_mesh(mesh):` (or, in older "
+            "code, `with mesh:`)"
+        )
+    return found
+
+
+def as_mesh(mesh: MeshLike) -> AnyMesh:
+    """The mesh that an argument means; see `resolve_mesh`."""
+    from jax.sharding import AbstractMesh, Mesh
+
+    if isinstance(mesh, Mapping):
+        return _abstract_mesh(mesh)
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(
+            f"mesh is {shown(mesh)}; it must be a jax.sharding.Mesh, an AbstractMesh, or a dict of "
+            "axis sizes such as {'dp': 8, 'tp': 4}"
+        )
+    if not mesh.shape or 0 in mesh.shape.values():
+        raise ValueError(f"a mesh without devices: its axes are {mesh_shown(mesh.shape) or 'none'}")
+    check_bounds(mesh.shape)
+    return mesh
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh of the context, or None.
+
+    Raises:
+        ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
+    """
+    meshes = mesh_contexts()
+    abstract, concrete = _unless_empty(meshes.abstract()), _unless_empty(meshes.concrete())
+    legacy = legacy_mesh()
+    current = abstract if concrete is None or _has_other_axes(abstract, concrete) else concrete
+    if current is None:
+        return legacy
+    if legacy is not None and not _agree(legacy, concrete, current):
+        raise ValueError(
+            f"two meshes are in force: jax.set_mesh's {mesh_shown(current.shape)} and "
+            f"`with mesh:`'s {mesh_shown(legacy.shape)}"
+            + ("" if legacy.shape != current.shape else " with other devices or axis types")
+            + "; leave one of the two contexts, or pass mesh=..."
+        )
+    return current
+
+
+def contexts() -> tuple[Any, ...]:
+    """All that the functions here read of JAX's contexts: with equal ones they answer the same."""
+    abstract, concrete, legacy = mesh_contexts()
+    return abstract(), concrete(), legacy()
+
+
+def legacy_mesh() -> Mesh | None:
+    """The mesh of `with mesh:` only, or None. Code from before `jax.set_mesh` uses this mesh."""
+    return _unless_empty(mesh_contexts().legacy())  # type: ignore[return-value]
+
+
+def current_view(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with the axis types of the traced code: inside shard_map some axes are manual."""
+    abstract = _unless_empty(mesh_contexts().abstract())
+    if abstract is None or abstract.shape_tuple != mesh.shape_tuple:
+        return mesh
+    return abstract if _has_other_axes(abstract, mesh) else mesh
+
+
+def local_view(mesh: AnyMesh) -> AnyMesh:
+    """The mesh; inside a shard_map over some of its axes, the mesh on which these are Manual."""
+    view = current_view(mesh)
+    return view if axes_of_type(view, "Manual") else mesh
+
+
+def has_devices(mesh: MeshLike) -> TypeGuard[Mesh]:
+    """Whether the mesh is one of devices, and not an abstract one."""
+    # Without JAX in the process nobody can have made one.
+    sharding = sys.modules.get("jax.sharding")
+    return sharding is not None and isinstance(mesh, sharding.Mesh)
+
+
+def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
+    """Checks that arrays can be placed as the sharding says; `path` is called for an error.
+
+    Raises:
+        TypeError: Its mesh has no devices.
+        ValueError: It leaves a dimension to the compiler, for which JAX has a bare KeyError.
+    """
+    if not has_devices(sharding.mesh):
+        raise TypeError(
+            "arrays can be placed on a jax.sharding.Mesh of devices; this mesh is "
+            f"{shown(sharding.mesh)}"
+        )
+    if any(map(is_unconstrained, sharding.spec)):
+        raise ValueError(
+            f"the leaf {path()} cannot be placed as {spec_shown(sharding.spec)}: UNCONSTRAINED "
+            "leaves a dimension to the compiler, which places nothing; name mesh axes or None "
+            "there, or give Correction(unconstrained='drop')"
+        )
+
+
+def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
+    """The mesh with some of its axes in parts: the same devices in the same order.
+
+    Args:
+        mesh: The mesh.
+        axis_sizes: Its axes, or those of `factors.in_parts`.
+
+    Raises:
+        ValueError: It would have other axes, and has some that are not of type Auto.
+    """
+    from jax.sharding import Mesh
+
+    sizes, names = tuple(axis_sizes.values()), tuple(axis_sizes)
+    if names == tuple(mesh.axis_names):
+        return mesh
+    for kind, why in _NOT_FACTORED.items():
+        if axes := axes_of_type(mesh, kind):
+            raise ValueError(
+                f"indivisible='factor' needs the mesh {mesh_shown(axis_sizes)} in the place of "
+                f"{mesh_shown(mesh.shape)}, whose axes {', '.join(sorted(axes))} are {kind}: {why}"
+            )
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices.reshape(sizes), names)
+    made = _abstract_mesh(axis_sizes)
+    device = getattr(mesh, "abstract_device", None)
+    return made.update(abstract_device=device) if device else made
+
+
+def places_in(mesh: MeshLike, other: MeshLike) -> npt.NDArray[np.int64]:
+    """Per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
+
+    Without devices in both, those of one place are taken for the same.
+    """
+    import numpy as np
+
+    if has_devices(mesh) and has_devices(other):
+        place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
+        return np.array([place_of.get(device, -1) for device in other.devices.flat], np.int64)
+    count, places = _device_count(mesh), np.arange(_device_count(other))
+    return np.where(places < count, places, -1)
+
+
+def _device_count(mesh: MeshLike) -> int:
+    return prod(mesh.values() if isinstance(mesh, Mapping) else mesh.shape.values())
+
+
+def has_own_devices(mesh: MeshLike) -> bool:
+    """Whether the mesh has devices, and all of them belong to this process."""
+    return has_devices(mesh) and not mesh.is_multi_process
+
+
+def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
+    """The axes of type "Auto", "Explicit" or "Manual"."""
+    types = getattr(mesh, "axis_types", None)
+    if not isinstance(types, tuple):  # JAX before 0.6 has no such types
+        return frozenset(mesh.axis_names) if kind == "Auto" else frozenset()
+    return frozenset(
+        name for name, type_ in zip(mesh.axis_names, types, strict=True) if type_.name == kind
+    )
+
+
+def _unless_empty(mesh: Any) -> AnyMesh | None:
+    # JAX before 0.6 gives () or None for no mesh.
+    return mesh if mesh and not mesh.empty else None
+
+
+def _has_other_axes(abstract: Any, concrete: Any) -> bool:
+    """Whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
+    if abstract is None:
+        return False
+    types = getattr(abstract, "axis_types", None) != getattr(concrete, "axis_types", None)
+    return types or abstract.shape_tuple != concrete.shape_tuple
+
+
+def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
+    """Whether `with mesh:` and the mesh in force are the same, as far as both have devices."""
+    if concrete is not None:
+        return bool(legacy == concrete)
+    return bool(legacy.shape_tuple == current.shape_tuple)
+
+
+def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    import jax.sharding
+
+    sizes = checked_sizes(sizes)
+    make: Any = jax.sharding.AbstractMesh
+    if not hasattr(jax.sharding, "AxisType"):  # JAX before 0.6
+        return make(tuple(sizes.items()))  # type: ignore[no-any-return]
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return make(tuple(sizes.values()), tuple(sizes), axis_types=auto)  # type: ignore[no-any-return]

@@ -1,0 +1,616 @@
+"""A spec that is made from shapes, bound to a mesh: one `SpecOnMesh` for each spec that it makes.
+
+Costs a few comparisons per shape and dtype. Must not know about paths, trees or contexts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from math import lcm, prod
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from shardrules._core import Corrector
+from shardrules._correction import Correction, IndivisiblePolicy
+from shardrules._dtypes import given_bits
+from shardrules._mesh_sizes import check_bounds
+from shardrules._specs import (
+    Dim,
+    Entries,
+    Fsdp,
+    axes_present,
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    partition_spec,
+    with_dims,
+    with_entries,
+)
+from shardrules._text import counted, mesh_shown, nearest
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+
+class Cut(NamedTuple):
+    """Axes of the mesh that cut an array together or not at all."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """What they cut by, in steps: an axis that may be factored is cut by its primes, to see which
+    fit. Only if all fit can an array on this mesh have the axes."""
+
+
+def cuts_of(
+    axis: str, axis_sizes: Mapping[str, int], *, has_parts: bool, by_factors: bool
+) -> list[Cut]:
+    """The cuts of an axis of a spec; an absent axis is one of size 0.
+
+    Args:
+        axis: The axis.
+        axis_sizes: Devices along each mesh axis.
+        has_parts: Whether the axis may be on the mesh in parts.
+        by_factors: Whether some of its factors may cut an array without the others.
+    """
+    if not has_parts:
+        return [Cut((axis,), (axis_sizes.get(axis, 0),))]
+    parts = _parts_of(axis, axis_sizes)
+    sizes = [axis_sizes.get(part, 0) for part in parts]
+    if not by_factors:
+        return [Cut(parts, (prod(sizes),))]
+    return [Cut((part,), _primes(size)) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _parts_of(axis: str, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The parts of this axis that are axes of the mesh; the axis itself if there are none."""
+    if axis in axis_sizes:
+        return (axis,)
+    part = re.compile(rf"{re.escape(axis)}(_[0-9]+)+")
+    return tuple(filter(part.fullmatch, axis_sizes)) or (axis,)
+
+
+def in_parts(axis_sizes: Mapping[str, int], factors: Mapping[str, Iterable[int]]) -> dict[str, int]:
+    """The sizes of a mesh with some of its axes in parts.
+
+    The parts are as few as can be if each factor divides the next. Otherwise they are the axis's
+    prime factors.
+
+    Args:
+        axis_sizes: Devices along each mesh axis.
+        factors: For each axis, the numbers of shards that some of its parts are to make.
+
+    Raises:
+        ValueError: A part would have the name of another axis, or there are too many parts.
+    """
+    sizes: dict[str, int] = {}
+    for axis, size in axis_sizes.items():
+        parts = _sizes_of_parts(size, factors.get(axis, ()))
+        names = [axis] if len(parts) == 1 else [f"{axis}_{i}" for i in range(len(parts))]
+        for name in names:
+            if name in sizes or (name != axis and name in axis_sizes):
+                raise ValueError(
+                    f"the axis {axis!r} of the mesh {mesh_shown(axis_sizes)} cannot be factored: "
+                    f"one part would be {name!r}, which the mesh has already; rename that axis"
+                )
+        sizes.update(zip(names, parts, strict=True))
+    check_bounds(sizes)
+    return sizes
+
+
+def _sizes_of_parts(size: int, factors: Iterable[int]) -> tuple[int, ...]:
+    chain = [1, *sorted(factors), size]
+    if all(larger % smaller == 0 for smaller, larger in pairwise(chain)):
+        return tuple(larger // smaller for smaller, larger in pairwise(chain))
+    return _primes(size)
+
+
+@functools.cache
+def _primes(number: int) -> tuple[int, ...]:
+    """The prime factors in ascending order; of 0 and 1 the number itself."""
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return (*found, number) if number > 1 or not found else tuple(found)
+
+
+LossKind = Literal[
+    "absent", "optional", "indivisible", "factored", "unfactored", "rank", "duplicate"
+]
+
+
+NO_OTHERS: Final[Mapping[str, frozenset[str]]] = {}
+
+
+class LostAxes(NamedTuple):
+    """Axes of a spec that an array loses, or cannot have on this mesh."""
+
+    kind: LossKind
+    dim: int
+    axes: tuple[str, ...]
+
+
+class SpecOnMesh:
+    """A spec bound to the axis sizes of a mesh and to a correction.
+
+    Args:
+        spec: A PartitionSpec, or the Entries of one. Corrected specs have the same type.
+        axis_sizes: Devices along each mesh axis.
+        correction: The policies.
+        units: As in `RuleSpec`.
+        follows: Whether the shapes of its arrays depend on other arrays, as for scales.
+        has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
+            indivisible="factor".
+        optional_axes: Axes that the mesh may lack, which are no error then.
+        named_with: For axes that the mesh may lack, others that rules name beside them, which they
+            are no misspellings of.
+
+    Raises:
+        ValueError: The spec has more than 64 axes.
+    """
+
+    __slots__ = (
+        "_axes",
+        "_bits",
+        "_correction",
+        "_cuts",
+        "_follows",
+        "_has_parts",
+        "_named_with",
+        "_optional_axes",
+        "axis_sizes",
+        "corrector",
+        "spec",
+        "tried",
+        "units",
+        "written",
+    )
+
+    def __init__(
+        self,
+        spec: PartitionSpec | Entries,
+        axis_sizes: Mapping[str, int],
+        correction: Correction,
+        units: tuple[int | None, ...] = (),
+        *,
+        follows: bool = False,
+        has_parts: bool = False,
+        optional_axes: frozenset[str] = frozenset(),
+        named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
+    ) -> None:
+        self._follows = follows
+        self._named_with = named_with
+        self._optional_axes = optional_axes if correction.absent == "error" else frozenset()
+        self.written: Any = spec
+        self.axis_sizes: Final = axis_sizes
+        self._correction = correction
+        self._has_parts = has_parts or self.by_factors
+        # The policies that the words about a loss try, the least first.
+        self.tried: tuple[IndivisiblePolicy, ...] = ("prefix", "drop_axis", "factor")
+        cuts = [[c for a in entry_axes(e) for c in self._cuts_of(a)] for e in entries_of(spec)]
+        self._axes = tuple(tuple(axis for cut in of_dim for axis in cut.axes) for of_dim in cuts)
+        self._bits = _numbered(cuts)
+        self._cuts = cuts
+        self.spec: Any = spec
+        if self._has_parts:
+            self.spec = with_entries(spec, map(self._in_parts, entries_of(spec), self._axes))
+        rest = [None] * (len(spec) - len(units))
+        self.units: Final = tuple(unit or 1 for unit in (*units, *rest))
+        self.corrector = Corrector(
+            [
+                ([size for cut in of_dim for size in cut.sizes], unit)
+                for of_dim, unit in zip(cuts, self.units, strict=False)
+            ],
+            self._if_absent,
+            _DROPPING.get(correction.indivisible, correction.indivisible),
+        )
+
+    def _cuts_of(self, axis: str) -> list[Cut]:
+        return cuts_of(axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors)
+
+    def size_of(self, axis: str) -> int:
+        """Devices along an axis, whether the mesh has it whole or in parts; 0 if it has neither."""
+        return prod(size for cut in self._cuts_of(axis) for size in cut.sizes)
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether a factor of an axis may cut an array."""
+        return self._correction.indivisible == "factor"
+
+    def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
+        """(the spec for arrays of this shape, its origin if it is not the rule's own): itself."""
+        return self, None
+
+    def with_spec(self, spec: Entries) -> SpecOnMesh:
+        """Another spec, bound to the same sizes, correction and units."""
+        return SpecOnMesh(
+            with_entries(self.written, spec),
+            self.axis_sizes,
+            self._correction,
+            self.units,
+            follows=self._follows,
+            has_parts=self._has_parts,
+            optional_axes=self._optional_axes,
+        )
+
+    def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The corrected spec for arrays of this shape and any dtype; None if it is forbidden."""
+        return self.corrected(len(shape), self.corrector.kept(shape))
+
+    def corrected(self, rank: int, kept: int) -> Any:
+        """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
+        if any(map(self.is_error, self.lost(rank, kept))):
+            return None
+        return self.without_lost(rank, kept)
+
+    def without_lost(self, rank: int, kept: int) -> Any:
+        """The same, whether or not the correction forbids it."""
+        if rank < len(self.spec) and self._correction.rank == "replicate":
+            return Entries() if isinstance(self.spec, Entries) else partition_spec()
+        entries = [
+            self._entry(entry, axes)
+            for entry, axes in zip(entries_of(self.spec), self._kept_axes(rank, kept), strict=False)
+        ]
+        if self._correction.pad:
+            entries += [None] * (rank - len(entries))
+            if all(entry is None for entry in entries):
+                entries = []
+        return with_entries(self.spec, entries)
+
+    def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
+        """The spec for arrays that have some of the dimensions, as scales have.
+
+        Args:
+            dims: As in `shardrules._specs.with_dims`.
+            blocks: For each dimension, the number of elements that one element stands for.
+                Default: 1.
+        """
+
+        def unit(position: int, dim: Dim) -> int:
+            known = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
+            block = blocks[position] if position < len(blocks) else 1
+            return lcm(known, block) // block
+
+        return SpecOnMesh(
+            with_dims(self.written, dims),
+            self.axis_sizes,
+            self._correction,
+            tuple(unit(position, dim) for position, dim in enumerate(dims)),
+            follows=True,
+            has_parts=self._has_parts,
+            optional_axes=self._optional_axes,
+        )
+
+    def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
+        """The losses of an array of this rank that keeps the `kept` axes, by dimension."""
+        if rank < len(self.spec):
+            lost = tuple(axis for axes in self._axes[rank:] for axis in axes)
+            yield LostAxes("rank", rank, lost)
+            if self._correction.rank == "replicate":
+                return
+        seen: set[str] = set()
+        for dim, axes in enumerate(self._kept_axes(rank, kept)):
+            wanted = self._axes[dim]
+            absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
+            optional = tuple(filter(self._may_lack, absent))
+            if unknown := tuple(axis for axis in absent if axis not in optional):
+                yield LostAxes("absent", dim, unknown)
+            if optional:
+                yield LostAxes("optional", dim, optional)
+            if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
+                present = tuple(axis for axis in wanted if axis not in absent)
+                yield self._indivisible(dim, present, axes, kept)
+            twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
+            if twice:
+                yield LostAxes("duplicate", dim, twice)
+            seen.update(axes)
+
+    def _indivisible(
+        self, dim: int, wanted: tuple[str, ...], had: tuple[str, ...], kept: int
+    ) -> LostAxes:
+        """The loss of an array that has only some of the wanted axes, or none."""
+        if not self.by_factors:
+            return LostAxes("indivisible", dim, wanted)
+        factored = {axis for axis, _ in self.factors(kept)}
+        if unfactored := tuple(axis for axis in wanted if axis in factored):
+            return LostAxes("unfactored", dim, unfactored)
+        is_cut = any(self.axis_sizes.get(axis, 1) > 1 for axis in had)
+        left = tuple(axis for axis in wanted if axis not in had)
+        return LostAxes("factored" if is_cut else "indivisible", dim, left)
+
+    def factors(self, kept: int) -> Iterator[tuple[str, int]]:
+        """(axis, factor) of each axis that fits no array with this decision, but for a factor."""
+        sizes = [size for of_dim in self._cuts for cut in of_dim for size in cut.sizes]
+        for axis, bits in itertools.chain(*self._bits):
+            if kept & bits not in (0, bits):
+                yield axis, prod(n for place, n in enumerate(sizes) if kept & bits & 1 << place)
+
+    def is_error(self, lost: LostAxes) -> bool:
+        """Whether the correction forbids the loss."""
+        if lost.kind in ("duplicate", "unfactored"):
+            return True
+        return getattr(self._correction, lost.kind, None) == "error"
+
+    def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
+        """Message and fix, in a line, of each loss of an array of this shape that is an error."""
+        for lost in self.lost(len(shape), self.corrector.kept(shape)):
+            if self.is_error(lost):
+                yield ": ".join(self.words(lost, shape))
+
+    def _kept_axes(self, rank: int, kept: int) -> Iterator[tuple[str, ...]]:
+        for dim, axes in enumerate(self._bits):
+            if dim < rank:
+                yield tuple([axis for axis, bits in axes if kept & bits == bits])
+            elif self._correction.rank == "keep":
+                yield self._axes[dim]  # the core decides only about existing dimensions
+
+    def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
+        """Whether the absent axes explain the whole loss."""
+        return list(kept) == axes_present(list(wanted), self.axis_sizes, self._if_absent)
+
+    @property
+    def _if_absent(self) -> str:
+        # The caller sees the loss of what is not optional, and reports it.
+        return "drop_axis" if self._correction.absent == "error" else self._correction.absent
+
+    @staticmethod
+    def _in_parts(entry: Any, axes: tuple[str, ...]) -> Any:
+        return entry if axes == entry_axes(entry) else entry_of(axes)
+
+    def _entry(self, entry: Any, axes: tuple[str, ...]) -> Any:
+        if is_unconstrained(entry):
+            return entry if self._correction.unconstrained == "keep" else None
+        return entry if axes and axes == entry_axes(entry) else entry_of(axes)
+
+    def meant(self, lost: LostAxes) -> tuple[str, ...]:
+        """Mesh axes that were probably meant by absent axes, and that the spec does not name."""
+        if lost.kind != "absent":
+            return ()
+        return tuple(near for axis in lost.axes if (near := self._near(axis)))
+
+    def _near(self, axis: str) -> str | None:
+        named = self._named_with.get(axis, frozenset()).union(*self._axes)
+        return nearest(axis, [other for other in self.axis_sizes if other not in named])
+
+    def _may_lack(self, axis: str) -> bool:
+        """Whether it is declared that the mesh may lack the axis, which is dropped alone."""
+        if self._correction.absent == "drop_axis":
+            return self._near(axis) is None
+        return axis in self._optional_axes
+
+    def beside(self, lost: LostAxes) -> tuple[str, ...]:
+        """Axes of the mesh that are dropped only because absent axes are in the same entry."""
+        if lost.kind != "absent" or self._correction.absent != "drop":
+            return ()
+        return tuple(axis for axis in self._axes[lost.dim] if axis in self.axis_sizes)
+
+    def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        """(message, fix) of a loss of an array of this shape."""
+        words = {
+            "rank": self._words_of_rank,
+            "absent": self._words_of_absent,
+            "optional": self._words_of_optional,
+            "duplicate": self._words_of_duplicate,
+            "indivisible": self._words_of_indivisible,
+            "factored": self._words_of_factored,
+            "unfactored": self._words_of_unfactored,
+        }
+        return words[lost.kind](lost, shape)
+
+    def _words_of_rank(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        message = (
+            f"the spec has {counted(len(self.spec), 'entry')}, the array "
+            f"{counted(len(shape), 'dimension')}"
+        )
+        other = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
+        return message, f"shorten the spec{other}"
+
+    def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        meant = ", ".join(map(repr, self.meant(lost)))
+        hint = f" (did you mean {meant}?)" if meant else ""
+        message = f"the mesh has no {_axes_shown(lost.axes)}{hint}"
+        it = "it" if len(lost.axes) == 1 else "them"
+        fix = (
+            f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
+            f"optional_axes={list(lost.axes)}"
+        )
+        beside = self.beside(lost)
+        if not beside:
+            return message, fix
+        verb = "is" if len(beside) == 1 else "are"
+        return (
+            f"{message}, so {', '.join(map(repr, beside))} beside {it} {verb} dropped too",
+            f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
+        )
+
+    def _words_of_optional(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        it = "it" if len(lost.axes) == 1 else "them"
+        message = f"the mesh has no {_axes_shown(lost.axes)}, which alone the spec is without"
+        return message, f"leave it so, add {it} to the mesh, or take {it} out of the rule"
+
+    def _words_of_duplicate(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
+        return (
+            f"dim {lost.dim}: {', '.join(map(repr, lost.axes))} is used twice",
+            "an axis can cut only one dimension, once",
+        )
+
+    def _words_of_indivisible(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        message = self._misfit_shown(lost, shape)
+        # The size of a scale is not free.
+        fix = "use fewer axes" + ("" if self._follows else " or pad the array")
+        parts = {policy: self._parts(policy, lost.dim, shape) for policy in self.tried}
+        best = max(parts, key=parts.__getitem__)
+        if parts[best] > self._parts(self._correction.indivisible, lost.dim, shape):
+            fix += f", or let Correction(indivisible={best!r}) cut it into {parts[best]} parts"
+        elif self.is_error(lost):
+            fix += ", or leave it whole with Correction(indivisible='drop')"
+        return message, fix
+
+    def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
+        """Into how many parts a dimension of this array would be cut under a policy."""
+        is_factor = policy == "factor"
+        sizes = [
+            size
+            for axis in entry_axes(entries_of(self.written)[dim])
+            for cut in cuts_of(
+                axis,
+                self.axis_sizes,
+                has_parts=is_factor or self._has_parts,
+                by_factors=is_factor,
+            )
+            for size in cut.sizes
+        ]
+        kept = Corrector(
+            [(sizes, self.units[dim])], self._if_absent, _DROPPING.get(policy, policy)
+        ).kept((shape[dim],))
+        return prod(size for place, size in enumerate(sizes) if kept >> place & 1)
+
+    def _words_of_factored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        verb = "does" if len(lost.axes) == 1 else "do"
+        message = f"{self._misfit_shown(lost, shape)}: {', '.join(lost.axes)} {verb} not cut it"
+        pad = "" if self._follows else ", or pad the array"
+        return message, f"leave it so, or cut another dimension{pad}"
+
+    def _words_of_unfactored(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
+        return (
+            f"{self._misfit_shown(lost, shape)}, but by a factor of {' and '.join(lost.axes)}",
+            "pass the mesh that has this factor as an axis: Plan.mesh of the whole tree's plan",
+        )
+
+    def _misfit_shown(self, lost: LostAxes, shape: tuple[int, ...]) -> str:
+        present = [axis for axis in self._axes[lost.dim] if axis in self.axis_sizes]
+        parts = " * ".join(f"{axis}={self.axis_sizes[axis]}" for axis in present)
+        unit = self.units[lost.dim]
+        multiples = f" in multiples of {unit}" if unit > 1 else ""
+        return f"dim {lost.dim} of size {shape[lost.dim]} is not divisible by {parts}{multiples}"
+
+
+def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
+    """Per dimension each mesh axis with the bits of `Corrector.kept` that an array with it has."""
+    numbered: list[list[tuple[str, int]]] = []
+    first = 0
+    for of_dim in cuts:
+        numbered.append([])
+        for cut in of_dim:
+            bits = ((1 << len(cut.sizes)) - 1) << first
+            first += len(cut.sizes)
+            numbered[-1] += [(axis, bits) for axis in cut.axes]
+    return numbered
+
+
+def _axes_shown(axes: tuple[str, ...]) -> str:
+    return f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
+
+
+# "error" drops in the core; the caller sees the loss and reports it. What is kept of an axis's
+# primes, one after the other, is the largest factor.
+_DROPPING: Final = {"error": "drop", "factor": "drop_axis"}
+
+
+# A message lists some dozen.
+_MOST_ERRORS: Final = 4096
+
+
+class SpecByShape:
+    """A spec that is made from shapes, bound as `SpecOnMesh` is.
+
+    Args:
+        wanted: What is made of a shape.
+        fixed: Its fixed part, bound to the mesh.
+        closed: Dimensions that must not be cut.
+    """
+
+    __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_wanted")
+
+    def __init__(
+        self, wanted: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()
+    ) -> None:
+        self._wanted = wanted
+        self._fixed = fixed
+        self._closed = closed
+        self._bound: dict[Entries, SpecOnMesh] = {}
+        self._errors: dict[tuple[Any, ...], list[str]] = {}
+
+    @property
+    def spec(self) -> Any:
+        """The fixed part of the spec: that of leaves that are not arrays."""
+        return self._fixed.spec
+
+    corrector: Final = None
+
+    def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
+        """(the spec for arrays of this shape, how it came about).
+
+        Raises:
+            ValueError: The bytes of an element matter, and are not known.
+        """
+        made, origin = self._wanted.spec(
+            shape,
+            bits,
+            {axis: self._fixed.size_of(axis) or 1 for axis in self._wanted.axes},
+            within=Entries(entries_of(self._fixed.written)),
+            units=self._fixed.units,
+            closed=self._closed,
+        )
+        if made not in self._bound:
+            self._bound[made] = self._fixed.with_spec(made)
+        return self._bound[made], origin
+
+    def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecByShape:
+        """The spec for arrays that have some of the dimensions, as in `SpecOnMesh.with_dims`.
+
+        It is made from their own shape, and cuts none of the dimensions that are theirs alone.
+        """
+        closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
+        return SpecByShape(self._wanted, self._fixed.with_dims(dims, blocks), closed)
+
+    @property
+    def by_factors(self) -> bool:
+        """As in `SpecOnMesh`."""
+        return self._fixed.by_factors
+
+    def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
+        """The corrected spec for arrays of this shape and dtype; None if it is forbidden."""
+        on_mesh = self.for_leaf(shape, dtype)
+        found = None if on_mesh is None else on_mesh.decided(shape, dtype)
+        if found is None and on_mesh is not None:
+            self._failed(shape, list(on_mesh.errors(shape)))
+        return found
+
+    def for_leaf(self, shape: tuple[Any, ...], dtype: Any) -> SpecOnMesh | None:
+        """The spec for arrays of this shape and dtype; None if these cannot be; see `errors`."""
+        try:
+            bits = None if dtype is None else given_bits("dtype", dtype)
+            return self.for_array(_checked(shape), bits)[0]
+        except ValueError as error:
+            self._failed(shape, [str(error)])
+            return None
+
+    def _failed(self, shape: tuple[Any, ...], errors: list[str]) -> None:
+        if len(self._errors) >= _MOST_ERRORS:
+            self._errors.clear()
+        self._errors[shape] = errors
+
+    def errors(self, shape: tuple[Any, ...]) -> Iterator[str]:
+        """Why an array of this shape has no spec, as `SpecOnMesh.errors`, after `decided`."""
+        return iter(self._errors.get(shape, ()))
+
+
+def _checked(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        raise ValueError(
+            "a dimension is not an integer, and a spec that is made from shapes compares them: "
+            "write the spec out"
+        ) from None
+    if any(size < 0 for size in sizes):
+        raise ValueError("a dimension is negative")
+    return sizes

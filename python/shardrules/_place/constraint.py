@@ -1,0 +1,257 @@
+"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit.
+
+Outside jit it is a placement, of copies; inside, `traced` has the operations. Must not know how a
+sharding was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._arguments import Tree, in_order, texts
+from shardrules._correction import Correction, RuleSpec
+from shardrules._jax import trace_state_check
+from shardrules._mesh.memory import moved_inside_jit
+from shardrules._mesh.mesh import contexts, has_devices
+from shardrules._place.named_shardings import requested_shardings
+from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
+from shardrules._place.shard import agreed_shardings, put
+from shardrules._plan_like import PlanLike
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.rules import Rules
+from shardrules._specs import Fsdp, entries_of, is_unconstrained
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._correction import Correction
+    from shardrules._mesh.mesh import MeshLike
+    from shardrules._place.decider import RulesLike
+
+_MOST_LEAVES: Final = 2**16
+_DECIDERS: Final = (Rules, LogicalRules, PlanLike)
+
+
+class _Known(NamedTuple):
+    treedef: Any
+    operations: list[Operation]
+    call: tuple[Function, NamedSharding] | None
+    """The one call for the whole tree, where that is all."""
+    decider: Any
+    """Kept alive, so that no other object gets its id."""
+
+
+def constrained(
+    tree: Any,
+    specs_or_rules: RulesLike,
+    mesh: MeshLike | None,
+    *,
+    correction: Correction | None,
+    names: Any,
+    optional_axes: tuple[str, ...],
+) -> Any:
+    """See `with_sharding_constraint`."""
+    key: Hashable = None
+    known = None
+    leaves: list[Any] = []
+    with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
+        _check_not_read_once(specs_or_rules)
+        leaves, structure = _names_of_jax().flatten((tree, specs_or_rules, names))
+        said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
+        asked = structure, said, mesh, correction, optional_axes, contexts()
+        known = _memory.get(asked)
+        key = asked
+    if known is None:
+        leaves, treedef, shardings = requested_shardings(
+            tree, specs_or_rules, mesh, correction, names=names, optional_axes=optional_axes
+        )
+        operations = operations_for(leaves, shardings)
+        known = _Known(treedef, operations, one_call(leaves, operations), specs_or_rules)
+        if key is not None and not _has_symbols(leaves):
+            _memory.put(key, known)
+    if known.call is not None:
+        function, sharding = known.call
+        return function(tree, sharding)
+    return known.treedef.unflatten(applied(leaves[: known.treedef.num_leaves], known.operations))
+
+
+def is_tracing(leaves: list[Any]) -> bool:
+    """Whether the caller, or one of the leaves, is inside jit or another transformation."""
+    jax = _names_of_jax()
+    return not jax.trace_state_clean() or any(isinstance(leaf, jax.tracer) for leaf in leaves)
+
+
+class _NamesOfJax(NamedTuple):
+    tracer: Any
+    values: frozenset[type]
+    """Types of what specs and rules are made of; equal values say the same."""
+    trace_state_clean: Callable[[], bool]
+    flatten: Callable[[Any], tuple[list[Any], Any]]
+
+
+@functools.cache  # importing names takes microseconds, a tenth of JAX's own call
+def _names_of_jax() -> _NamesOfJax:
+    from jax.core import Tracer
+    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.tree_util import tree_flatten
+
+    own = type(PartitionSpec.UNCONSTRAINED)
+    values = frozenset({str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, own})
+    return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
+
+
+class _SaidBy(dict[type, Callable[[Any], Hashable]]):
+    """By type of a leaf, what of it the operations follow from."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
+        jax = _names_of_jax()
+        if issubclass(kind, jax.tracer):
+            self[kind] = attrgetter("aval.shape", "aval.dtype")
+        elif issubclass(kind, _DECIDERS):
+            self[kind] = id
+        elif kind in jax.values:
+            self[kind] = _itself
+        else:
+            raise TypeError  # something wrong; or an array outside jit, whose memory matters
+        return self[kind]
+
+
+def _check_not_read_once(specs_or_rules: RulesLike) -> None:
+    if hasattr(specs_or_rules, "__next__"):  # pairs from an iterator are not there again
+        raise TypeError
+
+
+def _itself(value: Any) -> Hashable:
+    return value  # type: ignore[no-any-return]
+
+
+_SAID_BY: Final = _SaidBy()
+
+
+def _has_symbols(leaves: list[Any]) -> bool:
+    """Whether a dimension is symbolic: only its scope knows what divides it."""
+    return any(type(size) is not int for leaf in leaves for size in getattr(leaf, "shape", ()))
+
+
+class _Memory:
+    """The operations for what was asked before; all are forgotten when their leaves are many."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+        self._leaves = 0
+
+    def get(self, key: Hashable) -> _Known | None:
+        return self._known.get(key)
+
+    def put(self, key: Hashable, known: _Known) -> None:
+        if self._leaves > _MOST_LEAVES:
+            self._known.clear()
+            self._leaves = 0
+        self._known[key] = known
+        self._leaves += 1 + known.treedef.num_leaves
+
+
+_memory: Final = _Memory()
+
+
+@in_order("tree", "rules", "mesh")
+def with_sharding_constraint(
+    tree: Tree,
+    specs_or_rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    correction: Correction | None = None,
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+) -> Tree:
+    """Constrain the arrays of a tree to shardings that fit their shapes and the mesh.
+
+    Semantics of `jax.lax.with_sharding_constraint`, with the correction of
+    `eformer.escale.with_sharding_constraint`.
+
+    Inside jit, axes of type Auto become a sharding constraint, and Explicit axes a
+    `jax.sharding.reshard`. Manual axes (inside shard_map) are left out; a dimension that only they
+    cut is unconstrained. Outside jit, one batched call places all arrays, also numpy arrays. It
+    returns copies, as JAX does, so donating a result leaves the input alone. Several processes
+    agree first, as in `shard`.
+
+    With rules and specs an array stays in its memory kind. A NamedSharding has its own memory kind.
+    Inside jit, the devices' default kind leaves the array in its kind, as in JAX, and "pinned_host"
+    moves the array there.
+
+    Args:
+        tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
+        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
+            found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
+            these, which may be a prefix of `tree`. None leaves a leaf unchanged.
+        mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
+        correction: The policies for specs that do not fit. Default: the dialect's for rules,
+            eformer's for specs.
+        names: For `LogicalRules`, as in `plan`.
+        optional_axes: As in `plan`.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: As `named_shardings`, before any array is changed; or JAX does not have the
+            memory kind inside jit.
+        TypeError: A spec is something else.
+        RuntimeError: Outside jit, as `shard`.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh = Mesh(jax.devices()[:1], ("dp",))
+        >>> step = jax.jit(
+        ...     lambda x: with_sharding_constraint(2 * x, P("dp", "tp"), mesh, optional_axes=["tp"])
+        ... )
+        >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
+        ('dp',)
+    """
+    optional = texts("optional_axes", optional_axes)
+    if is_tracing([]):
+        traced: Tree = constrained(
+            tree, specs_or_rules, mesh, correction=correction, names=names, optional_axes=optional
+        )
+        return traced
+    leaves, treedef, shardings = agreed_shardings(
+        "with_sharding_constraint",
+        tree,
+        specs_or_rules,
+        mesh,
+        correction=correction,
+        names=names,
+        optional_axes=optional,
+    )
+    placed = (
+        applied(leaves, operations_for(leaves, shardings))
+        if is_tracing(leaves)
+        else _put(leaves, shardings)
+    )
+    made: Tree = treedef.unflatten(placed)
+    return made
+
+
+def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+    import jax
+
+    placed = list(leaves)
+    at_once: dict[int, NamedSharding] = {}
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None or not hasattr(leaf, "shape"):
+            continue
+        if any(map(is_unconstrained, entries_of(sharding.spec))) or not has_devices(sharding.mesh):
+            array = jax.lax.with_sharding_constraint(leaf, sharding)
+            placed[index] = moved_inside_jit(array, sharding)
+        else:
+            at_once[index] = sharding
+    arrays = put([leaves[i] for i in at_once], list(at_once.values()), may_alias=False)
+    for index, array in zip(at_once, arrays, strict=True):
+        placed[index] = array
+    return placed

@@ -1,0 +1,162 @@
+"""From logical rules, names and a mesh to NamedShardings, one object per distinct one.
+
+One call into the core for all leaves. Must not know how the shardings are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from shardrules._arguments import check_shapes
+from shardrules._core import resolve_all
+from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
+from shardrules._rules.logical_rules import resolver_of
+from shardrules._rules.names import logical_names, named_arrays
+from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
+from shardrules._text import nearest
+from shardrules._trees.leaf_errors import LeafError, leaf_errors
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._correction import Correction
+    from shardrules._mesh.mesh import AnyMesh
+    from shardrules._rules.logical_rules import LogicalRules
+    from shardrules._rules.resolver import Resolver
+
+
+def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
+    """A line for each mesh axis that an array gets and the mesh does not have."""
+    lines = []
+    for dim, (entry, winner) in enumerate(
+        zip(resolution.entries(), resolution.winners, strict=True)
+    ):
+        for axis in axes_in(None if entry is UNASSIGNED else entry):
+            if axis in mesh_axes:
+                continue
+            near = nearest(str(axis), mesh_axes)
+            if winner is None:
+                lines.append(f"dim {dim}: no rule for {axis!r}, and the mesh has no axis {axis!r}")
+                near = nearest(str(axis), resolution.rules.names) or near
+            else:
+                rule = resolution.rules.rules[winner]
+                lines.append(f"dim {dim}: rule {winner} {rule!r}: the mesh has no axis {axis!r}")
+            lines[-1] += f" (did you mean {near!r}?)" if near else ""
+    return lines
+
+
+class ErrorCollector:
+    """Calls `make` for each leaf and collects its errors, so that one error reports all leaves.
+
+    Args:
+        make: make(names, shape or None). A ValueError is an error of the leaf, and so is a list, of
+            reasons.
+        rules: The rules that `make` resolves names by.
+        mesh: The mesh that `make` uses.
+    """
+
+    def __init__(self, make: Callable[[Any, Any], Any], rules: Resolver, mesh: Any) -> None:
+        self._make = make
+        self._rules = rules
+        self._mesh = mesh
+        self._failed: dict[Any, ValueError | list[str]] = {}
+
+    def __call__(self, names: Any, shape: Any) -> Any:
+        try:
+            found = self._make(names, shape)
+        except ValueError as error:
+            found = error
+        if isinstance(found, ValueError | list):
+            self._failed[names, shape] = found
+            return None
+        return found
+
+    def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
+        """Checks that there was no error.
+
+        Args:
+            leaves: Returns (path, names, shape or None) of each leaf; called only after an error.
+
+        Raises:
+            ValueError: There was one. The message has the number of leaves and lists the first 20.
+        """
+        if not self._failed:
+            return
+        wrong = [leaf for leaf in leaves() if leaf[1:] in self._failed]
+        rows = [
+            LeafError(path, shape, f"names {logical_names(names)}", self._errors_of(names, shape))
+            for path, names, shape in wrong
+        ]
+        message = leaf_errors(rows, self._mesh.shape, said_by="logical rules")
+        first = next(iter(self._failed.values()))
+        raise ValueError(message) from (first if isinstance(first, ValueError) else None)
+
+    def _errors_of(self, names: Any, shape: Any) -> list[str]:
+        error = self._failed[names, shape]
+        reasons = error if isinstance(error, list) else str(error).splitlines()
+        try:
+            resolution = self._rules.resolve(names, shape)
+        except ValueError:  # the names themselves are wrong
+            return reasons
+        if isinstance(error, ValueError):
+            # Without a correction the only error is JAX's, about these axes.
+            reasons = unknown_axes(resolution, self._mesh.axis_names) or reasons
+        return reasons + resolution.explained().splitlines()
+
+
+def shardings_by_names(
+    tree: Any,
+    rules: LogicalRules,
+    mesh: AnyMesh,
+    *,
+    names: Any = None,
+    correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> tuple[Any, list[NamedSharding]]:
+    """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
+
+    Args:
+        tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
+        rules: What decides the names.
+        mesh: The mesh.
+        names: As in `plan`.
+        correction: Default: the dialect's.
+        optional_axes: As in `plan`.
+
+    Raises:
+        ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
+        TypeError: Nothing has names, or an array has no shape.
+    """
+    from jax import tree_util
+
+    named = named_arrays(tree, names)
+    arrays: list[Any]
+    treedef: Any
+    arrays, treedef = tree_util.tree_flatten(named.tree)
+    if not arrays:
+        check_shapes("tree", tree, None)
+    policy = correction or rules.dialect.correction
+    sizes = local_sizes(mesh.shape, manual_axes(mesh))
+    resolver = resolver_of(rules, sizes, policy, optional_axes)
+    make = corrected(resolver, mesh, policy, optional_axes)
+    given = [() if one is None else one for one in named.names]
+    shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+    shardings = resolve_all(given, shapes, {}, make)
+    make.check(lambda: zip(named.paths(), given, shapes, strict=True))
+    return named.boxed(treedef.unflatten(shardings)), shardings
+
+
+def corrected(
+    resolver: Resolver,
+    mesh: AnyMesh,
+    correction: Correction,
+    optional_axes: frozenset[str] = frozenset(),
+) -> ErrorCollector:
+    """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
+
+    def make(names: Any, shape: tuple[int, ...]) -> NamedSharding | list[str]:
+        spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)
+        return sharding_or_reasons(spec, shape, mesh, correction, optional_axes=optional_axes)
+
+    return ErrorCollector(make, resolver, mesh)

@@ -1,0 +1,149 @@
+"""The operations of JAX that bring traced arrays into shardings, one call for all of one sort.
+
+Auto axes take a sharding constraint, Explicit axes a reshard, and Manual axes are left out. Must
+not know how a sharding was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardrules._mesh.memory import memory_apart, moved_inside_jit
+from shardrules._mesh.mesh import axes_of_type, current_view
+from shardrules._place.shardings import manual_axes
+from shardrules._specs import (
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    with_entries,
+    without_axes,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._mesh.mesh import AnyMesh
+
+Function = Callable[[Any, Any], Any]
+
+
+class Operation(NamedTuple):
+    """A call for some leaves of a tree."""
+
+    function: Function
+    leaves: list[int]
+    shardings: list[NamedSharding]
+
+
+def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Operation]:
+    """The calls for these leaves, in their order."""
+    calls_for = functools.cache(lambda sharding: list(_calls(sharding)))
+    by_function: dict[Function, dict[int, NamedSharding]] = {one: {} for one in _functions()}
+    for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is not None and hasattr(leaf, "shape"):
+            for function, wanted in calls_for(sharding):
+                by_function[function][place] = wanted
+    return [
+        Operation(function, list(of_leaf), list(of_leaf.values()))
+        for function, of_leaf in by_function.items()
+        if of_leaf
+    ]
+
+
+def applied(leaves: list[Any], operations: list[Operation]) -> list[Any]:
+    """The leaves after these calls."""
+    made = list(leaves)
+    for function, places, shardings in operations:
+        arrays = function([made[i] for i in places], shardings)
+        for place, array in zip(places, arrays, strict=True):
+            made[place] = array
+    return made
+
+
+def one_call(
+    leaves: list[Any], operations: list[Operation]
+) -> tuple[Function, NamedSharding] | None:
+    """JAX's function and the sharding for all leaves, if that is all there is to do."""
+    if len(operations) != 1:
+        return None
+    ((function, places, shardings),) = operations
+    takes_trees = function in {_functions().reshard, _functions().constrain}
+    is_all = len(places) == len(leaves) and len(set(shardings)) == 1
+    return (function, shardings[0]) if takes_trees and is_all else None
+
+
+def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
+    """The functions that bring an array into the sharding, with the sharding for each."""
+    functions = _functions()
+    explicit, auto = _by_axis_type(sharding, current_view(sharding.mesh))
+    if explicit is not None:
+        is_open = any(map(is_unconstrained, entries_of(explicit.spec)))
+        yield functions.reshard_beside if is_open else functions.reshard, explicit
+    if auto is not None:
+        yield functions.constrain, auto
+    if memory_apart(sharding):
+        yield functions.move, sharding
+
+
+class _Functions(NamedTuple):
+    """What is called, in this order, with arrays and their shardings."""
+
+    reshard_beside: Function
+    reshard: Function
+    constrain: Function
+    move: Function
+
+
+@functools.cache
+def _functions() -> _Functions:
+    import jax
+
+    reshard = getattr(jax.sharding, "reshard", _reshard_beside)  # JAX before 0.6 has no such axes
+    return _Functions(_reshard_beside, reshard, jax.lax.with_sharding_constraint, _move)
+
+
+def _reshard_beside(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """`reshard` with an array's own entries for UNCONSTRAINED, which JAX refuses."""
+    import jax
+
+    wanted = list(map(_with_own_entries, shardings, arrays))
+    made: list[Any] = jax.sharding.reshard(arrays, wanted)
+    return made
+
+
+def _move(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    return list(map(moved_inside_jit, arrays, shardings))
+
+
+def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
+    """The sharding with the array's own entries for UNCONSTRAINED."""
+    import jax
+
+    wanted = entries_of(sharding.spec)
+    taken = {axis for entry in wanted for axis in entry_axes(entry)}
+    own = entries_of(jax.typeof(array).sharding.spec)
+    filled = (
+        entry_of(tuple(axis for axis in entry_axes(mine) if axis not in taken))
+        if is_unconstrained(entry)
+        else entry
+        for entry, mine in zip(wanted, own, strict=False)
+    )
+    return jax.sharding.NamedSharding(sharding.mesh, with_entries(sharding.spec, filled))
+
+
+def _by_axis_type(
+    sharding: NamedSharding, view: AnyMesh
+) -> tuple[NamedSharding | None, NamedSharding | None]:
+    """(sharding for reshard, sharding for with_sharding_constraint) on `view`; None for no call."""
+    from jax.sharding import NamedSharding
+
+    types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}
+    local = without_axes(sharding.spec, *manual_axes(view))
+
+    def only(kind: str, other: str) -> NamedSharding | None:
+        return NamedSharding(view, without_axes(local, types[other])) if types[kind] else None
+
+    return only("Explicit", "Auto"), only("Auto", "Explicit")

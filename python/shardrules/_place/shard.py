@@ -1,0 +1,558 @@
+"""`shard` and `gather`: whole trees onto devices and back.
+
+In one process this is one batched call, and nothing is compiled per leaf. In several processes each
+device gets its own part of the hosts' data, after the processes have agreed on the call. Must not
+know how a sharding was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import numpy as np
+
+from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
+from shardrules._correction import Correction
+from shardrules._dtypes import given_float, is_plain_float
+from shardrules._jax import weakly_typed
+from shardrules._mesh.mesh import check_placeable
+from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
+from shardrules._place.processes import JointCall, Row, canonical_dtype, is_spread, rows_of
+from shardrules._rules.names import is_flax_struct, variable_types
+from shardrules._text import counted, shown
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import NamedSharding
+
+    from shardrules._mesh.mesh import MeshLike
+    from shardrules._place.decider import RulesLike
+
+_T = TypeVar("_T")
+_NUMBERS: Final = frozenset({int, float, complex})
+_HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
+
+
+@in_order("tree", "rules", "mesh")
+def shard(
+    tree: Tree,
+    specs_or_rules: RulesLike,
+    mesh: MeshLike | None = None,
+    *,
+    correction: Correction | None = None,
+    companions: Iterable[Any] = (),
+    names: Any = None,
+    donate: bool = False,
+    dtype: Any = None,
+    scalars: Literal["place", "keep"] | None = None,
+    optional_axes: Iterable[str] = (),
+) -> Tree:
+    """Place the arrays and numbers of a tree on devices, as the rules say.
+
+    In several processes, each process calls this with the same tree. Each array needs correct
+    values only in the shards of the process's own devices. No device ever holds more than its
+    shards. The processes agree on the call first, unless all devices of the mesh belong to this
+    process.
+
+    Args:
+        tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and the
+            attributes of modules that are no arrays stay unchanged, such as a dropout rate.
+        specs_or_rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
+        mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
+        correction: The policies for specs that do not fit. Default: the dialect's for rules,
+            eformer's for specs.
+        companions: As in `named_shardings`.
+        names: For `LogicalRules`, as in `plan`.
+        donate: Whether the jax.Arrays of the tree may be given up: they are deleted, unless a
+            device keeps its part. Default: False.
+        dtype: The dtype of all floating arrays of 16 bits or more. Default: their own.
+        scalars: "place" makes arrays of all numbers. "keep" leaves all leaves as they are that are
+            not arrays, such as numbers and strings. Default: numbers in dicts, lists, namedtuples
+            and flax's states become arrays, as optimizers' counts; those that are attributes of a
+            module, or in a node of another registered type, stay. Other leaves are errors.
+        optional_axes: As in `plan`.
+
+    Returns:
+        A tree of the same structure, with jax.Arrays; type checkers take it for one of the type of
+        `tree`. As with `jax.device_put`, an array that is in
+        place already is returned itself, so donating the result deletes the input. The result may
+        share its memory with a numpy array. With rules and specs an array stays in its memory kind.
+        A NamedSharding has its own memory kind.
+
+    Raises:
+        ValueError: As `named_shardings`, before anything is placed.
+        TypeError: A leaf is neither an array nor a number, the mesh is an abstract one, or the call
+            is inside jit.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tp",))
+        >>> placed = shard({"w": np.ones((4, 4)), "step": 3}, [("w", "tp")], mesh)
+        >>> tuple(placed["w"].sharding.spec)
+        ('tp', None)
+    """
+    leaves, treedef, wanted = agreed_shardings(
+        "shard",
+        tree,
+        specs_or_rules,
+        mesh,
+        correction=correction,
+        companions=companions,
+        names=names,
+        optional_axes=optional_axes,
+        chosen=partial(of_placeable, scalars=scalars),
+        options=lambda: _checked_options(donate, dtype, scalars),
+    )
+    chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
+    shardings: list[Any] = [wanted[i] for i in chosen]
+    ready = [converted(leaves[i], dtype) for i in chosen]
+    placed = _replace(leaves, chosen, put(ready, shardings, donate=donate))
+    made: Tree = treedef.unflatten(placed)
+    return made
+
+
+def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
+    check_choice("scalars", scalars, ("place", "keep", None))
+    gives_up = boolean("donate", donate)
+    if dtype is None and not gives_up:
+        return []
+    name = None if dtype is None else given_float("dtype", dtype)
+    return [("the options", f"donate={gives_up}, dtype={name}")]
+
+
+def converted(leaf: Any, dtype: Any) -> Any:
+    """The leaf with this dtype, if it is a floating array of 16 bits or more."""
+    if dtype is None:
+        return leaf
+    own = getattr(getattr(leaf, "dtype", None), "name", "")
+    if not is_plain_float(own) or isinstance(leaf, np.generic):
+        return leaf
+    return leaf.astype(np.dtype(dtype))
+
+
+def gather(tree: Tree) -> Tree:
+    """Copy the jax.Arrays of a tree to this host, as whole numpy arrays.
+
+    In several processes, each process calls this with the same tree. Arrays that are spread over
+    processes are replicated first, one after the other, so each device needs room for the largest
+    one. If the tree has no such array, one process may call this alone.
+
+    Args:
+        tree: Any pytree. Leaves that are not jax.Arrays, and random keys, stay unchanged.
+
+    Returns:
+        A tree of the same structure; type checkers take it for one of the type of `tree`.
+
+    Raises:
+        TypeError: The call is inside jit.
+        RuntimeError: As `shard`, if there are arrays that are spread over processes.
+
+    Example:
+        >>> import jax
+        >>> gather([jax.numpy.ones(2), 3])
+        [array([1., 1.], dtype=float32), 3]
+    """
+    import jax
+    from jax.core import Tracer
+
+    with JointCall("gather") as call:
+        check_tree("tree", tree)
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        at_once, spread = [], {}
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, jax.Array):
+                continue
+            if isinstance(leaf, Tracer):
+                raise TypeError(
+                    "gather fetches arrays from devices, and inside jit there are none: "
+                    "call it outside jit"
+                )
+            if leaf.is_fully_addressable or leaf.is_fully_replicated:
+                at_once.append(index)
+            else:
+                spread[index] = _replicated(leaf.sharding)
+        if not spread:
+            call.alone()
+        call.agree(lambda: rows_of(tree, spread))
+    for index, sharding in spread.items():
+        # One after the other, so that the devices need room for one only.
+        replicated = jax.block_until_ready(jax.device_put(leaves[index], sharding))
+        leaves[index] = jax.device_get(replicated)
+    fetched = jax.device_get([leaves[i] for i in at_once])
+    for index, array in zip(at_once, fetched, strict=True):
+        leaves[index] = array
+    made: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
+    return made
+
+
+def agreed_shardings(
+    name: str,
+    tree: Any,
+    specs_or_rules: RulesLike,
+    mesh: MeshLike | None,
+    *,
+    correction: Correction | None,
+    companions: Iterable[Any] = (),
+    names: Any = None,
+    optional_axes: Iterable[str] = (),
+    chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    options: Callable[[], list[Row]] = list,
+) -> tuple[list[Any], Any, list[NamedSharding | None]]:
+    """The result of `requested_shardings`, after all processes have agreed on it.
+
+    Args:
+        name: The name of the function that agrees.
+        tree: Any pytree.
+        specs_or_rules: As in `requested_shardings`.
+        mesh: As in `requested_shardings`.
+        correction: As in `requested_shardings`.
+        companions: As in `requested_shardings`.
+        names: As in `requested_shardings`.
+        optional_axes: As in `requested_shardings`.
+        chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
+            stays unchanged. Default: all shardings are used.
+        options: Checks further arguments, and returns them as rows on which processes agree.
+    """
+    with JointCall(name) as call:
+        more = options()
+        if call.joint and asks_for_own_devices(specs_or_rules, mesh) and not has_spread(tree):
+            call.alone()
+        leaves, treedef, wanted = requested_shardings(
+            tree,
+            specs_or_rules,
+            mesh,
+            correction,
+            companions=companions,
+            names=names,
+            optional_axes=optional_axes,
+        )
+        if chosen is not None:
+            wanted = chosen(tree, leaves, wanted)
+        if call.joint:
+            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+                if sharding is not None:
+                    check_reachable(partial(leaf_path, tree, i), leaf, sharding)
+        call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
+    return leaves, treedef, wanted
+
+
+def check_reachable(
+    path: Callable[[], str],
+    leaf: Any,
+    sharding: NamedSharding,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Checks that JAX can move an array that several processes hold.
+
+    Args:
+        path: Gives the array's path, for the error.
+        leaf: The array, or anything else, which can be moved.
+        sharding: Where it is to be.
+        shape: The shape that is moved, if that is not the array's.
+
+    Raises:
+        ValueError: JAX cannot.
+    """
+    import jax
+
+    if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
+        return
+    if leaf.is_fully_replicated and sharding.is_fully_addressable:
+        return  # through the host
+    groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
+    before, after = map(sorted, groups)
+    client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
+    sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
+        jax.config, "jax_cross_host_transfer_socket_address", ""
+    )
+    is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
+    if not (is_same and before != after and sends):
+        raise ValueError(
+            f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
+            f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
+            "same ones, which JAX cannot do: what several processes hold, it moves to other "
+            "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
+            "and GPUs, or with jax_cross_host_transfer_socket_address. Move within these devices, "
+            "or save the tree and load it there"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the devices, in their order, have the same parts."""
+    if len(one.device_set) != len(other.device_set):
+        return False
+    maps = (each.devices_indices_map(shape).values() for each in (one, other))
+    return all(a == b for a, b in zip(*maps, strict=True))
+
+
+def leaf_path(tree: Any, index: int) -> str:
+    """The path of a leaf as JAX writes it, for errors."""
+    from jax import tree_util
+
+    return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
+
+
+def has_spread(tree: Any) -> bool:
+    """Whether other processes hold parts of an array of the tree that this one does not hold."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves(tree)
+    return any(is_spread(leaf) and not leaf.is_fully_replicated for leaf in leaves)
+
+
+def put(
+    leaves: list[Any],
+    shardings: list[NamedSharding],
+    *,
+    may_alias: bool = True,
+    donate: bool = False,
+) -> list[Any]:
+    """`jax.device_put` in one batch, without its costs per leaf.
+
+    In several processes each process places its own devices' part of host arrays; JAX would compare
+    the data between all processes. An array on other devices where it is cut otherwise, such as a
+    new one on a single device, goes through the host; JAX would compile a program to cut it.
+
+    Args:
+        leaves: Arrays and numbers.
+        shardings: The sharding of each leaf.
+        may_alias: Whether a result may be a given jax.Array, or share its memory.
+        donate: Whether jax.Arrays may be given up. They are deleted, unless a device keeps a part.
+    """
+    import jax
+
+    to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
+    made: list[Any]
+    if not any(map(_is_array, _of_each_type(leaves))) and _are_for_here(shardings):
+        made = to_devices(leaves, shardings)
+        return made
+    ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
+    arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
+    made = _replace(ready, moved, arrays)
+    if donate:
+        jax.block_until_ready(made)
+        for leaf, array in zip(leaves, made, strict=True):
+            if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
+                leaf.delete()
+    return made
+
+
+def _are_for_here(shardings: list[NamedSharding]) -> bool:
+    """Whether all their devices are of this process."""
+    return all(one.is_fully_addressable for one in _distinct(shardings))
+
+
+def _prepared(
+    leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
+) -> tuple[list[Any], list[int]]:
+    """(the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
+    import jax
+
+    own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
+    ready, moved, elsewhere = list(leaves), [], []
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        # Asked once: that of random keys takes long.
+        was = leaf.sharding if isinstance(leaf, jax.Array) else None
+        if was is not None and may_stay and _is_in_place(leaf, was, sharding):
+            continue
+        moved.append(index)
+        if own[id(sharding)]:
+            if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
+                elsewhere.append(index)
+        elif not is_spread(leaf):
+            ready[index] = _from_own_parts(leaf, sharding)
+    return _replace(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere])), moved
+
+
+def stays_in_part(leaf: Any, array: jax.Array) -> bool:
+    """Whether a device has the same part of both, which may then be the same memory."""
+    if getattr(leaf, "sharding", None) is None or leaf.shape != array.shape:
+        return False
+    was = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    is_now = array.sharding.addressable_devices_indices_map(array.shape)
+    return any(was.get(device) == index for device, index in is_now.items())
+
+
+def _distinct(objects: list[_T]) -> Iterable[_T]:
+    """Each object once, told apart by identity."""
+    return dict(zip(map(id, objects), objects, strict=True)).values()
+
+
+def _of_each_type(leaves: list[Any]) -> Iterable[Any]:
+    """A leaf of each type."""
+    return dict(zip(map(type, leaves), leaves, strict=True)).values()
+
+
+def _is_array(leaf: Any) -> bool:
+    import jax
+
+    return isinstance(leaf, jax.Array)
+
+
+def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
+    """The list, with other objects in these places."""
+    for place, other in zip(places, others, strict=True):
+        listed[place] = other
+    return listed
+
+
+def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
+    """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
+    is_there = was is sharding or was == sharding
+    return is_there and getattr(leaf, "committed", False)
+
+
+def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
+    import jax
+    import jax.numpy as jnp
+
+    is_here = was.is_fully_addressable
+    return (
+        was.device_set != sharding.device_set
+        and not (is_here and _are_cut_alike(was, sharding, leaf.shape))
+        and (is_here or was.is_fully_replicated)
+        # A numpy array has neither weak types nor random keys.
+        and not getattr(leaf, "weak_type", False)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    )
+
+
+def of_placeable(
+    tree: Any,
+    leaves: list[Any],
+    shardings: list[NamedSharding | None],
+    *,
+    scalars: Literal["place", "keep"] | None = None,
+) -> list[NamedSharding | None]:
+    """Returns the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
+    import jax
+
+    chosen = list(shardings)
+    if scalars == "keep":
+        arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
+        chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
+    elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
+        numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
+        for index, path in _paths(tree, numbers):
+            if _is_attribute_of_module(tree, path):
+                chosen[index] = None
+    can_all = all(map(_can_be_placed, _of_each_type(leaves)))
+    others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
+    for index, path in _paths(tree, others):
+        if chosen[index] is None:
+            continue
+        if not _stays(leaves[index], path) or len(others) == len(leaves):
+            raise TypeError(
+                f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
+                f"{shown(leaves[index])}; {_instead(leaves[index])}"
+            )
+        chosen[index] = None
+    _check_placeable(tree, leaves, chosen)
+    return chosen
+
+
+def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
+    """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
+    from jax.core import Tracer
+
+    def path(sharding: NamedSharding) -> str:
+        return leaf_path(tree, next(i for i, one in enumerate(shardings) if one is sharding))
+
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        if sharding is not None and isinstance(leaf, Tracer):
+            raise TypeError(
+                "shard places arrays on devices, and inside jit there are none yet: "
+                "use with_sharding_constraint, which takes the same arguments"
+            )
+    for sharding in _distinct(shardings):
+        if sharding is not None:
+            check_placeable(sharding, partial(path, sharding))
+
+
+def _instead(leaf: Any) -> str:
+    """What to do with a leaf that cannot be placed."""
+    if hasattr(leaf, "shape") and not isinstance(leaf, type):
+        return (
+            "it is abstract and has no data to place: make the arrays where they belong, with "
+            "jax.jit(init, out_shardings=plan.shardings())(...), or give the arrays themselves"
+        )
+    return (
+        "only arrays and numbers can be placed: take it out of the tree, give None for it instead "
+        "of a spec, or give scalars='keep', which leaves all that is not an array as it is (as in "
+        "an equinox module)"
+    )
+
+
+def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
+    """(index, keys) of each of these leaves."""
+    from jax import tree_util
+
+    if not indices:
+        return []
+    paths = tree_util.tree_flatten_with_path(tree)[0]
+    return [(index, paths[index][0]) for index in indices]
+
+
+def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
+    """Whether the leaf of this path is in a module, or a node of its own kind, and not in data."""
+    from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
+
+    if not path or isinstance(path[-1], (DictKey, SequenceKey)):
+        return False
+    node = tree
+    for key in path[:-1]:
+        children = tree_flatten_with_path(node, is_leaf=lambda child, node=node: child is not node)
+        node = next(child for keys, child in children[0] if keys == (key,))
+    is_state = isinstance(node, (tuple, Mapping, *variable_types())) or is_flax_struct(node)
+    return not is_state
+
+
+def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
+    """Whether the leaf is a part of a model but not data: a flag, a function, an attribute."""
+    from jax.tree_util import GetAttrKey
+
+    if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
+        return False
+    # A flag must stay a bool: an array cannot decide an `if` inside jit. A string is an option if
+    # it is a module's attribute, and a mistake in a dict of parameters.
+    return isinstance(leaf, bool) or callable(leaf) or isinstance((path or (None,))[-1], GetAttrKey)
+
+
+def _can_be_placed(leaf: Any) -> bool:
+    import jax
+
+    if isinstance(leaf, _HOST_TYPES):
+        return not isinstance(leaf, bool)
+    return isinstance(leaf, jax.Array)
+
+
+def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
+    """The global array, made from the parts of host data that this process's devices need."""
+    import jax
+
+    host, weak = _on_host(leaf)
+    array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    # Else type promotion of a number would be different in several processes and in one.
+    return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
+
+
+def _on_host(leaf: Any) -> tuple[Any, bool]:
+    """(the leaf with its dtype on devices, whether its type is weak)."""
+    import jax
+    import jax.numpy as jnp
+
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf, False  # random keys
+    host = np.asarray(leaf)
+    host = host.astype(canonical_dtype(host), copy=False)
+    return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
+
+
+def _replicated(sharding: Any) -> NamedSharding:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(sharding.mesh, PartitionSpec())

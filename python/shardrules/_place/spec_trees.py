@@ -1,0 +1,202 @@
+"""Trees of specs and shardings beside a tree of arrays: the spec, and the placement, of each leaf.
+
+Costs some look-ups per leaf, and a decision for each kind of leaf: one spec, shape and dtype. Must
+not know about rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import Correction
+from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._place.decider import is_named_sharding, is_spec, is_spec_of_mesh
+from shardrules._place.shardings import Placement, sharding_or_reasons
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.names import leaf_paths
+from shardrules._specs import Fsdp, is_partition_spec, spec_shown
+from shardrules._text import brief, shown, with_article
+from shardrules._trees.leaf_errors import LeafError, leaf_errors
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
+
+_Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
+
+
+def placements_by_specs(
+    name: str,
+    tree: Any,
+    specs: Any,
+    mesh: MeshLike | None,
+    *,
+    correction: Correction | None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> tuple[list[Any], Any, list[Placement | None]]:
+    """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
+    from jax import tree_util
+
+    leaves, treedef = tree_util.tree_flatten(tree)
+    spread = spread_specs(name, tree, treedef, specs)
+    bound = _bound_specs(name, tree, spread, mesh)
+    policy = correction or EFORMER.correction
+    by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
+    dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
+    # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
+    kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
+    of_kind = {
+        kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
+        for kind, spec in dict(zip(kinds, spread, strict=True)).items()
+    }
+    if any(isinstance(found, list) for found in of_kind.values()):
+        raise ValueError(_errors(tree, kinds, of_kind, bound))
+    placements: Any = list(map(of_kind.__getitem__, kinds))
+    return leaves, treedef, placements
+
+
+def _errors(
+    tree: Any,
+    kinds: list[_Kind],
+    of_kind: dict[_Kind, Any],
+    bound: dict[int, tuple[Any, AnyMesh]],
+) -> str:
+    rows, meshes = [], set()
+    for path, kind in zip(leaf_paths(tree), kinds, strict=True):
+        if isinstance(reasons := of_kind[kind], list):
+            spec, mesh = bound[kind[0]]
+            rows.append(LeafError(path, kind[1], spec_shown(spec), reasons))
+            meshes.add(tuple(mesh.shape.items()))
+    sizes = dict(meshes.pop()) if len(meshes) == 1 else None
+    return leaf_errors(rows, sizes, said_by="specs")
+
+
+def _of_kind(
+    spec: Any,
+    kind: _Kind,
+    bound: dict[int, tuple[Any, AnyMesh]],
+    policy: Correction,
+    optional_axes: frozenset[str],
+) -> Placement | list[str]:
+    """What leaves of one spec, shape and dtype get, or why they get nothing."""
+    number, shape, dtype = kind
+    wanted, on_mesh = bound[number]
+    try:
+        sharding = sharding_or_reasons(
+            wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
+        )
+        if isinstance(sharding, list):
+            return sharding
+        if wanted is spec:
+            return Placement(sharding, says_memory=False)
+        return Placement(_in_memory_of(spec, sharding), says_memory=True)
+    except ValueError as error:
+        return str(error).splitlines()
+
+
+def _bound_specs(
+    name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
+) -> dict[int, tuple[Any, AnyMesh]]:
+    """(its spec, its mesh), by the id of each distinct spec or sharding."""
+    resolved: AnyMesh | None = None
+    bound: dict[int, tuple[Any, AnyMesh]] = {}
+    for spec in dict(zip(map(id, spread), spread, strict=True)).values():
+        if spec is None:
+            continue
+        if is_spec_of_mesh(spec):
+            resolved = resolved or local_view(resolve_mesh(mesh))
+            bound[id(spec)] = spec, resolved
+        elif is_named_sharding(spec):
+            bound[id(spec)] = spec.spec, local_view(spec.mesh)
+        else:
+            index = next(index for index, one in enumerate(spread) if one is spec)
+            raise TypeError(
+                f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
+                "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
+            )
+    return bound
+
+
+def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    kind = given.memory_kind
+    if kind is not None and kind != sharding.memory_kind:
+        sharding = sharding.with_memory_kind(kind)
+    return given if given == sharding else sharding  # JAX's caches know that one already
+
+
+def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
+    """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
+    from jax import tree_util
+
+    if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
+        return [specs] * treedef.num_leaves
+    if (alike := _leaves_alike(specs, treedef)) is not None:
+        return alike
+    try:
+        given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
+        node: Any = structure  # JAX's types do not know its methods
+        parts = node.flatten_up_to(tree)
+    except (TypeError, ValueError) as error:
+        place = _misfit(specs, tree, "") or str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{name}: the tree of specs does not fit the tree: {place}; give one of the same "
+            "structure, or one that ends earlier; rules are (pattern, spec) pairs"
+        ) from None
+    if tree_util.all_leaves(parts):
+        return given
+    pairs = zip(given, parts, strict=True)
+    return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
+
+
+def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
+    """The specs, if they are in a tree of the same structure; that takes no call for each."""
+    from jax import tree_util
+
+    with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
+        given, structure = tree_util.tree_flatten(specs)
+        if structure == treedef:
+            return given
+    return None
+
+
+def _misfit(specs: Any, tree: Any, path: str) -> str | None:
+    """The first place where a tree of specs is not a prefix of the tree."""
+    here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
+    if here is None:
+        return None
+    at = f"at {path}" if path else "at the root"
+    if there is None:
+        return f"{at} the specs go on, where the tree has {shown(tree)}"
+    if here.keys() != there.keys():
+        more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+        return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
+    if type(specs) is not type(tree):
+        return (
+            f"{at} the specs have {with_article(type(specs).__name__)}, and the tree "
+            f"{with_article(type(tree).__name__)}"
+        )
+    deeper = (_misfit(spec, there[key], path + key) for key, spec in here.items())
+    return next(filter(None, deeper), None)
+
+
+def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The children of a node by `keystr` of their keys; None for a leaf."""
+    from jax import tree_util
+
+    if is_leaf(node) or tree_util.all_leaves([node]):
+        return None
+    flat = tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+    return {tree_util.keystr(path): child for path, child in flat}
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def _path(tree: Any, index: int) -> str:
+    from jax import tree_util
+
+    return tree_util.keystr(tree_util.tree_flatten_with_path(tree)[0][index][0]) or "(the tree)"

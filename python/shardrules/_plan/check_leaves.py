@@ -1,0 +1,268 @@
+"""Checks for leaves that every device holds whole: by a catch-all rule, or undeclared.
+
+Costs per kind of leaf; per leaf where some are declared replicated. Must not know how findings are
+shown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._correction import is_on_host
+from shardrules._plan.companions import LORA, QUANTIZED, base_path, fits_rank
+from shardrules._plan.findings import Finding, at_stake
+from shardrules._plan.fold import Folded, fold
+from shardrules._plan.memory import by_class
+from shardrules._plan.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._plan.table import Kind, axes_named, first_rules
+from shardrules._rules.rules import Rules
+from shardrules._specs import Fsdp
+from shardrules._text import bytes_shown, counted
+
+if TYPE_CHECKING:
+    from shardrules._plan.companions import Companion
+    from shardrules._plan.findings import Finding
+    from shardrules._plan.fold import Folded
+    from shardrules._plan.table import Columns
+
+
+def following(queries: Queries) -> Iterator[Finding]:
+    """Leaves that companions find but no rule for their bases; companions that find nothing."""
+    columns = queries.columns
+    left: dict[Companion, list[int]] = defaultdict(list)
+    for row, links in columns.leaves.links.items():
+        if columns.sources[row] != links[-1].base:
+            left[links[-1].companion].append(row)
+    for companion, of_it in left.items():
+        rows = np.array(sorted(of_it))
+        folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
+        rules = queries.rules_of(folded)
+        base = columns.leaves.links[int(rows[0])][-1].base
+        yield finding(
+            "warning",
+            "companion",
+            f"{counted(len(rows), 'leaf')} found by the companion {companion.pattern!r} "
+            f"should follow a rule for {base!r} and the like, but none meets that path: "
+            f"what decides is {rules_listed(rules) or 'no rule'}, as if there were no companion",
+            f"add a rule that matches {base!r}, or correct the companion's base; or leave the "
+            "companion out",
+            folded=folded,
+            bytes=queries.device_bytes(folded),
+        )
+    successful = {link.companion for links in columns.leaves.links.values() for link in links}
+    for name, table in _sets_of(columns.leaves.companions).items():
+        if successful.isdisjoint(table):
+            yield finding(
+                "warning",
+                "companion",
+                f"{name} finds no leaf",
+                "correct its pattern or dims to what the tree's leaves are, or leave it out",
+            )
+
+
+def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
+    """The companions by table. Most records of the package's own tables find nothing, by design."""
+    sets: dict[str, list[Companion]] = defaultdict(list)
+    for companion in companions:
+        name = next((name for name, table in TABLES.items() if companion in table), None)
+        sets[name or f"the companion {companion.pattern!r}"].append(companion)
+    return sets
+
+
+TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
+"""The package's own tables, by name."""
+
+
+class _Missed(NamedTuple):
+    """Leaves that a record of a table finds."""
+
+    folded: Folded
+    companion: Companion
+    rule: int
+    """The rule that their base's path meets."""
+
+
+def advice(queries: Queries, folded: Sequence[Folded]) -> str:
+    """How many of these leaves a table's records would lead to a rule, as a part of a fix."""
+    leaves = {
+        name: sum(len(one.folded.rows) for one in _missed(queries, folded, table))
+        for name, table in TABLES.items()
+    }
+    return "".join(
+        f"; or give companions=shardrules.{name}: {count:,} of them then follow other leaves' rules"
+        for name, count in leaves.items()
+        if count
+    )
+
+
+def cut_ranks(queries: Queries) -> Iterator[Finding]:
+    """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
+    kinds = queries.columns.kinds
+    cut: dict[int, list[Folded]] = defaultdict(list)
+    named = (one for one in queries.columns.folded if "lora_" in "".join(one.parts))
+    for one in _missed(queries, named, LORA):
+        kind, dims = kinds[one.folded.group], one.companion.dims
+        if kind.rule == one.rule and kind.spec is not None and not callable(dims):
+            entries = zip(dims, kind.spec, strict=False)
+            if any(dim is None and entry is not None for dim, entry in entries):
+                cut[one.rule].append(one.folded)
+    for rule, folded in cut.items():
+        yield finding(
+            "warning",
+            "companion",
+            f"{queries.rule(rule)} is for kernels, and decides the factors of LoRA beside them, "
+            "too: it cuts their rank, over which their product then needs a collective of its own",
+            "give companions=shardrules.LORA, by which factors follow their kernels and no rank is "
+            "cut; or let the pattern not match them",
+            folded=folded,
+            rule=rule,
+        )
+
+
+def _missed(
+    queries: Queries, folded: Iterable[Folded], table: tuple[Companion, ...]
+) -> Iterator[_Missed]:
+    """The leaves that follow nothing, and would, by the table, follow what a rule matches."""
+    columns = queries.columns
+    rules = columns.leaves.path_rules
+    if rules is None:
+        return
+    of_rank: dict[int, dict[str, Folded]] = defaultdict(dict)
+    for one in folded:
+        shape = columns.kinds[one.group].shape
+        if shape is not None and int(one.rows[0]) not in columns.leaves.links:
+            of_rank[len(shape)][columns.paths[one.rows[0]]] = one
+    for rank, free in of_rank.items():
+        fitting = tuple(record for record in table if fits_rank(record, rank))
+        found = first_rules(_finder(fitting), free)
+        records = {path: fitting[index] for path, index in found.items() if index >= 0}
+        bases = {path: base_path(record, path) for path, record in records.items()}
+        of_base = first_rules(rules, bases.values())
+        for path, base in bases.items():
+            if of_base[base] >= 0:
+                yield _Missed(free[path], records[path], of_base[base])
+
+
+@cache
+def _finder(table: tuple[Companion, ...]) -> Rules:
+    return Rules([(record.pattern, None) for record in table])
+
+
+_MOST_LEAVES: Final = 5
+
+
+def too_large(queries: Queries) -> Iterator[Finding]:
+    """Leaves that do not fit into the memory of a device."""
+    columns, hbm = queries.columns, queries.hbm
+    held = by_class(columns)
+    if hbm is None or held.max <= hbm:
+        return
+    largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))[:_MOST_LEAVES]
+    yield finding(
+        "error",
+        "memory",
+        f"{held}; a device has {bytes_shown(hbm)}",
+        "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
+        folded=largest,
+        bytes=held.max - hbm,
+    )
+
+
+def unpinned(queries: Queries) -> Iterator[Finding]:
+    """Leaves in the host's unpinned memory, which jit copies to the device as a whole."""
+    folded = queries.folded(lambda kind: kind.memory_kind == "unpinned_host")
+    if not folded:
+        return
+    rules, held = queries.rules_of(folded), queries.device_bytes(folded)
+    yield finding(
+        queries.level(held, "warning"),
+        "unpinned",
+        f"{counted(leaves_in(folded), 'leaf')} in unpinned_host memory "
+        f"({queries.rules(rules) or 'no rule'}), which jit does not have: it copies what it is "
+        f"given from there to the device, where {at_stake(held)} are not counted",
+        "name 'pinned_host' instead, where arrays stay inside jit",
+        folded=folded,
+        rule=rules[0] if len(rules) == 1 else None,
+        bytes=held,
+    )
+
+
+def catch_alls(queries: Queries) -> Iterator[Finding]:
+    """Leaves that only the catch-all rule matches."""
+    columns = queries.columns
+    for rule in sorted(queries.silent_catch_alls):
+        folded = queries.undeclared(queries.folded(lambda kind, rule=rule: kind.rule == rule))  # type: ignore[misc]
+        if not folded:
+            continue
+        leaves = leaves_in(folded)
+        whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
+        # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
+        silent = queries.device_bytes(
+            one for one in folded if queries.is_whole(columns.kinds[one.group])
+        )
+        held = queries.device_bytes(folded)
+        dead = rules_listed(columns.coverage.dead)
+        match = "matches" if leaves == 1 else "match"
+        yield finding(
+            queries.level(silent, "error"),
+            "catch-all",
+            f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(whole)} of "
+            f"{bytes_shown(columns.total_bytes)}) {match} no rule but the catch-all, "
+            f"{queries.rule(rule)}: {at_stake(held)}",
+            f"add rules for them, such as {queries.example(folded[0])}"
+            + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
+            + "; or declare them replicated",
+            folded=folded,
+            rule=rule,
+            bytes=held,
+        )
+
+
+def replicated(queries: Queries) -> Iterator[Finding]:
+    """Other leaves that are replicated, and large alone or together."""
+    columns = queries.columns
+    by_rule: dict[Any, list[Folded]] = defaultdict(list)
+    for one in queries.undeclared(queries.folded(queries.is_whole)):
+        kind = columns.kinds[one.group]
+        # Leaves of the catch-all, and those without names, are reported as that.
+        if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
+            by_rule[kind.decided_by, _is_exempt(kind, columns)].append(one)
+    large_of = {
+        rule: [one for one in folded if queries.is_large(columns.kinds[one.group])]
+        for rule, folded in by_rule.items()
+    }
+    small = sum(
+        queries.device_bytes(folded) for rule, folded in by_rule.items() if not large_of[rule]
+    )
+    for (rule, exempt), folded in by_rule.items():
+        large = large_of[rule, exempt]
+        if not large and not queries.matters(queries.device_bytes(folded), small):
+            continue
+        chosen, what = (large, "large leaf") if large else (folded, "leaf")
+        why = queries.who(columns.kinds[chosen[0].group])
+        if any(columns.kinds[one.group].losses for one in chosen):
+            why += ", of which the shapes and the mesh leave nothing"
+        held = queries.device_bytes(chosen)
+        yield finding(
+            "info" if exempt else "warning",
+            "replicated",
+            f"{counted(leaves_in(chosen), what)} replicated "
+            f"({'by the threshold of ' if exempt else ''}{why}): {at_stake(held)}",
+            "lower its min_bytes or min_rank, if they are to be cut too"
+            if exempt
+            else "shard them, or declare them replicated",
+            folded=chosen,
+            rule=rule,
+            bytes=held,
+        )
+
+
+def _is_exempt(kind: Kind, columns: Columns) -> bool:
+    """Whether a rule that is made from shapes leaves such arrays whole itself."""
+    spec = None if kind.rule is None else columns.spec_of_rule(kind.rule)
+    return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()

@@ -1,0 +1,414 @@
+"""Checks of rules for flax nnx, whose paths end in `value`: patterns that match it, or miss it.
+
+Costs two matches of each rule per folded path of a tree with such paths. Must not know how findings
+are shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._plan.axis_uses import is_gathered
+from shardrules._plan.findings import Finding, Level, at_stake
+from shardrules._plan.fold import Folded
+from shardrules._plan.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._plan.table import Kind
+from shardrules._rules.resolver import axes_in
+from shardrules._rules.rules import Rules
+from shardrules._specs import entries_of, entry_axes
+from shardrules._text import and_more, counted, misspelt
+
+if TYPE_CHECKING:
+    from shardrules._plan.table import Columns
+
+_ATTENTION: Final = re.compile(r"att(n|ention)", re.I)
+# Projections to heads, and from heads, as the field's libraries name them inside of attention.
+_TO_HEADS: Final = re.compile(
+    r"(to_)?([qkv]|query|key|value)(_proj)?|w[qkv]|(w_?)?qkv(_proj)?|Wqkv|query_key_value|c_attn"
+)
+_FROM_HEADS: Final = re.compile(r"o|out|o_proj|out_proj|wo|to_out|attention_output|c_proj|dense")
+# Norms of single heads; those of all heads together are as wide as the projection.
+_HEAD_NORM: Final = re.compile(r"([qk]|query|key)_(layer_?)?norm")
+_SET_OF_NUMBERS: Final = re.compile(r"\{[0-9][0-9.,]*\}")
+
+
+class _Projection(NamedTuple):
+    """A projection to or from attention heads."""
+
+    folded: Folded
+    attention: str
+    """Path of its attention module, numbers left out."""
+    dim: int
+    """The dimension of all heads together, counted from the end."""
+
+
+class _CutHeads(NamedTuple):
+    """A dimension of heads that is cut inside a head."""
+
+    dim: int
+    size: int
+    head_dim: int
+    part: float
+    """Elements on a device; a fraction where the dimension is cut unevenly."""
+
+    def __str__(self) -> str:
+        heads = counted(self.size // self.head_dim, "head")
+        return (
+            f"dim {self.dim} of size {self.size}, {heads} of {self.head_dim}, is cut into parts of "
+            f"{self.part:g}, {self.part / self.head_dim:.3g} heads"
+        )
+
+
+def half_heads(queries: Queries) -> Iterator[Finding]:
+    """Projections of attention that are cut inside a head.
+
+    The size of a head is `head_dim`, or that of the norm of single heads beside them.
+    """
+    kinds = queries.columns.kinds
+    projections = list(_projections(queries.columns))
+    sizes = _sizes(queries.columns, projections, queries.head_dim)
+    if queries.head_dim is not None and not sizes:
+        yield finding(
+            "warning",
+            "half-head",
+            f"head_dim={queries.head_dim} is given, but no path names projections of attention",
+            "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
+        )
+    alike: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
+    for one in projections:
+        kind = kinds[one.folded.group]
+        if one.attention in sizes and (
+            cut := _cut_heads(kind, one.dim, sizes[one.attention], queries)
+        ):
+            alike[kind.rule, cut].append(one.folded)
+    for (rule, cut), folded in alike.items():
+        who = "" if rule is None else f"{queries.rule(rule)}: "
+        yield finding(
+            "warning",
+            "half-head",
+            f"{who}{cut}; devices exchange parts of heads in each step",
+            "cut by fewer devices, or keep heads whole with RuleSpec(..., units=...)",
+            folded=folded,
+            rule=rule,
+        )
+
+
+def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
+    """Per row of a projection to or from attention heads the size of a head, if that is known.
+
+    It is `head_dim`, or that of the norm of single heads beside them.
+    """
+    projections = list(_projections(columns))
+    sizes = _sizes(columns, projections, head_dim)
+    return {
+        row: sizes[one.attention]
+        for one in projections
+        if one.attention in sizes
+        for row in one.folded.rows.tolist()
+    }
+
+
+def _sizes(
+    columns: Columns, projections: list[_Projection], head_dim: int | None
+) -> dict[str, int]:
+    """Per attention module the size of a head."""
+    if head_dim is None:
+        return _sizes_by_name(columns, projections)
+    return dict.fromkeys((one.attention for one in projections), head_dim)
+
+
+def _projections(columns: Columns) -> Iterator[_Projection]:
+    for folded in columns.folded:
+        kind = columns.kinds[folded.group]
+        if not _ATTENTION.search(columns.paths[folded.rows.item(0)]):
+            continue
+        module, name, parameter = _components(folded)
+        if not _ATTENTION.search(module) or not kind.shape:
+            continue
+        to_heads = _TO_HEADS.fullmatch(name) is not None
+        if not to_heads and not (_FROM_HEADS.fullmatch(name) and len(kind.shape) > 1):
+            continue
+        # Torch's weights are [out, in], all others [in, out]; a bias is [out].
+        first = len(kind.shape) > 1 and to_heads == (parameter == "weight")
+        yield _Projection(folded, module, -2 if first else -1)
+
+
+def _components(folded: Folded) -> tuple[str, str, str]:
+    """(path of the module around it, numbers left out; the module's name; the parameter's)."""
+    parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
+    if parts and parts[-1] == "value":  # nnx
+        parts.pop()
+    if parts and not (_TO_HEADS.fullmatch(parts[-1]) or _FROM_HEADS.fullmatch(parts[-1])):
+        parameter = parts.pop()
+    else:
+        parameter = ""
+    name = parts.pop() if parts else ""
+    return "/".join(parts), name, parameter
+
+
+def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str, int]:
+    """Per attention module the size of a head, where a norm of single heads has that size."""
+    widths: dict[str, int] = defaultdict(int)
+    for one in projections:
+        whole = columns.kinds[one.folded.group].shape or (0,)
+        widths[one.attention] = max(widths[one.attention], whole[one.dim])
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for folded in columns.folded if projections else ():
+        if not _HEAD_NORM.search(columns.paths[folded.rows.item(0)]):
+            continue
+        shape = columns.kinds[folded.group].shape
+        module, name, _ = _components(folded)
+        if shape and _HEAD_NORM.fullmatch(name):
+            sizes[module].add(shape[-1])
+    # Norms of all heads together have other sizes, for queries and for keys.
+    return {
+        module: size
+        for module, (size, *others) in sizes.items()
+        if not others and 1 < size < widths[module]
+    }
+
+
+def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHeads | None:
+    """The cut of these leaves inside a head; None if there is none."""
+    shape, spec = kind.shape or (), kind.spec
+    if spec is None:
+        return None
+    # Heads may have a dimension of their own, beside that of a head.
+    if len(shape) > 2 and head_dim in shape[-2:]:
+        dim = -1 if shape[-1] == head_dim else -2
+    place = len(shape) + dim
+    size = shape[place]
+    entries = entries_of(spec)
+    axes = [
+        axis
+        for axis in (entry_axes(entries[place]) if place < len(entries) else ())
+        if not is_gathered(axis)
+    ]
+    part = size / prod(queries.columns.axis_sizes.get(axis, 1) for axis in axes)
+    if part == size or size % head_dim or part % head_dim == 0:
+        return None
+    return _CutHeads(place, size, head_dim, part)
+
+
+_MOST_NAMES: Final = 8
+
+
+def unknown_names(queries: Queries) -> Iterator[Finding]:
+    """Names that no rule has: an error where one was probably meant, or leaves are replicated."""
+    if queries.columns.leaves.path_rules is not None:
+        return
+    kinds, coverage = queries.columns.kinds, queries.columns.coverage
+    known = {name for name, _ in queries.columns.rules}
+    sizes = queries.columns.axis_sizes
+    unused = [
+        name
+        for name, axes in map(queries.columns.rules.__getitem__, coverage.dead)
+        if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
+    ]
+    found: dict[Any, list[Folded]] = defaultdict(list)
+    for one in queries.folded(lambda kind: not known.issuperset(kind.names or ())):
+        for name in dict.fromkeys(kinds[one.group].names or ()):
+            if isinstance(name, str) and name not in known:
+                found[name].append(one)
+    for name, folded in found.items():
+        meant = misspelt(name, unused)
+        whole = [one for one in queries.undeclared(folded) if queries.is_whole(kinds[one.group])]
+        held = queries.device_bytes(whole)
+        hint = f"; did you mean {meant!r}, which no leaf has?" if meant else ""
+        cost = f"; {counted(leaves_in(whole), 'leaf')} replicated: {at_stake(held)}" if held else ""
+        yield finding(
+            "error" if meant else queries.level(held, "error"),
+            "unknown-name",
+            f"no rule is for the name {name!r} of {counted(leaves_in(folded), 'leaf')}{hint}{cost}",
+            f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
+            folded=folded,
+            bytes=held,
+        )
+
+
+def unnamed(queries: Queries) -> Iterator[Finding]:
+    """Arrays without names, which no logical rule decides."""
+    folded = queries.undeclared(queries.folded(queries.is_unnamed))
+    if folded:
+        held = queries.device_bytes(folded)
+        yield finding(
+            queries.level(held, "error"),
+            "unnamed",
+            f"{counted(leaves_in(folded), 'leaf')} of {len(queries.columns.paths):,} without "
+            f"logical axis names, hence replicated: {at_stake(held)}",
+            "give them names, or declare them replicated",
+            folded=folded,
+            bytes=held,
+        )
+
+
+def fewer_names(queries: Queries) -> Iterator[Finding]:
+    """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
+    if folded := queries.fewer_names:
+        first = queries.columns.kinds[folded[0].group]
+        missing = queries.missing_names
+        names = [repr(queries.columns.rules[rule][0]) for rule in missing]
+        listed = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
+        where = "names count from the first dimension"
+        if missing:
+            rules = rules_listed(missing[:_MOST_NAMES])
+            where += f"; perhaps {listed} ({rules}), which no leaf has, should be among them"
+        yield finding(
+            "warning",
+            "unnamed",
+            f"{counted(leaves_in(folded), 'leaf')} with fewer names than dimensions, such as "
+            f"{first.names} for the shape {first.shape}: {where}",
+            "give each dimension a name or None; stacked layers have a dimension of their own",
+            folded=folded,
+        )
+
+
+def taken(queries: Queries) -> Iterator[Finding]:
+    """Dimensions that no axis cuts, since the axes of their rules cut others of the array."""
+    sizes = queries.columns.axis_sizes
+    found: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
+    for one in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
+        kind = queries.columns.kinds[one.group]
+        names, told = kind.names or (), set()
+        for lost in kind.lost_rules:
+            axes = axes_in(queries.columns.rules[lost.rule][1])
+            is_there = lost.dim < len(kind.shape or ()) and kind.dim_rules[lost.dim] is None
+            if lost.why != "axis taken" or not is_there or lost.dim in told or lost.to is None:
+                continue
+            if any(sizes.get(axis, 1) > 1 for axis in axes):
+                told.add(lost.dim)
+                found[names[lost.dim], lost.rule, names[lost.to]].append(one)
+    for (name, rule, other), folded in found.items():
+        yield finding(
+            "info",
+            "taken",
+            f"{queries.rule(rule)}: nothing cuts {name!r} in {counted(leaves_in(folded), 'leaf')}, "
+            f"as {other!r} has the axes there",
+            f"add a rule for {name!r} with other axes, if it is to be cut as well",
+            folded=folded,
+            rule=rule,
+        )
+
+
+def dead_names(queries: Queries) -> Iterator[Finding]:
+    """Rules for names that no leaf has: often those of activations, or of other models."""
+    columns = queries.columns
+    if columns.leaves.path_rules is not None:
+        return
+    # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
+    explained = {*queries.missing_names, *itertools.chain(*queries.dead_rules_of.values())}
+    dead = [rule for rule in columns.coverage.dead if rule not in explained]
+    if dead:
+        names = list(dict.fromkeys(repr(columns.rules[rule][0]) for rule in dead))
+        more = and_more(len(names), _MOST_NAMES, "name")
+        yield finding(
+            "info",
+            "dead",
+            f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
+            + ", ".join([*names[:_MOST_NAMES], *more]),
+            "remove them, if they are for no other tree, such as activations",
+        )
+
+
+_KEY: Final = "value"
+_FIX: Final = "or use the dialect NNX, whose paths do not have it"
+
+
+class _Matches(NamedTuple):
+    """The ways in which rules match the paths that end so."""
+
+    through: dict[int, list[Folded]]
+    """Per rule, the leaves that it wins and that it does not match without the end."""
+    named: set[int]
+    """Rules that match some path without the end, too."""
+    stopped: dict[int, list[Folded]]
+    """Per rule, the leaves that it matches only without the end."""
+
+
+def nnx_values(queries: Queries) -> Iterator[Finding]:
+    """Rules that match a leaf only through its `value`, or match none because of it."""
+    rules, coverage = queries.columns.leaves.path_rules, queries.columns.coverage
+    if rules is None or rules.dialect.hidden_key is not None:
+        return
+    end = (rules.dialect.separator or ".") + _KEY
+    matches = _matches(queries, rules, end)
+    everywhere = _matching_everywhere(rules, end)
+    go_on = f"let the pattern go on behind the name, as in {_KEY}{end[0]}kernel"
+    on_purpose: list[Folded] = []
+    for rule, folded in matches.through.items():
+        if rule in everywhere:
+            message = (
+                f"{queries.rule(rule)} matches every path that ends in {end!r}, in which flax nnx "
+                "lets paths end, and wins "
+                f"{counted(coverage.won[rule], 'leaf')}"
+            )
+            won = queries.folded(lambda kind, rule=rule: kind.rule == rule)  # type: ignore[misc]
+            yield _of_rule("error", rule, message, go_on, won)
+        elif rule in matches.named:
+            message = (
+                f"{queries.rule(rule)} matches {counted(leaves_in(folded), 'leaf')} only through "
+                f"the {end!r} in which flax nnx lets paths end, and others by their names"
+            )
+            yield _of_rule("warning", rule, message, go_on, folded)
+        else:
+            on_purpose += folded
+    if on_purpose:
+        yield _of_rules(queries, end, on_purpose)
+    for rule in coverage.dead:
+        if folded := matches.stopped.get(rule, []):
+            message = (
+                f"{queries.rule(rule)} matches no leaf, since flax nnx lets paths end in {end!r}; "
+                f"without it, {counted(leaves_in(folded), 'leaf')}"
+            )
+            yield _of_rule("warning", rule, message, f"let the pattern end in {end}$", folded)
+
+
+def _of_rule(level: Level, rule: int, message: str, fix: str, folded: list[Folded]) -> Finding:
+    return finding(level, "nnx-value", message, f"{fix}; {_FIX}", folded=folded, rule=rule)
+
+
+def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
+    """Of the rules that match nothing else, which is what such patterns are probably meant to."""
+    return finding(
+        "info",
+        "nnx-value",
+        f"{queries.rules(queries.rules_of(folded))}: {counted(leaves_in(folded), 'leaf')} matched "
+        f"only through the {end!r} in which flax nnx lets paths end",
+        f"leave it so if it is meant; {_FIX}",
+        folded=folded,
+    )
+
+
+def _matches(queries: Queries, rules: Rules, end: str) -> _Matches:
+    columns = queries.columns
+    found = _Matches(defaultdict(list), set(), defaultdict(list))
+    for folded in columns.folded:
+        path = columns.sources[folded.rows.item(0)]
+        if not path.endswith(end):
+            continue
+        whole = set(rules.all_matches(path))
+        without = set(rules.all_matches(path.removesuffix(end)))
+        found.named.update(without)
+        rule = columns.kinds[folded.group].rule
+        if rule in whole - without and not _spells(rules[rule][0], end):
+            found.through[rule].append(folded)
+        for rule in without - whole:
+            found.stopped[rule].append(folded)
+    return found
+
+
+def _spells(pattern: Any, end: str) -> bool:
+    """Whether a pattern ends in the very end of the paths, as those of a tree of specs do."""
+    return str(pattern).removesuffix("$").endswith((end, re.escape(end)))
+
+
+def _matching_everywhere(rules: Rules, end: str) -> set[int]:
+    """Rules that match whatever ends so."""
+    # Paths that have nothing of a model in them but this end, or not even that.
+    probe = "~" if rules.dialect.separator else "['~']"
+    return set(rules.all_matches(probe + end)) - set(rules.all_matches(probe))

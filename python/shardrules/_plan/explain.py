@@ -1,0 +1,249 @@
+"""Why one leaf gets its spec: how each rule met its path, and which axes it does not get.
+
+Costs a match of each rule. Must not know how a plan is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from shardrules._plan.table import Kind, dtype_shown, placement_shown
+from shardrules._specs import spec_shown
+from shardrules._text import answer, bytes_shown, counted, mesh_shown, printable_lines, record
+
+if TYPE_CHECKING:
+    from shardrules._plan.companions import Companion
+    from shardrules._plan.table import Columns
+    from shardrules._rules.patterns import Pattern
+    from shardrules._rules.resolver import Reason
+    from shardrules._rules.rules import Rules
+
+_CATCH_ALLS: Final = ("", ".*", ".+")
+_NEAR: Final = 0.75
+_COMPARED: Final = 100
+
+Outcome = Literal["wins", "no match", "too late", "not needed", "ambiguous"]
+
+
+@record
+class Tried(NamedTuple):
+    """The result of trying one rule on a path."""
+
+    rule: int
+    pattern: Pattern
+    outcome: Outcome
+    """"wins"; "no match"; or it matches, but an earlier rule wins ("too late"), the leaf needs no
+    rule ("not needed"), or several rules match where only one may ("ambiguous")."""
+
+
+NameOutcome = Literal["wins", "too late", "axis taken", "indivisible", "absent"]
+
+
+@record
+class TriedName(NamedTuple):
+    """The result of trying one logical rule on a dimension with its name.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> rules = sr.LogicalRules([("mlp", "tp"), ("embed", "tp")])
+        >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> plan = sr.plan(tree, rules, {"tp": 2}, names={"w": ("embed", "mlp")})
+        >>> [(one.rule, one.name, one.outcome) for one in plan.explain("w").tried]
+        [(1, 'embed', 'axis taken'), (0, 'mlp', 'wins')]
+    """
+
+    rule: int
+    dim: int
+    name: Any
+    axes: Any
+    """The mesh axes of the rule."""
+    outcome: NameOutcome
+    """"wins"; or another rule has the dimension ("too late"), another dimension has one of the
+    axes ("axis taken"), or the correction leaves none of them, since they do not divide the
+    dimension ("indivisible") or are "absent" from the mesh."""
+    to: int | None
+    """The rule or the dimension that it loses to."""
+
+
+@answer
+class Explanation(NamedTuple):
+    """Why a leaf gets what it gets; `str` says it in words."""
+
+    path: str
+    source: str
+    """The path that the rules meet: the leaf's own, or that of the leaf that it follows."""
+    kind: Kind
+    """The leaf's spec, bytes and losses."""
+    tried: tuple[Tried, ...] | tuple[TriedName, ...]
+    """Each rule, in order; for logical rules, of each dimension those for its name."""
+    mesh: str
+    """The mesh as the command line has it: fsdp=8,tp=4."""
+    companions: tuple[Companion, ...] = ()
+    """The companions that find the leaf; each but the first finds the base of the one before."""
+    bases: tuple[str, ...] = ()
+    """Per companion the path to which it leads."""
+    leaves: int = 1
+    """How many leaves are meant, of which this is the first; all get the same."""
+    by_names: bool = False
+    """Whether the rules are for logical axis names."""
+
+    def __str__(self) -> str:
+        kind = self.kind
+        what = f"shape {kind.shape}  {dtype_shown(kind)}  {bytes_shown(kind.bytes)}"
+        lines = [
+            f"{self.path}  {what if kind.shape is not None else 'not an array'}",
+            *self._leaves_line(),
+            *self._companion_lines(),
+            *(self._name_lines() if self.by_names else self._rule_lines()),
+        ]
+        if kind.wanted is not None:
+            say = "rules say " if self.by_names else "rule says "
+            lines.append(f"  the {say} {spec_shown(kind.wanted)}")
+        if kind.origin is not None:
+            lines.append(f"  derived        {kind.origin}")
+        if kind.status == "placed":
+            held = bytes_shown(kind.device_bytes)
+            lines.append(f"  on {self.mesh}  {placement_shown(kind)}, {held} on each device")
+            lines += [
+                f"  lost           {loss.message} (costs {bytes_shown(loss.bytes)} on each device)"
+                for loss in kind.losses
+            ]
+        else:
+            lost = sum(loss.bytes for loss in kind.losses if loss.kind == "absent")
+            cost = f" (costs {bytes_shown(lost)} on each device)" if lost else ""
+            lines.append(f"  PROBLEM        {kind.message}{cost}")
+            lines += [f"  fix            {kind.fix}"] if kind.fix else []
+        return printable_lines(lines)
+
+    def _leaves_line(self) -> list[str]:
+        return [] if self.leaves == 1 else [f"  the first of {counted(self.leaves, 'leaf')}"]
+
+    def _companion_lines(self) -> list[str]:
+        lines = []
+        found = "it"
+        for companion, base in zip(self.companions, self.bases, strict=True):
+            lines.append(f"  companion      {companion.pattern!r} finds {found}")
+            found = base
+        if lines and self.source != found:
+            counts = "its own" if self.source == self.path else f"that of {self.source}"
+            lines[-1] += f"; but no rule meets its base {found}, so {counts} counts"
+        return lines if self.source == self.path else [*lines, f"  follows        {self.source}"]
+
+    def _rule_lines(self) -> list[str]:
+        met = [one for one in self.tried if isinstance(one, Tried) and one.outcome != "no match"]
+        missed = len(self.tried) - len(met)
+        if not met:
+            needs_none = self.kind.status == "placed" and self.kind.origin is None
+            said = "; the leaf needs none" if needs_none else self._nearest_miss()
+            return [f"  no rule matches, of {missed}{said}"]
+        words = {
+            "wins": "wins",
+            "too late": f"matches, but comes after rule {self.kind.rule}",
+            "not needed": "matches, but the leaf needs no rule",
+            "ambiguous": "matches",
+        }
+        lines = [f"  rule {one.rule}: {one.pattern!r} {words[one.outcome]}" for one in met]
+        verb = "does" if missed == 1 else "do"
+        others = f"  {counted(missed, 'other rule')} {verb} not match"
+        is_caught = all(one.pattern in _CATCH_ALLS for one in met)
+        nearest = self._nearest_miss() if is_caught else ""
+        return [*lines, others + nearest] if missed else lines
+
+    def _nearest_miss(self) -> str:
+        """The rule whose pattern is nearly the end of the path, in words; "" if none is."""
+        from difflib import SequenceMatcher
+
+        rated = [(0.0, 0, "")]
+        for one in self.tried:
+            pattern = getattr(one, "pattern", None)
+            if one.outcome != "no match" or not isinstance(pattern, str):
+                continue
+            text = pattern.strip("^$.*")[-_COMPARED:]
+            if text and (end := self.source[-len(text) :]):
+                ratio = SequenceMatcher(None, text, end).ratio()
+                rated.append((ratio, -one.rule, pattern))
+        nearness, rule, nearest = max(rated)
+        return f"; rule {-rule} {nearest!r} nearly does" if nearness >= _NEAR else ""
+
+    def _name_lines(self) -> list[str]:
+        names = self.kind.names
+        if names is None:
+            if self.kind.origin is not None or self.kind.shape is None:
+                return []
+            return ["  it has no logical axis names, so no rule is for it"]
+        lines = []
+        for dim, name in enumerate(names):
+            tried = [one for one in self.tried if isinstance(one, TriedName) and one.dim == dim]
+            lines += [
+                f"  dim {dim} {name!r}: rule {one.rule} -> {one.axes!r} {_words(one, names)}"
+                for one in tried
+            ]
+            if not tried:
+                no_rule = "" if name is None else ": no rule is for it"
+                lines.append(f"  dim {dim} {name!r}{no_rule}")
+        return lines
+
+
+def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
+    """What became of a rule."""
+    if tried.outcome == "axis taken" and tried.to is not None:
+        return f"loses: a mesh axis of it cuts dim {tried.to} {names[tried.to]!r}"
+    words = {
+        "wins": "wins",
+        "too late": f"loses to rule {tried.to}",
+        "indivisible": "loses: its mesh axes do not divide the dimension",
+        "absent": "loses: the mesh lacks its mesh axes",
+    }
+    return words[tried.outcome]
+
+
+def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
+    """The explanation of the leaf of this row, which stands for so many that are like it."""
+    kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
+    rules = columns.leaves.path_rules
+    tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
+    links = columns.leaves.links.get(row, ())
+    companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
+    mesh = mesh_shown(columns.axis_sizes)
+    path = columns.paths[row]
+    return Explanation(
+        path, source, kind, tried, mesh, companions, bases, leaves, by_names=rules is None
+    )
+
+
+def _tried(kind: Kind, source: str, rules: Rules) -> tuple[Tried, ...]:
+    matching = set(rules.all_matches(source))
+    return tuple(
+        Tried(rule, rules[rule][0], _outcome(rule, kind, matching)) for rule in range(len(rules))
+    )
+
+
+_OUTCOMES: Final[dict[Reason, NameOutcome]] = {
+    "dim taken": "too late",
+    "axis taken": "axis taken",
+    "indivisible": "indivisible",
+    "absent": "absent",
+}
+
+
+def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
+    names = kind.names or ()
+    met: list[tuple[int, int, NameOutcome, int | None]] = [
+        (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
+    ]
+    for one in kind.lost_rules:
+        met.append((one.dim, one.rule, _OUTCOMES[one.why], one.to))
+    return tuple(
+        TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
+        for dim, rule, outcome, to in sorted(met, key=lambda one: one[:2])
+    )
+
+
+def _outcome(rule: int, kind: Kind, matching: set[int]) -> Outcome:
+    if rule == kind.rule:
+        return "wins"
+    if rule not in matching:
+        return "no match"
+    if kind.rule is not None:
+        return "too late"
+    return "not needed" if kind.status == "placed" else "ambiguous"

@@ -1,0 +1,289 @@
+"""Findings of checks and proofs, as text, JSON and GitHub annotations.
+
+Costs nothing but text. Must not know how a finding is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple, TypedDict, get_args
+
+from shardrules._arguments import check_choice, check_file, integer, listed
+from shardrules._rules.patterns import parse
+from shardrules._rules.rules import Rules
+from shardrules._text import (
+    and_more,
+    answer,
+    bytes_shown,
+    counted,
+    printable,
+    printable_json,
+    printable_lines,
+    record,
+)
+
+
+class Declared(TypedDict):
+    """Properties of a rule list that are intended: arguments of `Plan.check`, by their names."""
+
+    replicated: tuple[str | re.Pattern[str], ...]
+    """Patterns of leaves that are replicated on purpose, searched in the paths."""
+    optional_axes: tuple[str, ...]
+    """Mesh axes that a mesh may lack."""
+    data_axes: tuple[str, ...]
+    """Mesh axes that shard only batches and sequences."""
+
+
+NOTHING: Final = Declared(replicated=(), optional_axes=(), data_axes=())
+
+
+def all_declared(one: Declared, other: Declared) -> Declared:
+    """The declarations of both."""
+    return Declared(
+        replicated=one["replicated"] + other["replicated"],
+        optional_axes=one["optional_axes"] + other["optional_axes"],
+        data_axes=one["data_axes"] + other["data_axes"],
+    )
+
+
+def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
+    """The patterns as rules, which are searched in paths as they are printed, in every dialect.
+
+    They cost as much as rules, the first time. Patterns that are not regular are in
+    `Rules.fallbacks`.
+
+    Raises:
+        re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
+            its index.
+    """
+    return _compiled(tuple(patterns))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
+    for index, pattern in enumerate(patterns):
+        parse(f"replicated[{index}]", pattern, pattern)
+    return Rules([(pattern, None) for pattern in patterns])
+
+
+Level = Literal["error", "warning", "info"]
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+"""The worst first."""
+CheckKind = Literal[
+    "unmatched",
+    "misfit",
+    "unknown-axis",
+    "catch-all",
+    "nnx-value",
+    "unknown-name",
+    "unnamed",
+    "replicated",
+    "uncut",
+    "correction",
+    "memory",
+    "unpinned",
+    "half-head",
+    "dead",
+    "shadowed",
+    "siblings",
+    "taken",
+    "companion",
+    "unused-axis",
+]
+CHECK_KINDS: Final[tuple[CheckKind, ...]] = get_args(CheckKind)
+"""In the order of the table in `Plan.check`, which says what they are."""
+VerifyKind = Literal[
+    "input",
+    "output",
+    "fixed-point",
+    "memory-kind",
+    "donation",
+    "gathered",
+    "peak",
+    "devices",
+    "structure",
+    "unplanned",
+    "type",
+    "deleted",
+    "unknown",
+    "unplaced",
+    "sharding",
+]
+"""In the order of the tables in `verify` and `audit`, which say what they are."""
+FindingKind = CheckKind | VerifyKind
+_MOST_PATHS: Final = 5
+_GITHUB_COMMANDS: Final = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+@record
+class Finding(NamedTuple):
+    """One finding of `Plan.check`, `verify` or `audit`."""
+
+    level: Level
+    kind: FindingKind
+    """What was found: the row of the table in `Plan.check`, `verify` or `audit`."""
+    message: str
+    paths: tuple[str, ...]
+    """Folded path patterns of the leaves, those with most bytes first."""
+    leaves: int
+    rule: int | None
+    bytes: int
+    """Bytes at stake on the fullest device; 0 if it is not about bytes."""
+    fix: str
+
+    def __str__(self) -> str:
+        label, message, *lines = finding_lines(self)
+        return "\n".join([f"{label}: {message}", *lines])
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """The label of a finding, its message, and the lines below: paths and the fix."""
+    more = and_more(len(finding.paths), _MOST_PATHS, "pattern")
+    paths = [f"    {line}" for line in (*finding.paths[:_MOST_PATHS], *more)]
+    label = f"{finding.level}[{finding.kind}]"
+    return [printable(line) for line in (label, finding.message, *paths, f"  {finding.fix}")]
+
+
+class FindingsError(Exception):
+    """Findings that are not accepted, by `Findings.raise_for`; its text lists them.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [], {"tp": 2})
+        >>> try:
+        ...     plan.check().raise_for("error")
+        ... except sr.FindingsError as error:
+        ...     [finding.kind for finding in error.findings]
+        ['unmatched']
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self.findings: Final = findings
+
+
+@answer
+class Findings(tuple[Finding, ...]):
+    """All findings together, the worst first; `str` lists them, and how many there are.
+
+    If there are none, it says so, and what was looked at.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("k", "tp")], {"tp": 2})
+        >>> findings = plan.check()
+        >>> [(finding.level, finding.kind) for finding in findings.at_least("warning")]
+        [('error', 'unmatched'), ('warning', 'dead')]
+        >>> findings.summary
+        '1 error, 1 warning, 1 info'
+        >>> plan.with_rules([("w", "tp")]).check()
+        nothing found: 1 leaf, 1 rule, on tp=2
+    """
+
+    scope: str
+    """What was looked at, in words: "12 leaves, 3 rules, on tp=2"; and what was not."""
+
+    def __new__(cls, findings: Iterable[Finding], scope: str = "") -> Findings:
+        """Sorted by level, then by bytes at stake."""
+        worst_first = sorted(findings, key=lambda one: (LEVELS.index(one.level), -one.bytes))
+        made = super().__new__(cls, worst_first)
+        made.scope = scope
+        return made
+
+    def at_least(self, level: Level) -> Findings:
+        """The findings of this level and worse."""
+        check_choice("level", level, LEVELS)
+        most = LEVELS.index(level)
+        kept = [one for one in self if LEVELS.index(one.level) <= most]
+        left = len(self) - len(kept)
+        left_out = f"{counted(left, 'finding')} below {level} left out" if left else ""
+        return Findings(kept, "; ".join(filter(None, [self.scope, left_out])))
+
+    def raise_for(self, level: Level = "error") -> None:
+        """Raises an error if there are findings of this level or worse: a line for a test.
+
+        Args:
+            level: The level from which on findings are not accepted. Default: "error".
+
+        Raises:
+            FindingsError: With these findings.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
+            >>> plan.check().raise_for("warning")
+        """
+        if refused := self.at_least(level):
+            raise FindingsError(refused)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self), conclusion(self)])
+
+    @property
+    def summary(self) -> str:
+        """The number of findings of each level, in a line."""
+        counts = [sum(one.level == level for one in self) for level in LEVELS]
+        error, warning, info = counts
+        return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
+
+    def to_json(self) -> str:
+        """A JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
+        return printable_json({"findings": [one._asdict() for one in self]})
+
+    def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
+        """Workflow commands, which GitHub shows as annotations.
+
+        Args:
+            file: The rules' file, for the annotations to stand at.
+            lines: Per rule the line of the file on which it begins, from 1 on. Default: not known.
+
+        Raises:
+            ValueError: There is no line for the rule of a finding.
+        """
+        check_file("file", file)
+        given = listed("lines", lines, "line numbers")
+        known = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(given)]
+        return "\n".join(_github_command(one, file, _line_of(one, known)) for one in self)
+
+
+def conclusion(findings: Findings) -> str:
+    """The last line of the text: how many findings there are, or what they are not in."""
+    if findings:
+        return findings.summary
+    return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
+
+
+def _line_of(finding: Finding, lines: list[int]) -> int | None:
+    if finding.rule is None or not lines:
+        return None
+    if finding.rule >= len(lines):
+        raise ValueError(
+            f"lines: there are {len(lines)}, and a finding is about rule {finding.rule}; give one "
+            "for each rule"
+        )
+    return lines[finding.rule]
+
+
+def _github_command(finding: Finding, file: str | None, line: int | None) -> str:
+    properties = {
+        "file": file,
+        "line": None if file is None or line is None else str(line),
+        "title": f"shardrules {finding.kind}",
+    }
+    listed = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
+    message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
+    what = printable(f"{listed}::{_escaped(message)}")
+    return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    # As GitHub's toolkit escapes data, and properties with `more`.
+    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{more}" else c for c in text)
+
+
+def at_stake(count: int) -> str:
+    """Bytes per device, for a message."""
+    return f"{bytes_shown(count)} on each device"

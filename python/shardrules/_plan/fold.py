@@ -1,0 +1,239 @@
+"""Folding siblings: `layers/0/w` to `layers/60/w` are shown as `layers/{0..60}/w`.
+
+Paths of one group that differ only in numbers become one pattern, which stands for exactly these
+paths. Costs one pass over all paths in C++, and sorting within each group. Must not know what the
+paths name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from shardrules import _core
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_HOLE: Final = "\0#"
+_NUL: Final = "\0" + "0"
+# {{ and }} are braces of the path; {0..3,7} is a set of numbers.
+_PARTS: Final = re.compile(r"\{\{|\}\}|\{([0-9][0-9.,]*)\}|[^{}]+")
+
+
+class Folded(NamedTuple):
+    """Paths of one group that one pattern stands for."""
+
+    parts: tuple[str, ...]
+    """Texts and sets of numbers in turn; the first and the last are texts."""
+    group: int
+    rows: npt.NDArray[np.intp]
+    """Which of the paths, ascending."""
+
+    @property
+    def pattern(self) -> str:
+        """The parts in a row. As in a format string, a brace of the path itself is doubled."""
+        if len(self.parts) == 1:
+            return _escaped(self.parts[0])
+        return "".join(part if i % 2 else _escaped(part) for i, part in enumerate(self.parts))
+
+
+class Templates(NamedTuple):
+    """Paths with holes for their numbers, so that those of sibling layers are equal."""
+
+    texts: list[str]
+    """Each template once. A hole is a NUL and #; a NUL of a path itself is a NUL and 0."""
+    of_path: npt.NDArray[np.int32]
+    """Per path an index of `texts`."""
+    numbers: npt.NDArray[np.int64]
+    """The numbers of all paths in a row, as many for each as its template has holes."""
+
+
+def templates_of(paths: list[str]) -> Templates:
+    """The templates of the paths, in the order of their first paths."""
+    texts, of_path, numbers = _core.templates(paths)
+    return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def fold(
+    paths: list[str], group_of: npt.NDArray[np.int32], templates: Templates | None = None
+) -> list[Folded]:
+    """The paths of each group as patterns, in the order of their first paths.
+
+    Args:
+        paths: Of all leaves.
+        group_of: Per path the index of its group, such as its kind; not negative.
+        templates: `templates_of` the paths. Default: they are made.
+
+    Example:
+        >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
+        >>> [folded.pattern for folded in fold(paths, np.zeros(7, np.int32))]
+        ['layers/{0..2}/k', 'layers/{0..2}/v', 'head']
+    """
+    if not paths:
+        return []
+    names, of_path, numbers = templates_of(paths) if templates is None else templates
+    template_of = of_path.astype(np.int64)
+    holes = np.array([name.count(_HOLE) for name in names], np.int64)[template_of]
+    starts = np.cumsum(holes) - holes
+    key = template_of * (int(group_of.max()) + 1) + group_of
+    folded: list[Folded] = []
+    firsts = []
+    for count in _ranked(holes)[0].tolist():
+        chosen = np.flatnonzero(holes == count)
+        columns = [numbers[starts[chosen] + i] for i in range(count)]
+        products = _products(_ranked(key[chosen])[1], columns)
+        order = chosen[np.argsort(products, kind="stable")]
+        bounds = np.append(0, np.cumsum(np.bincount(products)))
+        firsts.append(order[bounds[:-1]])
+        of_first = zip(firsts[-1].tolist(), group_of[firsts[-1]].tolist(), strict=True)
+        sets = [_sets(products, column) for column in columns]
+        limits = itertools.pairwise(bounds.tolist())
+        for i, ((row, group), (begin, end)) in enumerate(zip(of_first, limits, strict=True)):
+            # Its numbers are in the path as they are, if there is only one of each.
+            alone = end - begin == 1 or all(len(one[i]) == 1 for one in sets)
+            parts = (
+                (paths[row],)
+                if alone
+                else _parts(names[template_of[row]], [one[i] for one in sets])
+            )
+            folded.append(Folded(parts, group, order[begin:end]))
+    return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
+
+
+def _products(
+    group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
+) -> npt.NDArray[np.intp]:
+    """Per row of numbers the index of its product.
+
+    A product is a set of numbers for each column, all combinations of which are rows of one group.
+    The rows of a group are words of an automaton that reads a number for each column. Numbers that
+    lead from one state to the same other state are one set: a product is a way through the states
+    of the smallest such automaton. Costs some sorts per column.
+    """
+    # Down the tree of all words: the node of each row, and of each node its parent and number.
+    node_of, edges = [group_of], []
+    for column in columns:
+        distinct, number = _ranked(column)
+        pairs, node = _ranked(node_of[-1] * len(distinct) + number)
+        edges.append(np.divmod(pairs, len(distinct)))
+        node_of.append(node)
+    # And up again: nodes from which the same words lead to the end are one state.
+    state = np.zeros(int(node_of[-1].max()) + 1, np.intp)
+    state_of = []
+    for node, (parent, number) in zip(node_of[:0:-1], edges[::-1], strict=True):
+        state_of.append(state[node])
+        state = _states(parent, _ranked(number * (int(state.max()) + 1) + state)[1])
+    product = group_of
+    for of_rows in reversed(state_of):
+        product = _ranked(product * (int(of_rows.max()) + 1) + of_rows)[1]
+    return product
+
+
+def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Per parent a number, equal for those with equal edges; both are ordered by parent."""
+    counts = np.bincount(parent)
+    ends = np.cumsum(counts)
+    states: npt.NDArray[np.intp] = edge[ends - counts]
+    known: dict[bytes, int] = {}
+    new = int(edge.max()) + 1
+    # Those with several edges are no more than the rows, whatever the number of columns.
+    for i in np.flatnonzero(counts > 1).tolist():
+        edges = edge[ends[i] - counts[i] : ends[i]].tobytes()
+        states[i] = known.setdefault(edges, new + len(known))
+    return states
+
+
+def _ranked(
+    values: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """The distinct values, ascending, and of each value its place among them."""
+    most = int(values.max()) + 1
+    if most > 4 * len(values):
+        distinct, places = np.unique(values, return_inverse=True)
+        return distinct, places.astype(np.intp)
+    # Small numbers need no sorting, which takes ten times as long.
+    seen = np.zeros(most, np.bool_)
+    seen[values] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]
+
+
+def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Per product the numbers of a column, ascending, each once."""
+    values, place = _ranked(column)
+    products, places = np.divmod(_ranked(product_of * len(values) + place)[0], len(values))
+    ends = np.cumsum(np.bincount(products)).tolist()
+    every = values[places].tolist()
+    return [every[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+
+def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
+    """The template's texts and the sets of its holes; a set of one number is text."""
+    first, *texts = template.split(_HOLE)
+    parts = [first]
+    for numbers, text in zip(values, texts, strict=True):
+        if len(numbers) == 1:
+            parts[-1] += f"{numbers[0]}{text}"
+        else:
+            parts += [_set_shown(numbers), text]
+    return tuple(part.replace(_NUL, "\0") for part in parts)
+
+
+def _set_shown(numbers: list[int]) -> str:
+    """{0..60}, or {0,2..5}."""
+    begins = [i for i, number in enumerate(numbers) if i == 0 or number > numbers[i - 1] + 1]
+    texts: list[str] = []
+    for begin, end in itertools.pairwise([*begins, len(numbers)]):
+        run = numbers[begin:end]
+        texts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
+    return "{" + ",".join(texts) + "}"
+
+
+def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
+    """The parts of a pattern: (a text of its paths, None), or ("", a set without its braces).
+
+    Raises:
+        ValueError: Its braces make no sense.
+
+    Example:
+        >>> list(parts_of("{{x}}/{0..2}"))
+        [('{', None), ('x', None), ('}', None), ('/', None), ('', '0..2')]
+    """
+    end = 0
+    for part in _PARTS.finditer(pattern):
+        if part.start() != end:
+            break
+        end = part.end()
+        text = part.group()
+        yield ("", part[1]) if part[1] is not None else (text[0] if text[0] in "{}" else text, None)
+    if end != len(pattern):
+        raise ValueError(f"its braces make no sense from character {end} on")
+
+
+def runs_of(numbers: str) -> list[range]:
+    """The runs of a set without its braces.
+
+    Raises:
+        ValueError: It is not a set of numbers.
+
+    Example:
+        >>> runs_of("0..3,7")
+        [range(0, 4), range(7, 8)]
+    """
+    return [_range(run) for run in numbers.split(",")]
+
+
+def _range(run: str) -> range:
+    first, _, last = run.partition("..")
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(f"no numbers are {run}")
+    return numbers

@@ -1,0 +1,201 @@
+"""Bytes on each device and in the host's memory: of parameters, gradients and optimizer state.
+
+Costs a few numbers per kind of leaf; `budget` alone makes one for each device. Must not know about
+rules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardrules._arguments import MOST
+from shardrules._correction import is_on_host
+from shardrules._dtypes import given_bits
+from shardrules._mesh.device_bytes import DeviceClasses, Held, held_of
+from shardrules._specs import Entries
+from shardrules._text import answer, bytes_shown
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardrules._correction import MemoryKind
+    from shardrules._plan.table import Columns
+
+
+@answer
+class DeviceBytes(NamedTuple):
+    """Bytes for each device: one dimension for each mesh axis, in the mesh's order.
+
+    Arrays of int64, or of Python's ints where that is too small; they cannot be written to. The
+    path of a leaf decides where it is counted, unless its memory is the host's.
+    """
+
+    params: npt.NDArray[np.int64]
+    """All leaves but those of `optimizer` and `activations`."""
+    gradients: npt.NDArray[np.int64]
+    """Gradients of the parameters, if they are counted; integers and booleans have none."""
+    optimizer: npt.NDArray[np.int64]
+    """Leaves beside the parameters that have no gradients: those under a component opt_state,
+    opt_states, optimizer_state, optimizer_states, param_states, or ema_params, params_ema,
+    ema_state, ema_model, model_ema; under opt, optim, optimizer or ema at the top of the tree; and
+    what `bytes_per_device` is given as the optimizer's: of moments, one for each gradient."""
+    activations: npt.NDArray[np.int64]
+    """Leaves under activations or intermediates at the top of the tree, all at once; and what
+    `bytes_per_device` is given as activations."""
+    host: npt.NDArray[np.int64]
+    """Leaves of all four in the host's memory, for each of its devices."""
+
+    @property
+    def total(self) -> npt.NDArray[np.int64]:
+        """Bytes in the device's memory: of all but `host`."""
+        parts = self._on_device().values()
+        exact = np.int64 if sum(int(held.max()) for held in parts) <= MOST else object
+        total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in parts)  # type: ignore[assignment]
+        return total
+
+    @property
+    def max(self) -> int:
+        """Bytes in the memory of the device that holds most."""
+        return int(self.total.max())
+
+    @property
+    def max_host(self) -> int:
+        """Bytes in the host's memory for the device that has most there."""
+        return int(self.host.max())
+
+    def __str__(self) -> str:
+        parts = (
+            f"{name} {bytes_shown(int(held.max()))}"
+            for name, held in self._on_device().items()
+            if held.any()
+        )
+        total, least = self.max, int(self.total.min())
+        uneven = "" if least == total else f" (the emptiest {bytes_shown(least)})"
+        host = f"; {bytes_shown(self.max_host)} in the host's memory" if self.max_host else ""
+        return (
+            f"{bytes_shown(total)} on the fullest device{uneven}: "
+            f"{', '.join(parts) or 'nothing'}{host}"
+        )
+
+    def _on_device(self) -> dict[str, npt.NDArray[np.int64]]:
+        return {name: held for name, held in self._asdict().items() if name != "host"}
+
+
+class Room(NamedTuple):
+    """The memory that there is for each device, in bytes; None for what is not known."""
+
+    hbm: int | None
+    """The device's own."""
+    host: int | None
+    """The part of its host's."""
+
+    def fits(self, held: DeviceBytes) -> bool | None:
+        """Whether all devices have room for that; None if nothing is known."""
+        needed = [(held.max, self.hbm), (held.max_host, self.host)]
+        known = [count <= room for count, room in needed if room is not None]
+        return all(known) if known else None
+
+    def __str__(self) -> str:
+        rooms = {"": self.hbm, " of the host's memory": self.host}
+        return " and ".join(
+            f"{bytes_shown(room)}{of}" for of, room in rooms.items() if room is not None
+        )
+
+
+def budget(
+    columns: Columns,
+    gradients: Any = None,
+    optimizer: Columns | tuple[Any, ...] | None = None,
+    optimizer_memory_kind: MemoryKind | None = None,
+    activations: Columns | None = None,
+) -> DeviceBytes:
+    """See `Plan.bytes_per_device`."""
+    classes, held = _counted(columns, gradients, optimizer, optimizer_memory_kind, activations)
+    return DeviceBytes(*map(classes.each, held))
+
+
+def by_class(
+    columns: Columns,
+    gradients: Any = None,
+    optimizer: Columns | tuple[Any, ...] | None = None,
+    optimizer_memory_kind: MemoryKind | None = None,
+) -> DeviceBytes:
+    """The bytes of `DeviceBytes`, one number for each class of devices that hold equal bytes."""
+    return _counted(columns, gradients, optimizer, optimizer_memory_kind)[1]
+
+
+def _counted(
+    columns: Columns,
+    gradients: Any,
+    optimizer: Columns | tuple[Any, ...] | None,
+    optimizer_memory_kind: MemoryKind | None,
+    activations: Columns | None = None,
+) -> tuple[DeviceClasses, DeviceBytes]:
+    if optimizer is None and optimizer_memory_kind is not None:
+        raise ValueError(
+            f"optimizer_memory_kind is {optimizer_memory_kind!r}, but no optimizer is given; give "
+            "it, or name the memory of leaves in their rules"
+        )
+    parts: dict[str, list[tuple[int, Held]]] = {name: [] for name in DeviceBytes._fields}
+
+    def count(
+        part: str,
+        of: Columns,
+        counts: list[int],
+        held: list[Held],
+        memory: MemoryKind | None = None,
+    ) -> None:
+        for kind, leaves, one in zip(of.kinds, counts, held, strict=True):
+            on_host = is_on_host(memory or kind.memory_kind)
+            parts["host" if on_host else part].append((leaves, one))
+
+    of_state = columns.leaves.state_counts
+    made = columns.leaves.activation_counts
+    of_params = (columns.counts - of_state - made).tolist()
+    count("params", columns, of_params, columns.held)
+    count("optimizer", columns, of_state.tolist(), columns.held)
+    count("activations", columns, made.tolist(), columns.held)
+    with_gradients = columns.leaves.gradient_counts.tolist()
+    if gradients is not None and gradients is not False:
+        held = columns.held
+        if gradients is not True:
+            held = _like_params(columns, given_bits("gradients", gradients))
+        # They are made on the device, wherever the parameters come from.
+        count("gradients", columns, with_gradients, held, "device")
+    if isinstance(optimizer, tuple):
+        for position, dtype in enumerate(optimizer):
+            held = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
+            count("optimizer", columns, with_gradients, held, optimizer_memory_kind)
+    elif optimizer is not None:
+        _check_same_mesh("the optimizer's", optimizer, columns)
+        counts = optimizer.counts.tolist()
+        count("optimizer", optimizer, counts, optimizer.held, optimizer_memory_kind)
+    if activations is not None:
+        _check_same_mesh("the activations'", activations, columns)
+        count("activations", activations, activations.counts.tolist(), activations.held)
+    every = (held for part in parts.values() for _, held in part)
+    classes = DeviceClasses(every, columns.axis_sizes)
+    return classes, DeviceBytes(*map(classes.total, parts.values()))
+
+
+def _check_same_mesh(whose: str, of: Columns, columns: Columns) -> None:
+    # With the axes in another order, the arrays would have other dimensions.
+    if not columns.is_on(of.axis_sizes):
+        raise ValueError(
+            f"{whose} plan is for the mesh {of.axis_sizes}, this one for {columns.axis_sizes}"
+        )
+
+
+def _like_params(columns: Columns, bits: int) -> list[Held]:
+    """Per kind, an array like its leaves, of another dtype; nothing for what is no array."""
+    return [
+        held_of(
+            kind.shape or (),
+            0 if kind.shape is None else bits,
+            kind._counted or Entries(),
+            columns.axis_sizes,
+        )
+        for kind in columns.kinds
+    ]

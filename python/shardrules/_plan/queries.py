@@ -1,0 +1,265 @@
+"""What several checks ask of a plan: catch-alls, undeclared leaves, what is at stake.
+
+Costs per kind of leaf; per leaf where some are declared replicated. Must not know what is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardrules._correction import rule_spec, rule_spec_shown
+from shardrules._plan.findings import CheckKind, Finding, Level, compiled_replicated
+from shardrules._plan.fold import Folded, fold, parts_of
+from shardrules._plan.memory import by_class
+from shardrules._plan.table import (
+    UNMATCHED,
+    Kind,
+    axes_named,
+    axes_used,
+    could_cut,
+    first_rules,
+    is_replicated,
+)
+from shardrules._rules.patterns import MATCH_MODES
+from shardrules._specs import Fsdp
+
+if TYPE_CHECKING:
+    from shardrules._plan.findings import Declared
+    from shardrules._plan.table import Columns
+
+# A rule that matches these, and all leaves, matches whatever comes.
+_PROBES: Final = ("~", "\x01/\x02")
+# What adds more than this share to the bytes that a device must hold anyway is much.
+_MUCH: Final = 0.02
+# Of what is much only together, parts of more than this share are reported.
+_PART: Final = 0.1
+
+
+def finding(level: Level, kind: CheckKind, message: str, fix: str, **more: Any) -> Finding:
+    """A finding; `folded` are the leaves that it is about."""
+    folded = more.pop("folded", [])
+    given = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **more}
+    return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
+
+
+def leaves_in(folded: Iterable[Folded]) -> int:
+    """The number of leaves that these stand for."""
+    return sum(len(one.rows) for one in folded)
+
+
+def rules_listed(rules: Iterable[int]) -> str:
+    """Indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
+    listed = list(rules)
+    if not listed:
+        return ""
+    return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
+
+
+class Queries:
+    """A plan, what is declared about it, and what several checks ask of it."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        large: int,
+        declared: Declared,
+        head_dim: int | None,
+        hbm: int | None = None,
+    ) -> None:
+        self.columns = columns
+        self.large = large
+        self._optional_axes = frozenset(declared["optional_axes"])
+        self.data_axes = frozenset(declared["data_axes"])
+        self.head_dim = head_dim
+        self.hbm = hbm
+        self._declared = compiled_replicated(declared["replicated"])
+
+    @cached_property
+    def catch_alls(self) -> frozenset[int]:
+        """Rules that match every path: these here, and others."""
+        rules = self.columns.leaves.path_rules
+        if rules is None:
+            return frozenset()
+        coverage = self.columns.coverage
+        leaves = sum(coverage.won) + coverage.unmatched
+        matched = [set(rules.all_matches(probe)) for probe in _PROBES]
+        everything = set.intersection(*matched)
+        return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
+
+    @cached_property
+    def silent_catch_alls(self) -> frozenset[int]:
+        """Those of them that give all leaves one spec, whatever they are."""
+        spec_of = self.columns.spec_of_rule
+        return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
+
+    def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
+        """The folded leaves of those kinds, with most bytes on a device first."""
+        return self.folded_kinds({n for n, kind in enumerate(self.columns.kinds) if chosen(kind)})
+
+    def folded_kinds(self, wanted: set[int]) -> list[Folded]:
+        """The folded leaves of the kinds of these numbers, in the same order."""
+        held = [-kind.device_bytes for kind in self.columns.kinds]
+        folded = [one for one in self.columns.folded if one.group in wanted]
+        return sorted(folded, key=lambda one: held[one.group] * len(one.rows))
+
+    def undeclared(self, folded: list[Folded]) -> list[Folded]:
+        """The leaves among these that are not declared to be replicated."""
+        return (
+            [part for one in folded for part in self._undeclared(one)] if self._declared else folded
+        )
+
+    def device_bytes(self, folded: Iterable[Folded]) -> int:
+        """Bytes of these leaves on the device that holds most."""
+        leaves: Counter[int] = Counter()
+        for one in folded:
+            leaves[one.group] += len(one.rows)
+        return sum(self.columns.kinds[kind].device_bytes * count for kind, count in leaves.items())
+
+    def is_large(self, kind: Kind) -> bool:
+        """Whether one leaf alone is large."""
+        return kind.device_bytes >= self.large
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of all leaves for the fullest device, in its memory and the host's."""
+        held = by_class(self.columns)
+        return held.max + held.max_host
+
+    def is_much(self, count: int) -> bool:
+        """Whether so many bytes on a device are much, beside what it must hold anyway."""
+        return count >= self.large and count > _MUCH * (self.total - count)
+
+    def is_whole(self, kind: Kind) -> bool:
+        """Whether each of several devices holds leaves of a kind whole."""
+        return is_replicated(kind, self.columns.axis_sizes)
+
+    def is_unnamed(self, kind: Kind) -> bool:
+        """Whether logical rules are to decide leaves that have no names."""
+        has_rules = self.columns.leaves.path_rules is None and kind.rule is None
+        return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
+
+    def matters(self, count: int, together: int) -> bool:
+        """Whether these bytes, which are not large alone, are much together with others like them.
+
+        A hundred arrays of a megabyte cost as much as one of 100 MB.
+        """
+        return self.is_much(together) and count > _PART * together
+
+    def level(self, count: int, level: Level) -> Level:
+        """The level of a finding with this many bytes at stake; "info" if they are not large."""
+        return level if count >= self.large else "info"
+
+    @cached_property
+    def used_axes(self) -> frozenset[str]:
+        """The mesh axes that cut leaves."""
+        columns = self.columns
+        return frozenset().union(
+            *(axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds)
+        )
+
+    @cached_property
+    def dead_rules_of(self) -> dict[str, list[int]]:
+        """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
+        columns = self.columns
+        named = {rule: axes_named(columns.spec_of_rule(rule)) for rule in columns.coverage.dead}
+        return {
+            axis: [rule for rule, axes in named.items() if axis in axes]
+            for axis, size in columns.axis_sizes.items()
+            if size > 1 and axis not in self.used_axes
+        }
+
+    @cached_property
+    def fewer_names(self) -> list[Folded]:
+        """The folded leaves that have logical axis names, but not one for each dimension."""
+        return self.folded(
+            lambda kind: bool(kind.names) and len(kind.names or ()) < len(kind.shape or ())
+        )
+
+    @cached_property
+    def missing_names(self) -> list[int]:
+        """The rules for names of no leaf that leaves with fewer names than dimensions may lack.
+
+        Their axes cut other leaves, and could cut all of these further.
+        """
+        columns = self.columns
+        lacking = [columns.kinds[one.group] for one in self.fewer_names]
+        return [
+            rule
+            for rule in columns.coverage.dead
+            for axes in [axes_named(columns.spec_of_rule(rule)) & self.used_axes]
+            if lacking and axes and isinstance(columns.rules[rule][0], str)
+            if all(could_cut(axis, kind, columns.axis_sizes) for axis in axes for kind in lacking)
+        ]
+
+    def rule(self, index: int) -> str:
+        """A rule, for a message."""
+        pattern, given = self.columns.rules[index]
+        is_logical = self.columns.leaves.path_rules is None
+        shown = repr(given) if is_logical else rule_spec_shown(given)
+        return f"rule {index} {pattern!r} -> {shown}"
+
+    def who(self, kind: Kind) -> str:
+        """What decides the leaves of a kind, for a message: their rule, or their names."""
+        if kind.rule is not None:
+            return self.rule(kind.rule)
+        return "no rule decides" if kind.names is None else f"the names {kind.names}"
+
+    def optional_axes_of(self, rule: int | None) -> frozenset[str]:
+        """The mesh axes that a mesh may lack, as far as this rule is concerned."""
+        own = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
+        return self._optional_axes.union(own)
+
+    def rules(self, indices: list[int]) -> str:
+        """Rules, for a message: one alone with its pattern and spec."""
+        return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
+
+    def rules_of(self, folded: Iterable[Folded]) -> list[int]:
+        """The rules that decide these leaves, ascending."""
+        kinds = self.columns.kinds
+        return sorted({rule for one in folded for rule in kinds[one.group].deciders})
+
+    def _undeclared(self, folded: Folded) -> list[Folded]:
+        paths = [self.columns.paths[row] for row in folded.rows]
+        first = first_rules(self._declared, paths)
+        left = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
+        if len(left) == len(paths):
+            return [folded]
+        rows = folded.rows[left]
+        parts = fold([paths[i] for i in left], np.full(len(left), folded.group, np.int32))
+        return [part._replace(rows=rows[part.rows]) for part in parts]
+
+    def example(self, folded: Folded) -> str:
+        """A rule, as one writes it, that matches these leaves."""
+        dialect = self.columns.leaves.paths_dialect
+        if MATCH_MODES[dialect.match[-1]].written_as != "window":
+            return f"({_pattern_of(folded.pattern)}, P(...))"
+        windows = map(_pattern_of, folded.pattern.split(dialect.separator))
+        return f"(({', '.join(windows)},), P(...))"
+
+    @property
+    def example_of_a_catch_all(self) -> str:
+        """A rule that replicates whatever comes."""
+        mode = MATCH_MODES[self.columns.leaves.paths_dialect.match[-1]].written_as
+        return "(('.*',), P())" if mode == "window" else "('.*', P())"
+
+
+def _pattern_of(folded: str) -> str:
+    r"""A regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
+    regex = "".join(
+        re.escape(text).replace(r"\-", "-") if numbers is None else r"\d+"
+        for text, numbers in parts_of(folded)
+    )
+    for written in (f"r'{regex}'", f'r"{regex}"'):
+        try:
+            if regex.isprintable() and ast.literal_eval(written) == regex:
+                return written
+        except (SyntaxError, ValueError):
+            pass
+    return repr(regex)

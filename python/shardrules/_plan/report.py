@@ -1,0 +1,285 @@
+"""The page of a report: data, styles and scripts put into one HTML file that fetches nothing.
+
+Costs the size of the data. Must not know what the data means.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from dataclasses import dataclass
+from importlib import resources
+from string import Template
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+
+from shardrules._correction import rule_spec_shown
+from shardrules._plan.findings import conclusion
+from shardrules._plan.lock import fingerprint
+from shardrules._plan.table import (
+    DEFAULT_LARGE,
+    Kind,
+    decided_shown,
+    dtype_shown,
+    is_replicated,
+    placement_shown,
+    problem_shown,
+)
+from shardrules._specs import spec_shown
+from shardrules._text import printable_lines, seconds_shown
+
+if TYPE_CHECKING:
+    from shardrules._estimate.sweep import Sweep, SweepRow
+    from shardrules._plan.findings import Findings
+    from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.table import Columns
+    from shardrules._rules.patterns import Pattern
+
+
+@runtime_checkable
+class Proposal(Protocol):
+    """Rules that could take the place of a plan's: all that is known here of a `Suggestion`."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the same leaves under these rules."""
+        ...
+
+    @property
+    def reasons(self) -> tuple[object, ...]:
+        """Per rule why it says what it says; `str` gives it in words."""
+        ...
+
+
+class Proposed(NamedTuple):
+    """What the page shows of other rules for its leaves."""
+
+    columns: Columns
+    held: DeviceBytes
+    reasons: list[str]
+
+
+def report_data(
+    columns: Columns,
+    findings: Findings,
+    sweep: Sweep | None,
+    title: str,
+    *,
+    room: Room,
+    held: DeviceBytes,
+    proposed: Proposed | None,
+) -> dict[str, Any]:
+    """Everything that a report shows; see `report_html`."""
+    _check_same_budget(columns, sweep, held)
+    specs: dict[tuple[str, bool], int] = {}
+    return {
+        "title": title,
+        "mesh": columns.axis_sizes,
+        "devices": columns.devices,
+        "leaves": len(columns.paths),
+        "bytes": columns.total_bytes,
+        "fullest": held.max,
+        "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
+        "fingerprint": fingerprint(columns),
+        "hbm": room.hbm,
+        "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
+        "separators": _separators(columns),
+        "findings": [one._asdict() for one in findings],
+        "conclusion": conclusion(findings),
+        "rules": _rules(columns),
+        "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
+        "specs": [{"text": text, "replicated": whole} for text, whole in specs],
+        "rows": _rows(columns),
+        "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
+        "sweep_notes": [] if sweep is None else sweep.notes,
+        "suggestion": None if proposed is None else {
+            "reasons": proposed.reasons,
+            "plans": [
+                _plan_row("this plan", columns, held, room),
+                _plan_row("suggested", proposed.columns, proposed.held, room),
+            ],
+        },
+    }  # fmt: skip
+
+
+def _rows(columns: Columns) -> dict[str, list[Any]]:
+    """The folded rows as columns, which a browser parses in a fraction of the time of rows."""
+    folded = columns.folded
+    return {
+        # A path, or the parts of a pattern: texts and sets of numbers by turns.
+        "paths": [row.parts[0] if len(row.parts) == 1 else row.parts for row in folded],
+        "kinds": [row.group for row in folded],
+        "leaves": [len(row.rows) for row in folded],
+    }
+
+
+def _plan_row(name: str, columns: Columns, held: DeviceBytes, room: Room) -> dict[str, Any]:
+    return {
+        "name": name,
+        "mesh": columns.axis_sizes,
+        "rules": len(columns.rules),
+        "bytes": held.max,
+        "fits": room.fits(held),
+    }
+
+
+def _check_same_budget(columns: Columns, sweep: Sweep | None, held: DeviceBytes) -> None:
+    mine = held.max, held.max_host
+    for row in sweep or ():
+        if columns.is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
+            raise ValueError(
+                f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh "
+                f"and {row.host_bytes:,} on the host, the report {mine[0]:,} and {mine[1]:,}: give "
+                "both the same gradients=, optimizer= and optimizer_memory_kind="
+            )
+
+
+def _pattern_shown(pattern: Pattern) -> str:
+    """A rule's pattern: a string as it is, anything else as Python writes it."""
+    return pattern if isinstance(pattern, str) else repr(pattern)
+
+
+def _separators(columns: Columns) -> str:
+    """Before which characters a path comes apart into modules."""
+    dialect = columns.leaves.paths_dialect
+    if dialect.keys == "keystr":
+        return "[."
+    # A flat dict of checkpoint names has dots in its keys.
+    return dialect.separator if any(dialect.separator in path for path in columns.paths) else "."
+
+
+def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
+    replicated = is_replicated(kind, columns.axis_sizes)
+    return {
+        "rule": kind.rule,
+        "decided": decided_shown(kind),
+        # As texts: a browser's numbers are exact up to 2**53.
+        "shape": None if kind.shape is None else list(map(str, kind.shape)),
+        "dtype": dtype_shown(kind),
+        "spec": specs.setdefault((placement_shown(kind), replicated), len(specs)),
+        "notes": [loss.message for loss in kind.losses],
+        "problem": problem_shown(kind),
+        "origin": kind.origin,
+        "bytes": kind.bytes,
+        "held": kind.device_bytes,
+        "large": replicated and kind.bytes >= DEFAULT_LARGE,
+    }
+
+
+@dataclass(slots=True)
+class _Share:
+    """The leaves that a rule decides, and their bytes."""
+
+    pattern: str
+    spec: str
+    rule: int | None = None
+    leaves: int = 0
+    bytes: int = 0
+    held: int = 0
+
+
+def _rules(columns: Columns) -> list[dict[str, Any]]:
+    """The share of each rule; last that of no rule, if there is any."""
+    shares = [
+        _Share(_pattern_shown(pattern), _asked_shown(columns, i), i)
+        for i, (pattern, _) in enumerate(columns.rules)
+    ]
+    free, lost = _Share("no rule is needed", "P()"), _Share("no rule decides", "-")
+    for kind, count in zip(columns.kinds, columns.counts.tolist(), strict=True):
+        ruleless = free if kind.status == "placed" else lost
+        # Logical rules share a leaf, each with a dimension of it.
+        for share in [shares[rule] for rule in kind.deciders] or [ruleless]:
+            share.leaves += count
+            share.bytes += count * kind.bytes
+            share.held += count * kind.device_bytes
+    shares += [share for share in (free, lost) if share.leaves]
+    return [{name: getattr(share, name) for name in _Share.__slots__} for share in shares]
+
+
+def _asked_shown(columns: Columns, rule: int) -> str:
+    """What a rule asks for: a spec, and its memory kind if it has one."""
+    if columns.leaves.path_rules is None:
+        return spec_shown(columns.spec_of_rule(rule))
+    return rule_spec_shown(columns.rules[rule][1])
+
+
+def _sweep_row(row: SweepRow, columns: Columns) -> dict[str, Any]:
+    time = row.time and {
+        "shown": seconds_shown(row.time.total),
+        "longest": row.time.dominant,
+        "text": str(row.time),
+    }
+    return {**row._asdict(), "time": time, "current": row.mesh == columns.axis_sizes}
+
+
+_FILES: Final = resources.files(__name__.rpartition(".")[0]) / "page"
+_SCRIPTS: Final = ("base.js", "tree.js", "sections.js", "leaves.js", "charts.js")
+# Scripts and styles count by their hashes alone.
+_POLICY: Final = (
+    "default-src 'none'; script-src {scripts}; style-src {styles}; "
+    "base-uri 'none'; form-action 'none'"
+)
+# None of them may be markup or end the element; in JSON they occur in strings only.
+_IN_SCRIPTS: Final = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+
+
+def report_html(
+    columns: Columns,
+    findings: Findings,
+    sweep: Sweep | None,
+    title: str,
+    *,
+    room: Room,
+    held: DeviceBytes,
+    proposed: Proposed | None = None,
+) -> str:
+    """A plan as one HTML page that works offline: no part of it may fetch anything.
+
+    Args:
+        columns: What to show.
+        findings: As from `Plan.check`.
+        sweep: Rows of a mesh sweep, for a chart; without them there is none.
+        title: Such as the model's name.
+        room: The memory that there is, for the verdict and a line in that chart.
+        held: The bytes on each device.
+        proposed: Other rules, shown at the end; without them there is nothing.
+
+    Raises:
+        ValueError: The sweep has other bytes for the plan's mesh.
+    """
+    scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
+    return Template(_text("page.html")).substitute(
+        policy=_POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(styles)),
+        title=html.escape(_printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
+        styles=styles,
+        data=_json(
+            report_data(columns, findings, sweep, title, room=room, held=held, proposed=proposed)
+        ),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _text(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _json(data: Any) -> str:
+    """JSON in ASCII, U+2028 and lone surrogates escaped, that cannot leave its element."""
+    # What json does not know are NumPy's integers.
+    text = json.dumps(_printable(data), separators=(",", ":"), default=int)
+    return text.translate(_IN_SCRIPTS)
+
+
+def _printable(value: Any) -> Any:
+    """The same with all texts as a terminal gets them: a mark of direction would turn a name."""
+    if isinstance(value, str):
+        return printable_lines(value.split("\n"))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [*map(_printable, value)] if isinstance(value, list | tuple) else value

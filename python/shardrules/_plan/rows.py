@@ -1,0 +1,163 @@
+"""Which leaves a path means, as people write it: a leaf's, a folded one, a glob or an end of paths.
+
+Costs a look-up for the path of a leaf; for others folding, and a match of each path. Must not know
+what is asked of the leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from shardrules._plan.fold import parts_of, runs_of
+from shardrules._text import brief, near_shown, printable
+
+if TYPE_CHECKING:
+    from shardrules._plan.table import Columns
+
+_MOST_CANDIDATES: Final = 10
+_WILDCARDS: Final = {"*": ".*", "?": "."}
+# Components of a path begin or end with one of these, in all dialects.
+_SEPARATORS: Final = "/.[]"
+_COMPONENT: Final = re.compile(r"[^/.\[\]'\"]+")
+_MOST_DIGITS: Final = 18
+
+
+class _PathError(KeyError):
+    """A path that means no leaf, or several; `str` of a KeyError would show the message quoted."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Meant(NamedTuple):
+    """The leaves that a path means, which are alike: all of one folded path."""
+
+    row: int
+    """The first of them."""
+    leaves: int
+    """How many they are."""
+
+
+def row_of(columns: Columns, path: str) -> int:
+    """The row of this path; of a folded one, that of the first of its leaves.
+
+    Raises:
+        KeyError: No leaf has this path; the message has the nearest ones.
+    """
+    found = _exactly(columns, path)
+    if found is None:
+        raise _PathError(_no_such_path(columns, path))
+    return found.row
+
+
+def meant_by(columns: Columns, path: str) -> Meant:
+    """The leaves of this path; it may also be folded, a glob, the end of paths, or a part of them.
+
+    Raises:
+        KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
+            the nearest ones, or all of them.
+    """
+    found = _exactly(columns, path)
+    if found is not None:
+        return found
+    rows = _rows_like(path, columns.paths) if path else []
+    if not rows:
+        raise _PathError(_no_such_path(columns, path))
+    folded = columns.folded
+    of_row = np.zeros(len(columns.paths), np.intp)
+    for i, one in enumerate(folded):
+        of_row[one.rows] = i
+    candidates = np.unique(of_row[rows]).tolist()
+    if len(candidates) > 1:
+        more = len(candidates) - _MOST_CANDIDATES
+        listed = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
+        raise _PathError(
+            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {listed}"
+            f"{f' and {more} more' if more > 0 else ''}; give more of the path"
+        )
+    return Meant(rows[0], len(rows))
+
+
+def _exactly(columns: Columns, path: str) -> Meant | None:
+    row = columns.leaves.rows.get(path)
+    if row is not None:
+        return Meant(row, 1)
+    one = next((one for one in columns.folded if one.pattern == path), None)
+    return None if one is None else Meant(int(one.rows[0]), len(one.rows))
+
+
+def _rows_like(path: str, paths: list[str]) -> list[int]:
+    """The rows of the paths that this one fits as a whole; or else at their end; or else inside.
+
+    Inside components count alone, as another dialect may have written the path.
+    """
+    try:
+        regex = "".join(
+            _of_wildcards(text) if numbers is None else _of_set(runs_of(numbers))
+            for text, numbers in parts_of(path)
+        )
+    except ValueError:  # a brace that is one of the path itself
+        regex = _of_wildcards(path)
+    # An end begins with a component: before a separator, or after one.
+    begin = "" if path[0] in _SEPARATORS else f"[{re.escape(_SEPARATORS)}]"
+    searches = [rf"\A(?:{regex})\Z", rf"{begin}(?:{regex})\Z"]
+    if (components := _COMPONENT.findall(path)) and not re.search(r"[*?{}]", path):
+        between = r"[/.\[\]'\"]+"
+        inside = between.join(map(re.escape, components))
+        searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
+    for searched in searches:
+        fits = re.compile(searched, re.DOTALL).search
+        if rows := [row for row, one in enumerate(paths) if fits(one)]:
+            return rows
+    return []
+
+
+def _of_wildcards(text: str) -> str:
+    runs = re.sub(r"\*+", "*", text)
+    return "".join(_WILDCARDS.get(char) or re.escape(char) for char in runs)
+
+
+def _of_set(runs: list[range]) -> str:
+    """A regex for the numbers of a set, as they are folded: of at most 18 digits."""
+    regexes = [
+        one
+        for run in runs
+        for length in range(len(str(run.start)), min(len(str(run.stop - 1)), _MOST_DIGITS) + 1)
+        for one in _of_digits(
+            str(max(run.start, 10 ** (length - 1) if length > 1 else 0)),
+            str(min(run.stop - 1, 10**length - 1)),
+        )
+    ]
+    return f"(?:{'|'.join(regexes) or '(?!)'})"
+
+
+def _of_digits(first: str, last: str) -> Iterator[str]:
+    """Regexes for the numbers between these two, which have as many digits."""
+    if not first:
+        yield ""
+        return
+    low, high, more = first[0], last[0], len(first) - 1
+    if low == high:
+        yield from (low + rest for rest in _of_digits(first[1:], last[1:]))
+        return
+    begin, end = int(low), int(high)
+    if int(first[1:] or 0) > 0:
+        yield from (low + rest for rest in _of_digits(first[1:], "9" * more))
+        begin += 1
+    if last[1:] != "9" * more:
+        yield from (high + rest for rest in _of_digits("0" * more, last[1:]))
+        end -= 1
+    if begin <= end:
+        yield f"[{begin}-{end}]" + (f"[0-9]{{{more}}}" if more else "")
+
+
+def _no_such_path(columns: Columns, path: str) -> str:
+    patterns = [one.pattern for one in columns.folded]
+    wanted = set(_COMPONENT.findall(path))
+    sharing = [one for one in patterns if wanted & set(_COMPONENT.findall(one))]
+    near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
+    return f"no leaf has the path {brief(path)}{near}"

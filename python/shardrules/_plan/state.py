@@ -1,0 +1,496 @@
+"""The gradients of a plan's parameters: the same paths and specs, of another dtype maybe.
+
+Costs a kind per kind, and a look-up per leaf. Must not know how a parameter's spec was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from shardrules._arguments import check_choices, check_type, texts
+from shardrules._dtypes import bits_of, is_inexact
+from shardrules._plan.resolve import Problem, kind_on_mesh
+from shardrules._plan.survey import grouped
+from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, axes_named
+from shardrules._specs import (
+    Dim,
+    Entries,
+    entries_of,
+    entry_axes,
+    entry_of,
+    is_unconstrained,
+    tags_of,
+    tags_shown,
+    with_dims,
+    with_entries,
+    with_tags,
+)
+from shardrules._text import brief, mesh_shown, without_defaults
+
+if TYPE_CHECKING:
+    from shardrules._correction import MemoryKind
+    from shardrules._plan.table import Kind, LeafType, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Zero1:
+    """ZeRO-1 as a library has it, for `Plan.for_optimizer`: which dimension gets the mesh axis.
+
+    Only dimensions are looked at whose part on a device the axis divides.
+
+    Args:
+        axis: The mesh axis, such as that of the data.
+        dim: The dimension of which each device holds most, or the first. Of equals the first.
+        place: The axis's place among others that cut the dimension: behind them ("inner"), so that
+            each device holds a part of the parameter's shard, or before them ("outer").
+        not_with: Mesh axes beside which it does not stand.
+
+    Raises:
+        ValueError: `dim` or `place` is something else.
+        TypeError: A name is not a string.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> params = {"w": jax.ShapeDtypeStruct((8, 16), "float32")}
+        >>> plan = sr.plan(params, [("w", "fsdp")], {"data": 2, "fsdp": 2})
+        >>> first = sr.Zero1("data", dim="first", place="outer")  # as MaxText does it
+        >>> plan.for_optimizer({"mu": params}, zero1=first).specs()["mu"]["w"][0]
+        ('data', 'fsdp')
+    """
+
+    axis: str
+    dim: Literal["largest", "first"] = "largest"
+    place: Literal["inner", "outer"] = "inner"
+    not_with: tuple[str, ...] = ()
+
+    __repr__ = without_defaults
+
+    def __post_init__(self) -> None:
+        check_type("axis", self.axis, str, "a mesh axis")
+        check_choices(self)
+        object.__setattr__(self, "not_with", texts("not_with", self.not_with))
+
+
+_Shape = tuple[int, ...]
+
+# Where the dimension that the factor lacks stands in `np.argsort(shape)` of its parameter; as in
+# `optax.scale_by_factored_rms`.
+_FACTORS: Final = {"v_row": -1, "v_col": -2}
+_FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
+
+
+class _Relation(NamedTuple):
+    """The relation of an array to its parameter."""
+
+    dims: tuple[Dim, ...] | None
+    """Per dimension the parameter's dimension that it is, or None if it is none of them; None for
+    an array that does not follow its parameter."""
+    origin: str
+
+
+_COLLECTION: Final = "params"
+"""What flax calls the collection of the parameters."""
+_NONE: Final = -1
+"""In the place of a parameter's row or kind."""
+
+
+class FoundParameters(NamedTuple):
+    """The parameters that the leaves of a state belong to, by path."""
+
+    rows: list[int]
+    """Per leaf the row of its parameter, or _NONE."""
+    factors: list[int | None]
+    """Per leaf the value of `_FACTORS` that its path names, or None."""
+
+
+_NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
+
+
+def by_parameters(
+    params: Columns,
+    state: Leaves,
+    found: FoundParameters,
+    zero1: Zero1 | None,
+    memory_kind: MemoryKind | None,
+) -> Columns:
+    """The sharding of an optimizer's state on the mesh of its parameters.
+
+    Args:
+        params: The parameters.
+        state: The state, as surveyed by no rules.
+        found: The parameter of each of its leaves.
+        zero1: As in `Plan.for_optimizer`.
+        memory_kind: As in `Plan.for_optimizer`.
+
+    Raises:
+        ValueError: The mesh has no axis `zero1`.
+    """
+    if zero1 is not None and zero1.axis not in params.axis_sizes:
+        raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
+    parameters, factors = found
+    is_own = [False] * len(state.paths)
+    if zero1 is not None or memory_kind is not None:
+        for row in state.optimizer_rows or range(len(state.paths)):
+            is_own[row] = True
+    kind_of_parameter = [*params.kind_of.tolist(), _NONE]
+    likes = [kind_of_parameter[parameter] for parameter in parameters]
+    pairs, pair_of = grouped(zip(state.kind_of.tolist(), likes, factors, is_own, strict=True))
+    kind_or_none = [*params.kinds, None]
+    related, of_pair = grouped(
+        (kind, of := kind_or_none[like], _relation(state.types[kind].shape, of, factor), own)
+        for kind, like, factor, own in pairs
+    )
+    kinds = [
+        _state_kind(
+            state.types[kind],
+            parameter,
+            relation,
+            params.axis_sizes,
+            zero1=zero1 if own and parameter is not None else None,
+            memory_kind=memory_kind if own else None,
+        )
+        for kind, parameter, relation, own in related
+    ]
+    sources = [
+        path if parameter == _NONE else params.sources[parameter]
+        for path, parameter in zip(state.paths, parameters, strict=True)
+    ]
+    leaves = replace(
+        state,
+        rules=params.rules,
+        sources=sources,
+        kind_of=of_pair[pair_of],
+        types=[state.types[kind] for kind, *_ in related],
+    )
+    return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
+
+
+def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
+    """Finds the parameters of the leaves of a state, on whatever mesh.
+
+    Raises:
+        ValueError: The state has moments, by their dtypes and sizes, and none of them follows a
+            parameter.
+    """
+    separator = params.paths_dialect.separator
+    # A component of `keystr` paths begins with [ or a dot.
+    boundary = re.compile(re.escape(separator) if separator else r".(?=[\[.])", re.DOTALL)
+    row_of = {**_rows_without_prefix(params, boundary), **params.rows}
+    flat_names = functools.cache(lambda: _rows_of_flat_names(params))
+    rows, factors = [], []
+    for path in state.paths:
+        start = 0
+        while (row := row_of.get(path[start:], _NONE)) == _NONE:
+            passed = boundary.search(path, start)
+            if passed is None:
+                row = _row_of_flat_name(path[start:], flat_names)
+                break
+            start = passed.end()
+        rows.append(row)
+        factors.append(None if row == _NONE else _factor(path[:start]))
+    if params.paths and all(row == _NONE for row in rows):
+        _check_no_moments(params, state)
+    return FoundParameters(rows, factors)
+
+
+def _check_no_moments(params: Leaves, state: Leaves) -> None:
+    for path, number in zip(state.paths, state.kind_of.tolist(), strict=True):
+        if _may_be_moment(state.types[number]):
+            raise ValueError(
+                f"no leaf of the state follows a parameter: the state has {brief(path)}, and the "
+                f"plan {brief(params.paths[0])}; plan the tree that the optimizer was initialized "
+                "with, or give the state of the tree that the plan is of"
+            )
+
+
+def _may_be_moment(leaf: LeafType) -> bool:
+    return leaf.shape is not None and prod(leaf.shape) > 1 and is_inexact(leaf.dtype)
+
+
+def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str, int]:
+    """The parameters' rows by their paths without what begins them all, or flax's `params`.
+
+    Of {"params": params} the optimizer sees params alone. A path that stands for several parameters
+    is that of none, unless they are of one kind.
+    """
+    rows: dict[str, int] = {}
+    common = _common_prefix(params.paths, boundary)
+    for row, path in enumerate(params.paths):
+        first = boundary.search(path)
+        end = 0 if first is None else first.end()
+        start = end if path[:end].strip("[]'./") == _COLLECTION else 0
+        if start := max(start, common):
+            _add_unless_ambiguous(rows, path[start:], row, params)
+    return rows
+
+
+def _common_prefix(paths: list[str], boundary: re.Pattern[str]) -> int:
+    """The length of the whole components that begin each of the paths."""
+    shared = os.path.commonprefix(paths)  # noqa: RUF071 - by characters; components are cut below
+    return max((passed.end() for passed in boundary.finditer(shared)), default=0)
+
+
+def _add_unless_ambiguous(rows: dict[str, int], name: str, row: int, params: Leaves) -> None:
+    other = rows.setdefault(name, row)
+    if other not in (_NONE, row) and params.kind_of[other] != params.kind_of[row]:
+        rows[name] = _NONE
+
+
+def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
+    """The rows by paths as Keras's optimizers write them: `net_dense_kernel` of net/dense/kernel.
+
+    A name that stands for several parameters is that of none, unless they are of one kind.
+    """
+    separator = params.paths_dialect.separator or "/"
+    rows: dict[str, int] = {}
+    for row, path in enumerate(params.paths):
+        _add_unless_ambiguous(rows, path.replace(separator, "_"), row, params)
+    return rows
+
+
+def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
+    """The row of `net_dense_kernel_momentum`: the longest of these names that it begins with."""
+    end = name.rfind("_")
+    while end > 0:
+        if (row := rows().get(name[:end])) is not None:
+            return row
+        end = name.rfind("_", 0, end)
+    return _NONE
+
+
+@functools.lru_cache(maxsize=1024)
+def _factor(prefix: str) -> int | None:
+    found = _FACTOR.search(prefix)
+    return None if found is None else _FACTORS[found[1]]
+
+
+def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
+    """The relation of an array of this shape to its parameter."""
+    if parameter is None:
+        return _NO_PARAMETER
+    whole = parameter.shape
+    if shape is None or whole is None:
+        return _Relation(None, "no array")
+    rank = len(whole)
+    dims: tuple[Dim, ...] | None = tuple(range(rank))
+    if shape == whole:
+        origin = "the parameter's, same shape"
+    elif prod(shape) == 1:
+        dims, origin = None, "one element for the parameter: not cut"
+    elif len(shape) == rank and all(n in (1, of) for n, of in zip(shape, whole, strict=True)):
+        dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
+        origin = "the parameter's, but for dimensions of size 1"
+    elif shape[1:] == whole:
+        dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
+    elif (lacking := _lacking(shape, parameter, factor)) is not None:
+        dims = _without(lacking, rank)
+        origin = f"the parameter's without dim {lacking} (factored moment)"
+    else:
+        dims = None
+        origin = f"its shape has no known relation to the parameter's {whole}: replicated"
+    return _Relation(dims, origin)
+
+
+def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
+    """The dimension of the parameter that this shape lacks; None if that is not certain."""
+    whole = parameter.shape or ()
+    rank = len(whole)
+    lacking = [dim for dim in range(rank) if whole[:dim] + whole[dim + 1 :] == shape]
+    if factor is not None and lacking:
+        # The very call of optax: on equal sizes the answer is numpy's.
+        by_size = int(np.argsort(whole)[factor])
+        if by_size in lacking:
+            return by_size
+    specs = {_part(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    return lacking[0] if len(specs) == 1 else None
+
+
+def _without(dim: int, rank: int) -> tuple[int, ...]:
+    return tuple(one for one in range(rank) if one != dim)
+
+
+def _state_kind(
+    leaf: LeafType,
+    parameter: Kind | None,
+    relation: _Relation,
+    axis_sizes: Mapping[str, int],
+    *,
+    zero1: Zero1 | None,
+    memory_kind: MemoryKind | None,
+) -> Kind:
+    """The kind of leaves that have this relation to a parameter of this kind."""
+    like = _REPLICATED
+    if parameter is not None and relation.dims is not None:
+        like = _followed(parameter, relation.dims)
+    spec, origin = like.spec, relation.origin
+    if zero1 is not None and spec is not None and leaf.shape is not None:
+        cut = _cut_too(zero1, leaf.shape, spec, axis_sizes)
+        spec, origin = cut or spec, f"{origin}, cut by {zero1.axis} too (ZeRO-1)" if cut else origin
+    return kind_on_mesh(
+        leaf._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
+        like.wanted,
+        spec,
+        axis_sizes,
+        counted=like._counted,
+        problem=Problem(like.status, like.message, like.fix),
+        losses=like.losses,
+        origin=origin,
+        memory_kind=memory_kind or like.memory_kind,
+    )
+
+
+_REPLICATED: Final = kind_on_mesh(LeafType(NO_RULE_NEEDED, (), None, 0), None, Entries(), {})
+
+
+def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
+    """The parameter's kind for an array that has these of its dimensions."""
+    if dims == tuple(range(len(parameter.shape or ()))):
+        return parameter
+    # Findings about the parameter's losses name the parameter.
+    return replace(
+        parameter,
+        wanted=None if parameter.wanted is None else _part(parameter.wanted, dims),
+        spec=None if parameter.spec is None else _part(parameter.spec, dims),
+        _counted=None if parameter._counted is None else _part(parameter._counted, dims),
+        losses=(),
+    )
+
+
+def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
+    """The entries of these dimensions; none if no axis is left, as `Correction.pad` has it."""
+    part = with_dims(spec, dims)
+    return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
+
+
+def _cut_too(zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
+    """The spec with the axis of ZeRO-1 as well; None if it is there already, or nothing divides."""
+    axis = zero1.axis
+    entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
+    named = [entry_axes(entry) for entry in entries]
+    if axis_sizes[axis] == 1 or any(axis in axes for axes in named):
+        return None
+    held = {
+        dim: size // parts
+        for dim, size in enumerate(shape)
+        for parts in [prod(axis_sizes.get(one, 1) for one in named[dim])]
+        if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entries[dim])
+        if not set(named[dim]) & set(zero1.not_with)
+    }
+    if not held:
+        return None
+    dim = max(held, key=held.__getitem__) if zero1.dim == "largest" else min(held)
+    beside = named[dim]
+    entries[dim] = entry_of((axis, *beside) if zero1.place == "outer" else (*beside, axis))
+    return with_entries(spec, entries)
+
+
+def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
+    """The leaves that have gradients, with None in the tree for the others.
+
+    Args:
+        params: The leaves of any tree with parameters.
+        dtype: That of the gradients; None for the parameters' own.
+
+    Raises:
+        ValueError: No leaf has a gradient.
+    """
+    rows = params.gradient_rows
+    if params.paths and not len(rows):
+        raise ValueError(
+            "no leaf has a gradient: there are integers, booleans, states of an optimizer or "
+            "activations alone; plan the parameters"
+        )
+    kinds, kind_of = np.unique(params.kind_of[rows], return_inverse=True)
+    types = [params.types[kind] for kind in kinds.tolist()]
+    if dtype is not None:
+        types = [one._replace(dtype=dtype, bits=bits_of(dtype)) for one in types]
+    return replace(
+        params,
+        tree=_without_others(params, rows.tolist()),
+        paths=[params.paths[row] for row in rows],
+        sources=[params.sources[row] for row in rows],
+        kind_of=kind_of.astype(np.int32),
+        types=types,
+        companions=(),
+        links={},
+    )
+
+
+def _without_others(params: Leaves, rows: list[int]) -> Any:
+    """The tree with the new number of each of these rows."""
+    if len(rows) == len(params.paths):
+        return params.tree
+    from jax import tree_util
+
+    number_of = {row: number for number, row in enumerate(rows)}
+    return tree_util.tree_map(number_of.get, params.tree)
+
+
+def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
+    """The sharding of the gradients on the mesh of their parameters.
+
+    Args:
+        params: The parameters.
+        leaves: Those of `leaves_with_gradients`.
+        unreduced: As in `Plan.for_gradients`.
+
+    Raises:
+        ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced
+            axes.
+    """
+    for axis in unreduced:
+        if axis not in params.axis_sizes:
+            raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")
+        if axis not in params.explicit_axes:
+            raise ValueError(
+                f"unreduced: {axis!r} is not Explicit in the mesh {mesh_shown(params.axis_sizes)}, "
+                "and JAX leaves no other axis unreduced; make the mesh with AxisType.Explicit"
+            )
+    numbers = np.unique(params.kind_of[params.leaves.gradient_rows]).tolist()
+    kinds = [
+        _gradient_kind(leaf, params.kinds[number], params.axis_sizes, unreduced)
+        for number, leaf in zip(numbers, leaves.types, strict=True)
+    ]
+    return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
+
+
+def _gradient_kind(
+    leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int], unreduced: tuple[str, ...]
+) -> Kind:
+    spec = parameter.spec
+    origin = parameter.origin
+    if spec is not None:
+        spec = _spec(spec, unreduced)
+        tags = ", ".join(tags_shown(spec))
+        origin = "; ".join(filter(None, (origin, tags and f"a gradient, {tags}"))) or None
+    return kind_on_mesh(
+        leaf,
+        parameter.wanted,
+        spec,
+        axis_sizes,
+        problem=Problem(parameter.status, parameter.message, parameter.fix),
+        losses=parameter.losses,
+        origin=origin,
+        dim_rules=parameter.dim_rules,
+        lost_rules=parameter.lost_rules,
+    )
+
+
+def _spec(spec: Spec, unreduced: tuple[str, ...]) -> Spec:
+    """The gradient's spec: of what is reduced it is unreduced, and the other way about, as in JAX.
+
+    An axis that cuts the parameter cuts the gradient, which is reduced over it.
+    """
+    tags = tags_of(spec)
+    terms, sums = tags.get("unreduced", []), tags.get("reduced", [])
+    left = {*sums, *unreduced} - axes_named(spec) - set(terms)
+    swapped = {"unreduced": sorted(left), "reduced": terms}
+    return with_tags(spec, {name: axes for name, axes in swapped.items() if axes})

@@ -1,0 +1,340 @@
+"""One walk over a tree: of each leaf its path and its kind, of each kind its rule, shape and dtype.
+
+Must not know about meshes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from shardrules._dtypes import bits_of
+from shardrules._plan.companions import (
+    Companion,
+    Dims,
+    Link,
+    Shape,
+    Step,
+    base_path,
+    check_dims,
+    fits_rank,
+    named_dims,
+)
+from shardrules._plan.table import (
+    AMBIGUOUS,
+    NO_RULE_NEEDED,
+    UNMATCHED,
+    LeafType,
+    Leaves,
+    first_rules,
+)
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.rules import Rules, matcher_of, remembered_rules
+from shardrules._specs import Dim
+from shardrules._text import brief, shown
+
+
+class _Place(NamedTuple):
+    """Where a leaf has been led to so far."""
+
+    row: int
+    path: str
+    shape: Shape | None
+    """None if it is not known."""
+    used: tuple[int, ...]
+    """The companions that have led there; each leads once."""
+
+
+def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tuple[Link, ...]]:
+    """The links of each row that a companion finds, from the leaf on."""
+    types = [leaves.types[kind] for kind in leaves.kind_of.tolist()]
+    shapes: dict[str, Shape | None] = {
+        path: leaf.shape for path, leaf in zip(leaves.paths, types, strict=True)
+    }
+    places: Iterable[_Place] = (
+        _Place(row, path, leaf.shape, ())
+        for row, (path, leaf) in enumerate(zip(leaves.paths, types, strict=True))
+        if leaf.shape is not None and leaf.rule != NO_RULE_NEEDED
+    )
+    links: dict[int, tuple[Link, ...]] = {}
+    while found := _found(places, companions):
+        places = []
+        for place, number in found:
+            companion = companions[number]
+            base = base_path(companion, place.path)
+            dims = _resolved(companion, place, shapes.get(base))
+            rank = None if place.shape is None else len(place.shape)
+            link = Link(companion, base, Step(dims, companion.blocks, rank))
+            links[place.row] = (*links.get(place.row, ()), link)
+            shape = shapes.get(base) or _shape_of_base(place.shape, dims)
+            if shape is not None:
+                shapes[base] = shape
+            places.append(_Place(place.row, base, shape, (*place.used, number)))
+    return links
+
+
+def _found(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tuple[_Place, int]]:
+    """Each place that a companion finds, with the number of the first that does."""
+    groups: dict[tuple[int | None, tuple[int, ...]], list[_Place]] = defaultdict(list)
+    for place in places:
+        groups[None if place.shape is None else len(place.shape), place.used].append(place)
+    found: list[tuple[_Place, int]] = []
+    for (rank, used), group in groups.items():
+        fitting = [
+            number
+            for number, companion in enumerate(companions)
+            if number not in used and _fits(companion, rank)
+        ]
+        pairs = [(companions[number].pattern, None) for number in fitting]
+        first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
+        indices = ((place, first[place.path]) for place in group)
+        found += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
+    return found
+
+
+def _fits(companion: Companion, rank: int | None) -> bool:
+    if rank is not None:
+        return fits_rank(companion, rank)
+    return not callable(companion.dims) and named_dims(companion.dims)[1]
+
+
+def _resolved(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
+    """The dims of what the companion finds there."""
+    if not callable(companion.dims):
+        return companion.dims
+    shape = place.shape or ()
+    dims = tuple(companion.dims(shape, of_base))
+    check_dims(dims)
+    if len(dims) != len(shape):
+        raise ValueError(
+            f"{place.path}: the dims of the companion {companion.pattern!r} are {dims} for "
+            f"the shape {shape}; there must be one for each of its dimensions"
+        )
+    return dims
+
+
+@lru_cache(maxsize=4096)
+def _shape_of_base(shape: Shape | None, dims: Dims) -> Shape | None:
+    """The shape of a base that is not in the tree, if the leaf has all of its dimensions."""
+    named, is_open = named_dims(dims)
+    if shape is None or not is_open:
+        return None
+    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
+    every = (*named, *range(following, following + len(shape)))
+    sizes = {dim: size for dim, size in zip(every, shape, strict=False) if isinstance(dim, int)}
+    return (
+        tuple(sizes[dim] for dim in sorted(sizes)) if len(sizes) > max(sizes, default=-1) else None
+    )
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+_T = TypeVar("_T")
+
+
+class Derivation(NamedTuple):
+    """The way in which leaves follow a base."""
+
+    rule: int
+    """The index of the base's rule; may be AMBIGUOUS."""
+    steps: tuple[Step, ...]
+    """From the leaf to the base: more than one where companions are combined."""
+
+
+def with_companions(
+    leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
+) -> tuple[Leaves, list[Derivation | None]]:
+    """The leaves, those that companions find with the rules of their bases.
+
+    Returns:
+        (the leaves, per kind how they follow their bases or None)
+    """
+    if not companions:
+        return leaves, [None] * len(leaves.types)
+    links = links_of(leaves, companions)
+    rule_of = first_rules(rules, {link.base for chain in links.values() for link in chain})
+    derivation_of: dict[int, Derivation] = {}
+    sources = list(leaves.paths)
+    for row, chain in links.items():
+        # The last base counts, or else the one before it.
+        for end in range(len(chain), 0, -1):
+            base = chain[end - 1].base
+            if (rule := rule_of[base]) != UNMATCHED:
+                derivation_of[row] = Derivation(rule, tuple(link.step for link in chain[:end]))
+                sources[row] = base
+                break
+    keys, kind_of = grouped(
+        (kind, derivation_of.get(row)) for row, kind in enumerate(leaves.kind_of.tolist())
+    )
+    types = [_derived(leaves.types[kind], how, min_size) for kind, how in keys]
+    found = replace(
+        leaves,
+        sources=sources,
+        kind_of=kind_of,
+        types=types,
+        companions=companions,
+        links=links,
+    )
+    return found, [how for _, how in keys]
+
+
+def redecided(leaves: Leaves, rules: Rules) -> Leaves:
+    """The same leaves under other rules; the tree is not walked again.
+
+    Raises:
+        ValueError: The rules' dialect has other paths, or other leaves that need no rule.
+    """
+    before, after = leaves.paths_dialect, rules.dialect
+    for name in ("keys", "separator", "hidden_key", "scalars"):
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"the dialect {after.name} has other {name} than {before.name}, whose paths these "
+                "are: plan the tree itself with the rules"
+            )
+    first = first_rules(rules, leaves.paths)
+    count = len(leaves.paths)
+    rule_of = np.fromiter(map(first.__getitem__, leaves.paths), np.int64, count)
+    needs_none = np.array([leaf.rule == NO_RULE_NEEDED for leaf in leaves.types], bool)
+    rule_of[needs_none[leaves.kind_of]] = NO_RULE_NEEDED
+    # AMBIGUOUS is the least that a rule's number is.
+    pairs, kind_of = np.unique(
+        leaves.kind_of * np.int64(len(rules) - AMBIGUOUS) + (rule_of - AMBIGUOUS),
+        return_inverse=True,
+    )
+    types = [
+        leaves.types[kind]._replace(rule=rule + AMBIGUOUS)
+        for kind, rule in (divmod(pair, len(rules) - AMBIGUOUS) for pair in pairs.tolist())
+    ]
+    kind_of = kind_of.astype(np.int32)
+    return Leaves(rules, leaves.tree, leaves.paths, leaves.paths, kind_of, types)
+
+
+def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
+    """The leaf with the rule that decides it: its base's, unless it is too small for any."""
+    if how is None:
+        return leaf
+    is_small = how.rule >= 0 and prod(leaf.shape or ()) < min_size
+    return leaf._replace(rule=NO_RULE_NEEDED if is_small else how.rule)
+
+
+def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
+    """The dims and blocks of a leaf, where the spec of the base's rule has so many entries."""
+    dims: tuple[Dim, ...] = tuple(range(entries))
+    blocks: tuple[int, ...] = ()
+    for place, step in enumerate(reversed(steps)):
+        known = dims if place == 0 else _without_end(dims, entries)
+        named, _ = named_dims(step.dims)
+        rank = len(named) + len(known) if step.rank is None else step.rank
+        own = dims_for(step.dims, rank, len(known))
+        blocks = tuple(
+            _at(step.blocks, i, 1) * (_at(blocks, dim, 1) if isinstance(dim, int) else 1)
+            for i, dim in enumerate(own)
+        )
+        dims = (
+            own
+            if place == 0
+            else tuple(_at(known, dim, None) if isinstance(dim, int) else dim for dim in own)
+        )
+    return dims, blocks
+
+
+def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
+    """The dims up to the last one that an axis cuts."""
+    is_cut = [not (dim is None or (isinstance(dim, int) and dim >= entries)) for dim in dims]
+    return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
+
+
+def _at(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
+    return values[place] if place < len(values) else otherwise
+
+
+def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
+    """The dims of a leaf of this rank, where the spec of the base's rule has so many entries.
+
+    Where all of the base's dimensions are taken, entries beyond the rank are too many for the base
+    as well; they are taken along, so that the correction says what becomes of them.
+    """
+    named, is_open = named_dims(dims)
+    if not is_open:
+        return named
+    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
+    every = (*named, *range(following, following + max(rank, entries)))
+    return (*every[:rank], *(dim for dim in every[rank:] if isinstance(dim, int) and dim < entries))
+
+
+def dims_shown(dims: tuple[Dim, ...]) -> str:
+    """(0, -, 'stage'): what a new array's dimensions are; - for those that are not cut."""
+    return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"
+
+
+def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """The distinct keys in order, and per key the index of its equal among them."""
+    numbers: dict[_Key, int] = {}
+    column = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(numbers), np.array(column, np.int32)
+
+
+_MOST_BITS: Final = 2**63 - 1
+
+
+def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
+    """Walks the tree once.
+
+    Args:
+        tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
+        rules: What decides the leaves, as in `Rules.match`.
+        min_size: As in `match_partition_rules`.
+
+    Raises:
+        TypeError: A dimension is not an integer; the message names the path.
+        ValueError: A dimension is negative, an array is too large to count, or a dtype is unknown;
+            the message names the path.
+    """
+    of_rows, paths, kinds, column = matcher_of(rules).survey(
+        tree,
+        min_size=min_size,
+        replicated=NO_RULE_NEEDED,
+        unmatched=UNMATCHED,
+        ambiguous=AMBIGUOUS,
+    )
+    kind_of = np.frombuffer(column, np.int32)
+    types = []
+    for number, kind in enumerate(kinds):
+        try:
+            types.append(checked_type(*kind))
+        except (TypeError, ValueError) as error:
+            path = paths[int(np.argmax(kind_of == number))]
+            raise type(error)(f"{path}: {error}") from None
+    return Leaves(rules, of_rows, paths, paths, kind_of, types)
+
+
+def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
+    """The type of leaves whose shape and dtype make sense.
+
+    Raises:
+        TypeError, ValueError: They do not; no path is named.
+    """
+    if shape is None:
+        return LeafType(rule, None, None, 0)
+    for size in shape:
+        if getattr(size, "dimension_as_value", None) is not None:  # as JAX itself knows them
+            raise TypeError(
+                f"the dimension {size} of the shape {shape} is symbolic, so its bytes cannot be "
+                "counted; plan with a number in its place. named_shardings takes it as it is"
+            )
+        if not isinstance(size, int | np.integer) or isinstance(size, bool):
+            raise TypeError(
+                f"a dimension of the shape {brief(shape)} is {shown(size)}, not an integer"
+            )
+        if size < 0:
+            raise ValueError(f"a dimension of the shape {brief(shape)} is negative")
+    bits = bits_of(dtype)
+    # A dimension of 0 would hide others that are too large to calculate with.
+    if prod(max(int(size), 1) for size in shape) * bits > _MOST_BITS:
+        raise ValueError(f"an array of shape {brief(shape)} has more bytes than can be counted")
+    return LeafType(rule, tuple(map(int, shape)), dtype, bits)

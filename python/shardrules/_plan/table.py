@@ -1,0 +1,537 @@
+"""A plan as a value: what each leaf of a tree gets on a mesh, as columns.
+
+What checks, budgets, explanations, diffs, locks, sweeps, tables and reports take. A column has a
+row for each leaf, in the order of the walk; what leaves have in common is in `kinds`. A column
+costs one look-up per leaf, when it is first asked for. Must not know how rules decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from shardrules._correction import in_memory, plain_spec
+from shardrules._dtypes import is_inexact
+from shardrules._plan.fold import Folded, Templates, fold, templates_of
+from shardrules._rules.dialects import EFORMER
+from shardrules._rules.matcher import Coverage
+from shardrules._rules.rules import Rules, matcher_of
+from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, is_unconstrained, spec_shown
+from shardrules._text import record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+    from jax.sharding import PartitionSpec
+
+    from shardrules._correction import MemoryKind
+    from shardrules._estimate.roles import Part
+    from shardrules._mesh.device_bytes import Held
+    from shardrules._mesh.spec_on_mesh import LossKind
+    from shardrules._plan.companions import Companion, Link
+    from shardrules._rules.dialects import Dialect
+    from shardrules._rules.logical_rules import LogicalRules
+    from shardrules._rules.resolver import LostRule
+
+    Spec = PartitionSpec | Entries
+    from shardrules._plan.fold import Folded
+    from shardrules._rules.matcher import Coverage
+    from shardrules._rules.rules import Rules
+
+DEFAULT_LARGE: Final = 16 * 2**20
+"""Minimum bytes per device for a replicated leaf to be reported."""
+OVERLAP: Final = ("params", "gradients")
+"""Collectives that a device runs while it computes, by default."""
+
+
+# flax's, EasyLM's, EasyDeL's and Levanter's train states, nnx.Optimizer and orbax checkpoints of
+# them; Paxml and haiku; T5X. At the top alone, where no layer is called so: big_vision and others.
+_OPTIMIZER: Final = ("_?opt_states?|optimizer_states?|param_states", "opt|optim|optimizer")
+# Averages of the parameters: diffusers, scenic, haiku; at the top alone those of optax.ema.
+_AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?ema")
+
+# At the top alone: flax's collection of what modules sow, and ours.
+_ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
+
+
+def _components(anywhere: str, at_top: str) -> re.Pattern[str]:
+    """Finds the names as whole components of paths, or of JAX's `keystr`."""
+    begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
+    return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
+
+
+_OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
+_OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
+
+_OF_ACTIVATIONS: Final = _components(*_ACTIVATIONS)
+
+
+def of_optimizer(paths: list[str]) -> list[int]:
+    """The indices of those of an optimizer's state, by the names of `DeviceBytes`."""
+    return _found(paths, _OF_OPTIMIZER, ("opt", "param_states"))
+
+
+def of_state(paths: list[str]) -> list[int]:
+    """The indices of those of an optimizer's state and of averages of the parameters."""
+    return _found(paths, _OF_STATE, ("opt", "param_states", "ema"))
+
+
+def of_activations(paths: list[str]) -> list[int]:
+    """The indices of those of activations, by the names of `DeviceBytes`."""
+    return _found(paths, _OF_ACTIVATIONS, ("activ", "interm"))
+
+
+def _found(paths: list[str], names: re.Pattern[str], words: tuple[str, ...]) -> list[int]:
+    # Most trees have none of these words, and most paths of the others neither; looking for a word
+    # is ten times as fast as the pattern.
+    text = "\n".join(paths)
+    there = [word for word in words if word in text]
+    if not there:
+        return []
+    return [
+        index
+        for index, path in enumerate(paths)
+        if any(word in path for word in there) and names.search(path)
+    ]
+
+
+# In the place of a rule's index.
+NO_RULE_NEEDED: Final = -1
+UNMATCHED: Final = -2
+AMBIGUOUS: Final = -3
+
+
+def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
+    """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
+    distinct = list(dict.fromkeys(paths))
+    matcher = matcher_of(rules).for_whole_paths()
+    joined = dict(zip(distinct, matcher.all_joined(distinct), strict=True))
+    found = matcher.decide(
+        dict.fromkeys(joined.values(), 0),
+        matcher.numbers(),
+        NO_RULE_NEEDED,
+        UNMATCHED,
+        AMBIGUOUS,
+        strict=False,
+    )
+    return {path: found.tree[key] for path, key in joined.items()}
+
+
+def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
+    """Per rule, the paths that it matches and wins. Each path counts once."""
+    matcher = matcher_of(rules).for_whole_paths()
+    return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)
+
+
+class LeafType(NamedTuple):
+    """The rule, shape and dtype of leaves of one kind, on whatever mesh."""
+
+    rule: int
+    """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""
+    shape: tuple[int, ...] | None
+    """None for a leaf that is not an array."""
+    dtype: Any
+    bits: int
+    """Bits of one element; 0 for a leaf that is not an array."""
+    names: tuple[Any, ...] | None = None
+    """The logical axis names of its dimensions; None for a leaf without."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The leaves of a tree; rows are leaves in the order of the walk."""
+
+    rules: Rules | LogicalRules
+    tree: Any
+    """The tree with the number of its row for each leaf."""
+    paths: list[str]
+    sources: list[str]
+    """Per leaf the path that the rules meet: its own, or that of what it follows."""
+    kind_of: npt.NDArray[np.int32]
+    """Per leaf an index of `types`."""
+    types: list[LeafType]
+    companions: tuple[Companion, ...] = ()
+    """The companions that were given."""
+    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
+    """For each row that companions find, the links to its base, to the base of that, and so on. The
+    row's source is the last of these bases that a rule matches, or its own path."""
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of each path."""
+        return {path: row for row, path in enumerate(self.paths)}
+
+    @property
+    def path_rules(self) -> Rules | None:
+        """The rules, if they are for paths; None for logical rules."""
+        return self.rules if isinstance(self.rules, Rules) else None
+
+    @property
+    def paths_dialect(self) -> Dialect:
+        """The dialect that spells the paths."""
+        return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are of it."""
+        return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def templates(self) -> Templates:
+        """The paths with holes for their numbers."""
+        return templates_of(self.paths)
+
+    @cached_property
+    def optimizer_rows(self) -> list[int]:
+        """The rows of an optimizer's state, by the names in their paths."""
+        rows: list[int] = self._rows(of_optimizer).tolist()
+        return rows
+
+    @cached_property
+    def state_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of an optimizer's state and of averages of the parameters, likewise."""
+        return self._rows(of_state)
+
+    @cached_property
+    def activation_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of activations, likewise."""
+        return self._rows(of_activations)
+
+    def _rows(self, found: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
+        is_found = np.zeros(len(self.templates.texts), np.bool_)
+        is_found[found(self.templates.texts)] = True
+        return np.flatnonzero(is_found[self.templates.of_path])
+
+    @cached_property
+    def state_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are an optimizer's state or averages of the parameters."""
+        kinds = self.kind_of[self.state_rows]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def activation_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves are activations."""
+        kinds = self.kind_of[self.activation_rows]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def gradient_rows(self) -> npt.NDArray[np.intp]:
+        """The rows of the leaves that have gradients: parameters of real or complex numbers."""
+        has_gradient = np.array([is_inexact(one.dtype) for one in self.types], bool)[self.kind_of]
+        has_gradient[self.state_rows] = False
+        has_gradient[self.activation_rows] = False
+        return np.flatnonzero(has_gradient)
+
+    @cached_property
+    def gradient_counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, how many leaves have gradients."""
+        kinds = self.kind_of[self.gradient_rows]
+        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded, a kind each."""
+        return fold(self.paths, self.kind_of, self.templates)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parameters with siblings folded, and what their dimensions are."""
+        from shardrules._estimate.roles import parts_of_model
+
+        others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
+        params = [one for one in self.folded if int(one.rows[0]) not in others]
+        shapes = [leaf.shape for leaf in self.types]
+        return parts_of_model(params, shapes, [leaf.names for leaf in self.types])
+
+
+Status = Literal["placed", "unmatched", "ambiguous", "misfit"]
+
+
+@record
+class Loss(NamedTuple):
+    """Axes of the wanted spec that leaves do not get; in `Kind.losses`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> plan = sr.plan({"w": jax.ShapeDtypeStruct((6,), "float32")}, [("w", "tp")], {"tp": 4})
+        >>> (loss,) = plan.kind("w").losses
+        >>> loss.kind, loss.axes, loss.bytes
+        ('indivisible', ('tp',), 18)
+    """
+
+    kind: LossKind
+    """Why: "absent" from the mesh, or so as is declared that it may be ("optional"); "indivisible";
+    beside the factors that do divide ("factored");
+    factors that the mesh does not have as axes ("unfactored"); beyond the leaf's "rank"; or a
+    "duplicate"."""
+    dim: int
+    """The dimension that they were to cut."""
+    axes: tuple[str, ...]
+    meant: tuple[str, ...]
+    """Axes of the mesh that absent ones were probably meant to be."""
+    beside: tuple[str, ...]
+    """Axes of the mesh that are lost only because they stand beside absent ones."""
+    bytes: int
+    """Bytes on the fullest device that there would not be without this loss."""
+    message: str
+    fix: str
+    is_error: bool = False
+    """Whether the correction forbids it, so that the leaves are not placed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """Leaves that are alike: one rule, shape and dtype, hence one spec and one number of bytes."""
+
+    rule: int | None
+    """Index of the rule that decides them; None if none matches or none is needed."""
+    shape: tuple[int, ...] | None
+    """None for leaves that are not arrays."""
+    dtype: Any
+    """The leaves' own dtype; None for leaves that are not arrays."""
+    status: Status
+    """"placed"; or why there is no spec: no rule matches ("unmatched"), several do where only one
+    may ("ambiguous"), or the rule's spec does not fit the shape or the mesh ("misfit")."""
+    message: str | None
+    """The reason why they are not placed; None if they are."""
+    fix: str | None
+    """A remedy, if one is known."""
+    wanted: Spec | None
+    """The spec that the rule says or makes of the shape, before it was made to fit; None without a
+    rule."""
+    spec: Spec | None
+    """The corrected spec; None if they are not placed."""
+    losses: tuple[Loss, ...]
+    """The axes that `spec` lacks of `wanted`."""
+    origin: str | None
+    """Where the wanted spec comes from, if it is not the rule's own."""
+    names: tuple[Any, ...] | None
+    """The logical axis names of the dimensions; None for leaves without."""
+    dim_rules: tuple[int | None, ...]
+    """Per dimension with a name, the index of the logical rule that decides it, if one does."""
+    lost_rules: tuple[LostRule, ...] = field(repr=False)
+    """The logical rules for the names that do not decide them, and why."""
+    memory_kind: MemoryKind | None
+    """The memory that the rule names; None if it says nothing."""
+    bytes: int
+    """Bytes of one whole leaf."""
+    device_bytes: int
+    """Bytes of one leaf for the device that holds most of it, in the device's memory or the
+    host's."""
+    _held: Held = field(repr=False)
+    """The parts of one leaf that the devices hold."""
+    _counted: Spec | None = field(repr=False)
+    """The spec that bytes are counted by: that of leaves that are placed, and for others the one
+    without the axes that the mesh lacks, if these alone are wrong."""
+
+    @property
+    def deciders(self) -> tuple[int, ...]:
+        """The indices of the rules that decide the leaves, ascending."""
+        rules = (self.rule, *self.dim_rules)
+        return tuple(sorted({rule for rule in rules if rule is not None}))
+
+    @property
+    def decided_by(self) -> int | tuple[Any, ...] | None:
+        """The index of the rule that decides the leaves, or their names; None without both."""
+        return self.rule if self.names is None else self.names
+
+
+def decided_shown(kind: Kind) -> str:
+    """What decides, for a table: a rule, or the names with the rule of each; - for neither."""
+    if kind.names is None:
+        return "-" if kind.rule is None else str(kind.rule)
+    rules = kind.dim_rules or (None,) * len(kind.names)
+    shown = (
+        "-" if name is None else str(name) if rule is None else f"{name}: {rule}"
+        for name, rule in zip(kind.names, rules, strict=True)
+    )
+    return ", ".join(shown)
+
+
+def dtype_shown(kind: Kind) -> str:
+    """The dtype's name; - for leaves that are not arrays."""
+    return "-" if kind.dtype is None else str(kind.dtype)
+
+
+def problem_shown(kind: Kind) -> str | None:
+    """The text of tables and locks in the place of a spec; None for leaves that are placed."""
+    if kind.status == "placed":
+        return None
+    return kind.message if kind.status == "misfit" else kind.status
+
+
+def placement_shown(kind: Kind) -> str:
+    """The spec and the memory kind as people write them; - for leaves that are not placed."""
+    return in_memory(spec_shown(kind.spec), kind.memory_kind)
+
+
+def refused(losses: Sequence[Loss]) -> tuple[str, str]:
+    """(message, fix) of leaves with these losses, which the correction forbids."""
+    messages = dict.fromkeys(loss.message for loss in losses)
+    return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
+
+
+def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
+    """The axes in a spec."""
+    if isinstance(spec, Fsdp):
+        return spec.named
+    entries = entries_of(spec if spec is not None else Entries())
+    return frozenset(axis for entry in entries for axis in entry_axes(entry))
+
+
+def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
+    """The axes of more than one device that cut an array with this spec."""
+    return frozenset(axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1)
+
+
+def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
+    """Whether the axis could cut a dimension of these leaves further, and does not cut any."""
+    if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
+        return False
+    entries = [*entries_of(kind.spec), *[None] * (len(kind.shape) - len(kind.spec))]
+    named = [entry_axes(entry) for entry in entries]
+    return not any(axis in axes for axes in named) and any(
+        size > 0
+        and size % prod(axis_sizes.get(one, 1) for one in (*axes, axis)) == 0
+        and not is_unconstrained(entry)
+        for size, axes, entry in zip(kind.shape, named, entries, strict=True)
+    )
+
+
+def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
+    """Whether each of several devices is to hold its leaves whole."""
+    several = kind.spec is not None and kind.bytes > 0 and prod(axis_sizes.values()) > 1
+    return several and not axes_used(kind.spec, axis_sizes)
+
+
+def coverage_of_names(
+    rules: Iterable[tuple[Any, Any]], kinds: Iterable[Kind], counts: Iterable[int]
+) -> Coverage:
+    """Per rule, the leaves that have its name, and those of which it decides a dimension."""
+    pairs = tuple(rules)
+    of_name: dict[Any, list[int]] = defaultdict(list)
+    for index, (name, _) in enumerate(pairs):
+        of_name[name].append(index)
+    matched, won = [0] * len(pairs), [0] * len(pairs)
+    lost: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    unmatched = 0
+    for kind, count in zip(kinds, counts, strict=True):
+        names = kind.names or ()
+        if not any(name in of_name for name in names):
+            unmatched += count
+        for name in dict.fromkeys(names):
+            for rule in of_name.get(name, ()):
+                matched[rule] += count
+        for winner in set(kind.dim_rules) - {None}:
+            won[winner] += count  # type: ignore[index]
+        for one in kind.lost_rules:
+            if one.why == "dim taken" and one.to is not None:
+                lost[one.rule][one.to] += count
+    return Coverage(
+        tuple(matched), tuple(won), unmatched, {rule: dict(by) for rule, by in lost.items()}
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The sharding of each leaf of a tree on a mesh."""
+
+    leaves: Leaves
+    kinds: list[Kind]
+    """Per kind of `leaves`, what it gets."""
+    axis_sizes: dict[str, int]
+    """Devices along each mesh axis, in the mesh's order."""
+    explicit_axes: frozenset[str] = frozenset()
+    """The mesh axes of type Explicit; those of a dict are of type Auto."""
+
+    @property
+    def rules(self) -> Rules | LogicalRules:
+        """The rules that decide the leaves."""
+        return self.leaves.rules
+
+    @property
+    def paths(self) -> list[str]:
+        """Column: the leaves' paths."""
+        return self.leaves.paths
+
+    @property
+    def sources(self) -> list[str]:
+        """Column: the paths that the rules meet."""
+        return self.leaves.sources
+
+    @property
+    def kind_of(self) -> npt.NDArray[np.int32]:
+        """Column, int32: index of the leaf's kind in `kinds`."""
+        return self.leaves.kind_of
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Per kind, int64: how many leaves are of it."""
+        return self.leaves.counts
+
+    @property
+    def folded(self) -> list[Folded]:
+        """The leaves with siblings folded, a kind each."""
+        return self.leaves.folded
+
+    @cached_property
+    def rule(self) -> npt.NDArray[np.int32]:
+        """Column, int32: index of the rule that decides the leaf; -1 if none does."""
+        rules = [-1 if kind.rule is None else kind.rule for kind in self.kinds]
+        return np.array(rules, np.int32)[self.kind_of]
+
+    @cached_property
+    def bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the whole leaf."""
+        return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
+
+    @cached_property
+    def device_bytes(self) -> npt.NDArray[np.int64]:
+        """Column, int64: bytes of the leaf on the device that holds most of it."""
+        return np.array([kind.device_bytes for kind in self.kinds], np.int64)[self.kind_of]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaves together, exact where int64 is too small for the sum."""
+        counted = zip(self.kinds, self.counts.tolist(), strict=True)
+        return sum(kind.bytes * count for kind, count in counted)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return prod(self.axis_sizes.values())
+
+    @property
+    def held(self) -> list[Held]:
+        """Per kind, what the devices hold of one leaf."""
+        return [kind._held for kind in self.kinds]
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """Per rule, the leaves that it matches and wins, among those that need a rule."""
+        rules = self.leaves.path_rules
+        if rules is None:
+            return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
+        needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
+        if all(needed):
+            return coverage_of(rules, self.sources)
+        rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
+        return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
+
+    def spec_of_rule(self, index: int) -> Spec:
+        """The spec that a rule asks for; that of one dimension for a logical rule."""
+        value = self.rules[index][1]
+        is_for_paths = self.leaves.path_rules is not None
+        return plain_spec(value) if is_for_paths else Entries((value,))
+
+    def is_on(self, axis_sizes: Mapping[str, int]) -> bool:
+        """Whether the mesh has these axes, in this order."""
+        return list(self.axis_sizes.items()) == list(axis_sizes.items())

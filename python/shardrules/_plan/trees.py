@@ -1,0 +1,157 @@
+"""The trees that JAX takes: a plan's specs, its shardings, and what to restore a checkpoint into.
+
+Costs a sharding per distinct spec, and a look-up per leaf. Must not know how a spec was decided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrules._correction import rule_spec_shown
+from shardrules._dtypes import key_dtype
+from shardrules._mesh.memory import sharding_in_memory
+from shardrules._mesh.mesh import as_mesh
+from shardrules._place.shardings import Placement
+from shardrules._plan.check import check
+from shardrules._plan.check_rules import refusals
+from shardrules._plan.findings import NOTHING
+from shardrules._specs import as_partition_spec
+from shardrules._trees.leaf_errors import LeafError, leaf_errors
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from shardrules._correction import MemoryKind
+    from shardrules._mesh.mesh import MeshLike
+    from shardrules._plan.table import Columns, Kind
+
+
+def spec_tree(columns: Columns) -> Any:
+    """See `Plan.specs`."""
+    return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
+
+
+def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """See `Plan.shardings`."""
+    return _mapped(columns, _shardings(columns, mesh))
+
+
+def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """The tree of Placements.
+
+    Raises:
+        ValueError: As `Plan.shardings`.
+    """
+    return _mapped(columns, _placements(columns, mesh))
+
+
+def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
+    """The Placement of each leaf of another tree, in the order of JAX's leaves.
+
+    Args:
+        columns: The plan.
+        mesh: Its mesh.
+        tree: The tree, with the number of its row for each leaf.
+        rows: Per row of the tree, the row of the plan.
+
+    Raises:
+        ValueError: As `Plan.shardings`.
+    """
+    from jax import tree_util
+
+    of_kind = _placements(columns, mesh)
+    of_row = columns.kind_of[rows].tolist()
+    return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
+
+
+def _placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
+    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    return [Placement(one, kind.memory_kind is not None) for kind, one in kinds]
+
+
+def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
+    """See `Plan.abstract`."""
+    from jax import ShapeDtypeStruct
+
+    kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
+    return _mapped(
+        columns,
+        [
+            None
+            if k.shape is None
+            else ShapeDtypeStruct(k.shape, key_dtype(str(k.dtype)) or k.dtype, sharding=sharding)
+            for k, sharding in kinds
+        ],
+    )
+
+
+def kind_specs(columns: Columns) -> list[Any]:
+    """Per kind its spec.
+
+    Raises:
+        ValueError: Some kinds are not placed; the message is that of `check`.
+    """
+    if any(kind.status != "placed" for kind in columns.kinds):
+        raise ValueError(placement_errors(columns))
+    return [kind.spec for kind in columns.kinds]
+
+
+def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
+    on_mesh = as_mesh(mesh)
+    wanted: list[tuple[Any, MemoryKind | None]] = [
+        (spec, kind.memory_kind)
+        for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
+    ]
+    try:
+        made = {
+            (spec, memory): sharding_in_memory(on_mesh, as_partition_spec(spec), memory)
+            for spec, memory in set(wanted)
+        }
+    except ValueError as error:
+        raise ValueError(placement_errors(columns) or str(error)) from error
+    return [made[one] for one in wanted]
+
+
+def placement_errors(columns: Columns) -> str:
+    """The message about leaves that get no sharding; for those without a rule, that of `check`."""
+    rows = [
+        LeafError(one.pattern, kind.shape, _decided_by(kind, columns), reasons, len(one.rows))
+        for one in columns.folded
+        for kind in [columns.kinds[one.group]]
+        if (reasons := _reasons(kind, columns))
+    ]
+    said_by = "rules" if columns.leaves.path_rules is not None else "logical rules"
+    messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
+    if any(kind.status == "unmatched" for kind in columns.kinds):
+        found = check(columns, declared=NOTHING)
+        messages += [str(one) for one in found if one.kind == "unmatched"]
+    return "\n".join(messages)
+
+
+def _reasons(kind: Kind, columns: Columns) -> list[str]:
+    """Message and fix for each reason why leaves get no sharding, though they have a rule."""
+    if kind.status == "placed" and kind.shape is not None:
+        return [": ".join(words) for words in refusals(kind, columns)]
+    if kind.status in ("placed", "unmatched"):
+        return []
+    reasons = [f"{loss.message}: {loss.fix}" for loss in kind.losses if loss.is_error]
+    reasons = reasons or [": ".join(filter(None, (kind.message, kind.fix)))]
+    return reasons + [
+        f"dim {dim} {name!r} -> {columns.rules[rule][1]!r}  (rule {rule})"
+        for dim, (name, rule) in enumerate(zip(kind.names or (), kind.dim_rules, strict=False))
+        if rule is not None
+    ]
+
+
+def _decided_by(kind: Kind, columns: Columns) -> str:
+    if kind.rule is None:
+        return "" if kind.names is None else f"names {kind.names}"
+    pattern, given = columns.rules[kind.rule]
+    return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(given)}"
+
+
+def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
+    from jax import tree_util
+
+    of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
+    return tree_util.tree_map(of_row.__getitem__, columns.leaves.tree)

@@ -1,1 +1,0 @@
-"""The checks of `Plan.check`: functions from `Queries` to findings, in files by subject."""

@@ -1,1 +1,0 @@
-"""What a training step sends: the schedule, and the collectives that follow from it."""

@@ -1,1 +1,0 @@
-"""Plans for people: tables of text, tables in notebooks, HTML reports."""

@@ -1,0 +1,212 @@
+"""The logical axis rules in force in a thread. If flax is loaded, they are stored in flax.
+
+A thread-local value. Must not know what the rules mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardrules._arguments import check_type
+from shardrules._correction import Correction
+from shardrules._jax import flax_axis_rules
+from shardrules._rules.dialects import LINEN, LogicalDialect
+from shardrules._rules.names import check_rules, last_wins
+from shardrules._rules.resolver import Resolver, axes_in, resolver_for
+from shardrules._rules.rules import Rules
+from shardrules._specs import is_partition_spec, is_unconstrained, rules_shown
+from shardrules._text import answer, shown
+
+
+@answer
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class LogicalRules:
+    """An ordered list of (logical name, mesh axes) rules. Immutable, hashable.
+
+    It is to the logical axis names of arrays what `Rules` is to their paths: `plan`,
+    `named_shardings`, `shard`, `with_sharding_constraint` and rule files take it.
+
+    Args:
+        rules: (name, mesh axes) pairs, or a mapping. The mesh axes are one axis, a tuple or list of
+            axes, or None for a dimension that is not sharded.
+        dialect: How a rule is chosen for each name of an array.
+
+    Raises:
+        TypeError: A rule is not a pair, its axes are something else, or the dialect is not a
+            LogicalDialect.
+        ValueError: A rule has another length than two.
+
+    Example:
+        >>> import shardrules as sr
+        >>> rules = sr.LogicalRules({"vocab": "tp", "embed": ["fsdp", "ep"]})
+        >>> tuple(rules)
+        (('vocab', 'tp'), ('embed', ('fsdp', 'ep')))
+        >>> tuple(sr.logical_to_mesh(("vocab", "embed"), rules))
+        ('tp', ('fsdp', 'ep'))
+    """
+
+    _pairs: tuple[tuple[Any, Any], ...]
+    dialect: LogicalDialect
+    """How a rule is chosen for each name of an array."""
+
+    def __init__(
+        self,
+        rules: Iterable[tuple[Any, Any]] | Mapping[Any, Any],
+        dialect: LogicalDialect = LINEN,
+    ) -> None:
+        check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
+        check_not_for_paths(rules)
+        given = rules.items() if isinstance(rules, Mapping) else rules
+        is_listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+        if not is_listed or is_partition_spec(given):
+            raise TypeError(
+                f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}; write "
+                "[('embed', 'fsdp'), ...]"
+            )
+        pairs = tuple(given)
+        check_rules(pairs)
+        object.__setattr__(self, "_pairs", tuple(map(_checked_pair, range(len(pairs)), pairs)))
+        object.__setattr__(self, "dialect", dialect)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return iter(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self._pairs[index]
+
+    def __str__(self) -> str:
+        return rules_shown(self.dialect.name, self)
+
+
+def check_not_for_paths(rules: object) -> None:
+    """Checks that rules for logical axis names are not rules of paths, whose pairs look alike.
+
+    Raises:
+        TypeError: They are.
+    """
+    if isinstance(rules, Rules):
+        raise TypeError(
+            f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}, which are for "
+            "paths; give them to named_shardings, shard or plan"
+        )
+
+
+def _checked_pair(index: int, rule: Any) -> tuple[Any, Any]:
+    name, value = rule
+    axes = value if isinstance(value, tuple | list) else axes_in(value)
+    # In old versions of JAX a PartitionSpec is a tuple.
+    if is_partition_spec(value) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            f"logical axis rule {index} gives {name!r} the mesh axes {shown(value)}; give an axis, "
+            "a tuple of axes, or None"
+        )
+    if isinstance(value, str) or is_unconstrained(value):
+        return name, value
+    return name, tuple(axes) or None
+
+
+def resolver_of(
+    rules: LogicalRules,
+    axis_sizes: Mapping[str, int],
+    correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> Resolver:
+    """The rules on a mesh, compiled once for its axis sizes."""
+    return resolver_for(tuple(rules), rules.dialect, axis_sizes, correction, optional_axes)
+
+
+LogicalRulesLike = Sequence[tuple[str, Any]] | LogicalRules
+
+
+def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
+    """Set the logical axis rules of this thread.
+
+    Semantics of flax.core.spmd.set_logical_axis_rules, 0.12. If flax is loaded, flax's functions
+    and ours use the same rules.
+
+    Args:
+        rules: (logical name, mesh axes) pairs.
+
+    Raises:
+        ValueError, TypeError: A rule is not a pair, or the rules can be read only once.
+
+    Example:
+        >>> set_logical_axis_rules([("embed", "fsdp")])
+        >>> get_logical_axis_rules()
+        [('embed', 'fsdp')]
+        >>> set_logical_axis_rules(())
+    """
+    _check(rules)
+    _rules_in_force().rules = rules
+
+
+def get_logical_axis_rules() -> LogicalRulesLike:
+    """The logical axis rules of this thread.
+
+    Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
+
+    Example:
+        >>> get_logical_axis_rules()
+        ()
+    """
+    return _rules_in_force().rules  # type: ignore[no-any-return]
+
+
+@contextmanager
+def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
+    """A context with these logical axis rules in force, instead of the outer ones.
+
+    Semantics of flax.core.spmd.logical_axis_rules, 0.12.
+
+    Args:
+        rules: As in `set_logical_axis_rules`.
+
+    Raises:
+        ValueError, TypeError: As `set_logical_axis_rules`.
+
+    Example:
+        >>> with logical_axis_rules([("embed", "fsdp")]):
+        ...     get_logical_axis_rules()
+        [('embed', 'fsdp')]
+    """
+    _check(rules)
+    outer = get_logical_axis_rules()
+    try:
+        _rules_in_force().rules = rules
+        yield
+    finally:
+        _rules_in_force().rules = outer
+
+
+def _check(rules: Any) -> None:
+    if isinstance(rules, Iterator):
+        raise TypeError(
+            f"the logical axis rules are {shown(rules)}, which can be read only once; give a tuple"
+        )
+    check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
+    check_not_for_paths(rules)
+    last_wins(rules or ())
+
+
+class _AxisRules(threading.local):
+    rules: LogicalRulesLike = ()
+
+
+_own = _AxisRules()
+
+
+def _rules_in_force() -> Any:
+    """The object with this thread's rules: flax's own object, if flax is loaded."""
+    theirs = flax_axis_rules()
+    if theirs is None:
+        return _own
+    if _own.rules:  # set before flax was loaded
+        theirs.rules, _own.rules = theirs.rules or _own.rules, ()
+    return theirs

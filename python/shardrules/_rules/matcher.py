@@ -1,0 +1,431 @@
+"""`Matcher`: a rule list compiled for one dialect, the one door of this package to the C++ core.
+
+Each walk over a tree is one call. A matcher reports what it has found, also what went wrong, and
+raises nothing about it. Takes arguments that are checked. Must not know how a problem is worded.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeVar
+
+from shardrules._arguments import check_real, check_type
+from shardrules._core import Answers, Choices, RuleSet, SpecTable
+from shardrules._correction import plain_spec
+from shardrules._rules.dialects import Dialect, key_separator
+from shardrules._rules.patterns import (
+    EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
+    MATCH_MODES,
+    Pattern,
+    compile_patterns,
+)
+from shardrules._specs import Entries, Fsdp, RankPolicy, spec_for_rank, spec_length
+from shardrules._text import and_more, answer, counted, printable, printable_lines, shown
+
+_DEFAULT_MIN_SIZE: Final = "16384"
+_TRUE_WORDS: Final = ("true", "yes", "1", "on")
+
+
+def checked_min_size(min_size: Any) -> Any:
+    """A function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
+
+    Raises:
+        TypeError: It is neither a number nor None.
+        ValueError: It is None, and MIN_SHARDING_SIZE is not an integer.
+    """
+    if min_size is not None:
+        check_real("min_size", min_size)
+        return min_size
+    text = os.environ.get("MIN_SHARDING_SIZE", _DEFAULT_MIN_SIZE)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable MIN_SHARDING_SIZE is {shown(text)}; it must be a number of "
+            "elements, such as 16384"
+        ) from None
+
+
+def logs_moves() -> bool:
+    """Whether LOG_SHARDING_MOVE asks to be warned of leaves that do not get their whole spec."""
+    return os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS
+
+
+@answer
+class Coverage(NamedTuple):
+    """The leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
+
+    matched: tuple[int, ...]
+    """Per rule, the leaves that its pattern matches."""
+    won: tuple[int, ...]
+    """Per rule, the leaves that it decides: the first rule that matches wins."""
+    unmatched: int
+    """Leaves that no rule matches."""
+    lost: dict[int, dict[int, int]]
+    """Of each rule, by the rule that won instead, the leaves that it matched but did not decide."""
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Rules that match no leaf."""
+        return tuple(rule for rule, leaves in enumerate(self.matched) if leaves == 0)
+
+    @property
+    def shadowed(self) -> dict[int, tuple[int, ...]]:
+        """Rules that match leaves but win none, with the rules that win them all."""
+        return {
+            rule: tuple(sorted(self.lost[rule]))
+            for rule, leaves in enumerate(self.matched)
+            if leaves > 0 and self.won[rule] == 0
+        }
+
+    def __str__(self) -> str:
+        heading = f"{counted(len(self.won), 'rule')}: {counted(self.unmatched, 'leaf')} unmatched"
+        return "\n".join([heading, *map(self._line, range(len(self.won)))])
+
+    def _line(self, rule: int) -> str:
+        if not self.matched[rule]:
+            return f"rule {rule}: dead, matches no leaf"
+        winners = ", ".join(f"rule {other}" for other in sorted(self.lost.get(rule, ())))
+        matched = counted(self.matched[rule], "leaf")
+        if not self.won[rule]:
+            return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
+        lost = f", the others {winners}" if winners else ""
+        return f"rule {rule}: wins {self.won[rule]:,} of {matched}{lost}"
+
+
+def decided_tree(
+    matcher: Matcher, found: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
+) -> Any:
+    """The tree of a walk, if nothing went wrong. Its events become warnings.
+
+    The warnings name the line that called the public function, three frames above this one.
+
+    Args:
+        matcher: What made the walk.
+        found: Its result.
+        misfits_message: misfits_message(matcher, count, leaves) words `found.misfits`.
+
+    Raises:
+        ValueError: Some leaves are not decided; one message lists all.
+    """
+    for path, spec in found.events[1]:
+        warnings.warn(_event_message(path, spec), stacklevel=4)
+    messages = []
+    if found.unmatched[0]:
+        messages.append(_unmatched_message(matcher, *found.unmatched))
+    if found.ambiguous[0]:
+        messages.append(ambiguous_message(matcher, *found.ambiguous))
+    if found.misfits[0]:
+        messages.append(misfits_message(matcher, *found.misfits))
+    if messages:
+        raise ValueError("\n".join(messages))
+    return found.tree
+
+
+def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
+    """About leaves that no rule matches; of the first ones (path, shape or None)."""
+    listed = _listed(
+        count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
+    )
+    searches = matcher.dialect.match == ("search",)
+    catch_all = ", or end the rules with ('.*', PartitionSpec()) to replicate whatever no rule "
+    fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
+    return (
+        f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
+        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{listed}\n"
+        f"  {fix}"
+    )
+
+
+def ambiguous_message(
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
+) -> str:
+    """About leaves that several rules match, where only one may; (path, (rules, shape))."""
+    listed = _listed(
+        count,
+        [
+            f"{path}  shape {shape}  "
+            + ", ".join(f"rule {rule}: {matcher.pairs[rule][0]!r}" for rule in matching)
+            for path, (matching, shape) in leaves
+        ],
+    )
+    tries_exact = matcher.dialect.match[0] == "exact"
+    exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
+    return (
+        f"{_leaves_match(count)} several rules, where only one may:\n{listed}\n"
+        f"  Make the patterns exclude each other{exact}."
+    )
+
+
+def too_long_message(
+    matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
+) -> str:
+    """About leaves of a lower rank than their spec has entries; (path, (rule, shape))."""
+    listed = _listed(
+        count,
+        [
+            f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
+            for path, (rule, shape) in leaves
+        ],
+    )
+    have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
+    return (
+        f"{have} fewer dimensions than the spec has entries:\n{listed}\n"
+        "  Shorten the specs, or take a dialect with rank='truncate'."
+    )
+
+
+def _event_message(path: str, spec: object) -> str:
+    """In eformer's own words, so that filters of its warnings work."""
+    if spec is None:
+        what = "was safer and faster being local array."
+    else:
+        what = f"went out of range (will be auto trimed to {spec})."
+    return printable(f"PartitionSpec Related to {path} {what}")
+
+
+def rule_shown(pattern: Pattern, given: Any) -> str:
+    """A rule, for a message."""
+    return f"{pattern!r} -> {plain_spec(given)}"
+
+
+def _leaves_match(count: int) -> str:
+    return f"{counted(count, 'leaf')} {'matches' if count == 1 else 'match'}"
+
+
+def _listed(count: int, lines: list[str]) -> str:
+    return printable_lines(f"    {line}" for line in lines + and_more(count, len(lines), "leaf"))
+
+
+_T = TypeVar("_T")
+
+_MOST_REMEMBERED: Final = 16
+
+
+class WalkResult(NamedTuple):
+    """The result of one walk. Each kind of failure is (number of leaves, the first of them)."""
+
+    tree: Any
+    """The answer of each leaf; None where something went wrong."""
+    unmatched: tuple[int, list[tuple[str, Any]]]
+    """(path, shape or None): leaves that no rule matches"""
+    ambiguous: tuple[int, list[tuple[str, tuple[list[int], Any]]]]
+    """(path, (rules, shape)): leaves that several rules match, where only one may"""
+    misfits: tuple[int, list[tuple[str, tuple[int, Any]]]]
+    """(path, (rule, shape)): leaves that their rule cannot be applied to"""
+    events: tuple[int, list[tuple[str, Any]]]
+    """(path, truncated spec or None): leaves that do not get their whole spec, if these are asked
+    for"""
+
+
+class Counters(NamedTuple):
+    """Counts of a matcher's work, over all calls that have ended."""
+
+    states_built: int
+    """States of the lazy DFA made so far, those cleared since included."""
+    cache_clears: int
+    """The number of times that the memory budget was spent and the states were cleared."""
+    simulated_steps: int
+    """Characters stepped through without a remembered transition: not seen often enough to be worth
+    one, or the budget is spent."""
+    program_nodes: int
+    """Size of the compiled rules."""
+
+
+class Matcher:
+    """A compiled rule list.
+
+    Args:
+        pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
+        dialect: Whose semantics to follow.
+        memory_budget: Bytes for remembered states; see `Rules`.
+
+    Raises:
+        re.error: A pattern is invalid.
+    """
+
+    __slots__ = (
+        "_remembered",
+        "dialect",
+        "fallbacks",
+        "from_shapes",
+        "memory_budget",
+        "pairs",
+        "rule_set",
+        "specs",
+    )  # fmt: skip
+
+    def __init__(
+        self, pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
+    ) -> None:
+        modes = [MATCH_MODES[mode] for mode in dialect.match]
+        code = compile_patterns([pattern for pattern, _ in pairs], modes)
+        self.pairs: Final = pairs
+        self.dialect: Final = dialect
+        self.memory_budget: Final = memory_budget
+        self.fallbacks: Final = code.fallbacks
+        self.from_shapes: Final = next(
+            (i for i, spec in enumerate(_specs_of(pairs)) if isinstance(spec, Fsdp)), None
+        )
+        """The first rule whose spec is made from shapes, which needs a mesh; or None."""
+        self.specs: Final = _spec_table(_specs_of(pairs), dialect.rank, None)
+        """For `decide`: each rule's spec, as long as the dialect lets it be."""
+        self.rule_set: Final = RuleSet(
+            code.patterns,
+            code.classes,
+            code.accepts,
+            code.word_class,
+            code.ascii_word_class,
+            EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
+            code.searched,
+            memory_budget,
+            len(modes),
+            _choices(dialect),
+        )
+        self._remembered: Final[dict[Hashable, Any]] = {}
+
+    def decide(
+        self,
+        tree: Any,
+        answers: Answers,
+        replicated: object,
+        unmatched: object = None,
+        ambiguous: object = None,
+        *,
+        min_size: int = 0,
+        strict: bool = True,
+    ) -> WalkResult:
+        """The tree with each leaf replaced by what `answers` has for it.
+
+        Args:
+            tree: Any pytree; of its leaves only `.shape` is read.
+            answers: What the leaves of each rule get.
+            replicated: What a leaf gets that needs no rule.
+            unmatched: What a leaf gets that no rule matches. None: `replicated` if the dialect
+                replicates such leaves; otherwise it is reported.
+            ambiguous: What a leaf gets that several rules match, where only one may. None: it is
+                reported.
+            min_size: As in `match_partition_rules`.
+            strict: The same.
+        """
+        if unmatched is None and self.dialect.unmatched == "replicate":
+            unmatched = replicated
+        return WalkResult(
+            *self.rule_set.match(
+                tree, answers, strict, min_size, replicated, unmatched, ambiguous, logs_moves()
+            )
+        )
+
+    def survey(
+        self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
+    ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
+        """The leaves by kind: those of one kind have the same rule, shape and dtype.
+
+        Args:
+            tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
+            min_size: As in `match_partition_rules`.
+            replicated: Stands for the rule of a leaf that needs none.
+            unmatched: The same for a leaf that no rule matches.
+            ambiguous: The same for a leaf that several rules match, where only one may.
+
+        Returns:
+            (the tree with the number of its row for each leaf, the leaves' paths by row,
+            {(rule, shape, dtype): number of the kind}, the kinds' numbers by row as int32)
+        """
+        return self.rule_set.survey(
+            tree, self.numbers(), min_size, replicated, unmatched, ambiguous
+        )
+
+    def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
+        """Per rule, the leaves of the tree that it matches and wins."""
+        matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict)
+        lost: dict[int, dict[int, int]] = {}
+        for loser, winner, leaves in lost_pairs:
+            lost.setdefault(loser, {})[winner] = leaves
+        return Coverage(tuple(matched), tuple(won), unmatched, lost)
+
+    def answers(self, answer: Callable[[int, Any], object]) -> Answers:
+        """For `decide`: answer(rule, spec cut to the leaf), made once for each rule and rank.
+
+        The spec is None where it is longer than the rank and the dialect calls that an error.
+        """
+        return _spec_table(_specs_of(self.pairs), self.dialect.rank, answer)
+
+    def numbers(self) -> Answers:
+        """For `decide`: the index of the rule itself; needs no JAX."""
+        count = len(self.pairs)
+        return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
+
+    def first_match(self, path: str) -> int | None:
+        """The index of the first rule that matches the path, or None."""
+        return self.rule_set.first_match(self.joined(path))
+
+    def all_matches(self, path: str) -> list[int]:
+        """The indices of all rules that match the path, ascending."""
+        return self.rule_set.all_matches(self.joined(path))
+
+    def joined(self, path: str) -> str:
+        """A path as people write it, as the patterns meet it."""
+        check_type("path", path, str, "a string")
+        return self.all_joined([path])[0]
+
+    def all_joined(self, paths: Iterable[str]) -> list[str]:
+        """`joined` for many paths."""
+        written, met = self.dialect.separator, key_separator(self.dialect)
+        if not written or written == met:
+            return list(paths)
+        return [path.replace(written, met) for path in paths]
+
+    def for_whole_paths(self) -> Matcher:
+        """These rules, for trees whose only keys are `joined` paths."""
+        if self.dialect.keys == "text":
+            return self
+        dialect = replace(self.dialect, keys="text")
+        return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
+
+    def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The result of `make`, remembered for the next call with this key."""
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered.setdefault(key, make())
+        return found  # type: ignore[no-any-return]
+
+    def counters(self) -> Counters:
+        """The counts of the core so far."""
+        return Counters(*self.rule_set.counters())
+
+
+def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
+    return [plain_spec(given) for _, given in pairs]
+
+
+def _spec_table(
+    specs: list[Any], too_long: RankPolicy, answer: Callable[[int, Any], object] | None
+) -> SpecTable:
+    def make(rule: int, rank: int) -> object:
+        spec = spec_for_rank(specs[rule], rank, too_long)
+        return spec if answer is None else answer(rule, spec)
+
+    return SpecTable(
+        [None if isinstance(spec, Entries) or answer is not None else spec for spec in specs],
+        [0 if too_long == "keep" else spec_length(spec) for spec in specs],
+        make,
+    )
+
+
+def _choices(dialect: Dialect) -> Choices:
+    return Choices(
+        key_separator(dialect),
+        dialect.separator,
+        dialect.keys == "keystr",
+        dialect.hidden_key,
+        dialect.precedence == "only",
+        dialect.scalars == "none",
+        dialect.scalars == "size 1",
+        dialect.min_size == "before",
+    )

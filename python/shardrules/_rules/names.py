@@ -1,0 +1,524 @@
+"""The leaves of trees with logical axis names: specs, tuples, boxes, nnx Variables, arrays.
+
+Classifies each type once for a tree. Must not know how the names are used.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardrules._core import values_beside
+from shardrules._rules.rules import Rules, matcher_of
+from shardrules._specs import (
+    entries_of,
+    is_partition_spec,
+    is_unconstrained,
+    partition_spec,
+    with_entries,
+)
+from shardrules._text import and_more, counted, near_shown, printable_lines, shown
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from shardrules._rules.rules import Rules
+
+
+def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
+    """Rules as a dict from logical name to mesh axes.
+
+    Raises:
+        ValueError: A rule is a string, or its length is not two.
+        TypeError: A rule is not a tuple or list, or its name is not hashable.
+
+    Example:
+        >>> last_wins([("embed", "tp"), ("embed", None)])
+        {'embed': None}
+    """
+    listed = rules if isinstance(rules, (tuple, list)) else tuple(rules)
+    if _PAIRS.issuperset(map(type, listed)):
+        try:
+            return dict(listed)
+        except (TypeError, ValueError):
+            pass  # the error below names the rule
+    check_rules(listed, ".items()" if isinstance(rules, dict) else "")
+    return dict(listed)
+
+
+def check_rules(rules: Iterable[Any], instead: str = "") -> None:
+    """Checks that each rule is a pair with a hashable name.
+
+    Raises:
+        ValueError, TypeError: As `last_wins`.
+    """
+    hint = f"; of a dict, give {instead}" if instead else ""
+    for index, rule in enumerate(rules):
+        if isinstance(rule, str) or (isinstance(rule, (tuple, list)) and len(rule) != 2):
+            raise ValueError(f"logical axis rule {index} is {shown(rule)}; {_A_RULE}{hint}")
+        if not isinstance(rule, (tuple, list)):
+            raise TypeError(f"logical axis rule {index} is {shown(rule)}; {_A_RULE}")
+        try:
+            hash(rule[0])
+        except TypeError as error:
+            raise TypeError(
+                f"logical axis rule {index} is for the name {shown(rule[0])}: {error}; {_A_RULE}"
+            ) from None
+
+
+_PAIRS = frozenset((tuple, list))
+_A_RULE = "a rule is a pair (logical name, mesh axes), such as ('embed', 'fsdp')"
+
+
+def logical_names(names: Any) -> tuple[Any, ...]:
+    """The entries of a tuple, list or PartitionSpec of logical axis names.
+
+    Raises:
+        TypeError: It is something else, such as a string, whose letters would count as names.
+    """
+    if type(names) is tuple:  # most are
+        return names
+    if is_partition_spec(names):
+        return entries_of(names)
+    if not isinstance(names, (tuple, list)):
+        raise TypeError(
+            f"the logical axis names are {shown(names)}; give a tuple with a name or None for each "
+            "dimension, such as ('embed', None)"
+        )
+    return tuple(names)
+
+
+def checked_names(names: Any) -> tuple[Any, ...]:
+    """The entries of logical axis names, each a name, None, UNCONSTRAINED or a tuple of names.
+
+    Raises:
+        TypeError: One is something else.
+    """
+    entries = logical_names(names)
+    for entry in entries:
+        if not is_name(entry) and not (isinstance(entry, tuple) and all(map(is_name, entry))):
+            raise TypeError(
+                f"an entry of the logical axis names {shown(names)} is {shown(entry)}; an entry is "
+                "a name, None, or a tuple of names"
+            )
+    return entries
+
+
+def is_name(entry: Any) -> bool:
+    """Whether it is an entry of logical axis names."""
+    return entry is None or isinstance(entry, str) or is_unconstrained(entry)
+
+
+def spec_of_names(names: Any, entries: Iterable[Any]) -> PartitionSpec:
+    """The PartitionSpec of these entries, with the unreduced and reduced axes of `names`."""
+    return with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
+
+
+_SHOWN: Final = 10
+
+
+def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
+    """The names of each leaf, by row; None for a leaf without.
+
+    Args:
+        of_rows: The tree with the number of its row for each leaf.
+        paths: The leaves' paths, by row.
+        names: A tree of names that fits the tree, or {path: names}.
+
+    Raises:
+        ValueError: The names do not fit the tree, or are for paths that are not there.
+    """
+    found = values_beside(of_rows, names, len(paths))
+    if found is not None:
+        return found
+    is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))
+    if is_by_path and names.keys() <= set(paths):
+        return list(map(names.get, paths))
+    try:
+        return _by_jax(of_rows, names)
+    except ValueError as error:
+        raise (_unknown_paths(paths, names) if is_by_path else error) from None
+
+
+def _may_be_names(one: Any) -> bool:
+    if is_partition_spec(one):
+        return True
+    return isinstance(one, tuple | list) and not any(isinstance(x, Mapping | list) for x in one)
+
+
+def _unknown_paths(paths: list[str], names: Mapping[Any, Any]) -> ValueError:
+    known = set(paths)
+    unknown = [path for path in names if path not in known]
+    lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
+    for path in unknown[:_SHOWN]:
+        near = near_shown(path, paths) if isinstance(path, str) else ""
+        lines.append(f"    {shown(path)}{near}")
+    lines += [f"    {line}" for line in and_more(len(unknown), _SHOWN, "path")]
+    return ValueError(printable_lines(lines))
+
+
+def _by_jax(of_rows: Any, names: Any) -> list[Any]:
+    from jax import tree_util
+
+    rows: list[int]
+    treedef: Any
+    rows, treedef = tree_util.tree_flatten(of_rows)
+    try:
+        given: list[Any] = treedef.flatten_up_to(names)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
+            "the same structure with a tuple of names for each array, or {path: names}"
+        ) from None
+    return by_row(rows, given)
+
+
+def by_row(rows: list[int], values: list[Any]) -> list[Any]:
+    """Values in the order of JAX's leaves, by row: dicts are walked in the order of their keys.
+
+    Args:
+        rows: The row of each leaf, in JAX's order.
+        values: The values, in the same order.
+    """
+    if rows == list(range(len(rows))):
+        return values
+    ordered = values.copy()
+    for row, value in zip(rows, values, strict=True):
+        ordered[row] = value
+    return ordered
+
+
+def loaded(module: str, name: str) -> Any:
+    """An attribute of a module that is already imported; None if it is not."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def variable_types() -> tuple[type, ...]:
+    """The classes Variable and (before flax 0.12) VariableState of nnx; () without nnx."""
+    nnx = sys.modules.get("flax.nnx.variablelib")
+    if nnx is None:
+        return ()
+    return tuple(getattr(nnx, name) for name in ("Variable", "VariableState") if hasattr(nnx, name))
+
+
+def box_types() -> tuple[type, ...]:
+    """The base classes of boxes, ours and flax's, that are already imported."""
+    modules = ("shardrules.compat.flax_core_meta", "flax.core.meta")
+    return tuple(sys.modules[name].AxisMetadata for name in modules if name in sys.modules)
+
+
+def is_flax_struct(node: object) -> bool:
+    """Whether a node is a record of flax.struct, such as a TrainState."""
+    # The public mark of `flax.struct.dataclass` is its `replace`, which others have as well.
+    return bool(getattr(type(node), "_flax_dataclass", False))
+
+
+def variable_sharding(variable: Any) -> Any:
+    """The sharding of a Variable, usually a tuple of logical names; None if it has none."""
+    metadata = variable.get_metadata()
+    # flax before 0.12 says "sharding", and before that "sharding_names".
+    spellings = ("out_sharding", "sharding_names", "sharding")
+    return next(filter(None, map(metadata.get, spellings)), None)
+
+
+def own_rules(variable: Any) -> Any:
+    """The logical rules of a Variable's own; None without."""
+    return variable.get_metadata().get("sharding_rules") or None
+
+
+def says_its_sharding(variable: Any) -> bool:
+    """Whether a Variable has a sharding."""
+    return bool(variable_sharding(variable))
+
+
+def named_array_types() -> tuple[type, ...]:
+    """The class NamedArray; () without haliax."""
+    found = loaded("haliax.core", "NamedArray")
+    return () if found is None else (found,)
+
+
+def axis_names(named: Any) -> tuple[str, ...]:
+    """The names of a NamedArray's axes."""
+    return tuple(axis.name for axis in named.axes)
+
+
+_NO_RULES: Final = Rules(())
+
+
+class NamedArrays(NamedTuple):
+    """The arrays of a tree, and the names of each."""
+
+    tree: Any
+    """The tree without boxes."""
+    names: list[Any]
+    """Of each array in the order of JAX's leaves its names, which can be hashed; None without."""
+    boxes: Unboxed | None
+    """The boxes that the names were in; None if the names were beside the tree."""
+
+    def boxed(self, answers: Any) -> Any:
+        """The tree of answers as users expect it; see `Unboxed.boxed`."""
+        return answers if self.boxes is None else self.boxes.boxed(answers)
+
+    def paths(self) -> list[str]:
+        """The paths of the arrays, in the order of JAX's leaves."""
+        return leaf_paths(self.tree)
+
+
+def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
+    """The arrays of a tree, and their names.
+
+    Args:
+        tree: A tree of arrays, boxes, nnx Variables or haliax arrays.
+        names: As in `plan`.
+
+    Raises:
+        TypeError: Nothing has names.
+        ValueError: As `names_beside`.
+    """
+    from jax import tree_util
+
+    if names is None:
+        boxes = unboxed_with_names(tree)
+        return NamedArrays(boxes.tree, _hashable(boxes.names_of_arrays()), boxes)
+    of_rows, paths = rows_and_paths(tree)
+    named = names_beside(of_rows, paths, names)
+    ordered = [named[row] for row in tree_util.tree_leaves(of_rows)]
+    return NamedArrays(tree, _hashable(ordered), None)
+
+
+def _hashable(names: list[Any]) -> list[Any]:
+    return [tuple(one) if isinstance(one, list) else one for one in names]
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The paths of a tree's leaves, in the order of JAX's leaves."""
+    from jax import tree_util
+
+    of_rows, paths = rows_and_paths(tree)
+    return [paths[row] for row in tree_util.tree_leaves(of_rows)]
+
+
+def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> tuple[Any, list[str]]:
+    """(the tree with the number of its row for each leaf, the path of each row).
+
+    Args:
+        tree: Any pytree.
+        rules: Their dialect spells the paths.
+    """
+    of_rows, paths, *_ = matcher_of(rules).survey(
+        tree, min_size=0, replicated=0, unmatched=0, ambiguous=0
+    )
+    return of_rows, paths
+
+
+_PLAIN: Final = re.compile(r"[\w-]+")
+
+
+class NodeForms:
+    """Classifies the nodes of one tree, each type once."""
+
+    __slots__ = ("_boxes", "_known", "_named", "_variables")
+
+    def __init__(self) -> None:
+        self._boxes = box_types()
+        self._variables = variable_types()
+        self._named = named_array_types()
+        self._known: dict[type, str] = {tuple: "tuple"}
+
+    def of(self, node: Any) -> str:
+        """One of "spec", "tuple", "box", "variable", "named" or "other"."""
+        form = self._known.get(type(node))
+        if form is None:
+            if is_partition_spec(node):
+                form = "spec"
+            elif isinstance(node, self._variables):
+                form = "variable"
+            elif isinstance(node, self._named):
+                form = "named"
+            else:
+                form = "box" if isinstance(node, self._boxes) else "other"
+            self._known[type(node)] = form
+        return form
+
+    def are_specs(self, leaves: list[Any]) -> bool:
+        """Whether all leaves are PartitionSpecs, which need no conversion to names."""
+        return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
+
+    def holds_array(self, node: Any) -> bool:
+        """Whether a node is an array with whatever says its names."""
+        return self.of(node) in ("box", "variable", "named")
+
+    def has_names(self, node: Any) -> bool:
+        """Whether a node is a leaf with names."""
+        form = self.of(node)
+        if form == "spec":
+            return True
+        if form == "tuple":  # an empty tuple is usually a node of the tree
+            return len(node) > 0 and all(map(is_name, node))
+        if form == "variable":
+            return says_its_sharding(node)
+        return form == "named" or (form == "box" and hasattr(node, "names"))
+
+    def names_of(self, leaf: Any) -> Any:
+        """The names of a leaf: () for an array, and the leaf itself if it is anything else."""
+        form = self.of(leaf)
+        if form == "variable":
+            return variable_sharding(leaf)
+        if form == "named":
+            return axis_names(leaf)
+        if form == "box":
+            return leaf.names
+        # flax replicates the arrays without a box in a tree of boxes.
+        return () if form == "other" and hasattr(leaf, "shape") else leaf
+
+    def check_some_have_names(self, leaves: list[Any]) -> None:
+        """Checks that not all leaves are arrays.
+
+        Raises:
+            TypeError: They are.
+        """
+        if leaves and all(self.of(x) == "other" and hasattr(x, "shape") for x in leaves):
+            raise TypeError(_no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
+
+    def array_in(self, leaf: Any) -> Any:
+        """The array that the names of a leaf belong to."""
+        form = self.of(leaf)
+        if form == "variable":
+            return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
+        if form == "named":
+            return leaf.array
+        return leaf.value if form == "box" else leaf
+
+
+def _no_names(leaf: Any, instead: str) -> str:
+    """The message for a tree in which nothing has names; `instead` is where they may stand."""
+    return (
+        "nothing in the tree has logical axis names; its first leaf is "
+        f"{shown(leaf)}. Give {instead}, such as ('embed', 'mlp') for each array; or boxes or nnx "
+        "Variables with names, before they are unboxed"
+    )
+
+
+def without_boxes(tree: Any) -> Any:
+    """The tree with the array in the place of each box, Variable and NamedArray."""
+    from jax import tree_util
+
+    forms = NodeForms()
+    return tree_util.tree_map(forms.array_in, tree, is_leaf=forms.holds_array)
+
+
+class Unboxed(NamedTuple):
+    """A tree without the boxes and Variables that give its arrays names."""
+
+    tree: Any
+    """The tree with an array in the place of each box and Variable."""
+    leaves: list[Any]
+    """The boxes, Variables and other leaves of the tree that was given."""
+    names: list[Any]
+    """Of each of these leaves its logical axis names; None for one without."""
+    treedef: Any
+    forms: NodeForms
+
+    def names_of_arrays(self) -> list[Any]:
+        """The names of each array; a box may hold a tree of several, such as a quantized one."""
+        from jax import tree_util
+
+        held = self.treedef.flatten_up_to(self.tree)
+        if tree_util.all_leaves(held):  # most often, and ten times as fast
+            return self.names
+        pairs = zip(self.names, map(tree_util.tree_leaves, held), strict=True)
+        return [names for names, arrays in pairs for _ in arrays]
+
+    def boxed(self, answers: Any) -> Any:
+        """The tree of answers, those about a Variable in the Variable, as flax.nnx has them."""
+        here = self.treedef.flatten_up_to(answers)
+        pairs = zip(self.leaves, here, strict=True)
+        return self.treedef.unflatten(
+            leaf.replace(answer) if self.forms.of(leaf) == "variable" else answer
+            for leaf, answer in pairs
+        )
+
+
+def unboxed(tree: Any) -> Unboxed:
+    """The arrays of a tree with boxes or Variables, and their names.
+
+    Raises:
+        ValueError: A Variable has rules of its own, which rules for the whole tree would not meet.
+    """
+    from jax import tree_util
+
+    forms = NodeForms()
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.holds_array)
+    for leaf in leaves:
+        if forms.of(leaf) == "variable" and (rules := own_rules(leaf)):
+            raise ValueError(
+                f"an nnx Variable with the names {shown(variable_sharding(leaf))} has "
+                f"sharding_rules of its own, {shown(rules)}: give all rules in one LogicalRules, "
+                "and leave sharding_rules out"
+            )
+    names = [forms.names_of(leaf) if forms.holds_array(leaf) else None for leaf in leaves]
+    return Unboxed(treedef.unflatten(map(forms.array_in, leaves)), leaves, names, treedef, forms)
+
+
+def unboxed_with_names(tree: Any) -> Unboxed:
+    """The same, of a tree in which something has names.
+
+    Raises:
+        TypeError: Nothing has.
+        ValueError: As `unboxed`.
+    """
+    boxes = unboxed(tree)
+    if boxes.leaves and all(one is None for one in boxes.names):
+        raise TypeError(_no_names(boxes.leaves[0], "names="))
+    return boxes
+
+
+def has_names(tree: Any) -> bool:
+    """Whether an array of the tree has logical axis names. Without such libraries, costs nothing.
+
+    Raises:
+        ValueError: As `unboxed`.
+    """
+    if not (box_types() or variable_types() or named_array_types()):
+        return False
+    return any(unboxed(tree).names)
+
+
+def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
+    """Checks that rules for paths are not logical axis rules for the tree's boxes.
+
+    Costs a look at each pattern, unless there are boxes and all patterns could be names.
+
+    Raises:
+        TypeError: Each pattern is a plain word that is a name in a box or Variable of the tree, or
+            that matches no path.
+    """
+    if not (box_types() or variable_types()):
+        return
+    patterns = [pattern for pattern, _ in rules]
+    if not all(isinstance(pattern, str) and _PLAIN.fullmatch(pattern) for pattern in patterns):
+        return
+    names = _names_in_boxes(tree)
+    if names.isdisjoint(patterns):
+        return
+    matches_nothing = set(rules.coverage(tree).dead)
+    if all(p in names or index in matches_nothing for index, p in enumerate(patterns)):
+        raise TypeError(
+            "the rules are for the logical axis names in the tree's boxes, such as "
+            f"{next(p for p in patterns if p in names)!r}, and here patterns are searched for in "
+            "paths. Give shardrules.LogicalRules(rules); if they are patterns of paths, unbox the "
+            "tree first"
+        )
+
+
+def _names_in_boxes(tree: Any) -> set[Any]:
+    from jax import tree_util
+
+    forms = NodeForms()
+    leaves = tree_util.tree_leaves(tree, is_leaf=forms.has_names)
+    boxed = [leaf for leaf in leaves if forms.holds_array(leaf)]
+    return {name for leaf in boxed for name in forms.names_of(leaf) if isinstance(name, str)}

@@ -1,0 +1,351 @@
+"""`Resolver`: logical axis rules compiled for a mesh, which chooses the rules of an array's names.
+
+Gives numbers to names and mesh axes. The C++ core decides which rule each dimension gets, and why
+other rules lose. Must not know about trees, contexts or arrays beyond shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
+
+from shardrules._core import LogicalRuleSet
+from shardrules._correction import Correction
+from shardrules._rules.dialects import FLAX_CORE, LogicalDialect
+from shardrules._rules.names import check_rules, last_wins, logical_names, spec_of_names
+from shardrules._specs import Entries, axes_present, is_unconstrained, without_axes
+from shardrules._text import printable_lines, shown
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+_Spec = TypeVar("_Spec", "PartitionSpec", Entries, "PartitionSpec | Entries")
+
+UNASSIGNED: Final = object()
+_KEEP: Final = Correction(absent="keep", indivisible="keep")
+
+
+Reason = Literal["dim taken", "axis taken", "indivisible", "absent"]
+
+
+class LostRule(NamedTuple):
+    """A rule for the name of a dimension that does not decide it."""
+
+    rule: int
+    dim: int
+    why: Reason
+    """The dimension has the mesh axes of another rule, another dimension has one of its mesh axes,
+    or its mesh axes do not divide the dimension or are absent from the mesh."""
+    to: int | None
+    """The rule or the dimension that it lost to."""
+
+
+class Resolver:
+    """A list of (logical name, mesh axes) rules on a mesh. Immutable.
+
+    Args:
+        rules: Pairs. The mesh axes are a name, a tuple or list of names, or None.
+        dialect: How names are resolved.
+        axis_sizes: Devices along each mesh axis, for arrays with a known shape. A missing axis
+            counts as one device.
+        correction: The axes that a rule keeps if the mesh lacks one of them, or if they do not
+            divide the dimension. A rule that keeps none loses, if the dialect tries the next one.
+            Default: rules do not lose so.
+        optional_axes: Axes that a rule loses alone where the mesh lacks them and the correction
+            makes that an error.
+
+    Raises:
+        ValueError: A rule is not a pair, `rules` is not a tuple or list, or the correction is to
+            factor axes.
+    """
+
+    __slots__ = ("_absent", "_axis_ids", "_core", "_name_ids", "_numbers", "dialect", "rules")
+
+    def __init__(
+        self,
+        rules: Any,
+        dialect: LogicalDialect,
+        axis_sizes: Mapping[str, int],
+        correction: Correction | None = None,
+        optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
+        if not isinstance(rules, (tuple, list)):
+            raise ValueError(  # noqa: TRY004 flax's type
+                f"Unknown axis rule specification type: {shown(rules)}; give a tuple or list of "
+                "pairs such as ('embed', 'fsdp')"
+            )
+        check_rules(rules)
+        if correction is not None and correction.indivisible == "factor":
+            raise ValueError(
+                "Correction(indivisible='factor') is for rules for paths; with logical rules keep "
+                "the axes that divide, by indivisible='drop_axis' or 'prefix'"
+            )
+        self.rules = tuple(rules)
+        self.dialect = dialect
+        policy = correction if correction is not None and dialect.tries_next else _KEEP
+        self._name_ids: dict[Any, int] = {}
+        self._axis_ids: dict[str, int] = {}
+        self._absent: dict[Any, list[int]] = {}
+        """Per name the rules of which the mesh leaves no axes."""
+        self._numbers: list[int] = []
+        """The index of each rule that the core has."""
+        numbered = []
+        for index, (name, value) in enumerate(self.rules):
+            number = self._name_ids.setdefault(name, len(self._name_ids))
+            axes = axes_in(value)
+            left = axes_present(axes, axis_sizes, policy.absent)
+            if policy.absent == "error":
+                left = [a for a in axes if a in axis_sizes or a not in optional_axes]
+            if axes and not left:
+                self._absent.setdefault(name, []).append(index)
+                continue
+            self._numbers.append(index)
+            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in left]
+            numbered.append((number, ids))
+        self._core = LogicalRuleSet(
+            numbered,
+            [axis_sizes.get(axis, 1) for axis in self._axis_ids],
+            dialect.last_wins,
+            # The correction reports the error later.
+            "keep" if policy.indivisible == "error" else policy.indivisible,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The logical names that have rules."""
+        return [name for name in self._name_ids if isinstance(name, str)]
+
+    def spec(self, names: Any) -> PartitionSpec:
+        """The PartitionSpec of an array with these names and any shape; cached.
+
+        Raises:
+            ValueError, TypeError: As `resolve`.
+        """
+        try:
+            return _remembered_spec(self, tuple(names) if isinstance(names, list) else names)
+        except TypeError:  # not hashable, or not names: this raises the error
+            return self.resolve(names).spec(names)
+
+    def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Resolution:
+        """The rule of each dimension of an array with these names.
+
+        Args:
+            names: A name for each dimension. None, a tuple of mesh axes and UNCONSTRAINED stay
+                unchanged.
+            shape: The shape of the array, if rules that do not divide it shall lose.
+
+        Raises:
+            ValueError: A name occurs twice.
+            TypeError: `names` is not a tuple, list or PartitionSpec.
+        """
+        wanted = logical_names(names)
+        if twice := repeated(wanted, self.dialect):
+            raise ValueError(
+                f"Unsupported: Dimensions {twice} occur more than once in array names {names}; "
+                "give each dimension a name of its own, or None"
+            )
+        try:
+            winners, lost = self._core.resolve(
+                [
+                    (self._name_id(entry), self._known_axes(entry), _at(shape, dim))
+                    for dim, entry in enumerate(wanted)
+                ]
+            )
+        except TypeError as error:
+            raise TypeError(
+                f"an entry of the logical axis names {shown(names)} cannot be looked up: {error}; "
+                "an entry is a name, None, or a tuple of names"
+            ) from None
+        numbers = self._numbers
+        return Resolution(
+            self,
+            wanted,
+            [None if winner is None else numbers[winner] for winner in winners],
+            sorted([*self._lost_to_absent(wanted), *self._lost(lost)]),
+        )
+
+    def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
+        """The spec, without axes of one device if the dialect leaves them out."""
+        if self.dialect.keeps_size_one:
+            return spec
+        return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
+
+    def _lost(self, found: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
+        """The rules that lost, by their numbers in the core."""
+        numbers = self._numbers
+        for rule, dim, why, to in found:
+            other = numbers[to] if why == "dim taken" and to is not None else to
+            yield LostRule(numbers[rule], dim, cast(Reason, why), other)
+
+    def _lost_to_absent(self, names: tuple[Any, ...]) -> Iterator[LostRule]:
+        if self._absent:
+            for dim, name in enumerate(names):
+                for rule in self._absent.get(name, ()):
+                    yield LostRule(rule, dim, "absent", None)
+
+    def _name_id(self, entry: Any) -> int | None:
+        if isinstance(entry, str) or self.dialect.last_wins:
+            return self._name_ids.get(entry)
+        return None
+
+    def _known_axes(self, entry: Any) -> list[int]:
+        if isinstance(entry, str):
+            return []
+        return [self._axis_ids[axis] for axis in axes_in(entry) if axis in self._axis_ids]
+
+
+class Resolution(NamedTuple):
+    """The rules that the names of one array got, and the rules that lost."""
+
+    rules: Resolver
+    names: tuple[Any, ...]
+    winners: list[int | None]
+    """For each dimension, the index of its rule, or None."""
+    lost: list[LostRule]
+    """The rules that lost, in order."""
+
+    def entries(self) -> list[Any]:
+        """The entry of each dimension; UNASSIGNED for a name without mesh axes."""
+        unknown_stays = self.rules.dialect.keeps_unknown
+        return [
+            _tuple_if_list(self.rules.rules[winner][1])
+            if winner is not None
+            else (UNASSIGNED if isinstance(name, str) and not unknown_stays else name)
+            for name, winner in zip(self.names, self.winners, strict=True)
+        ]
+
+    def spec(self, names: Any) -> PartitionSpec:
+        """The PartitionSpec, with None for unassigned names and the unreduced axes of `names`."""
+        entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
+        return spec_of_names(names, entries)
+
+    def explained(self) -> str:
+        """A line for each dimension, followed by a line for each rule that lost it, and why."""
+        lines = []
+        for dim, (name, entry) in enumerate(zip(self.names, self.entries(), strict=True)):
+            winner = self.winners[dim]
+            got = "no rule's mesh axes" if entry is UNASSIGNED else repr(entry)
+            by = "" if winner is None else f"  (rule {winner})"
+            lines.append(f"dim {dim} {name!r} -> {got}{by}")
+            lines += [
+                f"    rule {one.rule} {self.rules.rules[one.rule]!r} lost: {self.reason(one)}"
+                for one in self.lost
+                if one.dim == dim
+            ]
+        return printable_lines(lines)
+
+    def reason(self, lost: LostRule) -> str:
+        """Why the rule lost, in words."""
+        if lost.why == "dim taken":
+            return f"the dimension has the mesh axes of rule {lost.to}"
+        if lost.why == "axis taken" and lost.to is not None:
+            return f"a mesh axis of it is used by dim {lost.to} {self.names[lost.to]!r}"
+        if lost.why == "absent":
+            return "the mesh lacks its mesh axes"
+        return "its mesh axes do not divide the dimension"
+
+
+def resolver_for(
+    rules: Any,
+    dialect: LogicalDialect,
+    axis_sizes: Mapping[str, int],
+    correction: Correction | None = None,
+    optional_axes: frozenset[str] = frozenset(),
+) -> Resolver:
+    """The rules, compiled once for these axis sizes."""
+    axes = tuple(axis_sizes.items())
+    # Most rules have no lists in them.
+    for as_key in (_as_tuple, _hashable):
+        try:
+            return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
+        except TypeError:  # something in it cannot be hashed
+            pass
+    # Raises the error that names the rule, if one is invalid.
+    return Resolver(rules, dialect, axis_sizes, correction, optional_axes)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    rules: Any,
+    dialect: LogicalDialect,
+    axis_sizes: tuple[tuple[str, int], ...],
+    correction: Correction | None,
+    optional_axes: frozenset[str],
+) -> Resolver:
+    return Resolver(rules, dialect, dict(axis_sizes), correction, optional_axes)
+
+
+def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical names, in the dialect of flax.core.
+
+    Each entry of `names` is looked up as a whole, also a tuple of names. The last rule for an entry
+    wins. An entry without a rule stays unchanged. Semantics of flax.core.spmd.apply_rules, 0.12.
+
+    Args:
+        names: A tuple or list of entries, or a PartitionSpec. The unreduced and reduced axes of a
+            PartitionSpec are kept.
+        rules: (logical name, mesh axes) pairs. The mesh axes are one axis, a tuple or list of axes,
+            or None.
+
+    Raises:
+        TypeError: `names` is not a tuple, list or PartitionSpec, or an entry is not hashable.
+        ValueError, TypeError: A rule is not a pair.
+
+    Example:
+        >>> rules = [("embed", "tp"), ("batch", "dp"), ("embed", "fsdp")]
+        >>> tuple(resolve_core(("batch", "embed", "heads", None), rules))
+        ('dp', 'fsdp', 'heads', None)
+    """
+    if isinstance(rules, dict):
+        rules = tuple(last_wins(rules).items())
+    pairs = rules if type(rules) is tuple else tuple(rules)
+    return resolver_for(pairs, FLAX_CORE, {}).spec(names)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _remembered_spec(rules: Resolver, names: Any) -> PartitionSpec:
+    return rules.resolve(names).spec(names)
+
+
+def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]:
+    """The names of an array that it has twice, where the dialect does not allow that."""
+    if dialect.last_wins:
+        return ()
+    counts = Counter(name for name in names if isinstance(name, str))
+    return tuple(name for name, count in counts.items() if count > 1)
+
+
+def axes_in(value: Any) -> list[str]:
+    """The mesh axes of a rule's value."""
+    if value is None or is_unconstrained(value):
+        return []
+    if isinstance(value, (tuple, list)):
+        return [axis for inner in value for axis in axes_in(inner)]
+    return [value]
+
+
+def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:
+    return None if shape is None or dim >= len(shape) else shape[dim]
+
+
+def _tuple_if_list(mesh_axes: Any) -> Any:
+    # Rules read from JSON or YAML have lists.
+    return tuple(mesh_axes) if isinstance(mesh_axes, list) else mesh_axes
+
+
+def _hashable(rules: Any) -> Any:
+    """A list of pairs as a tuple of tuples; anything else unchanged."""
+    if not isinstance(rules, (tuple, list)):
+        return rules
+    return tuple(
+        (rule[0], _tuple_if_list(rule[1]))
+        if isinstance(rule, (tuple, list)) and len(rule) == 2
+        else rule
+        for rule in rules
+    )
+
+
+def _as_tuple(rules: Any) -> Any:
+    return tuple(rules) if isinstance(rules, list) else rules

@@ -1,0 +1,403 @@
+"""`Rules`, a rule list as a value, and `match_partition_rules`, the drop-in for eformer's.
+
+Checks what a rule list is made of, and turns what a `Matcher` reports into errors and warnings.
+Costs one call into the core for each tree. Must not know how a path is matched.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NoReturn, TypeAlias
+
+from shardrules._arguments import boolean, check_order, check_tree, check_type, integer
+from shardrules._correction import Correction, RuleSpec
+from shardrules._plan_like import PlanLike
+from shardrules._rules.dialects import EFORMER, Dialect
+from shardrules._rules.matcher import (
+    Coverage,
+    Matcher,
+    checked_min_size,
+    decided_tree,
+    rule_shown,
+    too_long_message,
+)
+from shardrules._rules.patterns import MATCH_MODES, MatchMode, Pattern, checked_pattern
+from shardrules._specs import (
+    Entries,
+    Fsdp,
+    as_partition_spec,
+    entries_of,
+    is_partition_spec,
+    normalize_spec,
+    rules_shown,
+)
+from shardrules._text import answer, shown
+
+# Equal ones are the same to everybody. An object of the user's own is the same only as itself.
+_VALUES: Final = (str, int, re.Pattern)
+_SEQUENCES: Final = (tuple, Entries)
+_RECORDS: Final = (RuleSpec, Correction, Fsdp)
+
+
+class GivenPairs:
+    """Pairs for a dialect.
+
+    Raises:
+        TypeError: Something in the pairs cannot be hashed, such as a list.
+    """
+
+    __slots__ = ("_hash", "dialect", "pairs")
+
+    def __init__(self, pairs: tuple[Any, ...], dialect: Dialect) -> None:
+        self.pairs: Final = tuple(map(_plain_pair, pairs))
+        self.dialect: Final = dialect
+        self._hash: Final = hash((self.pairs, id(dialect)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, GivenPairs)
+            and self.dialect is other.dialect
+            and _same(self.pairs, other.pairs)
+        )
+
+
+def _plain_pair(pair: Any) -> Any:
+    """Read a pair of a type of its own, as a namedtuple, in the way that `Rules` reads it."""
+    if type(pair) is tuple or not isinstance(pair, tuple) or len(pair) != 2:
+        return pair
+    return pair[0], pair[1]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in _VALUES:
+        return bool(a == b)
+    if kind in _SEQUENCES:
+        return len(a) == len(b) and all(map(_same, a, b))
+    if kind in _RECORDS:
+        return all(_same(getattr(a, name), getattr(b, name)) for name in kind.__slots__)
+    # The entries are looked at as well: one may be a string of the user's own type.
+    return is_partition_spec(a) and bool(a == b) and _same(entries_of(a), entries_of(b))
+
+
+DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
+
+
+@answer
+class Rules:
+    r"""An ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
+
+    The rule of a path is the first one whose ``re.search(pattern, path)`` is not None: exactly the
+    one that the running Python's `re` would choose, for any string. This is eformer's dialect;
+    others have other match modes.
+
+    Args:
+        rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
+            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
+            or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
+            them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
+            which leaves get as it is. A `RuleSpec` adds a
+            correction to a spec.
+        dialect: Whose semantics to follow.
+        memory_budget: Bytes that the matcher may spend on remembered states, for each call that
+            runs at the same time, and as many on its way down a tree. Default: 32 MiB. When they
+            are spent, it clears the states and goes on, more slowly; with 0 it keeps none.
+
+    Raises:
+        TypeError: A rule is not a pair, a pattern not a string, a spec not hashable, dialect not
+            a Dialect, or memory_budget not an integer.
+        re.error: A pattern is invalid; the message has the rule's index and a caret.
+        ValueError: memory_budget is negative, or above 2**63 - 1.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> rules = Rules([("embed", P("tp")), (r"layers/\d+/.*kernel", P("fsdp")), (".*", P())])
+        >>> rules.first_match("layers/7/mlp/kernel")
+        1
+        >>> rules.all_matches("layers/7/mlp/kernel")
+        [1, 2]
+    """
+
+    __slots__ = ("_matcher",)
+
+    _matcher: Matcher
+
+    def __init__(
+        self,
+        rules: Iterable[tuple[Pattern, Any]],
+        dialect: Dialect = EFORMER,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ) -> None:
+        if hasattr(self, "_matcher"):
+            raise AttributeError("Rules are immutable; make new ones")
+        check_type("dialect", dialect, Dialect, "a Dialect, such as shardrules.dialects.EASYLM")
+        memory_budget = integer("memory_budget", memory_budget, what="a number of bytes")
+        pairs = _checked_pairs(_checked_rules(rules), dialect)
+        object.__setattr__(self, "_matcher", Matcher(pairs, dialect, memory_budget))
+
+    @property
+    def dialect(self) -> Dialect:
+        """Whose semantics the rules follow."""
+        return self._matcher.dialect
+
+    @property
+    def fallbacks(self) -> tuple[tuple[int, str], ...]:
+        """(rule index, reason) of the rules that `re` evaluates, path by path.
+
+        Example:
+            >>> Rules([("wq", None), (r"(?=w)k", None)]).fallbacks
+            ((1, 'lookahead'),)
+        """
+        return self._matcher.fallbacks
+
+    def match(self, tree: Any, min_size: int | None = 0, strict: bool = True) -> Any:
+        """The tree with each leaf replaced by its spec; see `match_partition_rules`."""
+        return specs_by_rules(self._matcher, tree, min_size, strict)
+
+    def first_match(self, path: str) -> int | None:
+        """The index of the first rule that matches the path, or None.
+
+        A dialect may allow only one to match; `match` checks that, and this does not.
+        """
+        return self._matcher.first_match(path)
+
+    def all_matches(self, path: str) -> list[int]:
+        """The indices of all rules that match the path, ascending."""
+        return self._matcher.all_matches(path)
+
+    def coverage(self, tree: Any, strict: bool = True) -> Coverage:
+        """Per rule, the leaves that it matches and wins, from one walk over the tree.
+
+        Args:
+            tree: Any pytree; of its leaves only `.shape` is read.
+            strict: Whether leaves that need no rule (the dialect's `scalars`) are left out.
+
+        Example:
+            >>> import numpy as np
+            >>> rules = Rules([("kernel", "tp"), ("wq/kernel", None), ("lora", None)])
+            >>> coverage = rules.coverage({"wq": {"kernel": np.ones((2, 2))}, "b": np.ones(2)})
+            >>> coverage.shadowed, coverage.dead, coverage.unmatched
+            ({1: (0,)}, (2,), 1)
+        """
+        check_tree("tree", tree)
+        return self._matcher.coverage(tree, strict=boolean("strict", strict))
+
+    def __len__(self) -> int:
+        return len(self._matcher.pairs)
+
+    def __iter__(self) -> Iterator[tuple[Pattern, Any]]:
+        return iter(self._matcher.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Pattern, Any]:
+        return self._matcher.pairs[index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rules):
+            return NotImplemented
+        mine, its = self._matcher, other._matcher
+        return (mine.pairs, mine.dialect) == (its.pairs, its.dialect)
+
+    def __hash__(self) -> int:
+        return hash((self._matcher.pairs, self._matcher.dialect))
+
+    def __str__(self) -> str:
+        return rules_shown(self.dialect.name, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        matcher = self._matcher
+        return _unpickled, (matcher.pairs, matcher.dialect, matcher.memory_budget)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("Rules are immutable; make new ones")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("Rules are immutable; make new ones")
+
+
+PathRules: TypeAlias = Rules | Iterable[tuple[Pattern, Any]]
+"""(pattern, spec) pairs, or rules that are compiled already."""
+
+
+def match_partition_rules(
+    rules: PathRules,
+    tree: Any,
+    min_size: int | None = 0,
+    strict: bool = True,
+) -> Any:
+    """The tree with each leaf replaced by the spec of the first rule that matches its path.
+
+    Semantics of `eformer.escale.match_partition_rules`, 0.0.101: paths are the keys' texts joined
+    by "/"; a leaf without a shape, or with an empty one, gets `PartitionSpec()` and needs no rule;
+    a spec that is longer than the leaf's rank is cut to it. With the environment variable
+    LOG_SHARDING_MOVE set to true, yes, 1 or on, each leaf that is too small or has its spec cut is
+    warned about. Unlike eformer, all unmatched leaves are reported at once.
+
+    Args:
+        rules: (pattern, spec) pairs, or `Rules`, which are compiled already.
+        tree: Any pytree; of its leaves only `.shape` is read.
+        min_size: A matched leaf with fewer elements gets `PartitionSpec()`. None stands for the
+            environment variable MIN_SHARDING_SIZE, or else 16384.
+        strict: If False, shapes are not looked at: each leaf needs a rule and gets its spec whole.
+
+    Returns:
+        A tree of the same structure; dicts keep the order of their keys.
+
+    Raises:
+        ValueError: No rule matches some leaf; the message has the count and the first ten paths.
+        TypeError: A rule is not a pair, a pattern not a string, or a spec not hashable or made from
+            shapes (`fsdp`), which needs a mesh.
+        re.error: A pattern is invalid.
+        RecursionError: The tree is nested too deeply.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import PartitionSpec as P
+        >>> params = {"wq": {"kernel": jax.ShapeDtypeStruct((512, 512), "bfloat16")}}
+        >>> specs = match_partition_rules([("wq/kernel", P("fsdp", "tp"))], params)
+        >>> specs == {"wq": {"kernel": P("fsdp", "tp")}}
+        True
+    """
+    try:
+        matcher = matcher_of(as_rules("rules", rules))
+    except (TypeError, ValueError, re.error):
+        check_order("match_partition_rules", ("rules", "tree"), (rules, tree))
+        raise
+    return specs_by_rules(matcher, tree, min_size, strict)
+
+
+def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bool = True) -> Any:
+    """The tree with each leaf replaced by its spec, for functions that users call themselves.
+
+    Raises:
+        ValueError, TypeError, RecursionError: As `match_partition_rules`.
+    """
+    if (rule := matcher.from_shapes) is not None:
+        raise TypeError(
+            f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
+            "use named_shardings or plan, with a mesh"
+        )
+    found = matcher.decide(
+        tree,
+        matcher.specs,
+        as_partition_spec(Entries()),
+        min_size=checked_min_size(min_size),
+        strict=boolean("strict", strict),
+    )
+    return decided_tree(matcher, found, too_long_message)
+
+
+def as_rules(name: str, rules: PathRules) -> Rules:
+    """The rules, compiled if they are pairs; `name` is the parameter's, for errors.
+
+    Raises:
+        TypeError, re.error: As `Rules`.
+    """
+    return rules if isinstance(rules, Rules) else remembered_rules(rules, EFORMER, name)
+
+
+def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules") -> Rules:
+    """`Rules(rules, dialect)`, or the ones of an earlier call with the same pairs.
+
+    Raises:
+        TypeError, re.error: As `Rules`; `name` is the parameter's.
+    """
+    pairs = tuple(_checked_rules(rules, name))
+    try:
+        given = GivenPairs(pairs, dialect)
+    except TypeError:  # lists, as JSON has them; checked, they are tuples
+        given = GivenPairs(_checked_pairs(pairs, dialect), dialect)
+    return _compiled(given)
+
+
+# Each may hold its memory budget in states, but real rules take some 100 KB.
+@functools.lru_cache(maxsize=16)
+def _compiled(given: GivenPairs) -> Rules:
+    return Rules(given.pairs, given.dialect)
+
+
+def matcher_of(rules: Rules) -> Matcher:
+    """The matcher inside the rules, for the modules of this package."""
+    return rules._matcher
+
+
+def _unpickled(
+    pairs: tuple[tuple[Pattern, Any], ...], dialect: Dialect, memory_budget: int
+) -> Rules:
+    return Rules(pairs, dialect, memory_budget=memory_budget)
+
+
+def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
+    if is_partition_spec(rules):
+        raise TypeError(
+            f"{name} must be a sequence of (pattern, spec) pairs, not a spec; write "
+            f"[('.*', {rules})] for all leaves"
+        )
+    if hasattr(rules, "dialect") and not isinstance(rules, Rules):
+        raise TypeError(
+            f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
+            "names; give them to named_shardings, shard or plan"
+        )
+    if isinstance(rules, PlanLike):
+        raise TypeError(
+            f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
+            "plan.rules, or take plan.specs()"
+        )
+    hint = where_rules_are(rules)
+    if hint or isinstance(rules, (bytes, Mapping)) or not isinstance(rules, Iterable):
+        hint = f"; pass {_pairs_of(rules)}" if isinstance(rules, Mapping) else hint
+        raise TypeError(
+            f"{name} must be a sequence of (pattern, spec) pairs, not {type(rules).__name__}{hint}"
+        )
+    return list(rules)
+
+
+def where_rules_are(given: Any) -> str:
+    """The end of an error about what is no rules itself, but leads to some; or ""."""
+    if isinstance(given, str | os.PathLike):
+        return "; the rules of a file are shardrules.read_rules(path).rules"
+    has_rules = hasattr(getattr(given, "rules", None), "dialect")  # of paths, or of names
+    return "; give its .rules" if has_rules and not isinstance(given, Mapping) else ""
+
+
+def _pairs_of(rules: Mapping[Any, Any]) -> str:
+    """An example of pairs to pass instead of a mapping."""
+    if isinstance(getattr(rules, "rules", None), Rules):  # compat.keras
+        return "its .rules"
+    if type(rules).__module__.partition(".")[0] == "keras":
+        return (
+            "the .rules of a shardrules.compat.keras.LayoutMap(rules.device_mesh) after its "
+            ".update(rules)"
+        )
+    if any(is_partition_spec(value) for value in rules.values()):
+        return "list(rules.items()), if its keys are patterns; a tree of specs is no list of rules"
+    if rules and all(isinstance(value, int) for value in rules.values()):
+        return "rules first, and then this mesh"
+    if any(hasattr(value, "shape") for value in rules.values()):
+        return "this tree first, and then rules"
+    return "list(rules.items())"
+
+
+def _checked_pairs(rules: Iterable[Any], dialect: Dialect) -> tuple[tuple[Pattern, Any], ...]:
+    mode = MATCH_MODES[dialect.match[-1]]
+    return tuple(_checked_pair(index, rule, mode) for index, rule in enumerate(rules))
+
+
+def _checked_pair(index: int, rule: Any, mode: MatchMode) -> tuple[Pattern, Any]:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+        raise TypeError(f"rule {index} is not a (pattern, spec) pair: {shown(rule)}")
+    pattern, spec = checked_pattern(index, rule[0], mode), rule[1]
+    if isinstance(spec, RuleSpec):
+        return pattern, replace(spec, spec=normalize_spec(index, spec.spec))
+    return pattern, normalize_spec(index, spec)

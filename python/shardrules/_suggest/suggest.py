@@ -1,0 +1,378 @@
+"""`suggest`: rules for a model that has none, on a mesh that is given or chosen.
+
+Costs one walk over the tree, what `writing.py` costs per folded path, and one correction per kind
+and mesh that is tried. Must not know about the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardrules._arguments import check_tree, check_type, in_order, integer, listed, texts
+from shardrules._correction import plain_spec
+from shardrules._hardware import Hardware, as_hardware
+from shardrules._plan.axis_uses import uses_of
+from shardrules._plan.check_names import head_sizes
+from shardrules._plan.findings import Declared
+from shardrules._plan.fold import parts_of
+from shardrules._plan.plan import Plan, plan
+from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
+from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.names import has_names
+from shardrules._rules.rules import PathRules, Rules, remembered_rules
+from shardrules._specs import Entries, entry_axes
+from shardrules._suggest.dims import Unit, units_of
+from shardrules._suggest.patterns import TIGHTEST
+from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
+from shardrules._suggest.tables import NameRule, name_rules, rules_of
+from shardrules._suggest.writing import Written, is_spared, mended, written
+from shardrules._text import brief, bytes_shown, mesh_shown
+
+if TYPE_CHECKING:
+    from shardrules._mesh.mesh import MeshLike
+
+_AXES: Final = ("fsdp", "tp")
+_ROLES: Final = {
+    "outer": "residual",
+    "inner": "hidden",
+    "vector": "vector",
+    "one": "other",
+}
+_ADAM: Final = ("float32", "float32")
+
+
+@in_order("tree", "mesh")
+def suggest(
+    model: Any,
+    mesh: MeshLike | None = None,
+    *,
+    devices: int | None = None,
+    axes: Iterable[str] | None = None,
+    hbm: int | None = None,
+    optimizer: Iterable[Any] | None = _ADAM,
+    tokens: int | None = None,
+    experts_per_token: int | None = None,
+    hardware: Hardware | str | None = None,
+    head_dim: int | None = None,
+    dialect: Dialect | LogicalDialect | None = None,
+    like: PathRules | None = None,
+    names: Any = None,
+) -> Suggestion:
+    r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
+
+    Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
+    What each dimension is follows from shapes: the residual width is the size that goes through all
+    layers and beside them; the other side of a kernel is cut by tensor axes; names only break ties.
+    Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
+    bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
+    hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
+    Biases and norms are replicated if that costs hardly anything; what is whole since nothing cuts
+    it is in `Suggestion.warnings`. Axes mean what they are called:
+    data, dp and sp cut no leaf.
+
+    For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
+    name is in it, with None if nothing cuts it.
+
+    Args:
+        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, whose
+            rules do not count, but for whether they are for paths or for names.
+        mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
+            or the first of a `Plan.sweep` over those of `devices`.
+        devices: How many devices the mesh is to have, if none is given.
+        axes: The axes of that mesh, the slowest first. Default: fsdp and tp, and ep if there are
+            stacks of experts.
+        hbm: Bytes of memory of a device, into which parameters, gradients and optimizer must fit.
+            Default: those of `hardware`.
+        optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
+        tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`; and
+            with hardware, to choose the mesh by the time of a step.
+        experts_per_token: How many of a layer's experts each token meets, for the same.
+        hardware: The devices: a `Hardware`, or the name of one such as "v5p".
+        head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
+            `k_norm` beside the projections, or of a dimension of its own; for keys and values of
+            fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
+        dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
+            Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
+        like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
+            order; dead ones and catch-alls go; rules for all other leaves come after them.
+        names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
+            boxes, nnx Variables or haliax arrays, or of the Plan.
+
+    Raises:
+        ValueError: There is neither a mesh nor `devices`, both are given, the memory does not
+            suffice, the paths have too many names, the dialect cannot tell them apart, or large
+            arrays beside those with logical axis names have none, or too few, or one name twice.
+        TypeError: The model is not a tree of arrays; `like` are no rules of paths; or of the model,
+            `names` and `dialect`, one is for paths and another for logical axis names.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> def kernel(*shape):
+        ...     return {"kernel": jax.ShapeDtypeStruct(shape, "bfloat16")}
+        >>> mlp = {"gate": kernel(64, 256), "up": kernel(64, 256), "down": kernel(256, 64)}
+        >>> suggestion = sr.suggest({"layers": [{"mlp": mlp}] * 4}, {"fsdp": 2, "tp": 4})
+        >>> for pattern, spec in suggestion.rules:
+        ...     print(pattern, tuple(spec))
+        mlp/(gate|up)/kernel ('fsdp', 'tp')
+        mlp/down/kernel ('tp', 'fsdp')
+    """
+    if not isinstance(model, Plan):
+        check_tree("model", model)
+    check_type(
+        "dialect",
+        dialect,
+        Dialect | LogicalDialect | None,
+        "a Dialect, such as shardrules.dialects.EASYLM, or a LogicalDialect, such as "
+        "shardrules.dialects.MAXTEXT",
+    )
+    size = None if head_dim is None else integer("head_dim", head_dim, least=1)
+    batch = None if tokens is None else integer("tokens", tokens, least=1)
+    moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
+    device = None if hardware is None else as_hardware("hardware", hardware)
+    room = device.memory_bytes if hbm is None and device is not None else hbm
+    met = None
+    if experts_per_token is not None:
+        met = integer("experts_per_token", experts_per_token, least=1)
+    if axes is not None and devices is None:
+        raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
+    chosen = _dialect_for(model, names, dialect)
+    if like is not None and isinstance(chosen, LogicalDialect):
+        raise TypeError("like: rules of paths are mended; those for logical axis names are not")
+    bare = _bare(model, mesh, devices, chosen, names)
+    units = units_of(bare._columns, head_sizes(bare._columns, size))
+    if devices is not None:
+        over = _default_axes(units) if axes is None else texts("axes", axes)
+        # Rules that use all axes, whatever their sizes will be.
+        some = bare.with_rules(_rules(units, dict.fromkeys(over, 2), chosen))
+        timed = None if device is None or batch is None else {"experts_per_token": met}
+        best, *_ = some.sweep(
+            devices=devices,
+            axes=over,
+            hbm=room,
+            gradients=True,
+            optimizer=moments,
+            tokens=None if timed is None else batch,
+            hardware=device,
+            schedule=timed,
+        )
+        bare = bare.on_mesh(best.mesh)
+    uses = uses_of(bare.axis_sizes)
+    declared = Declared(
+        replicated=(),
+        optional_axes=(),
+        data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
+    )
+    if isinstance(chosen, LogicalDialect):
+        table = name_rules(units, bare.axis_sizes, chosen)
+        made = bare.with_rules(rules_of(table, chosen))
+        declared["replicated"] = _spared(made, units)
+        _check_named(made, declared)
+        reasons = tuple(map(_reason_of_name, range(len(table)), table))
+    else:
+        given = None if like is None else bare.with_rules(_in_dialect(like, chosen))
+        rules, made = _decided(model, bare, units, chosen, given)
+        declared["replicated"] = _replicated(rules, made, units)
+        reasons = _reasons(rules)
+    _check_room(made, room, moments)
+    return Suggestion(made._declaring(declared), reasons, declared, batch, met)
+
+
+def _dialect_for(
+    model: Any, names: Any, dialect: Dialect | LogicalDialect | None
+) -> Dialect | LogicalDialect:
+    """The dialect, which says whether rules are for paths or for logical axis names.
+
+    Raises:
+        TypeError: The model or `names` say something else.
+    """
+    if names is not None and isinstance(model, Plan):
+        raise TypeError("names: a Plan has its own: give the tree, or leave names out")
+    if names is not None and isinstance(dialect, Dialect):
+        raise TypeError(
+            f"names: the dialect {dialect.name} is for rules of paths: leave names out, or give a "
+            "LogicalDialect, such as shardrules.dialects.LINEN"
+        )
+    planned = model.rules.dialect if isinstance(model, Plan) else None
+    if planned is not None and dialect is not None and type(planned) is not type(dialect):
+        of_plan, of_dialect = (
+            "logical axis names" if isinstance(one, LogicalDialect) else "paths"
+            for one in (planned, dialect)
+        )
+        raise TypeError(
+            f"dialect: {dialect.name} is for rules of {of_dialect}, and the plan has rules of "
+            f"{of_plan}: give the tree itself"
+        )
+    if dialect is not None:
+        return dialect
+    if isinstance(planned, LogicalDialect):
+        return planned
+    is_named = names is not None or (planned is None and has_names(model))
+    return LINEN if is_named else EFORMER
+
+
+def _rules(
+    units: list[Unit], axis_sizes: dict[str, int], dialect: Dialect | LogicalDialect
+) -> Rules | LogicalRules:
+    """Rules for leaves that have none."""
+    if isinstance(dialect, LogicalDialect):
+        return rules_of(name_rules(units, axis_sizes, dialect), dialect)
+    return written(units, axis_sizes, dialect).rules
+
+
+def _check_named(made: Plan, declared: Declared) -> None:
+    """Checks that a table of names decides all that is large.
+
+    Raises:
+        ValueError: Arrays have no names, not as many as dimensions, or one twice.
+    """
+    for one in made.check(**declared).at_least("warning"):
+        if one.kind in ("unnamed", "misfit"):
+            raise ValueError(f"names: {one.message}: {one.fix}; or give a dialect for paths")
+
+
+def _in_dialect(like: PathRules, dialect: Dialect) -> Rules:
+    """The rules, in the dialect of the suggestion.
+
+    Raises:
+        TypeError: They are for logical axis names.
+        ValueError: They are in another dialect.
+    """
+    given = like if isinstance(like, Rules) else remembered_rules(like, dialect, "like")
+    if given.dialect != dialect:
+        raise ValueError(
+            f"like: the rules are in the dialect {given.dialect.name}, and dialect is "
+            f"{dialect.name}: give dialect as theirs"
+        )
+    return given
+
+
+def _bare(
+    model: Any,
+    mesh: MeshLike | None,
+    devices: int | None,
+    dialect: Dialect | LogicalDialect,
+    names: Any,
+) -> Plan:
+    """The model without rules, on the mesh; or on any, if one is to be chosen."""
+    if mesh is not None and devices is not None:
+        raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
+    # Of leaves that need no rule, only those that never do are left out.
+    none = (
+        LogicalRules((), dialect)
+        if isinstance(dialect, LogicalDialect)
+        else Rules((), replace(dialect, unmatched="error"))
+    )
+    on = mesh if devices is None else {_AXES[0]: integer("devices", devices, 1)}
+    if not isinstance(model, Plan):
+        return plan(model, none, on, names=names)
+    bare = model.with_rules(none)
+    return bare if on is None else bare.on_mesh(on)
+
+
+def _decided(
+    model: Any, bare: Plan, units: list[Unit], dialect: Dialect, given: Plan | None
+) -> tuple[Written, Plan]:
+    """Rules, and the plan of the leaves under them, in which each has its own."""
+    for tightness in (0, TIGHTEST):
+        if given is None:
+            rules = written(units, bare.axis_sizes, dialect, tightness)
+        else:
+            rules = mended(given._columns, units, tightness)
+        # The tree itself decides: paths as texts may hide where a key ends.
+        is_plan = isinstance(model, Plan)
+        made = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
+        strays = rules.strays(made.rule)
+        if not strays:
+            return rules, made
+    raise ValueError(
+        f"{brief(made.paths[strays[0]])}: no pattern of the dialect {dialect.name} tells it from "
+        "other paths: rename it, or choose another dialect"
+    )
+
+
+def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
+    has_experts = any("experts" in unit.dims.sides for unit in units)
+    return (*_AXES, "ep") if has_experts else _AXES
+
+
+def _check_room(made: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
+    """Checks that parameters, gradients and the optimizer's moments fit.
+
+    Raises:
+        ValueError: They do not.
+    """
+    held = made.bytes_per_device(gradients=True, optimizer=moments)
+    if hbm is not None and held.max > hbm:
+        raise ValueError(
+            f"hbm: on {mesh_shown(made.axis_sizes)} there is no room: a device needs {held}, and "
+            f"has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
+        )
+
+
+def _replicated(rules: Written, made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """The patterns of what is whole on purpose, as `Plan.check` searches for them."""
+    dialect = rules.rules.dialect
+    if dialect.match != ("search",) or dialect.keys != "text":
+        return _spared(made, units)
+    return tuple(str(rules.rules[rule][0]) for rule in rules.whole_on_purpose(made.axis_sizes))
+
+
+def _spared(made: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """Patterns of the paths that tensor axes are kept from, such as those of routers."""
+    patterns = []
+    for unit in units:
+        spec = made.kinds[int(made.kind_of[unit.folded.rows[0]])].spec
+        if unit.dims.tensor != "any" and is_spared(spec, made.axis_sizes):
+            parts = parts_of(unit.folded.pattern)
+            patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
+    return tuple(dict.fromkeys(patterns))
+
+
+def _reasons(found: Written) -> tuple[Reason, ...]:
+    unknown = {id(unit) for unit in found.unknown}
+    decided = zip(found.rules, found.units, strict=True)
+    return tuple(
+        Reason(
+            rule=number,
+            pattern=pattern,
+            leaves=sum(unit.part.leaves for unit in units),
+            bytes=sum(unit.bytes for unit in units),
+            paths=tuple(unit.part.pattern for unit in units),
+            dims=_cut_reasons(units[0], value),
+            is_understood=not any(id(unit) in unknown for unit in units),
+        )
+        for number, ((pattern, value), units) in enumerate(decided)
+    )
+
+
+def _reason_of_name(number: int, rule: NameRule) -> Reason:
+    """Of dimensions of one size and role, the first."""
+    dims: dict[tuple[int, str], CutReason] = {}
+    for unit, dim in rule.dims:
+        size, side = unit.part.shape[dim], unit.dims.sides[dim]
+        role = _ROLES.get(side, side)
+        dims.setdefault((size, role), CutReason(dim, size, role, rule.axes))
+    return Reason(
+        rule=number,
+        pattern=rule.name,
+        leaves=sum(unit.part.leaves for unit, _ in rule.dims),
+        bytes=sum(unit.bytes for unit, _ in rule.dims),
+        paths=tuple(unit.part.pattern for unit, _ in rule.dims),
+        dims=tuple(dims.values()),
+        is_understood=not rule.dims or any(unit.dims.is_known for unit, _ in rule.dims),
+    )
+
+
+def _cut_reasons(unit: Unit, value: Any) -> tuple[CutReason, ...]:
+    spec = plain_spec(value)
+    entries = spec if isinstance(spec, Entries) else ()
+    axes = [*map(entry_axes, entries), *[()] * (len(unit.part.shape) - len(entries))]
+    return tuple(
+        CutReason(dim, size, _ROLES.get(side, side), tuple(of))
+        for dim, (size, side, of) in enumerate(
+            zip(unit.part.shape, unit.dims.sides, axes, strict=True)
+        )
+    )

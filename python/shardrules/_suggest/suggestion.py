@@ -1,0 +1,275 @@
+"""`Suggestion`: rules for a model, the plan that they make, and why each says what it says.
+
+Must not know how rules are found.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardrules._plan.findings import Findings
+from shardrules._suggest.texts import pattern_shown, python_text, toml_text
+from shardrules._text import and_more, answer, bytes_shown, counted, mesh_shown, printable, record
+
+if TYPE_CHECKING:
+    from shardrules._place.decider import RulesLike
+    from shardrules._plan.diff import PlanDiff
+    from shardrules._plan.findings import Declared
+    from shardrules._plan.plan import Plan
+    from shardrules._rules.logical_rules import LogicalRules
+    from shardrules._rules.patterns import Pattern
+    from shardrules._rules.rules import Rules
+
+_MOST_SHOWN: Final = 3
+_OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
+
+
+@record
+class CutReason(NamedTuple):
+    """Why a dimension is cut, or not."""
+
+    dim: int
+    size: int
+    """Of the first of the leaves."""
+    role: str
+    """What the dimension is: "layers", "experts", "vocabulary", "residual", "hidden", "heads",
+    "head", "fused", "window", "vector" or "other"."""
+    axes: tuple[str, ...]
+    """The mesh axes that cut it."""
+
+    def __str__(self) -> str:
+        cut = f" by {'*'.join(self.axes)}" if self.axes else ""
+        return f"{self.role} {self.size}{cut}"
+
+
+@record
+class Reason(NamedTuple):
+    """Why a rule says what it says."""
+
+    rule: int
+    pattern: Pattern
+    """Of paths; or the logical axis name."""
+    leaves: int
+    bytes: int
+    """Of its leaves, whole."""
+    paths: tuple[str, ...]
+    """Folded paths of its leaves."""
+    dims: tuple[CutReason, ...]
+    """Of the first of its leaves; of a name, each size and role that its dimensions have."""
+    is_understood: bool
+    """Whether shapes and names say which dimension is what."""
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, self.dims)) or "no dimension"
+        doubt = "" if self.is_understood else "; not understood: cut where that is safe"
+        return printable(
+            f"rule {self.rule} {pattern_shown(self.pattern)}: {counted(self.leaves, 'leaf')} of "
+            f"{bytes_shown(self.bytes)}: {dims}{doubt}"
+        )
+
+
+@answer
+class Comparison(NamedTuple):
+    """Suggested rules beside others for the same leaves and mesh; `str` gives it in words."""
+
+    diff: PlanDiff
+    """From the other rules to the suggested ones."""
+    rules: tuple[int, int]
+    """How many there are, of the other ones and of the suggested ones."""
+    sent: tuple[int, int] | None
+    """Bytes that each device sends in a training step, under both; None without tokens."""
+
+    def __str__(self) -> str:
+        before, after = self.rules
+        lines = [str(self.diff), f"{counted(before, 'rule')} -> {counted(after, 'rule')}"]
+        if self.sent is not None:
+            sent = " -> ".join(map(bytes_shown, self.sent))
+            lines.append(f"{sent} sent by each device in a step")
+        return "\n".join(lines)
+
+
+@answer
+class Suggestion:
+    """Rules for a model on a mesh; from `shardrules.suggest`.
+
+    Example:
+        >>> import jax, shardrules as sr
+        >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+        >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}))
+        1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+        rule 0 up/kernel: 1 leaf of 65.5 kB: residual 64 by fsdp, hidden 256 by tp
+    """
+
+    def __init__(
+        self,
+        _plan: Plan,
+        _reasons: tuple[Reason, ...],
+        _declared: Declared,
+        _tokens: int | None,
+        _experts_per_token: int | None,
+    ) -> None:
+        self._plan = _plan
+        self._reasons = _reasons
+        self._declared = _declared
+        self._tokens = _tokens
+        self._experts_per_token = _experts_per_token
+
+    @property
+    def rules(self) -> Rules | LogicalRules:
+        """The rules; of arrays with logical axis names, a table of these."""
+        return self._plan.rules
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the model under the rules."""
+        return self._plan
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axis sizes of the mesh: of the one given, or of the one chosen."""
+        return self._plan.axis_sizes
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Per rule why it says what it says."""
+        return self._reasons
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Folded paths of leaves of which it is not known which dimension is what."""
+        return tuple(path for one in self._reasons if not one.is_understood for path in one.paths)
+
+    @cached_property
+    def warnings(self) -> Findings:
+        """What `check` warns of in these rules, such as kernels that no axis of the mesh divides.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4096, 8192), "float32")}}
+            >>> [one.kind for one in sr.suggest(tree, {"fsdp": 3}).warnings]
+            ['replicated', 'unused-axis']
+            >>> len(sr.suggest(tree, {"fsdp": 4}).warnings)
+            0
+        """
+        findings = self._plan.check().at_least("warning")
+        return Findings(
+            finding._replace(fix=_OTHER_MESH) if finding.kind == "replicated" else finding
+            for finding in findings
+        )
+
+    @property
+    def declared(self) -> Declared:
+        """What `Plan.check` is to know: leaves that are replicated, and axes for data alone.
+
+        Replicated on purpose are norms, biases and scalars; and over tensor axes routers, keys and
+        values of fewer heads than devices, and projections to a latent space. The plan knows it.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> def leaf(*shape):
+            ...     return jax.ShapeDtypeStruct(shape, "float32")
+            >>> tree = {"up": {"kernel": leaf(64, 256)}, "norm": {"scale": leaf(64)}}
+            >>> suggestion = sr.suggest(tree, {"dp": 4, "fsdp": 2})
+            >>> suggestion.declared["replicated"], suggestion.declared["data_axes"]
+            (('scale',), ('dp',))
+            >>> suggestion.plan.check().summary
+            '0 errors, 0 warnings, 0 info'
+        """
+        return self._declared
+
+    def compare(self, rules: RulesLike) -> Comparison:
+        """The suggested rules beside others: the leaves that differ, bytes and traffic.
+
+        Args:
+            rules: Rules such as those that the model has: `LogicalRules` if these are.
+
+        Raises:
+            ValueError: The rules' dialect has other paths; or tokens were given to `suggest`, and
+                not how many of the model's experts they meet.
+            TypeError: Of both rules, one is for logical axis names.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"tp": 4}).compare([("kernel", ()), ("bias", ())]))
+            rules: 1 added (0), 2 removed (0, 1)
+            ~ up/kernel  P() -> P(None, 'tp')  (-49.2 kB on each device)
+            1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
+            2 rules -> 1 rule
+        """
+        other = self._plan.with_rules(rules)
+        sent = None
+        if self._tokens is not None:
+            before, after = (
+                one.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token)
+                for one in (other, self._plan)
+            )
+            sent = (before.sent, after.sent)
+        return Comparison(other.diff(self._plan), (len(other.rules), len(self.rules)), sent)
+
+    def to_toml(self) -> str:
+        """A rule file, for `shardrules check --rules` and `read_rules`.
+
+        Raises:
+            ValueError: The dialect is one of your own, which files cannot name; or a rule of `like`
+                has more than a pattern, a spec and units.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}).to_toml())
+            # 1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+            dialect = "eformer"
+            <BLANKLINE>
+            # residual 64 by fsdp, hidden 256 by tp
+            [[rules]]
+            pattern = 'up/kernel'
+            spec = ["fsdp", "tp"]
+            <BLANKLINE>
+        """
+        return toml_text(self.rules, self._declared, self._heading, self._notes)
+
+    def to_python(self) -> str:
+        """The rules as Python code.
+
+        Raises:
+            ValueError: A rule of `like` has more than a pattern, a spec and units.
+
+        Example:
+            >>> import jax, shardrules as sr
+            >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+            >>> print(sr.suggest(tree, {"fsdp": 2, "tp": 4}).to_python())
+            # 1 rule for 1 leaf on fsdp=2,tp=4: 8.19 kB on the fullest device
+            from jax.sharding import PartitionSpec as P
+            <BLANKLINE>
+            rules = [
+                # residual 64 by fsdp, hidden 256 by tp
+                (r"up/kernel", P("fsdp", "tp")),
+            ]
+            <BLANKLINE>
+        """
+        return python_text(self.rules, self._heading, self._notes)
+
+    @property
+    def _heading(self) -> str:
+        held = self._plan.bytes_per_device().max
+        return printable(
+            f"{counted(len(self.rules), 'rule')} for {counted(len(self._plan), 'leaf')} on "
+            f"{mesh_shown(self.mesh)}: {bytes_shown(held)} on the fullest device"
+        )
+
+    @property
+    def _notes(self) -> list[str]:
+        """Per rule what stands above it."""
+        notes = []
+        for one in self._reasons:
+            text = ", ".join(map(str, one.dims))
+            if not one.is_understood:
+                more = "".join(and_more(len(one.paths), _MOST_SHOWN, "pattern"))
+                text = f"not understood: {', '.join(one.paths[:_MOST_SHOWN])} {more}".rstrip()
+            notes.append(printable(text))
+        return notes
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading, *map(str, self._reasons), *map(str, self.warnings)])

@@ -1,0 +1,319 @@
+"""How values look at a prompt, in a notebook and in `help`.
+
+A prompt calls `repr` for what was asked for, and a list for each of its items, so a class is one of
+two things: an answer, such as the findings of a check, shows its text; a record, such as one
+finding, is a short line. Costs nothing until something is shown. Must not know what a text says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import reprlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, Final, TypeVar
+
+# GitHub's runner obeys ::name:: at the beginning of a line, after white space. It and the runners
+# of Azure and TeamCity obey ##[name], ##vso[ and ##teamcity[ anywhere.
+_COMMAND: Final = re.compile(r"^ *:(?=:)|#(?=#[\w.-]*\[)")
+
+
+def printable(line: str) -> str:
+    r"""Escape characters in a line that a terminal or a CI runner would act upon.
+
+    These are characters for which `str.isprintable` is false (controls, line breaks, marks of
+    direction and other formats, halves of surrogate pairs), and the first character of a command to
+    a CI runner. They are written as \u001b.
+
+    Example:
+        >>> print(printable("a\x1b[2J\nb"), printable(r"layers/\d+/(wq|键)"))
+        a\u001b[2J\u000ab layers/\d+/(wq|键)
+        >>> print(printable("::error::x"), printable("##[error]x"))
+        \u003a:error::x \u0023#[error]x
+    """
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else _escaped(c) for c in line)
+    return _COMMAND.sub(_without_command, line) if "::" in line or "##" in line else line
+
+
+def is_command(line: str) -> bool:
+    """Whether a CI runner would obey the line, if it stood in a job's log as it is."""
+    return _COMMAND.search(line.lstrip()) is not None
+
+
+def printable_lines(lines: Iterable[str]) -> str:
+    """Join lines after making each of them printable."""
+    return "\n".join(map(printable, lines))
+
+
+def printable_json(value: Any) -> str:
+    """A value as indented JSON without commands to a CI runner. The JSON value is the same."""
+    return re.sub("#(?=#)", r"\\u0023", json.dumps(value, indent=1))
+
+
+def _without_command(found: re.Match[str]) -> str:
+    return found[0][:-1] + _escaped(found[0][-1])
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_NEAR: Final = 0.7
+# Comparing takes the product of two lengths.
+_COMPARED: Final = 100
+_VOWELS: Final = ("a", "e", "i", "o", "A", "E", "I", "O", "nd")  # an ndarray
+# Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
+_WIDEST: Final = 200
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_BYTES_OF: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+                    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class _Start(reprlib.Repr):
+    """`repr` of the first items alone: a whole tree may be given where a word belongs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write more than some thousand digits.
+        return repr(x) if x.bit_length() < 250 else f"2**{x.bit_length() - 1} or so"
+
+
+_start: Final = _Start()
+
+
+def aligned(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str]
+) -> list[str]:
+    """The lines of a table, with the columns under these heads aligned to the right."""
+    lines = [heads, *rows]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if head in right else text.ljust(width)
+            for head, text, width in zip(heads, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def brief(value: object) -> str:
+    """A value, short enough for an error message."""
+    text = printable(" ".join(_start.repr(value).splitlines()))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shown(value: object) -> str:
+    """A value and its type, short enough for an error message."""
+    return f"{brief(value)} ({with_article(type(value).__name__)})"
+
+
+def with_article(name: str) -> str:
+    """The name of a type as words have it: a dict, an int."""
+    return f"{'an' if name.startswith(_VOWELS) else 'a'} {name}"
+
+
+def bytes_shown(count: int) -> str:
+    """Bytes in powers of 1000: 0 B, 999 B, 1.50 kB, 29.4 MB."""
+    size, unit = float(count), 0
+    while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    digits = 0 if unit == 0 else max(0, 2 - len(str(int(abs(size)))) + 1)
+    return f"{size:.{digits}f} {_UNITS[unit]}"
+
+
+def seconds_shown(seconds: float) -> str:
+    """Seconds with three digits: 0 s, 12.3 us, 4.56 ms, 1.20 s, 3,600 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size or unit == "us":
+            count = seconds / size
+            digits = 0 if count == 0 else max(0, 2 - len(str(int(count))) + 1)
+            return f"{count:,.{digits}f} {unit}" if count else "0 s"
+    raise AssertionError
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes that a text such as 96GB, 80GiB or 1000000 means.
+
+    Raises:
+        ValueError: The text has another form, or the number is negative.
+    """
+    digits = text.strip().rstrip("BbKkMmGgTtIi ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        count = int(float(digits) * _BYTES_OF["" if unit == "B" else unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is not a number of bytes; write it as 96GB or 80GiB") from None
+    if count < 0:
+        raise ValueError(f"{text!r} is negative; write a number of bytes, such as 96GB or 80GiB")
+    return count
+
+
+def counted(count: int, what: str) -> str:
+    """`1 leaf`, `2,000 large leaves`: the last word in the plural."""
+    *before, noun = what.split(" ")
+    irregular = {
+        "leaf": "leaves", "axis": "axes", "mesh": "meshes", "process": "processes",
+        "entry": "entries",
+    }  # fmt: skip
+    plural = noun if count == 1 else irregular.get(noun, noun + "s")
+    return f"{count:,} {' '.join([*before, plural])}"
+
+
+def and_more(count: int, listed: int, what: str) -> list[str]:
+    """The line after the first `listed` of `count` things; none if these are all of them."""
+    return [f"... and {counted(count - listed, f'more {what}')}"] if count > listed else []
+
+
+def misspelt(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that this one is a misspelling of; None if none is near enough.
+
+    Stricter than `nearest`: `exp` is no misspelling of `exp_with_fsdp`, nor `moe_layers` of
+    `layers`.
+    """
+    from difflib import get_close_matches
+
+    listed = [other[:_COMPARED] for other in names]
+    swapped = (other for other in listed if sorted(other) == sorted(name))
+    return next(swapped, None) or next(iter(get_close_matches(name, listed, 1, 0.85)), None)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that was probably meant; None if none is near enough.
+
+    Two letters swapped, or a name that begins with the other, are near; `sp` and `tp` are not.
+    """
+    from difflib import SequenceMatcher
+
+    def nearness(other: str) -> float:
+        a, b = (text[:_COMPARED].lower() for text in (name, other))
+        if sorted(a) == sorted(b):
+            return 1.0
+        return 0.9 if a.startswith(b) or b.startswith(a) else SequenceMatcher(None, a, b).ratio()
+
+    near = max(names, key=nearness, default=None)
+    return near if name and near is not None and nearness(near) >= _NEAR else None
+
+
+def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
+    """The mesh as the command line has it: dp=8,tp=4."""
+    return ",".join(f"{axis}={size}" for axis, size in axis_sizes.items())
+
+
+# Comparing takes the product of two lengths, and the ends of paths tell more than their beginnings.
+# Of 10^5 paths this many are compared in full, which takes some milliseconds.
+_CANDIDATES: Final = 40
+_PIECE: Final = 4
+_NEAR_PATH: Final = 0.5
+_MOST_SHOWN: Final = 3
+
+
+def near_paths(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> list[str]:
+    """Up to three of these paths that are near this one, the nearest first.
+
+    Args:
+        path: The path that is not there.
+        paths: Those that are.
+        least: How near they must be, from 0 to 1.
+
+    Example:
+        >>> near_paths("layers/0/mlp/kernl", ["layers/0/mlp/kernel", "embed", "layers/0/mlp/bias"])
+        ['layers/0/mlp/kernel', 'layers/0/mlp/bias']
+    """
+    from difflib import SequenceMatcher
+
+    meant = path[-_COMPARED:]
+    pieces = {meant[i : i + _PIECE] for i in range(0, len(meant), _PIECE)}
+    likely = heapq.nlargest(
+        _CANDIDATES, dict.fromkeys(paths), key=lambda one: sum(map(one.__contains__, pieces))
+    )
+    matcher = SequenceMatcher(b=meant, autojunk=False)
+
+    def ratio(end: str) -> float:
+        matcher.set_seq1(end)
+        return matcher.ratio()
+
+    # Only its end may have been given.
+    rated = []
+    for one in likely:
+        whole = ratio(one[-_COMPARED:])
+        rated.append((max(whole, ratio(one[-len(meant) :])), whole, one))
+    nearest = heapq.nlargest(_MOST_SHOWN, rated, key=lambda rating: rating[:2])
+    return [one for rating, _, one in nearest if rating >= least]
+
+
+def near_shown(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> str:
+    """The end of an error message about a path that is not there: "; near it: a, b", or ""."""
+    near = [printable(one) for one in near_paths(path, paths, least)]
+    listed = [one if len(one) <= _WIDEST else f"{one[:_WIDEST]}..." for one in near]
+    return f"; near it: {', '.join(listed)}" if listed else ""
+
+
+_T = TypeVar("_T")
+# A screen or two: an answer may stand in a list after all.
+_MOST_LINES: Final = 60
+
+
+def answer(cls: type[_T]) -> type[_T]:
+    """Makes `repr` and notebooks show the first lines of `str`; `print` shows all of them."""
+    cls.__repr__ = _first_lines  # type: ignore[method-assign]
+    return _shown_in_notebooks(readable(cls))
+
+
+def record(cls: type[_T]) -> type[_T]:
+    """Makes the `repr` of a NamedTuple one short line; notebooks show its text, if it has one."""
+    cls.__repr__ = _line  # type: ignore[method-assign]
+    has_text = "__str__" in vars(cls)
+    made = readable(cls)
+    return _shown_in_notebooks(made) if has_text else made
+
+
+def without_defaults(self: Any) -> str:
+    """The `repr` of a dataclass, without the fields that have their defaults."""
+    named = ((field, getattr(self, field.name)) for field in fields(self))
+    given = (f"{field.name}={value!r}" for field, value in named if not _is_default(field, value))
+    return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _is_default(field: Field[Any], value: object) -> bool:
+    made = field.default if field.default_factory is MISSING else field.default_factory()
+    return type(value) is type(made) and bool(value == made)
+
+
+def _first_lines(self: object) -> str:
+    lines = str(self).split("\n")
+    more = (f"{line}; print shows them" for line in and_more(len(lines), _MOST_LINES, "line"))
+    return "\n".join([*lines[:_MOST_LINES], *more])
+
+
+def _line(self: Any) -> str:
+    named = (f"{name}={brief(value)}" for name, value in zip(self._fields, self, strict=True))
+    return f"{type(self).__name__}({', '.join(named)})"
+
+
+def _html(self: object) -> str:
+    from html import escape
+
+    return f"<pre>{escape(_first_lines(self), quote=False)}</pre>"
+
+
+def _shown_in_notebooks(cls: type[_T]) -> type[_T]:
+    cls._repr_html_ = _html  # type: ignore[attr-defined]
+    return cls
+
+
+def readable(cls: type[_T]) -> type[_T]:
+    # A NamedTuple's are ForwardRefs, which `help` would show as such.
+    if hasattr(cls, "_fields"):
+        found = cls.__annotations__
+        plain = {name: getattr(of, "__forward_arg__", of) for name, of in found.items()}
+        cls.__annotations__ = cls.__new__.__annotations__ = plain
+    return cls

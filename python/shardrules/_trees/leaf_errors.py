@@ -1,0 +1,52 @@
+"""The message about leaves that get no sharding: one form, whatever decides them.
+
+Costs a line or more for each leaf listed. Must not know why a leaf gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from shardrules._text import and_more, counted, mesh_shown, printable_lines
+
+MOST_LISTED: Final = 20
+
+
+class LeafError(NamedTuple):
+    """A leaf, or several that are alike, without a sharding."""
+
+    path: str
+    shape: Sequence[int] | None
+    decided_by: str
+    """The rule, spec or names, as people write them."""
+    reasons: list[str]
+    """Message and fix, a line each."""
+    leaves: int = 1
+
+
+def leaf_errors(
+    rows: Sequence[LeafError],
+    axis_sizes: Mapping[str, int] | None,
+    *,
+    said_by: str = "rules",
+    count: int | None = None,
+) -> str:
+    """The message: how many leaves, and of the first ones path, shape, what decides, why, the fix.
+
+    Args:
+        rows: The leaves, or the first of them.
+        axis_sizes: The mesh's; None if there are several meshes.
+        said_by: What decides the leaves.
+        count: How many leaves there are. Default: those of the rows.
+    """
+    shown = rows[:MOST_LISTED]
+    total = sum(row.leaves for row in rows) if count is None else count
+    mesh = "their meshes" if axis_sizes is None else f"the mesh {mesh_shown(axis_sizes)}"
+    lines = [f"{counted(total, 'leaf')} cannot be sharded as the {said_by} say, on {mesh}:"]
+    for path, shape, decided_by, reasons, _ in shown:
+        size = "" if shape is None else f"  shape {tuple(shape)}"
+        lines.append(f"    {path or '(the tree)'}{size}  {decided_by}")
+        lines += [f"        {reason}" for reason in reasons]
+    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in shown), "leaf")]
+    return printable_lines(lines)
