@@ -538,12 +538,16 @@ TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
 
 def public_callables() -> dict[str, list[str]]:
     """Each callable of shardrules with its parameters, as tests/data/api.txt has them."""
-    found = {}
+    found, offered = {}, api.public()
     for line in api.api().splitlines():
-        match = re.fullmatch(r"(?:class|def|classmethod) shardrules\.([^(]*)(\(.*)?", line)
+        match = re.fullmatch(
+            r"(?:class|def|classmethod) shardrules\.(?:dialects\.|renames\.|types\.)?([^(]*)(\(.*)?",
+            line,
+        )
         if match is not None and not match[1].startswith(THEIRS):
-            thing: Any = sr
-            for part in match[1].split("."):
+            first, *parts = match[1].split(".")
+            thing: Any = offered[first] if first in offered else getattr(sr, first)
+            for part in parts:
                 thing = getattr(thing, part)
             try:
                 names = [name for name in inspect.signature(thing).parameters if name != "self"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules import _atomic_write as write
+from shardrules import _io as write
 from shardrules._io import write_text
 from tests.support.contexts import pseudo_terminal
 
@@ -287,7 +287,7 @@ def test_a_text_that_cannot_be_encoded_leaves_the_old_file_alone(tmp_path):
 
 SIGTERM = """
 import signal, sys, time
-from shardrules import _atomic_write as write
+from shardrules import _io as write
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 fsync = write.os.fsync
 def waits(file):

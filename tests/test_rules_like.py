@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules.compat.flax_core_meta import Partitioned
+from tests.support import api
 from tests.support.files import header_file
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("tp",))
@@ -215,8 +216,7 @@ PARAMETERS = {"rules", "specs_or_rules", "plan_or_rules", "rules_a", "rules_b", 
 
 def taking_rules() -> set[str]:
     found = set()
-    for name in sr.__all__:
-        public = getattr(sr, name)
+    for name, public in api.public().items():
         callables = {name: public} if callable(public) else {}
         if inspect.isclass(public):
             methods = inspect.getmembers(public, inspect.isfunction)

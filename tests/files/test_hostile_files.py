@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import shardrules as sr
-from shardrules import _file_content as content
+from shardrules import _io as content
 from shardrules._files.hardware import read_hardware
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested, read_arrays

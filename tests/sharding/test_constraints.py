@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
 from shardrules._mesh import mesh as meshes_of_jax
-from shardrules._place import constraints, leaf_shardings, traced
+from shardrules._place import constraint, named_shardings
 from tests.support.contexts import legacy, needs_set_mesh
 from tests.support.work import calls_by_file
 
@@ -362,7 +362,7 @@ class TestWhatIsRemembered:
     def test_the_second_call_costs_little(self):
         x, spec = jnp.ones((4, 6)), P("a", "b")
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-        files = (module.__file__ for module in (constraints, traced, leaf_shardings, meshes_of_jax))
+        files = (module.__file__ for module in (constraint, named_shardings, meshes_of_jax))
         ours = list(files)
         counted = []
 
@@ -444,7 +444,7 @@ class TestWhatIsRemembered:
         def body(tree):
             made = []
             files = calls_by_file(lambda: made.append(constrain(tree, given, mesh, **more)))
-            counted.append(files[leaf_shardings.__file__])
+            counted.append(files[named_shardings.__file__])
             return made[0]
 
         for _ in range(2):
@@ -495,9 +495,9 @@ class TestWhatIsRemembered:
             assert is_sharded(made["y"], mesh, "tp")
 
     def test_little_is_remembered(self, mesh, monkeypatch):
-        monkeypatch.setattr(traced, "_MOST_LEAVES", 10)
-        memory = traced._Memory()
-        monkeypatch.setattr(traced, "_memory", memory)
+        monkeypatch.setattr(constraint, "_MOST_LEAVES", 10)
+        memory = constraint._Memory()
+        monkeypatch.setattr(constraint, "_memory", memory)
         for size in range(1, 8):
             text_of([jnp.zeros(size)] * 4, P("tp"), mesh)
             assert len(memory._known) <= 3

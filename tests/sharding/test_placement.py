@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._place import leaf_shardings, memory, placement
+from shardrules._mesh import memory
+from shardrules._place import named_shardings, shard
 from tests.support.contexts import legacy
 from tests.support.work import calls_by_file
 
@@ -533,7 +534,7 @@ def test_a_leaf_costs_few_calls(mesh):
         {str(i): {"w": np.ones((8, 8)), "b": np.ones(8)} for i in range(count)}
         for count in (10, 110)
     )
-    ours = (placement.__file__, leaf_shardings.__file__, memory.__file__)
+    ours = (shard.__file__, named_shardings.__file__, memory.__file__)
 
     def cost(tree, rules):
         counted = calls_by_file(lambda: sr.shard(tree, rules, mesh))

@@ -311,6 +311,6 @@ def test_patterns_of_names_stay_text(pattern):
         "rules": [[pattern, [[], ["fsdp", "tp"]]]],
     }
     assert "##[" not in found
-    table = sr._files.toml.parse_toml  # type: ignore[attr-defined]
+    table = sr._files.rules.parse_toml  # type: ignore[attr-defined]
     text = toml_changed('[[rules]]\npattern = "gone"\n', change)
     assert table("x", text.encode())["rules"][0]["pattern"] == pattern

@@ -1,7 +1,7 @@
 """The public API as text, a line for each name: what tests/packaging/test_api.py pins and `make api` writes.
 
-Public is what `__all__` of `shardrules` and of the modules of `shardrules.compat` names, and of
-its classes what has no underscore.
+Public is what `__all__` of `shardrules` and of the modules of `shardrules.compat` names, what
+`shardrules.dialects`, `renames` and `types` import, and of classes what has no underscore.
 """
 
 from __future__ import annotations
@@ -21,10 +21,29 @@ from shardrules import compat
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+OFFERED = ("shardrules.dialects", "shardrules.renames", "shardrules.types")
+
+
+def public_names(module: str) -> list[str]:
+    """The public names of a public module."""
+    names = vars(importlib.import_module(module))
+    return sorted(names.get("__all__") or [name for name in names if not name.startswith("_")])
+
+
+def public() -> dict[str, object]:
+    """The public names of `shardrules` and of what it offers in modules, without `compat`."""
+    return {
+        name: getattr(importlib.import_module(module), name)
+        for module in ("shardrules", *OFFERED)
+        for name in public_names(module)
+    }
+
+
 def modules() -> list[str]:
     """The public modules."""
     return [
         "shardrules",
+        *OFFERED,
         *sorted(f"shardrules.compat.{m.name}" for m in pkgutil.iter_modules(compat.__path__)),
     ]
 
@@ -34,8 +53,8 @@ def api() -> str:
     lines = []
     for name in modules():
         module = importlib.import_module(name)
-        for public in sorted(module.__all__):
-            lines += _described(f"{name}.{public}", getattr(module, public))
+        for offered in public_names(name):
+            lines += _described(f"{name}.{offered}", getattr(module, offered))
     return "\n".join(lines) + "\n"
 
 

@@ -21,12 +21,12 @@ from shardrules._arguments import (
     texts,
 )
 from shardrules._dtypes import given_bits
-from shardrules._estimate.roles import DIM_ROLES
 from shardrules._plan.axis_uses import data_axes_among
+from shardrules._plan.roles import DIM_ROLES
 from shardrules._text import brief, mesh_shown, record
 
 if TYPE_CHECKING:
-    from shardrules._estimate.roles import DimRole
+    from shardrules._plan.roles import DimRole
 
 Reduce = Literal["reduce-scatter", "all-reduce"]
 InputGradients = Literal["once", "each"]

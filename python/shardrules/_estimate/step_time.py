@@ -22,10 +22,10 @@ from shardrules._text import answer, brief, mesh_shown, printable, seconds_shown
 
 if TYPE_CHECKING:
     from shardrules._estimate.collectives import CutPart
-    from shardrules._estimate.roles import DimRole
     from shardrules._estimate.schedule import Schedule, Transmission
     from shardrules._hardware import Hardware
     from shardrules._plan.memory import DeviceBytes
+    from shardrules._plan.roles import DimRole
     from shardrules._plan.table import Columns
 
 # A multiplication and an addition for each element and token: forward, and for both gradients.

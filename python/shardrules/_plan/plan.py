@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from shardrules._estimate.roles import DimRole
     from shardrules._estimate.schedule import InputGradients, Of, Reduce
     from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
     from shardrules._plan.memory import DeviceBytes, Room
     from shardrules._plan.report import Proposal, Proposed
+    from shardrules._plan.roles import DimRole
     from shardrules._plan.same_paths import Beside
     from shardrules._plan.state import Zero1
     from shardrules._plan.table import Columns, Kind, Leaves

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from shardrules._correction import MemoryKind
-    from shardrules._estimate.roles import Part
     from shardrules._mesh.device_bytes import Held
     from shardrules._mesh.spec_on_mesh import LossKind
     from shardrules._plan.companions import Companion, Link
+    from shardrules._plan.roles import Part
     from shardrules._rules.dialects import Dialect
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.resolver import LostRule
@@ -244,7 +244,7 @@ class Leaves:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parameters with siblings folded, and what their dimensions are."""
-        from shardrules._estimate.roles import parts_of_model
+        from shardrules._plan.roles import parts_of_model
 
         others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
         params = [one for one in self.folded if int(one.rows[0]) not in others]

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._estimate.roles import parts_of_model
+from shardrules._plan.roles import parts_of_model
 from shardrules._suggest.patterns import apart, numbered, words_of
 from shardrules._text import brief
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardrules._estimate.roles import Part
     from shardrules._plan.fold import Folded
+    from shardrules._plan.roles import Part
     from shardrules._plan.table import Columns
     from shardrules._suggest.patterns import Word
 

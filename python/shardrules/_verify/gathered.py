@@ -15,8 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardrules._dtypes import bits_of
-from shardrules._estimate.roles import experts_dim
 from shardrules._plan.axis_uses import expert_axes_among
+from shardrules._plan.roles import experts_dim
 from shardrules._plan.table import axes_used
 from shardrules._specs import entry_axes
 from shardrules._text import bytes_shown, counted
