@@ -76,7 +76,7 @@ def __dir__() -> list[str]:
 
 
 def _moved(name: str) -> str:
-    """Returns the public module that a name of 0.2 has moved to, with a warning."""
+    """Return the public module that a name of 0.2 has moved to, with a warning."""
     for module, names in _MOVED.items():
         if name in names.split():
             import warnings
@@ -89,7 +89,7 @@ def _moved(name: str) -> str:
 
 
 def _leave() -> None:
-    """Tells the other processes of a job, which may be waiting for this one, that it ends."""
+    """Tell the other processes of a job, which may be waiting for this one, that it ends."""
     if "jax" in sys.modules:
         from shardrules._jax import is_coordinated
 
@@ -100,7 +100,7 @@ def _leave() -> None:
 
 
 def _leave_before_jax() -> None:
-    """Registers `_leave` last, so that it runs before JAX's handler, which waits for all."""
+    """Register `_leave` last, so that it runs before JAX's handler, which waits for all."""
     atexit.unregister(_leave)
     atexit.register(_leave)
 

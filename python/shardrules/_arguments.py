@@ -1,7 +1,6 @@
-"""Checks of what public functions are given; their errors name the parameter.
+"""Checks of arguments of public functions; the errors name the parameter.
 
-A check costs an `isinstance` or two, and nothing for each leaf of a tree. Must not know which
-function asks.
+A check costs an `isinstance` or two, and nothing for each leaf of a tree.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _KINDS: Final[dict[str, Kind]] = {
 
 
 def check_type(name: str, value: object, types: type | UnionType, what: str) -> None:
-    """Checks that the value is of one of the types.
+    """Check that the value is of one of the types.
 
     Raises:
         TypeError: It is not; `what` says in the message what it must be.
@@ -77,19 +76,19 @@ def check_type(name: str, value: object, types: type | UnionType, what: str) -> 
 
 
 def check_choice(name: str, choice: object, choices: tuple[object, ...]) -> None:
-    """Checks that the choice is one of `choices`.
+    """Check that the choice is one of `choices`.
 
     Raises:
         ValueError: It is not; the message lists them.
     """
     # What cannot be hashed may have an == that gives no bool, as arrays have.
     if not isinstance(choice, Hashable) or choice not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} is {brief(choice)}; it must be one of {listed}")
+        names = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {brief(choice)}; it must be one of {names}")
 
 
 def check_choices(record: Any) -> None:
-    """Checks that each field of a dataclass has a value that its annotation, a Literal, lists.
+    """Check that each field of a dataclass has a value that its annotation, a Literal, lists.
 
     Raises:
         ValueError: One has another value; the message names the field and lists the choices.
@@ -105,7 +104,7 @@ def _choices_of(record_type: type) -> dict[str, tuple[object, ...]]:
 
 
 def boolean(name: str, value: object) -> bool:
-    """The value, a bool of Python or numpy, as Python's.
+    """Return the value, a bool of Python or numpy, as Python's.
 
     Raises:
         TypeError: It is neither True nor False.
@@ -116,7 +115,7 @@ def boolean(name: str, value: object) -> bool:
 
 
 def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str = "") -> int:
-    """The value, an integer of Python or numpy, as an int.
+    """Return the value, an integer of Python or numpy, as an int.
 
     Raises:
         TypeError: It is not an integer.
@@ -138,7 +137,7 @@ def integer(name: str, value: Any, least: int = 0, most: int = MOST, what: str =
 
 
 def check_real(name: str, value: object) -> None:
-    """Checks that the value is a real number, which others can be compared with.
+    """Check that the value is a real number, which others can be compared with.
 
     Raises:
         TypeError: It is not.
@@ -147,7 +146,7 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_file(name: str, value: object) -> None:
-    """Checks that the value is None or the path of a file.
+    """Check that the value is None or the path of a file.
 
     Raises:
         TypeError: It is neither.
@@ -156,17 +155,19 @@ def check_file(name: str, value: object) -> None:
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """A sequence of strings, as a tuple. A single string is refused: its items are its letters.
+    """Return a sequence of strings, as a tuple.
+
+    A single string is refused: its items are its letters.
 
     Raises:
         TypeError: It is something else.
     """
-    given = listed(name, value, "strings")
-    return each(name, given, str, "a string")
+    items = listed(name, value, "strings")
+    return each(name, items, str, "a string")
 
 
 def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """The items of an iterable, as a tuple. A string or a mapping is refused.
+    """Return the items of an iterable, as a tuple. A string or a mapping is refused.
 
     Raises:
         TypeError: It is something else.
@@ -177,7 +178,7 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str) -> tuple[Any, ...]:
-    """The same values, each checked to be of one of the types.
+    """Return the same values, each checked to be of one of the types.
 
     Raises:
         TypeError: One is not; the message has its position.
@@ -188,7 +189,7 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
 
 
 def shape_of(name: str, value: Any) -> tuple[Any, ...]:
-    """A shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
+    """Return a shape, as a tuple. Symbolic dimensions and the like are for the caller to check.
 
     Raises:
         TypeError: It is not a sequence, or a dimension is a float, a string or None.
@@ -202,7 +203,7 @@ def shape_of(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_tree(name: str, tree: object) -> None:
-    """Checks that it may be a tree of arrays, by a look at its leaves up to the first array.
+    """Check that it may be a tree of arrays, by a look at its leaves up to the first array.
 
     Beside arrays there may be functions and texts, as in equinox modules, but no optimizer, model,
     path or generator among the first nodes.
@@ -211,8 +212,8 @@ def check_tree(name: str, tree: object) -> None:
         TypeError: It is a path, an optimizer, a model, a generator or the like, or has one in it,
             or has no array; the message says where, and what to give.
     """
-    if (found := _never_an_array(tree)) is not None:
-        node, instead = found
+    if (refusal := _never_an_array(tree)) is not None:
+        node, instead = refusal
         keys = _keys_of(node, tree)
         raise TypeError(_no_arrays(name, keys, node, "where an array is expected", instead))
     first = None
@@ -238,13 +239,13 @@ _Function: TypeAlias = Callable[_Parameters, _Result]
 def in_order(
     *kinds: Kind,
 ) -> Callable[[_Function[_Parameters, _Result]], _Function[_Parameters, _Result]]:
-    """Makes a function tell arguments that are swapped, once it has refused them.
+    """Make a function tell arguments that are swapped, once it has refused them.
 
     Args:
         kinds: What its first parameters are, in their order.
     """
 
-    def told(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
+    def decorator(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
         @functools.wraps(function)
         def call(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
             try:
@@ -255,13 +256,13 @@ def in_order(
 
         return call
 
-    return told
+    return decorator
 
 
 def _by_parameter(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> list[Any]:
-    """What each parameter of a function got; None for nothing."""
+    """Return what each parameter of a function got; None for nothing."""
     from inspect import signature
 
     parameters = signature(function)
@@ -273,7 +274,7 @@ def _by_parameter(
 
 
 def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) -> None:
-    """Checks arguments that a function has refused: they may be in another order.
+    """Check arguments that a function has refused: they may be in another order.
 
     Args:
         name: The function's name.
@@ -300,7 +301,7 @@ def check_order(name: str, kinds: tuple[Kind, ...], arguments: Iterable[Any]) ->
 
 
 def _kind_of(argument: Any) -> Kind | Literal["specs", "other"]:
-    """What an argument seems to be; "specs" may be rules or a tree."""
+    """Return what an argument seems to be; "specs" may be rules or a tree."""
     if isinstance(argument, str | os.PathLike):
         return "path"
     if hasattr(argument, "axis_names") or _has_axis_sizes(argument):
@@ -322,7 +323,7 @@ def _has_axis_sizes(argument: Any) -> bool:
 
 
 def _is_rule(item: Any) -> bool:
-    """Whether it is a (pattern, spec) pair, and not a name with its array, or with its arrays."""
+    """Tell if it is a (pattern, spec) pair, and not a name with its array, or with its arrays."""
     if not isinstance(item, list | tuple) or len(item) != 2:
         return False
     pattern, spec = item
@@ -331,7 +332,10 @@ def _is_rule(item: Any) -> bool:
 
 
 def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
-    """What a tree seems to be, by its first leaf. A dict of strings may be rules, in vain."""
+    """Return what a tree seems to be, by its first leaf.
+
+    A dict of strings may be rules, in vain.
+    """
     jax = sys.modules.get("jax.sharding")
     parent = None
     for _ in range(_DEEPEST):
@@ -344,7 +348,7 @@ def _kind_of_tree(node: Any) -> Literal["specs", "tree", "other"]:
 
 
 def check_shapes(name: str, tree: object, path: str | None) -> None:
-    """Checks a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
+    """Check a tree none of whose leaves has a shape: it must have no leaf, and no array but these.
 
     Args:
         name: The parameter's name.
@@ -377,7 +381,7 @@ _Keyed: TypeAlias = tuple[tuple[Any, ...], object]
 
 
 def _leaves(tree: object) -> Iterator[_Keyed]:
-    """The leaves with their keys, and nodes of other types than Python's own as leaves."""
+    """Yield the leaves with their keys, and nodes of other types than Python's own as leaves."""
     ways: list[Iterator[_Keyed]] = [iter([((), tree)])]
     while ways:
         for keys, node in ways[-1]:
@@ -421,9 +425,9 @@ def _never_an_array(tree: object) -> tuple[object, str] | None:
     for node in nodes:  # which grows
         node_type: Any = type(node)
         # A class in itself may be anything, such as a dtype; a model's is one by mistake.
-        of = node if issubclass(node_type, type) else node_type
-        if (instead := _instead_of_objects(of)) is not None:
-            if of is node or issubclass(node_type, tuple) or _is_leaf(node):
+        cls = node if issubclass(node_type, type) else node_type
+        if (instead := _instead_of_objects(cls)) is not None:
+            if cls is node or issubclass(node_type, tuple) or _is_leaf(node):
                 return node, instead
         elif issubclass(node_type, _NODES) and (room := _LOOKED_AT - len(nodes)) > 0:
             children: Any = dict.values(node) if isinstance(node, dict) else node
@@ -431,10 +435,10 @@ def _never_an_array(tree: object) -> tuple[object, str] | None:
     return None
 
 
-def _keys_of(wanted: object, tree: object) -> tuple[Any, ...]:
+def _keys_of(target: object, tree: object) -> tuple[Any, ...]:
     nodes: list[_Keyed] = [((), tree)]
     for keys, node in nodes:  # which grows
-        if node is wanted:
+        if node is target:
             return keys
         if isinstance(node, _NODES):
             nodes += _children(keys, node)
@@ -443,7 +447,7 @@ def _keys_of(wanted: object, tree: object) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _instead_of_objects(of_type: Any) -> str | None:
-    """What to give instead of objects of this class, unless they are arrays or nodes of a tree."""
+    """Return what to give instead of objects of a class that are neither arrays nor nodes."""
     for base in type.mro(of_type):
         if instead := _INSTEAD.get(f"{base.__module__}.{base.__qualname__}"):
             return instead

@@ -1,8 +1,4 @@
-"""The policies for specs that do not fit: `Correction`; and `RuleSpec`, what else one rule says.
-
-Records that check themselves; `_sharding/spec_on_mesh.py` does what they say. Must not know about
-meshes.
-"""
+"""`Correction`, the policies for specs that do not fit, and `RuleSpec`, what else a rule says."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 
 
 def check_memory_kind(name: str, kind: object) -> None:
-    """Checks that it is a kind of memory, or None.
+    """Check that it is a kind of memory, or None.
 
     Raises:
         ValueError: It is something else; the message names the parameter and lists the kinds.
@@ -27,12 +23,12 @@ def check_memory_kind(name: str, kind: object) -> None:
 
 
 def is_on_host(kind: MemoryKind | None) -> bool:
-    """Whether such memory is the host's, and not the device's."""
+    """Return whether such memory is the host's, and not the device's."""
     return kind not in (None, "device")
 
 
 def in_memory(text: str, kind: MemoryKind | None) -> str:
-    """The text of a spec, with the kind of memory if there is one: P('tp') in pinned_host."""
+    """Return the text of a spec with its memory kind, if any: P('tp') in pinned_host."""
     return text if kind is None else f"{text} in {kind}"
 
 
@@ -129,7 +125,7 @@ class RuleSpec:
 
 
 def check_correction(correction: object) -> None:
-    """Checks that it is a Correction, or None.
+    """Check that it is a Correction, or None.
 
     Raises:
         TypeError: It is not.
@@ -142,22 +138,22 @@ def check_correction(correction: object) -> None:
     )
 
 
-def rule_spec(given: Any) -> RuleSpec:
-    """The spec of a rule, as a RuleSpec."""
-    return given if isinstance(given, RuleSpec) else RuleSpec(given)
+def rule_spec(spec: Any) -> RuleSpec:
+    """Return the spec of a rule, as a RuleSpec."""
+    return spec if isinstance(spec, RuleSpec) else RuleSpec(spec)
 
 
-def memory_kind_of(given: Any) -> MemoryKind | None:
-    """The memory kind that a rule names."""
-    return given.memory_kind if isinstance(given, RuleSpec) else None
+def memory_kind_of(spec: Any) -> MemoryKind | None:
+    """Return the memory kind that a rule names."""
+    return spec.memory_kind if isinstance(spec, RuleSpec) else None
 
 
-def plain_spec(given: Any) -> Any:
-    """The spec of a rule, without a correction of its own."""
-    return given.spec if isinstance(given, RuleSpec) else given
+def plain_spec(spec: Any) -> Any:
+    """Return the spec of a rule, without a correction of its own."""
+    return spec.spec if isinstance(spec, RuleSpec) else spec
 
 
-def rule_spec_shown(given: Any) -> str:
-    """The spec of a rule as people write it, with its memory kind."""
-    wanted = rule_spec(given)
-    return in_memory(spec_shown(wanted.spec), wanted.memory_kind)
+def rule_spec_shown(spec: Any) -> str:
+    """Return the spec of a rule as people write it, with its memory kind."""
+    whole_spec = rule_spec(spec)
+    return in_memory(spec_shown(whole_spec.spec), whole_spec.memory_kind)

@@ -1,7 +1,6 @@
 """Dtypes by name: the bits of an element, the names in safetensors, and what converts to what.
 
-Only tables of names, so that reading a file needs neither numpy nor ml_dtypes. Must not know about
-shapes or files.
+Tables of names, so that reading a file needs neither numpy nor ml_dtypes.
 """
 
 from __future__ import annotations
@@ -61,24 +60,24 @@ RANDOM_KEYS: Final = {"threefry2x32": "key<fry>", "rbg": "key<rbg>", "unsafe_rbg
 
 
 def numpy_name(name: str) -> str:
-    """The name in numpy or ml_dtypes of a dtype, given by that name or by that in safetensors.
+    """Return the name in numpy or ml_dtypes of a dtype, from that name or the one in safetensors.
 
     Raises:
         ValueError: The name is unknown. The message lists similar names.
     """
-    found = SAFETENSORS.get(name, name)
-    if found in BITS:
-        return found
+    numpy_dtype = SAFETENSORS.get(name, name)
+    if numpy_dtype in BITS:
+        return numpy_dtype
     from difflib import get_close_matches
 
     word = name[:100]
     near = get_close_matches(word, SAFETENSORS, n=3) + get_close_matches(word, BITS, n=3)
-    known = near or ["float32", "bfloat16", "F32", "BF16"]
-    raise ValueError(f"unknown dtype {brief(name)}; known ones are {', '.join(known)}")
+    examples = near or ["float32", "bfloat16", "F32", "BF16"]
+    raise ValueError(f"unknown dtype {brief(name)}; known ones are {', '.join(examples)}")
 
 
 def bits_of(dtype: object) -> int:
-    """The number of bits of one element.
+    """Return the number of bits of one element.
 
     Args:
         dtype: A name in numpy, ml_dtypes or safetensors; a numpy dtype; or an object with an
@@ -99,13 +98,13 @@ def bits_of(dtype: object) -> int:
 
 
 def is_inexact(dtype: object) -> bool:
-    """Whether it is a dtype of real or complex numbers, which alone have gradients."""
+    """Return whether it is a dtype of real or complex numbers, which alone have gradients."""
     name = SAFETENSORS.get(dtype, dtype) if isinstance(dtype, str) else getattr(dtype, "name", "")
     return name in BITS and name.startswith(("float", "bfloat", "complex"))
 
 
 def given_dtype(name: str, dtype: Any) -> Any:
-    """A dtype that a user gives as the parameter `name`, in a form that numpy and JAX know.
+    """Return a dtype that a user gives as the parameter `name`, in a form that numpy and JAX know.
 
     Classes such as np.float32 and jnp.bfloat16 stand for dtypes as well.
 
@@ -116,15 +115,15 @@ def given_dtype(name: str, dtype: Any) -> Any:
 
     try:
         is_class = isinstance(dtype, type) or isinstance(getattr(dtype, "dtype", None), np.dtype)
-        found = np.dtype(dtype) if is_class else dtype
-        bits_of(found)
+        converted = np.dtype(dtype) if is_class else dtype
+        bits_of(converted)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
-    return numpy_name(found) if isinstance(found, str) else found
+    return numpy_name(converted) if isinstance(converted, str) else converted
 
 
 def given_bits(name: str, dtype: Any) -> int:
-    """The number of bits of one element of such a dtype.
+    """Return the number of bits of one element of such a dtype.
 
     Raises:
         ValueError: As `given_dtype`.
@@ -133,54 +132,57 @@ def given_bits(name: str, dtype: Any) -> int:
 
 
 def given_name(name: str, dtype: Any) -> str:
-    """The name in numpy or ml_dtypes of such a dtype.
+    """Return the name in numpy or ml_dtypes of such a dtype.
 
     Raises:
         ValueError: It is no dtype, or an unknown one.
     """
-    found = given_dtype(name, dtype)
+    converted = given_dtype(name, dtype)
     try:
-        return numpy_name(str(getattr(found, "name", found)))
+        return numpy_name(str(getattr(converted, "name", converted)))
     except ValueError as error:
         raise ValueError(f"{name} is {shown(dtype)}, which is no dtype: {error}") from None
 
 
 def given_float(name: str, dtype: Any) -> str:
-    """The name of a dtype that all floating arrays are to have.
+    """Return the name of a dtype that all floating arrays are to have.
 
     Raises:
         ValueError: As `given_name`; or arrays do not convert to it.
     """
-    chosen = given_name(name, dtype)
-    if not converts("float32", chosen):
+    float_name = given_name(name, dtype)
+    if not converts("float32", float_name):
         raise ValueError(
             f"{name} is {shown(dtype)}, and must be a float, such as 'bfloat16': most weights are "
-            f"fractions, which {chosen} has not; quantise them with a library that makes scales"
+            f"fractions, which {float_name} has not; quantise them with a library that makes scales"
         )
-    return chosen
+    return float_name
 
 
-def converts(of: str, to: str) -> bool:
-    """Whether a conversion that is asked for by name can be meant: within a kind of numbers."""
-    return of == to or _number_kind(of) == _number_kind(to) != ""
+def converts(source: str, target: str) -> bool:
+    """Tell if a conversion that is asked for by name can be meant: within a kind of numbers."""
+    return source == target or _number_kind(source) == _number_kind(target) != ""
 
 
 def _number_kind(dtype: str) -> str:
-    """Of integers, floats and complex numbers of 8 bits or more; empty for codes and for flags."""
+    """Return "int", "float" or "complex" for numbers of 8 bits or more.
+
+    Empty for codes and for flags.
+    """
     if BITS.get(dtype, 0) < 8 or dtype == "float8_e8m0fnu":  # powers of two, for scales
         return ""
     return next((kind for kind in ("int", "float", "complex") if kind in dtype), "")
 
 
 def is_plain_float(name: str) -> bool:
-    """Whether this is a floating dtype of 16 bits or more: not one of quantized values."""
+    """Return whether this is a floating dtype of 16 bits or more: not one of quantized values."""
     return name in ("float16", "bfloat16", "float32", "float64")
 
 
 @cache
 def key_dtype(name: str) -> Any:
     """JAX's dtype of random keys of this name; None for all other names."""
-    implementation = next((one for one, dtype in RANDOM_KEYS.items() if dtype == name), None)
+    implementation = next((impl for impl, dtype in RANDOM_KEYS.items() if dtype == name), None)
     if implementation is None:
         return None
     import jax

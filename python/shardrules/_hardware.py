@@ -1,8 +1,4 @@
-"""`Hardware`: what a device can compute, hold and send, with the public figures of some.
-
-A record that checks itself; the figures are in `hardware.toml` and read when they are first asked
-for. Must not know about meshes or plans.
-"""
+"""`Hardware`: what a device can compute, hold and send, with the public figures of some devices."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """The public figures of this device: v4, v5e, v5p, v6e, 7x, A100, H100, H200 or B200.
+        """Return public figures of a device: v4, v5e, v5p, v6e, 7x, A100, H100, H200 or B200.
 
         The hardware page has them with their sources. On 7x a chip is two devices.
 
@@ -93,7 +89,7 @@ class Hardware:
 
 @functools.cache
 def public_hardware() -> dict[str, Hardware]:
-    """The devices with public figures, by name."""
+    """Return the devices with public figures, by name."""
     import tomllib
     from importlib import resources
 
@@ -101,28 +97,28 @@ def public_hardware() -> dict[str, Hardware]:
     return {name: Hardware(name, **table) for name, table in tomllib.loads(text).items()}
 
 
-def as_hardware(name: str, given: Any) -> Hardware:
-    """The hardware that a user gives as the parameter `name`: a record, or a name.
+def as_hardware(name: str, hardware: Any) -> Hardware:
+    """Return the hardware that a user gives as the parameter `name`: a record, or a name.
 
     Raises:
         ValueError: There is no such name.
         TypeError: It is neither.
     """
-    check_type(name, given, Hardware | str, "a Hardware or a name such as 'v5p'")
-    return _named(name, given) if isinstance(given, str) else given
+    check_type(name, hardware, Hardware | str, "a Hardware or a name such as 'v5p'")
+    return _named(name, hardware) if isinstance(hardware, str) else hardware
 
 
 def _named(parameter: str, name: str) -> Hardware:
-    known = public_hardware()
-    found = {one.lower(): hardware for one, hardware in known.items()}.get(name.lower())
-    if found is None:
-        near = nearest(name, known)
+    by_name = public_hardware()
+    match = {key.lower(): hardware for key, hardware in by_name.items()}.get(name.lower())
+    if match is None:
+        near = nearest(name, by_name)
         meant = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{parameter}: there are no figures for {brief(name)}; {meant}there are some for "
-            f"{', '.join(known)}; give those of others as a Hardware, or in a TOML file"
+            f"{', '.join(by_name)}; give those of others as a Hardware, or in a TOML file"
         )
-    return found
+    return match
 
 
 def _check_rate(name: str, value: Any) -> None:

@@ -1,7 +1,4 @@
-"""Atomic writes of text files: a reader sees either the old file or the whole new one.
-
-Costs a temporary file beside the target and two calls of fsync. Must not know what the text is.
-"""
+"""Files: errors that name them, reading within a bound on memory, JSON, and atomic writes."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ _WIDE: Final = 8
 
 @contextmanager
 def memory_within(most: int) -> Iterator[None]:
-    """A context in which reading a file may take `most` bytes beyond the file's own size."""
+    """Yield a context in which reading a file may take `most` bytes beyond the file's own size."""
     token = max_memory.set(most)
     try:
         yield
@@ -74,7 +71,9 @@ def memory_within(most: int) -> Iterator[None]:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or directory to read; Python takes an empty text for the current one.
+    """Return the path of a file or directory to read.
+
+    Python takes an empty text for the current one.
 
     Raises:
         FileError: It is empty.
@@ -86,7 +85,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def opened(path: Path) -> Iterator[io.BufferedReader]:
-    """The file, open for reading in binary.
+    """Yield the file, open for reading in binary.
 
     Raises:
         FileError: It cannot be read, it is neither a regular file nor `-`, or standard input is a
@@ -122,7 +121,7 @@ def _open_at_once(name: str, flags: int) -> int:
 
 
 def read_bytes(path: Path, per_byte: int = 1) -> bytes:
-    """The content of a file, unpacked if it is gzipped.
+    """Return the content of a file, unpacked if it is gzipped.
 
     Args:
         path: The file.
@@ -159,7 +158,7 @@ def _unpacked(path: Path, file: io.BufferedReader, size: int, per_byte: int) -> 
 
 
 def joined(path: Path, chunks: Iterable[bytes], size: int, per_byte: int = 1) -> bytes:
-    """Joins the chunks of a JSON text.
+    """Join the chunks of a JSON text.
 
     Args:
         path: The file of the text.
@@ -193,12 +192,12 @@ def _raise_too_large(path: Path, size: int) -> NoReturn:
 
 
 def unreadable(path: Path, error: OSError) -> FileError:
-    """The error to raise if the system cannot read a file."""
+    """Return the error to raise if the system cannot read a file."""
     return FileError(f"{path}: {error.strerror or error}; check the name and the permissions")
 
 
 def text_of(path: Path, data: bytes) -> str:
-    """Bytes of a file as text.
+    """Decode the bytes of a file.
 
     Raises:
         FileError: They are empty or not UTF-8.
@@ -215,7 +214,7 @@ def text_of(path: Path, data: bytes) -> str:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """Parses bytes of a file as JSON.
+    """Parse bytes of a file as JSON.
 
     Raises:
         FileError: They are not JSON, or an object has a key twice.
@@ -251,7 +250,7 @@ def _no_json(constant: str) -> NoReturn:
 
 
 def first_repeated(names: list[str]) -> str:
-    """The first name that is equal to an earlier one."""
+    """Return the first name that is equal to an earlier one."""
     seen: set[str] = set()
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
@@ -261,7 +260,7 @@ _ACL: Final = "system.posix_acl_access"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file. A regular file is replaced; any other file is written directly.
+    """Write a text file. A regular file is replaced; any other file is written directly.
 
     A symbolic link stays, and its target is replaced; other hard links keep the old file, as with
     `sed -i` and git. A new file gets the mode that `open` gives. The rights of an existing file are
@@ -289,7 +288,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """The status of the file behind any links; None if there is no file."""
+    """Return the status of the file behind any links; None if there is no file."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -297,7 +296,7 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _stream(status: os.stat_result) -> int | None:
-    """The number of the process's own output stream that is this file, such as a log; or None."""
+    """Find the process's own output stream that is this file, such as a log."""
     for stream in _STREAMS:
         with suppress(OSError):  # it is closed
             if os.path.samestat(status, os.fstat(stream)):
@@ -336,7 +335,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
 
 
 def _keep_rights(file: int, target: Path, before: os.stat_result) -> None:
-    """Gives the new file the owner and the rights of the old one, and no more."""
+    """Give the new file the owner and the rights of the old one, and no more."""
     if sys.platform == "win32":
         return
     with suppress(PermissionError):
@@ -348,7 +347,7 @@ def _keep_rights(file: int, target: Path, before: os.stat_result) -> None:
 
 
 def _keep_acl(file: int, target: Path) -> bool:
-    """Gives the new file the ACL of the old one, or none; returns whether it could.
+    """Give the new file the ACL of the old one, or none; returns whether it could.
 
     The group's bits in the mode of a file with an ACL are the ACL's mask, not the group's rights.
     """
@@ -365,7 +364,7 @@ def _keep_acl(file: int, target: Path) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Writes the new name to the disk too, if the system can do that."""
+    """Write the new name to the disk too, if the system can do that."""
     with suppress(OSError):
         file = os.open(directory, os.O_RDONLY)
         try:

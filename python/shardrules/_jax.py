@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 def _private(owner: Any, name: str) -> Any:
-    """Reads a private name of a module or an object; None where it is missing."""
+    """Read a private name of a module or an object; None where it is missing."""
     try:
         target = importlib.import_module(owner) if isinstance(owner, str) else owner
         return attrgetter(name)(target)
@@ -38,7 +38,7 @@ class MeshContexts(NamedTuple):
 
 @functools.cache
 def mesh_contexts() -> MeshContexts:
-    """Returns the functions that read JAX's mesh contexts.
+    """Return the functions that read JAX's mesh contexts.
 
     Fallback: `jax.sharding.get_abstract_mesh` and `get_mesh`, which JAX has since 0.6 and 0.7; and
     `jax.interpreters.pxla.thread_resources`, which is deprecated.
@@ -74,7 +74,7 @@ def _public_concrete_mesh() -> Any:
 
 @functools.cache
 def trace_state_check() -> Callable[[], bool]:
-    """Returns the function that says whether no transformation, such as jit, is being traced.
+    """Return the function that says whether no transformation, such as jit, is being traced.
 
     Fallback: an array made here is a tracer inside jit. Inside vmap and grad alone it is none; the
     tracers among a function's arguments tell of those.
@@ -98,7 +98,7 @@ class CoordinationState(NamedTuple):
 
 
 def coordination_state() -> CoordinationState | None:
-    """Returns the state of `jax.distributed.initialize`; None before it. Starts no backend.
+    """Return the state of `jax.distributed.initialize`; None before it. Starts no backend.
 
     Fallback: None. JAX has no public name for its coordination service.
     """
@@ -108,12 +108,12 @@ def coordination_state() -> CoordinationState | None:
 
 
 def is_coordinated() -> bool:
-    """Returns whether this process has joined others, without importing JAX."""
+    """Return whether this process has joined others, without importing JAX."""
     return "jax._src.distributed" in sys.modules and coordination_state() is not None
 
 
 def weakly_typed(array: Any) -> Any:
-    """Gives an array the weak type of a Python number, inside jit.
+    """Give an array the weak type of a Python number, inside jit.
 
     Fallback: the array as it is, beside which other arrays are promoted as beside any array.
     """
@@ -126,7 +126,7 @@ _SPACES = {"device": "Device", "pinned_host": "Host"}
 
 
 def transfer_target(memory_kind: str) -> Any:
-    """Returns what `jax.device_put` takes for a memory kind inside jit.
+    """Return what `jax.device_put` takes for a memory kind inside jit.
 
     JAX before 0.7 has only the private name.
 
@@ -146,7 +146,7 @@ def transfer_target(memory_kind: str) -> Any:
 
 
 def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings and the shaped values of a compiled function's arguments, as leaves.
+    """Return the shardings and the shaped values of a compiled function's arguments, as leaves.
 
     A dropped argument, which the function does not use, has the sharding None. Fallback:
     `input_shardings` and `args_info`, which take some microseconds longer for each leaf.
@@ -164,12 +164,12 @@ def compiled_inputs(compiled: Any) -> tuple[list[Any], list[Any]]:
         # The public property knows which arguments are dropped.
         shardings = treedef.flatten_up_to(compiled.input_shardings)
     values = [_private(info, "_aval") for info in infos[:1]]
-    own = values != [] and values[0] is not None
-    return list(shardings), list(map(attrgetter("_aval"), infos)) if own else infos
+    has_avals = values != [] and values[0] is not None
+    return list(shardings), list(map(attrgetter("_aval"), infos)) if has_avals else infos
 
 
 def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings and the shaped values of a compiled function's results, as leaves.
+    """Return the shardings and the shaped values of a compiled function's results, as leaves.
 
     Fallback: `output_shardings` and `out_info`; JAX before 0.6 lacks the second.
     """
@@ -185,7 +185,7 @@ def compiled_outputs(compiled: Any) -> tuple[list[Any], list[Any]]:
 
 
 def device_order(sharding: Any) -> tuple[Any, ...]:
-    """Returns the devices of a sharding without a mesh, in its order.
+    """Return the devices of a sharding without a mesh, in its order.
 
     Fallback: in the order of their numbers.
     """
@@ -194,7 +194,7 @@ def device_order(sharding: Any) -> tuple[Any, ...]:
 
 
 def flax_axis_rules() -> Any:
-    """Returns flax's own record of the logical axis rules in force, if flax is loaded.
+    """Return flax's own record of the logical axis rules in force, if flax is loaded.
 
     Fallback: None, so that flax's functions do not see rules that ours have set.
     """
@@ -203,7 +203,7 @@ def flax_axis_rules() -> Any:
 
 
 def registered_unflatten(node_type: type) -> Callable[..., Any] | None:
-    """Returns the function that rebuilds the nodes of a registered pytree type.
+    """Return the function that rebuilds the nodes of a registered pytree type.
 
     Fallback: None; the registry is then asked node by node, which takes longer.
     """
@@ -212,7 +212,7 @@ def registered_unflatten(node_type: type) -> Callable[..., Any] | None:
 
 
 def node_flattener() -> Callable[[Any], Any]:
-    """Returns the function that takes a node apart: ((key, child) pairs, auxiliary data).
+    """Return the function that takes a node apart: ((key, child) pairs, auxiliary data).
 
     For a leaf it gives None. `default_registry` is public, but its methods are undocumented.
     Fallback: `jax.tree_util.tree_flatten_with_path` with all but the node as leaves.

@@ -1,7 +1,4 @@
-"""The axis sizes of a mesh: from text, from a dict, and the bounds that every mesh must keep.
-
-Costs a look at each axis. Must not know about JAX's meshes.
-"""
+"""Axis sizes of a mesh, from text or a dict, and the bounds that every mesh must keep."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def checked_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_bounds(sizes: Mapping[str, int]) -> None:
-    """Checks that a mesh has at most 32 axes and 2**24 devices.
+    """Check that a mesh has at most 32 axes and 2**24 devices.
 
     Raises:
         ValueError: It has more.

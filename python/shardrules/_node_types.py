@@ -50,7 +50,7 @@ _known: WeakKeyDictionary[type, Record] = WeakKeyDictionary()
 def registration(
     node_type: type, example: object
 ) -> tuple[Callable[..., Any] | None, Record | None]:
-    """The unflatten function that the type is registered with, and its layout if it is a record.
+    """Return the unflatten function that a type is registered with, and the layout of a record.
 
     Either is None if it is not known; then the core asks the registry itself, node by node.
     """
@@ -83,7 +83,7 @@ def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
 
 
 def _constructor_sets_fields(node_type: Any, record: Record) -> bool:
-    """Whether type(**everything) does nothing but set each attribute, in the record's order.
+    """Return whether type(**everything) does nothing but set each attribute, in the record's order.
 
     That is so if its `__init__` is what `dataclasses` makes of plain fields of these names.
     """
@@ -135,7 +135,7 @@ def _name(function: object) -> tuple[Any, Any]:
 
 
 def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
-    """Whether the registry takes this node apart, and puts it together, as the record has it."""
+    """Tell if the registry takes this node apart, and puts it together, as the record has it."""
     from jax.tree_util import GetAttrKey
 
     flat = node_flattener()(node)
@@ -165,5 +165,5 @@ def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
     )
 
 
-def _same_items(found: dict[str, object], expected: dict[str, object]) -> bool:
-    return list(found) == list(expected) and all(found[k] is expected[k] for k in expected)
+def _same_items(items: dict[str, object], expected: dict[str, object]) -> bool:
+    return list(items) == list(expected) and all(items[k] is expected[k] for k in expected)

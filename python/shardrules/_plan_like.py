@@ -19,7 +19,7 @@ class PlanLike:
 
     @abstractmethod
     def _placements(self, tree: Any, mesh: Any) -> list[Any]:
-        """The Placement of each leaf of a tree, found by its path, in the order of JAX's leaves.
+        """Return the Placement of each leaf of a tree, by its path, in the order of JAX's leaves.
 
         Args:
             tree: Any pytree whose paths and shapes are those of the plan, or some of them.

@@ -1,8 +1,4 @@
-"""Specs that are made from shapes: `fsdp`, which cuts the largest dimension that divides.
-
-A value says what is wanted; from it follows the spec of an array of a given shape on a given mesh.
-Costs a few comparisons for each distinct shape. Must not know about corrections, rules or trees.
-"""
+"""PartitionSpecs and their entries, and `fsdp`, a spec that is made from the array's shape."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def partition_spec(*entries: Any) -> PartitionSpec:
-    """A `jax.sharding.PartitionSpec` of these entries."""
+    """Return a `jax.sharding.PartitionSpec` of these entries."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*entries)
 
 
 def normalize_spec(index: int, spec: object) -> object:
-    """The spec of rule `index`, as a hashable object.
+    """Return the spec of rule `index`, as a hashable object.
 
     None, a string, and a tuple or list of axis names become tuples of PartitionSpec entries; they
     are made a PartitionSpec when the first leaf needs one. Any other object is kept.
@@ -68,22 +64,22 @@ RankPolicy = Literal["truncate", "replicate", "keep", "error"]
 
 
 def spec_length(spec: object) -> int:
-    """The number of a spec's entries. A leaf of at least this rank gets the spec whole."""
+    """Return the number of a spec's entries. A leaf of at least this rank gets the spec whole."""
     return len(spec) if isinstance(spec, Entries) or is_partition_spec(spec) else 0
 
 
 def spec_for_rank(spec: object, rank: int, too_long: RankPolicy) -> object:
-    """The spec for a leaf of that rank; None if it is longer and that is an error."""
-    whole = as_partition_spec(spec) if isinstance(spec, Entries) else spec
-    if too_long == "keep" or not is_partition_spec(whole) or rank >= len(whole):
-        return whole
+    """Return the spec for a leaf of that rank; None if it is longer and that is an error."""
+    entries = as_partition_spec(spec) if isinstance(spec, Entries) else spec
+    if too_long == "keep" or not is_partition_spec(entries) or rank >= len(entries):
+        return entries
     if too_long == "truncate":
-        return with_entries(whole, entries_of(whole)[:rank])
+        return with_entries(entries, entries_of(entries)[:rank])
     return partition_spec() if too_long == "replicate" else None
 
 
 def as_entries(name: str, spec: Any) -> Entries:
-    """The entries of a spec that a user gives as the parameter `name`.
+    """Return the entries of a spec that a user gives as the parameter `name`.
 
     Raises:
         TypeError: It is not a spec, or one with unreduced axes.
@@ -103,7 +99,7 @@ def as_entries(name: str, spec: Any) -> Entries:
 
 
 def as_partition_spec(spec: PartitionSpec | Entries) -> PartitionSpec:
-    """The PartitionSpec of these entries, or that one itself."""
+    """Return the PartitionSpec of these entries, or that one itself."""
     return _made(spec) if isinstance(spec, Entries) else spec
 
 
@@ -114,7 +110,7 @@ def _made(entries: tuple[Any, ...]) -> PartitionSpec:
 
 
 def is_partition_spec(spec: object) -> TypeGuard[PartitionSpec]:
-    """Whether it is a PartitionSpec."""
+    """Return whether it is a PartitionSpec."""
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(spec, sharding.PartitionSpec)
@@ -136,24 +132,24 @@ def _entry(index: int, position: int, entry: object) -> object:
 
 
 def entries_of(spec: PartitionSpec | Entries) -> tuple[Any, ...]:
-    """The entries; a spec with unreduced axes refuses to be iterated over."""
+    """Return the entries; a spec with unreduced axes refuses to be iterated over."""
     return tuple(getattr(spec, "partitions", spec))
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
+    """Return the mesh axes that an entry of a PartitionSpec names."""
     if entry is None or is_unconstrained(entry):
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: tuple[str, ...]) -> Any:
-    """The plainest entry of these mesh axes."""
+    """Return the plainest entry of these mesh axes."""
     return axes[0] if len(axes) == 1 else axes or None
 
 
 def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
-    """A spec of these entries, of the kind of `spec` and with its unreduced and reduced axes."""
+    """Return a spec of these entries, with the type and (un)reduced axes of `spec`."""
     if isinstance(spec, Entries):
         return Entries(entries)  # pyright: ignore[reportReturnType]
     if tags_of(spec):
@@ -162,7 +158,7 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
 
 
 def tags_of(spec: object) -> dict[str, Any]:
-    """What a PartitionSpec says beside its entries, as plain data; nothing for most.
+    """Return what a PartitionSpec says beside its entries, as plain data; nothing for most.
 
     `unreduced` and `reduced` are lists of mesh axes, and `unreduced_kind` is a name: that of the
     reduction, if it is not a sum.
@@ -177,12 +173,12 @@ def tags_of(spec: object) -> dict[str, Any]:
 
 
 def tags_shown(spec: object) -> list[str]:
-    """These tags as people write them."""
+    """Return these tags as people write them."""
     return [f"{name}={value}" for name, value in tags_of(spec).items()]
 
 
 def with_tags(spec: PartitionSpec | Entries, tags: Mapping[str, Any]) -> PartitionSpec | Entries:
-    """The spec with these tags alone.
+    """Return the spec with these tags alone.
 
     Raises:
         ValueError: JAX is too old for them, or they do not go together with the entries.
@@ -204,7 +200,7 @@ def with_tags(spec: PartitionSpec | Entries, tags: Mapping[str, Any]) -> Partiti
 
 
 def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
-    """The spec of an array that is made from another one, which has `spec`.
+    """Return the spec of an array that is made from another one, which has `spec`.
 
     Args:
         spec: The other array's spec.
@@ -224,7 +220,10 @@ def with_dims(spec: _Spec, dims: Iterable[Dim]) -> _Spec:
 
 
 def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spec:
-    """The spec without these mesh axes; an entry that has lost all its axes becomes `emptied`."""
+    """Return the spec without these mesh axes.
+
+    An entry that has lost all its axes becomes `emptied`.
+    """
     if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
         return spec
 
@@ -238,7 +237,7 @@ def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spe
 
 
 def axes_present(axes: list[str], present: Container[str], absent: str) -> list[str]:
-    """The axes of an entry that a policy for absent axes leaves; see `Correction.absent`."""
+    """Return the axes of an entry that a policy for absent axes leaves; see `Correction.absent`."""
     if absent in ("keep", "error") or all(axis in present for axis in axes):
         return axes
     if absent == "drop":
@@ -249,28 +248,28 @@ def axes_present(axes: list[str], present: Container[str], absent: str) -> list[
 
 
 def is_unconstrained(entry: object) -> bool:
-    """Whether it is PartitionSpec.UNCONSTRAINED."""
+    """Return whether it is PartitionSpec.UNCONSTRAINED."""
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and entry is sharding.PartitionSpec.UNCONSTRAINED
 
 
 def plain_entries(spec: PartitionSpec | Entries) -> list[Any]:
-    """The entries, equal for equal specs: ("tp",) is "tp", as newer versions of JAX have it."""
+    """Return the entries, equal for equal specs: ("tp",) is "tp", as in newer versions of JAX."""
     return [e if is_unconstrained(e) else entry_of(entry_axes(e)) for e in entries_of(spec)]
 
 
 def spec_shown(spec: Any) -> str:
-    """A spec as people write it, PartitionSpec or not: P('fsdp', None); - for None."""
+    """Return a spec as people write it, PartitionSpec or not: P('fsdp', None); - for None."""
     if spec is None:
         return "-"
     if not is_partition_spec(spec) and not isinstance(spec, Entries):
         return repr(spec)
-    shown = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
-    return f"P({', '.join([*shown, *tags_shown(spec)])})"
+    texts = ("UNCONSTRAINED" if is_unconstrained(e) else repr(e) for e in plain_entries(spec))
+    return f"P({', '.join([*texts, *tags_shown(spec)])})"
 
 
 def rules_shown(dialect: str, pairs: Iterable[tuple[Any, Any]]) -> str:
-    """A line for the dialect, and one for each rule."""
+    """Return a line for the dialect, and one for each rule."""
     lines = [
         f"rule {index}: {pattern!r} -> {spec_shown(spec)}"
         for index, (pattern, spec) in enumerate(pairs)
@@ -311,7 +310,7 @@ class Fsdp:
         units: Sequence[int] = (),
         closed: frozenset[int] = frozenset(),
     ) -> Chosen:
-        """The spec of an array of this shape.
+        """Return the spec of an array of this shape.
 
         Args:
             shape: The whole array's.
@@ -339,7 +338,7 @@ class Fsdp:
             return self._left_alone(within, f"its rank {len(shape)} is below min_rank")
         if size < self.min_bytes:
             return self._left_alone(within, f"its {bytes_shown(size)} are less than min_bytes")
-        if not free or any(axis in entry_axes(one) for one in within for axis in self.axes):
+        if not free or any(axis in entry_axes(entry) for entry in within for axis in self.axes):
             return self._left_alone(within, "no dimension is free")
         sizes = {axis: axis_sizes.get(axis, 1) for axis in self.axes}
         dim, is_divided = largest_dim(free, shape, prod(sizes.values()), units)
@@ -381,7 +380,7 @@ def fsdp(
     min_rank: int = 0,
     within: Any = (),
 ) -> Fsdp:
-    """A rule's spec that is made from each array's shape: its largest dimension is cut.
+    """Return a rule's spec that is made from each array's shape: its largest dimension is cut.
 
     The mesh axis cuts the largest dimension that it divides and that `within` leaves free; of equal
     ones, the last. If it divides none, it is put on the largest one, where the `Correction` says
@@ -415,7 +414,7 @@ def fsdp(
     """
     axes = (axis,) if isinstance(axis, str) else texts("axis", axis)
     fixed = as_entries("within", within)
-    named = [*axes, *(one for entry in entries_of(fixed) for one in entry_axes(entry))]
+    named = [*axes, *(name for entry in entries_of(fixed) for name in entry_axes(entry))]
     if not axes or len(set(named)) < len(named):
         raise ValueError(
             f"axis is {axis!r}, within {spec_shown(fixed)}; it must name at least one mesh axis, "

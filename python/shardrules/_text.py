@@ -1,8 +1,9 @@
-"""How values look at a prompt, in a notebook and in `help`.
+"""Texts for people: safe lines, counts, bytes and seconds, tables, near names, and `repr`.
 
-A prompt calls `repr` for what was asked for, and a list for each of its items, so a class is one of
-two things: an answer, such as the findings of a check, shows its text; a record, such as one
-finding, is a short line. Costs nothing until something is shown. Must not know what a text says.
+Names come from files, and files may come from anyone, so lines are made printable before they are
+joined. A prompt calls `repr` for a value and for each item of a list, so a class is one of two
+things: an answer, such as the findings of a check, shows its text; a record, such as a finding, is
+a short line.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def printable(line: str) -> str:
 
 
 def is_command(line: str) -> bool:
-    """Whether a CI runner would obey the line, if it stood in a job's log as it is."""
+    """Return whether a CI runner would obey the line, if it stood in a job's log as it is."""
     return _COMMAND.search(line.lstrip()) is not None
 
 
@@ -49,12 +50,15 @@ def printable_lines(lines: Iterable[str]) -> str:
 
 
 def printable_json(value: Any) -> str:
-    """A value as indented JSON without commands to a CI runner. The JSON value is the same."""
+    """Return a value as indented JSON without commands to a CI runner.
+
+    The JSON value is the same.
+    """
     return re.sub("#(?=#)", r"\\u0023", json.dumps(value, indent=1))
 
 
-def _without_command(found: re.Match[str]) -> str:
-    return found[0][:-1] + _escaped(found[0][-1])
+def _without_command(match: re.Match[str]) -> str:
+    return match[0][:-1] + _escaped(match[0][-1])
 
 
 def _escaped(character: str) -> str:
@@ -93,7 +97,7 @@ _start: Final = _Start()
 def aligned(
     heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str]
 ) -> list[str]:
-    """The lines of a table, with the columns under these heads aligned to the right."""
+    """Return the lines of a table, with the columns under these heads aligned to the right."""
     lines = [heads, *rows]
     widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
     return [
@@ -106,18 +110,18 @@ def aligned(
 
 
 def brief(value: object) -> str:
-    """A value, short enough for an error message."""
+    """Return a value, short enough for an error message."""
     text = printable(" ".join(_start.repr(value).splitlines()))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def shown(value: object) -> str:
-    """A value and its type, short enough for an error message."""
+    """Return a value and its type, short enough for an error message."""
     return f"{brief(value)} ({with_article(type(value).__name__)})"
 
 
 def with_article(name: str) -> str:
-    """The name of a type as words have it: a dict, an int."""
+    """Return the name of a type as words have it: a dict, an int."""
     return f"{'an' if name.startswith(_VOWELS) else 'a'} {name}"
 
 
@@ -141,7 +145,7 @@ def seconds_shown(seconds: float) -> str:
 
 
 def byte_count(text: str) -> int:
-    """The number of bytes that a text such as 96GB, 80GiB or 1000000 means.
+    """Return the number of bytes that a text such as 96GB, 80GiB or 1000000 means.
 
     Raises:
         ValueError: The text has another form, or the number is negative.
@@ -168,33 +172,35 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {' '.join([*before, plural])}"
 
 
-def and_more(count: int, listed: int, what: str) -> list[str]:
-    """The line after the first `listed` of `count` things; none if these are all of them."""
-    return [f"... and {counted(count - listed, f'more {what}')}"] if count > listed else []
+def and_more(count: int, count_shown: int, what: str) -> list[str]:
+    """Return the line after the first `listed` of `count` things; none if these are all of them."""
+    return (
+        [f"... and {counted(count - count_shown, f'more {what}')}"] if count > count_shown else []
+    )
 
 
 def misspelt(name: str, names: Iterable[str]) -> str | None:
-    """The one of these names that this one is a misspelling of; None if none is near enough.
+    """Return the one of these names that this one is a misspelling of; None if none is near enough.
 
     Stricter than `nearest`: `exp` is no misspelling of `exp_with_fsdp`, nor `moe_layers` of
     `layers`.
     """
     from difflib import get_close_matches
 
-    listed = [other[:_COMPARED] for other in names]
-    swapped = (other for other in listed if sorted(other) == sorted(name))
-    return next(swapped, None) or next(iter(get_close_matches(name, listed, 1, 0.85)), None)
+    candidates = [candidate[:_COMPARED] for candidate in names]
+    swapped = (candidate for candidate in candidates if sorted(candidate) == sorted(name))
+    return next(swapped, None) or next(iter(get_close_matches(name, candidates, 1, 0.85)), None)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of these names that was probably meant; None if none is near enough.
+    """Return the one of these names that was probably meant; None if none is near enough.
 
     Two letters swapped, or a name that begins with the other, are near; `sp` and `tp` are not.
     """
     from difflib import SequenceMatcher
 
-    def nearness(other: str) -> float:
-        a, b = (text[:_COMPARED].lower() for text in (name, other))
+    def nearness(candidate: str) -> float:
+        a, b = (text[:_COMPARED].lower() for text in (name, candidate))
         if sorted(a) == sorted(b):
             return 1.0
         return 0.9 if a.startswith(b) or b.startswith(a) else SequenceMatcher(None, a, b).ratio()
@@ -204,7 +210,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def mesh_shown(axis_sizes: Mapping[str, int]) -> str:
-    """The mesh as the command line has it: dp=8,tp=4."""
+    """Return the mesh as the command line has it: dp=8,tp=4."""
     return ",".join(f"{axis}={size}" for axis, size in axis_sizes.items())
 
 
@@ -217,7 +223,7 @@ _MOST_SHOWN: Final = 3
 
 
 def near_paths(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> list[str]:
-    """Up to three of these paths that are near this one, the nearest first.
+    """Return up to three of these paths that are near this one, the nearest first.
 
     Args:
         path: The path that is not there.
@@ -233,7 +239,9 @@ def near_paths(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> li
     meant = path[-_COMPARED:]
     pieces = {meant[i : i + _PIECE] for i in range(0, len(meant), _PIECE)}
     likely = heapq.nlargest(
-        _CANDIDATES, dict.fromkeys(paths), key=lambda one: sum(map(one.__contains__, pieces))
+        _CANDIDATES,
+        dict.fromkeys(paths),
+        key=lambda candidate: sum(map(candidate.__contains__, pieces)),
     )
     matcher = SequenceMatcher(b=meant, autojunk=False)
 
@@ -243,18 +251,21 @@ def near_paths(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> li
 
     # Only its end may have been given.
     rated = []
-    for one in likely:
-        whole = ratio(one[-_COMPARED:])
-        rated.append((max(whole, ratio(one[-len(meant) :])), whole, one))
+    for candidate in likely:
+        full_ratio = ratio(candidate[-_COMPARED:])
+        rated.append((max(full_ratio, ratio(candidate[-len(meant) :])), full_ratio, candidate))
     nearest = heapq.nlargest(_MOST_SHOWN, rated, key=lambda rating: rating[:2])
-    return [one for rating, _, one in nearest if rating >= least]
+    return [candidate for rating, _, candidate in nearest if rating >= least]
 
 
 def near_shown(path: str, paths: Iterable[str], least: float = _NEAR_PATH) -> str:
-    """The end of an error message about a path that is not there: "; near it: a, b", or ""."""
-    near = [printable(one) for one in near_paths(path, paths, least)]
-    listed = [one if len(one) <= _WIDEST else f"{one[:_WIDEST]}..." for one in near]
-    return f"; near it: {', '.join(listed)}" if listed else ""
+    """Return the end of an error message about a path that is not there: ".
+
+    Near it: a, b", or "".
+    """
+    near = [printable(text) for text in near_paths(path, paths, least)]
+    texts = [text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..." for text in near]
+    return f"; near it: {', '.join(texts)}" if texts else ""
 
 
 _T = TypeVar("_T")
@@ -263,35 +274,35 @@ _MOST_LINES: Final = 60
 
 
 def answer(cls: type[_T]) -> type[_T]:
-    """Makes `repr` and notebooks show the first lines of `str`; `print` shows all of them."""
+    """Make `repr` and notebooks show the first lines of `str`; `print` shows all of them."""
     cls.__repr__ = _first_lines  # type: ignore[method-assign]
     return _shown_in_notebooks(readable(cls))
 
 
 def record(cls: type[_T]) -> type[_T]:
-    """Makes the `repr` of a NamedTuple one short line; notebooks show its text, if it has one."""
+    """Make the `repr` of a NamedTuple one short line; notebooks show its text, if it has one."""
     cls.__repr__ = _line  # type: ignore[method-assign]
     has_text = "__str__" in vars(cls)
-    made = readable(cls)
-    return _shown_in_notebooks(made) if has_text else made
+    decorated = readable(cls)
+    return _shown_in_notebooks(decorated) if has_text else decorated
 
 
 def without_defaults(self: Any) -> str:
-    """The `repr` of a dataclass, without the fields that have their defaults."""
+    """Return the `repr` of a dataclass, without the fields that have their defaults."""
     named = ((field, getattr(self, field.name)) for field in fields(self))
-    given = (f"{field.name}={value!r}" for field, value in named if not _is_default(field, value))
-    return f"{type(self).__name__}({', '.join(given)})"
+    texts = (f"{field.name}={value!r}" for field, value in named if not _is_default(field, value))
+    return f"{type(self).__name__}({', '.join(texts)})"
 
 
 def _is_default(field: Field[Any], value: object) -> bool:
-    made = field.default if field.default_factory is MISSING else field.default_factory()
-    return type(value) is type(made) and bool(value == made)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return type(value) is type(default) and bool(value == default)
 
 
 def _first_lines(self: object) -> str:
     lines = str(self).split("\n")
-    more = (f"{line}; print shows them" for line in and_more(len(lines), _MOST_LINES, "line"))
-    return "\n".join([*lines[:_MOST_LINES], *more])
+    rest = (f"{line}; print shows them" for line in and_more(len(lines), _MOST_LINES, "line"))
+    return "\n".join([*lines[:_MOST_LINES], *rest])
 
 
 def _line(self: Any) -> str:
@@ -313,7 +324,10 @@ def _shown_in_notebooks(cls: type[_T]) -> type[_T]:
 def readable(cls: type[_T]) -> type[_T]:
     # A NamedTuple's are ForwardRefs, which `help` would show as such.
     if hasattr(cls, "_fields"):
-        found = cls.__annotations__
-        plain = {name: getattr(of, "__forward_arg__", of) for name, of in found.items()}
+        annotations = cls.__annotations__
+        plain = {
+            name: getattr(annotation, "__forward_arg__", annotation)
+            for name, annotation in annotations.items()
+        }
         cls.__annotations__ = cls.__new__.__annotations__ = plain
     return cls

@@ -1,8 +1,7 @@
 """`shardrules demo`: DeepSeek-V3 (671B parameters) meets EasyDeL's real rules for it.
 
 It shows the plan, the finding, the fix, the bytes on each device, the report, the rules that
-`suggest` writes instead, and the time,
-compared with eformer if that is installed. Must not do anything that a user could not.
+`suggest` writes instead, and the time, compared with eformer if that is installed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _RUNS: Final = 5
 
 
 def main() -> int:
-    """Runs the demo and returns the exit code."""
+    """Run the demo and returns the exit code."""
     try:
         from rich.console import Console
     except ImportError:
@@ -98,14 +97,14 @@ def _title(console: Any, text: str) -> None:
 
 
 def _print_bytes(console: Any, fixed: Plan) -> None:
-    held = fixed.bytes_per_device(**_COUNTED)
-    console.print(f"training with Adam: {held}")
+    device_bytes = fixed.bytes_per_device(**_COUNTED)
+    console.print(f"training with Adam: {device_bytes}")
     console.print(
         f"the best meshes of {fixed.devices} {_HARDWARE.name} with "
         f"{bytes_shown(_HARDWARE.memory_bytes)} each, for steps of {_STEP['tokens']:,} tokens:"
     )
-    found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
-    console.print(str(type(found)(found[:5])), soft_wrap=True)
+    best = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
+    console.print(str(type(best)(best[:5])), soft_wrap=True)
 
 
 def _suggestion(devices: int) -> Suggestion:
@@ -118,22 +117,23 @@ def _suggestion(devices: int) -> Suggestion:
     )
 
 
-def _print_suggestion(console: Any, found: Suggestion, took: float) -> None:
-    console.print(str(found), soft_wrap=True)
+def _print_suggestion(console: Any, suggestion: Suggestion, took: float) -> None:
+    console.print(str(suggestion), soft_wrap=True)
+    summary = suggestion.plan.check(**suggestion.declared).summary
+    console.print(f"check: {summary}, in {took:.1f} s with the sweep")
+    device_bytes = suggestion.plan.bytes_per_device(**_COUNTED)
     console.print(
-        f"check: {found.plan.check(**found.declared).summary}, in {took:.1f} s with the sweep"
+        f"training with Adam: {device_bytes}; a device has {bytes_shown(_HARDWARE.memory_bytes)}"
     )
-    held = found.plan.bytes_per_device(**_COUNTED)
-    console.print(f"training with Adam: {held}; a device has {bytes_shown(_HARDWARE.memory_bytes)}")
 
 
 def _report(fixed: Plan, suggestion: Suggestion) -> str:
     # A new directory: in a shared one, anyone may have planted a link with this name.
     path = Path(tempfile.mkdtemp(prefix="shardrules-")) / "demo.html"
-    found = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
+    findings = fixed.sweep(fixed={"sp": 1}, **_STEP, **_COUNTED)
     hbm = _HARDWARE.memory_bytes
     fixed.to_html(
-        path, sweep=found, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
+        path, sweep=findings, title="DeepSeek-V3", hbm=hbm, suggestion=suggestion, **_COUNTED
     )
     return f"{path}: open it in a browser; it works offline"
 
@@ -158,10 +158,10 @@ def _print_times(console: Any, rules: list[tuple[Any, Any]]) -> None:
     except ImportError:
         console.print("eformer is not installed here, so its time is not shown")
         return
-    made = [(pattern, jax.sharding.PartitionSpec(*spec)) for pattern, spec in rules]
-    if eformers(made, tree) != match_partition_rules(made, tree):
+    compiled_rules = [(pattern, jax.sharding.PartitionSpec(*spec)) for pattern, spec in rules]
+    if eformers(compiled_rules, tree) != match_partition_rules(compiled_rules, tree):
         raise AssertionError("eformer's specs differ from ours: please report this")
-    theirs = _milliseconds(lambda: eformers(made, tree), 1)
+    theirs = _milliseconds(lambda: eformers(compiled_rules, tree), 1)
     console.print(
         f"eformer {eformer.__version__}, same specs: {theirs:.0f} ms, "
         f"{theirs / ours:.0f} times as long"

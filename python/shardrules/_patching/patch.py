@@ -1,7 +1,6 @@
 """`patch` and `unpatch`: replace functions of other libraries by ours, in all loaded modules.
 
-Each call looks at every global of every loaded module, which takes milliseconds. Must not know what
-the functions do.
+Each call looks at every global of every loaded module, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def code_digest(function: FunctionType) -> str:
         if name in written:
             continue
         written[name], names = _parsed(part)
-        known = vars(sys.modules[part.__module__])
-        parts += [_code_of(known[used]) for used in names if _is_of(known.get(used), library)]
+        memo = vars(sys.modules[part.__module__])
+        parts += [_code_of(memo[used]) for used in names if _is_of(memo.get(used), library)]
     return hashlib.sha256(repr(sorted(written.items())).encode()).hexdigest()[:16]
 
 
@@ -64,13 +63,13 @@ def _is_of(value: object, library: str) -> bool:
 
 
 def _code_of(value: Any) -> Any:
-    """The function or class itself, or the class of any other object."""
+    """Return the function or class itself, or the class of any other object."""
     return value if isinstance(value, (FunctionType, type)) else type(value)
 
 
 @functools.lru_cache(maxsize=256)
 def _parsed(part: Any) -> tuple[str, frozenset[str]]:
-    """The syntax of a function or class, and the names that it uses."""
+    """Return the syntax of a function or class, and the names that it uses."""
     # The code's source is that of the wrapper where a function has been wrapped.
     source = inspect.getsource(getattr(part, "__code__", part))
     names: set[str] = set()
@@ -78,7 +77,10 @@ def _parsed(part: Any) -> tuple[str, frozenset[str]]:
 
 
 def _written(node: Any, names: set[str]) -> str:
-    """The syntax tree as text that is the same on all Pythons; adds the names that it uses."""
+    """Return the syntax tree as text that is the same on all Pythons.
+
+    Adds the names that it uses.
+    """
     if isinstance(node, list):
         return f"[{', '.join(_written(item, names) for item in node if not _is_docstring(item))}]"
     if not isinstance(node, ast.AST):
@@ -315,7 +317,7 @@ def patch(*libraries: str) -> Patch:
     """
     each("libraries", libraries, str, "a string")
     with _lock:
-        originals = [found for name in dict.fromkeys(libraries) for found in _originals(name)]
+        originals = [modules for name in dict.fromkeys(libraries) for modules in _originals(name)]
         replaced = {original: _replacement(original, ours) for original, ours in originals}
         _swap(replaced)
         return Patch(replaced)
@@ -338,8 +340,8 @@ def _originals(name: str) -> list[tuple[_Function, _Function]]:
     """(function, our function) pairs of a library, for functions that are not replaced yet."""
     library = _LIBRARIES.get(name)
     if library is None:
-        known = ", ".join(map(repr, _LIBRARIES))
-        raise ValueError(f"patch does not know the library {name!r}; it knows {known}")
+        accepted = ", ".join(map(repr, _LIBRARIES))
+        raise ValueError(f"patch does not know the library {name!r}; it knows {accepted}")
     module = _imported(library.module)
     ours = importlib.import_module(library.ours)
     originals: list[tuple[_Function, _Function]] = []
@@ -369,9 +371,9 @@ def _imported(module: str) -> ModuleType:
         ) from None
 
 
-def _is_known(function: object, known: tuple[str, ...]) -> TypeGuard[FunctionType]:
+def _is_known(function: object, accepted: tuple[str, ...]) -> TypeGuard[FunctionType]:
     try:
-        return isinstance(function, FunctionType) and code_digest(function) in known
+        return isinstance(function, FunctionType) and code_digest(function) in accepted
     except (OSError, TypeError):  # no source to read
         return False
 
@@ -396,7 +398,7 @@ def _restore(replaced: Iterable[tuple[_Function, _Function]]) -> None:
 
 
 def _swap(new_of: Mapping[_Function, _Function]) -> None:
-    """Replaces functions wherever they are globals of a module."""
+    """Replace functions wherever they are globals of a module."""
     new_by_id = {id(old): new for old, new in new_of.items()}
     for module in list(sys.modules.values()):
         # isinstance, vars and getattr would load modules that are loaded lazily.

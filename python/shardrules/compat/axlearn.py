@@ -1,7 +1,7 @@
 """`TensorSpec` and the sharding hints of AXLearn's `common.utils`, as of 2026, without AXLearn.
 
-A tree of `TensorSpec`s is a tree of abstract arrays, so that `shardrules.plan` takes it. Costs what
-JAX's own functions cost. The mesh is that of the context.
+A tree of `TensorSpec`s is a tree of abstract arrays, so that `shardrules.plan` takes it. The mesh
+is that of the context.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def maybe_shard(x: Any, partition_spec: PartitionSpec | Sequence[Any] | None) ->
 
 
 def manual_axes_to_none(spec: PartitionSpec) -> PartitionSpec:
-    """The spec without the axes over which a shard_map runs, for the specs of a nested one.
+    """Return the spec without the axes over which a shard_map runs, for the specs of a nested one.
 
     Semantics of axlearn.common.utils.manual_axes_to_none: axes that the mesh of the context lacks
     go as well. Without a mesh the spec stays as it is.

@@ -1,7 +1,7 @@
 """`infer_sharding` of big_vision's `sharding`, as of 2026, with its tactics; without big_vision.
 
 It has the dialect `sr.dialects.BIG_VISION`. `rules` makes rules of a strategy, for plans, locks and
-files. Costs one walk over the tree, and a tactic for each distinct shape and dtype.
+files.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ def infer_sharding(params: Any, strategy: Iterable[tuple[str, str]], mesh: Any) 
     on_mesh = resolve_mesh(mesh)
     parsed = [(pattern, _parsed(tactics)) for pattern, tactics in strategy]
     numbers = [(pattern, number) for number, (pattern, _) in enumerate(parsed)]
-    found = remembered_rules(numbers, BIG_VISION).match(params)
-    known: dict[Any, Any] = {}
+    specs = remembered_rules(numbers, BIG_VISION).match(params)
+    memo: dict[Any, Any] = {}
 
     def sharding(path: Any, leaf: Any, rule: Any) -> Any:
         key = rule, getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
-        if key not in known:
+        if key not in memo:
             entries: tuple[Any, ...] = (None,) * len(key[1])
             for tactic in parsed[rule][1] if isinstance(rule, int) else ():
                 entries = tactic(entries, on_mesh, jax.tree_util.keystr(path), leaf)
-            known[key] = jax.sharding.NamedSharding(on_mesh, partition_spec(*entries))
-        return known[key]
+            memo[key] = jax.sharding.NamedSharding(on_mesh, partition_spec(*entries))
+        return memo[key]
 
-    return jax.tree_util.tree_map_with_path(sharding, params, found)
+    return jax.tree_util.tree_map_with_path(sharding, params, specs)
 
 
 def rules(strategy: Iterable[tuple[str, str]]) -> Rules:
-    """The strategy as rules, for `shardrules.plan`, `named_shardings` and others.
+    """Return the strategy as rules, for `shardrules.plan`, `named_shardings` and others.
 
     Args:
         strategy: As in `infer_sharding`. Of the tactics of one pattern, `fsdp` comes last, and
@@ -145,7 +145,7 @@ class _ShardDim:
 
 
 def replicate() -> Tactic:
-    """The tactic that replicates an array, and refuses one that others have sharded.
+    """Return the tactic that replicates an array, and refuses one that others have sharded.
 
     Example:
         >>> replicate()((None, None), {}, "w", None)
@@ -155,7 +155,7 @@ def replicate() -> Tactic:
 
 
 def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4) -> Tactic:
-    """The tactic that shards the largest dimension that is free and divisible.
+    """Return the tactic that shards the largest dimension that is free and divisible.
 
     Args:
         axis: The mesh axis, or several for one dimension.
@@ -174,7 +174,7 @@ def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4) -> Tactic:
 
 
 def shard_dim(axis: Any, dim: int, ignore_ndim_error: bool = False) -> Tactic:
-    """The tactic that shards one dimension.
+    """Return the tactic that shards one dimension.
 
     Args:
         axis: The mesh axis, or a tuple of several.
@@ -201,14 +201,14 @@ def _parsed(tactics: str) -> tuple[Any, ...]:
 
 
 def _tactic(text: str) -> Any:
-    """The tactic that a call such as `fsdp(axis="data")` makes; arguments are literals."""
+    """Return the tactic that a call such as `fsdp(axis="data")` makes; arguments are literals."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         name = call.func if isinstance(call, ast.Call) else call
         make = _TACTICS[name.id if isinstance(name, ast.Name) else ""]
         if not isinstance(call, ast.Call):
             return make()
-        named = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return make(*map(ast.literal_eval, call.args), **named)
     except (KeyError, SyntaxError, TypeError, ValueError) as error:
         raise ValueError(
@@ -219,7 +219,7 @@ def _tactic(text: str) -> Any:
 
 
 def _spec(tactics: str) -> Any:
-    """The tactics of one pattern as a rule's spec."""
+    """Return the tactics of one pattern as a rule's spec."""
     entries: list[Any] = []
     parsed = _parsed(tactics)
     for tactic in parsed:

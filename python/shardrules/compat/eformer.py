@@ -76,14 +76,14 @@ _NO_MESH: Final = "No mesh found under this context manager."
 
 
 def __getattr__(name: str) -> int | bool:
-    """The two settings, from the environment at each access; eformer reads it at import."""
+    """Return the two settings, from the environment at each access; eformer reads it at import."""
     if name not in _SETTINGS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _SETTINGS[name]()
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether all names are axes of the context's mesh.
+    """Return whether all names are axes of the context's mesh.
 
     Example:
         >>> with jax.sharding.Mesh(jax.devices()[:1], ("dp",)):
@@ -116,7 +116,7 @@ def match_partition_rules(
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """A tree of functions that place an array on the mesh, and a tree of functions that fetch it.
+    """Return two trees of functions: one to place an array on the mesh, one to fetch it.
 
     The functions compile nothing. For a whole tree, `shardrules.shard` and `shardrules.gather` are
     faster, because they take one call for all leaves.
@@ -160,7 +160,7 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) ->
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """The distinct mesh axes in specs, in the order of their first appearance.
+    """Return the distinct mesh axes in specs, in the order of their first appearance.
 
     Args:
         partition_specs: A PartitionSpec, a dict of them, or nested sequences and dicts.
@@ -213,7 +213,7 @@ def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) 
 def get_corrected_named_sharding(
     shape: tuple[int, ...], partition_spec: Any, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """The NamedSharding of an array on the context's mesh, corrected to the array's shape.
+    """Return the NamedSharding of an array on the context's mesh, corrected to the array's shape.
 
     For a whole tree, `shardrules.named_shardings` does this in one call.
 
@@ -247,7 +247,7 @@ def get_corrected_named_sharding(
 def analyze_sharding_strategy(
     pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
-    """Statistics of the distribution of a tree over the devices.
+    """Return statistics of the distribution of a tree over the devices.
 
     Args:
         pytree: Arrays, or objects with a shape and a dtype.
@@ -273,32 +273,32 @@ def analyze_sharding_strategy(
     on_mesh = get_incontext_mesh() if mesh is None else mesh
     axis_sizes = dict(on_mesh.shape)
     total = sharded = 0
-    held = np.zeros(tuple(axis_sizes.values()), np.int64)
+    bytes_held = np.zeros(tuple(axis_sizes.values()), np.int64)
     stats: dict[str, dict[str, int]] = {}
 
     def add(leaf: Any, spec: PartitionSpec) -> None:
-        nonlocal total, sharded, held
+        nonlocal total, sharded, bytes_held
         elements = int(np.prod(leaf.shape, dtype=object))
         total += elements
         sharded += elements if spec != PartitionSpec() else 0
         absent = [a for entry in entries_of(spec) for a in entry_axes(entry) if a not in axis_sizes]
         if absent:
             raise KeyError(f"{absent[0]!r} of {spec} is no axis of the mesh {axis_sizes}")
-        held += device_bytes(leaf.shape, 8 * leaf.dtype.itemsize, spec, axis_sizes)
+        bytes_held += device_bytes(leaf.shape, 8 * leaf.dtype.itemsize, spec, axis_sizes)
         of_spec = stats.setdefault(str(spec), {"leaves": 0, "parameters": 0, "bytes": 0})
         of_spec["leaves"] += 1
         of_spec["parameters"] += elements
         of_spec["bytes"] += elements * leaf.dtype.itemsize
 
     jax.tree_util.tree_map(add, pytree, partition_specs)
-    devices = on_mesh.devices.ravel() if isinstance(on_mesh, Mesh) else range(held.size)
+    devices = on_mesh.devices.ravel() if isinstance(on_mesh, Mesh) else range(bytes_held.size)
     return {
         "total_parameters": total,
         "sharded_parameters": sharded,
         "memory_per_device": {
-            str(device): int(n) for device, n in zip(devices, held.ravel(), strict=True)
+            str(device): int(n) for device, n in zip(devices, bytes_held.ravel(), strict=True)
         },
-        "balance_score": float(held.mean() / held.max()) if held.max() else 1.0,
+        "balance_score": float(bytes_held.mean() / bytes_held.max()) if bytes_held.max() else 1.0,
         "partition_stats": stats,
     }
 
@@ -306,7 +306,7 @@ def analyze_sharding_strategy(
 def create_pattern_based_partition_spec(
     pattern: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
-    """A function (name, array) -> PartitionSpec from rules in one string.
+    """Return a function (name, array) -> PartitionSpec from rules in one string.
 
     Args:
         pattern: Rules separated by commas, such as "regex|regex->axis.axis". The first one that
@@ -342,8 +342,8 @@ def create_pattern_based_partition_spec(
     def get_partition_spec(name: str, array: Any) -> PartitionSpec:
         if pairs and not isinstance(name, str):
             raise TypeError(f"the name is {shown(name)}; it must be a string")
-        found = rules.first_match(name) if pairs else None
-        return default if found is None else pairs[found][1]
+        index = rules.first_match(name) if pairs else None
+        return default if index is None else pairs[index][1]
 
     return get_partition_spec
 
@@ -368,7 +368,7 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Any:
-    """The mesh of the context.
+    """Return the mesh of the context.
 
     It is the mesh of `with mesh:`, as in eformer. Without one it is the mesh of `jax.set_mesh` or
     of `jax.sharding.use_abstract_mesh`, which has no devices.
@@ -391,7 +391,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Any:
 
 
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
-    """The number of devices along an axis, or along several axes together.
+    """Return the number of devices along an axis, or along several axes together.
 
     Args:
         axis_names: An axis name, or a list or tuple of axis names.
@@ -411,7 +411,7 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """The axis names of the mesh. Default: the context's mesh.
+    """Return the axis names of the mesh. Default: the context's mesh.
 
     Example:
         >>> get_mesh_axis_names(jax.sharding.Mesh(jax.devices()[:1], ("dp",)))
@@ -421,7 +421,7 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 
 
 def get_mesh_axis_size(axis_names: AxisNames) -> Any:
-    """The number of devices along axes that a function is mapped over (shard_map, vmap, pmap).
+    """Count the devices along axes that a function is mapped over (shard_map, vmap, pmap).
 
     Raises:
         TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
@@ -434,7 +434,7 @@ def get_mesh_axis_size(axis_names: AxisNames) -> Any:
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> Any:
-    """The device's position along the axes, in row-major order, inside a mapped function.
+    """Return the device's position along the axes, in row-major order, inside a mapped function.
 
     Raises:
         TypeError: `axis_names` is not an axis name, or a list or tuple of axis names.
@@ -512,17 +512,17 @@ def _context_mesh() -> AnyMesh | None:
     return legacy_mesh() or context_mesh()
 
 
-def _as_spec(given: Any) -> PartitionSpec:
-    if is_partition_spec(given):
-        return given
-    entries = () if given is None else (given,) if isinstance(given, str) else given
+def _as_spec(spec: Any) -> PartitionSpec:
+    if is_partition_spec(spec):
+        return spec
+    entries = () if spec is None else (spec,) if isinstance(spec, str) else spec
     return PartitionSpec(*entries)
 
 
 def _with_arrays(
     tree: Any, array_of: Callable[[Any], Any], change: Callable[[list[Any]], list[Any]]
 ) -> Any:
-    """The tree with `change` called once on the arrays that `array_of` returns for leaves."""
+    """Return the tree with `change` called once on the arrays that `array_of` finds in leaves."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     arrays = {i: array for i, leaf in enumerate(leaves) if (array := array_of(leaf)) is not None}
     for index, array in zip(arrays, change(list(arrays.values())), strict=True):
@@ -535,7 +535,7 @@ def _jax_array(leaf: Any) -> Any:
 
 
 def _array(leaf: Any) -> Any:
-    """The leaf as a jax or numpy array; None if JAX cannot hold it."""
+    """Return the leaf as a jax or numpy array; None if JAX cannot hold it."""
     if isinstance(leaf, jax.Array):
         return leaf
     is_numpy = isinstance(leaf, (np.ndarray, np.generic))

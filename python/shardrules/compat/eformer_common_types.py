@@ -1,7 +1,6 @@
 """`eformer.common_types` of eformer 0.0.101 to 0.1.0: the names that a `PartitionAxis` resolves.
 
-The same constants and composites with the same values. eformer itself is not needed. Must not know
-what mesh axes the names stand for.
+The same constants and composites with the same values. eformer itself is not needed.
 """
 
 from __future__ import annotations

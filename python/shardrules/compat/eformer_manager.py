@@ -158,7 +158,7 @@ class PartitionAxis:
                 value = (
                     getattr(self, source)
                     if isinstance(source, str)
-                    else tuple(getattr(self, one) for one in source)
+                    else tuple(getattr(self, axis_field) for axis_field in source)
                 )
             value = tuple(value) if isinstance(value, list) else value
             object.__setattr__(self, field.name, value)
@@ -224,10 +224,10 @@ class PartitionAxis:
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
         """{name: {"axis_rule": ..., "generation_axis_rule": ...}}, as of now."""
         with cls._lock:
-            return {name: one._asdict() for name, one in cls._registered.items()}
+            return {name: registered._asdict() for name, registered in cls._registered.items()}
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
-        """The mesh axes of each dimension.
+        """Return the mesh axes of each dimension.
 
         Args:
             axes: For each dimension a name, None, or a list of names and mesh axes.
@@ -239,45 +239,45 @@ class PartitionAxis:
         return [self._of_dimension(axis, mode) for axis in axes]
 
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
-        """The PartitionSpec of an array with these dimensions; as `resolve_axis`."""
-        found = self.resolve_axis(axes, mode)
+        """Return the PartitionSpec of an array with these dimensions; as `resolve_axis`."""
+        entries = self.resolve_axis(axes, mode)
         # A list has lost what is not sharded in it, and may have lost all.
         return PartitionSpec(
-            *(entry_of(tuple(one)) if isinstance(one, list) else one for one in found)
+            *(entry_of(tuple(entry)) if isinstance(entry, list) else entry for entry in entries)
         )
 
     def rules(self, mode: str) -> list[tuple[str, Any]]:
-        """The names and their mesh axes in a mode, as rules for `shardrules.LogicalRules`.
+        """Return the names and their mesh axes in a mode, as rules for `shardrules.LogicalRules`.
 
         Example:
             >>> from shardrules.compat.eformer_common_types import BATCH, MODE_TRAIN
             >>> dict(PartitionAxis().rules(MODE_TRAIN))[BATCH]
             ('fsdp', 'dp')
         """
-        known = [
+        axis_names = [
             *_FIELD_OF,
             *(name for name in self.get_registered_axes() if name not in _FIELD_OF),
         ]
-        return list(zip(known, self.resolve_spec(known, mode), strict=True))
+        return list(zip(axis_names, self.resolve_spec(axis_names, mode), strict=True))
 
     def replace(self, **updates: Any) -> PartitionAxis:
-        """A copy with other values for these fields."""
+        """Return a copy with other values for these fields."""
         return dataclasses.replace(self, **updates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them."""
+        """Return the fields as JSON can hold them."""
         fields = dataclasses.asdict(self).items()
-        return {name: list(one) if isinstance(one, tuple) else one for name, one in fields}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
-        """The value that `to_dict` was of; other keys are ignored."""
+        """Return the value that `to_dict` was of; other keys are ignored."""
         return cls(**{name: data[name] for name in _FIELDS if name in data})
 
     def _of_dimension(self, axis: Any, mode: str) -> Any:
         if isinstance(axis, list | tuple):
             # In a list, what is no name is a mesh axis.
-            return self._resolved([self._rule(one, mode, one) for one in axis])
+            return self._resolved([self._rule(item, mode, item) for item in axis])
         rule = self._rule(axis, mode, NOT_GIVEN)
         if rule is NOT_GIVEN:
             raise ValueError(
@@ -287,7 +287,7 @@ class PartitionAxis:
         return self._resolved(rule)
 
     def _rule(self, name: Any, mode: str, unknown: Any) -> Any:
-        """What a name stands for in a mode: a field, or what was registered for it."""
+        """Return what a name stands for in a mode: a field, or what was registered for it."""
         if name is None or name == names.EMPTY:
             return None
         if not isinstance(name, str):
@@ -304,10 +304,10 @@ class PartitionAxis:
         return rule if field is None or getattr(self, field) is None else field
 
     def _resolved(self, rule: Any, seen: frozenset[str] = frozenset()) -> Any:
-        """The mesh axes of a rule."""
+        """Return the mesh axes of a rule."""
         if isinstance(rule, list | tuple):
-            found = [axis for one in rule for axis in _each_axis(self._resolved(one, seen))]
-            return tuple(found) if isinstance(rule, tuple) else found
+            axes = [axis for item in rule for axis in _each_axis(self._resolved(item, seen))]
+            return tuple(axes) if isinstance(rule, tuple) else axes
         if not isinstance(rule, str):
             return rule
         if rule in _FIELDS:
@@ -364,7 +364,7 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> PartitionSpec:
-        """The PartitionSpec of an array whose dimensions have these names.
+        """Return the PartitionSpec of an array whose dimensions have these names.
 
         Args:
             axes: For each dimension a name, None, or a list of names and mesh axes; or a composite
@@ -424,7 +424,7 @@ _last: list[PartitionManager] = []
 
 
 def get_current_partition_manager() -> PartitionManager | None:
-    """The manager of the innermost `with`, or None.
+    """Return the manager of the innermost `with`, or None.
 
     Example:
         >>> with PartitionManager(PartitionAxis()) as manager:
@@ -435,7 +435,7 @@ def get_current_partition_manager() -> PartitionManager | None:
 
 
 def get_partition_manager() -> PartitionManager | None:
-    """The manager that was made or entered last in this process, or None.
+    """Return the manager that was made or entered last in this process, or None.
 
     Example:
         >>> manager = PartitionManager(PartitionAxis())
@@ -497,13 +497,13 @@ def _checked_name(name: object) -> str:
     return checked
 
 
-def _each_axis(found: Any) -> tuple[Any, ...]:
-    if found is None:
+def _each_axis(axes: Any) -> tuple[Any, ...]:
+    if axes is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
-def _is_composite(given: Any) -> bool:
-    """Whether it is a DynamicShardingAxes, its class, or one of eformer's own."""
-    type_ = given if isinstance(given, type) else type(given)
+def _is_composite(value: Any) -> bool:
+    """Return whether it is a DynamicShardingAxes, its class, or one of eformer's own."""
+    type_ = value if isinstance(value, type) else type(value)
     return issubclass(type_, tuple) and hasattr(type_, "_fields")

@@ -2,7 +2,7 @@
 
 The same signatures and results, without flax. If flax is loaded, each side's functions accept the
 other's boxes, and `nnx` Variables keep their shardings. A call costs one `jax.tree_util.tree_map`.
-Must not know about rules. The differences are in docs/migration/flax.md.
+The differences are in docs/migration/flax.md.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _unspecified() -> type[PartitioningUnspecifiedError]:
 
 @functools.cache
 def _of_both(theirs: Any) -> type[PartitioningUnspecifiedError]:
-    """A class with both as bases, since `except` ignores registered classes."""
+    """Return a class with both as bases, since `except` ignores registered classes."""
     ours = PartitioningUnspecifiedError
     return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__})
 
@@ -118,23 +118,23 @@ class AxisMetadata(ABC, Generic[A]):
             _apart[cls] = True
 
     @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
+    def __subclasshook__(cls, subclass: type) -> bool:
         """Boxes of flax's class are instances of ours."""
         _join_flax()
         theirs = _joined.get(cls)
-        return True if theirs is not None and theirs in other.__mro__ else NotImplemented
+        return True if theirs is not None and theirs in subclass.__mro__ else NotImplemented
 
     @abstractmethod
     def unbox(self) -> A:
-        """The value in the box, which may be a box itself."""
+        """Return the value in the box, which may be a box itself."""
 
     @abstractmethod
     def replace_boxed(self, val: Any) -> AxisMetadata[Any]:
-        """A box of the same kind around another value."""
+        """Return a box of the same kind around another value."""
 
     @abstractmethod
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box of a value with one more axis; the inverse of `remove_axis`.
+        """Return the box of a value with one more axis; the inverse of `remove_axis`.
 
         Args:
             index: The index of the new axis.
@@ -143,7 +143,7 @@ class AxisMetadata(ABC, Generic[A]):
 
     @abstractmethod
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box of a value with one axis less; arguments as in `add_axis`."""
+        """Return the box of a value with one axis less; arguments as in `add_axis`."""
 
 
 _apart[AxisMetadata] = True
@@ -166,7 +166,7 @@ class _PytreeDataclass:
         jax.tree_util.register_dataclass(cls, names[True], names[False])
 
     def replace(self, **updates: Any) -> Self:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **updates)  # type: ignore[type-var]
 
 
@@ -195,7 +195,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def unbox(self, apply_constraint: bool = True) -> A:
-        """The value; if there is a mesh, with a sharding constraint to the names.
+        """Return the value; if there is a mesh, with a sharding constraint to the names.
 
         Semantics of flax.core.meta.Partitioned.unbox, 0.12.
 
@@ -211,11 +211,11 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return jax.lax.with_sharding_constraint(self.value, sharding)  # type: ignore[no-any-return]
 
     def replace_boxed(self, val: Any) -> Partitioned[Any]:
-        """The same box around another value."""
+        """Return the same box around another value."""
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box with the name params[PARTITION_NAME] inserted, after None for missing names.
+        """Return the box with the name params[PARTITION_NAME], after None for missing names.
 
         Raises:
             PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
@@ -227,7 +227,7 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """The box without the name params[PARTITION_NAME], which must be at that index.
+        """Return the box without the name params[PARTITION_NAME], which must be at that index.
 
         Raises:
             PartitioningUnspecifiedError: `params` has no PARTITION_NAME.
@@ -247,25 +247,25 @@ class Partitioned(_PytreeDataclass, AxisMetadata[A]):
         return self.replace(names=tuple(names))
 
     def get_partition_spec(self) -> PartitionSpec:
-        """The names as a PartitionSpec."""
+        """Return the names as a PartitionSpec."""
         return PartitionSpec(*logical_names(self.names))
 
     def get_sharding(self, mesh: Mesh) -> NamedSharding:
-        """The names as a NamedSharding on the mesh."""
+        """Return the names as a NamedSharding on the mesh."""
         return NamedSharding(mesh, self.get_partition_spec())
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """The fields as metadata of an nnx.Variable, with `names` as `out_sharding`."""
+        """Return the fields as metadata of an nnx.Variable, with `names` as `out_sharding`."""
         metadata = dict(vars(self))
         metadata["out_sharding"] = metadata.pop("names")
         return metadata
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Self:
-        """The box with this metadata of `to_nnx_metadata`; other keys are ignored."""
+        """Return the box with this metadata of `to_nnx_metadata`; other keys are ignored."""
         fields = {field.name for field in dataclasses.fields(cls)}
-        known = {**metadata, "names": metadata["out_sharding"]}
-        return cls(**{key: value for key, value in known.items() if key in fields})
+        own_fields = {**metadata, "names": metadata["out_sharding"]}
+        return cls(**{key: value for key, value in own_fields.items() if key in fields})
 
     def _has_mesh(self) -> bool:
         return self.mesh is not None or global_mesh_defined()
@@ -302,7 +302,7 @@ def with_partitioning(
 
 
 def is_axis_metadata(val: Any) -> bool:
-    """Whether it is a box, ours or flax's. Semantics of flax.core.meta.is_axis_metadata, 0.12.
+    """Tell if it is a box, ours or flax's. Semantics of flax.core.meta.is_axis_metadata, 0.12.
 
     Example:
         >>> is_axis_metadata(Partitioned(1, ())), is_axis_metadata(1)
@@ -477,7 +477,7 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
 
 
 def get_global_mesh() -> AnyMesh | None:
-    """The mesh of the context, or None.
+    """Return the mesh of the context, or None.
 
     Semantics of flax.core.meta.get_global_mesh, 0.12, and also the mesh of a legacy `with mesh:`.
 
@@ -492,7 +492,7 @@ def get_global_mesh() -> AnyMesh | None:
 
 
 def global_mesh_defined() -> bool:
-    """Whether the context has a mesh. Semantics of flax.core.meta.global_mesh_defined, 0.12.
+    """Return whether the context has a mesh. Semantics of flax.core.meta.global_mesh_defined, 0.12.
 
     Example:
         >>> global_mesh_defined()
@@ -523,7 +523,7 @@ def _with_axis_changed(change: str, tree: Any, index: int, params: dict[Any, Any
 def _map_sharded(
     on_node: Callable[[Any], Any], on_variable: Callable[[Any], Any], tree: Any
 ) -> Any:
-    """The tree with `on_node` called on boxes and leaves, `on_variable` on sharded Variables."""
+    """Map a tree: `on_node` gets boxes and leaves, `on_variable` sharded Variables."""
     boxes, variables = _box_type(), variable_types()
 
     # issubclass is slow for abstract classes and those of nnx.
@@ -543,13 +543,13 @@ def _map_sharded(
 
 
 def _box_type() -> Any:
-    """The base class of all boxes: flax's, if flax is loaded."""
+    """Return the base class of all boxes: flax's, if flax is loaded."""
     _join_flax()
     return _joined.get(AxisMetadata, AxisMetadata)
 
 
 def _join_flax() -> None:
-    """Registers our classes of boxes with flax's, if flax is loaded."""
+    """Register our classes of boxes with flax's, if flax is loaded."""
     for ours in tuple(_apart):
         theirs = loaded(*ours._in_flax)
         if theirs is not None and _apart.pop(ours, False):

@@ -1,7 +1,6 @@
 """`flax.core.spmd` of flax 0.12: logical axis rules, and arrays sharded by logical axis names.
 
-The same signatures and results, without flax. If flax is loaded, both share the rules in force.
-Costs a few dict look-ups per array beyond JAX's own costs. Must not know about boxes. The
+The same signatures and results, without flax. If flax is loaded, both share the rules in force. The
 differences are in docs/migration/flax.md.
 """
 
@@ -68,7 +67,7 @@ def get_pspec(sharding: Any, sharding_rules: LogicalRules | None = None) -> Any:
 
 
 def apply_rules(sharding: Any, sharding_rules: LogicalRules | None) -> Any:
-    """The same as `get_pspec`. Semantics of flax.core.spmd.apply_rules, 0.12.
+    """Return the same as `get_pspec`. Semantics of flax.core.spmd.apply_rules, 0.12.
 
     Example:
         >>> tuple(apply_rules(("embed",), [("embed", ("fsdp", "tp"))]))
@@ -102,7 +101,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
 
 
 def get_mesh(sharding: Any) -> AnyMesh | None:
-    """The mesh of a NamedSharding or of a Format; None for names and PartitionSpecs.
+    """Return the mesh of a NamedSharding or of a Format; None for names and PartitionSpecs.
 
     Semantics of flax.core.spmd.get_mesh, 0.12.
 
@@ -243,7 +242,7 @@ def _apply_sharding(value: Any, sharding: Any, mesh: AnyMesh) -> Any:
 
 
 def _with_spec(replace: Callable[[Any], PartitionSpec], sharding: Any) -> Any:
-    """The sharding with `replace` called on its spec or names."""
+    """Return the sharding with `replace` called on its spec or names."""
     if sharding is None:
         return None
     if isinstance(sharding, tuple):  # the common case

@@ -1,7 +1,7 @@
 """`flax.linen.spmd` of flax 0.12: logical axis names to mesh axes by the order of rules.
 
 The same signatures and results, without flax. A rule list is compiled once, and distinct names are
-resolved once for each list. Must not know how rules are resolved.
+resolved once for each list.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 def logical_to_mesh_axes(
     array_dim_names: Any, rules: LogicalRulesLike | None = None
 ) -> PartitionSpec | None:
-    """The PartitionSpec of one array; see `shardrules.logical_to_mesh`.
+    """Return the PartitionSpec of one array; see `shardrules.logical_to_mesh`.
 
     Semantics of flax.linen.logical_to_mesh_axes, 0.12.
 
@@ -145,10 +145,10 @@ def with_logical_constraint(
         >>> with_logical_constraint(jax.numpy.ones(2), ("batch",), [("batch", "dp")], mesh).shape
         (2,)
     """
-    chosen = get_logical_axis_rules() if rules is None else rules
-    if not chosen or logical_axis_resources is None:
+    on_mesh = get_logical_axis_rules() if rules is None else rules
+    if not on_mesh or logical_axis_resources is None:
         return x
-    priority = compiled(chosen, None)
+    priority = compiled(on_mesh, None)
 
     def constrained(names: Any, part: Any) -> Any:
         spec = None if names is None else constraint_spec(priority.resolve(names), fallback)
@@ -156,8 +156,8 @@ def with_logical_constraint(
             return part
         if spec is None and names is not None:
             return part
-        wanted = spec if mesh is None or spec is None else NamedSharding(mesh, spec)
-        return jax.lax.with_sharding_constraint(part, wanted)
+        leaf_spec = spec if mesh is None or spec is None else NamedSharding(mesh, spec)
+        return jax.lax.with_sharding_constraint(part, leaf_spec)
 
     return jax.tree_util.tree_map(constrained, logical_axis_resources, x, is_leaf=is_logical_spec)
 
@@ -180,16 +180,16 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
 
     rules: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
 
-    def __eq__(self, other: object) -> bool:
-        """Whether the values are equal. As in flax, names and rules do not count."""
-        if self is other:
+    def __eq__(self, value: object) -> bool:
+        """Return whether the values are equal. As in flax, names and rules do not count."""
+        if self is value:
             return True
-        if isinstance(other, LogicallyPartitioned) and type(other) is type(self):
-            return (self.value,) == (other.value,)
+        if isinstance(value, LogicallyPartitioned) and type(value) is type(self):
+            return (self.value,) == (value.value,)
         return NotImplemented
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value, constrained to the mesh axes of its logical names if there is a mesh."""
+        """Return the value, constrained to the axes of its logical names if there is a mesh."""
         if not (apply_constraint and self._has_mesh()):
             return self.value
         return with_logical_constraint(
@@ -197,14 +197,14 @@ class LogicallyPartitioned(Partitioned[Any]):  # noqa: PLW1641 a dataclass has _
         )
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """The fields as metadata of an nnx.Variable."""
+        """Return the fields as metadata of an nnx.Variable."""
         metadata = super().to_nnx_metadata()
         metadata["sharding_rules"] = metadata.pop("rules")
         return metadata
 
     @classmethod
     def from_nnx_metadata(cls, metadata: dict[str, Any]) -> Any:
-        """The box with this metadata of `to_nnx_metadata`; other keys are ignored."""
+        """Return the box with this metadata of `to_nnx_metadata`; other keys are ignored."""
         return super().from_nnx_metadata({**metadata, "rules": metadata["sharding_rules"]})
 
 
@@ -238,8 +238,8 @@ def with_logical_partitioning(
 
 
 def _leaves_by_path(tree: Any) -> list[tuple[str, Any, None]]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_partition_spec)[0]
-    return [(jax.tree_util.keystr(path), names, None) for path, names in found]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_partition_spec)[0]
+    return [(jax.tree_util.keystr(path), names, None) for path, names in leaves]
 
 
 def _map_specs(tree: Any, make: Any) -> Any:

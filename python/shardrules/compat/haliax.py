@@ -2,7 +2,7 @@
 
 As rules, a mapping is `LogicalRules(mapping, sr.dialects.HALIAX)`, which `plan` and others take for
 trees of NamedArrays. haliax has a mapping for parameters and one for compute; each makes a plan of
-its own. Of haliax 1.4. Costs a look-up per axis. Must not know how rules are resolved.
+its own. Of haliax 1.4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["physical_axis_name", "pspec_for_axis"]
 
 
 def physical_axis_name(axis: Any, mapping: Mapping[str, Any]) -> Any:
-    """The mesh axis, or axes, to which the mapping maps an axis; None if it has none.
+    """Return the mesh axis, or axes, to which the mapping maps an axis; None if it has none.
 
     Args:
         axis: A name, or haliax's Axis.
@@ -36,7 +36,7 @@ def physical_axis_name(axis: Any, mapping: Mapping[str, Any]) -> Any:
 
 
 def pspec_for_axis(axis: Any, mapping: Mapping[str, Any]) -> Any:
-    """The PartitionSpec of an array with these axes, as of `haliax.partitioning.pspec_for_axis`.
+    """Return the PartitionSpec of an array with these axes, as `pspec_for_axis` of haliax does.
 
     Args:
         axis: A name, an Axis, a sequence of these, or {name: size}.
@@ -52,8 +52,8 @@ def pspec_for_axis(axis: Any, mapping: Mapping[str, Any]) -> Any:
     is_one = isinstance(axis, str) or hasattr(axis, "name")
     axes = (axis,) if is_one else axis
     check_type("axis", axes, tuple | list | Mapping, "an axis, or a sequence of them")
-    entries = (physical_axis_name(one, mapping) for one in axes)
-    return partition_spec(*(tuple(one) if isinstance(one, list) else one for one in entries))
+    entries = (physical_axis_name(item, mapping) for item in axes)
+    return partition_spec(*(tuple(item) if isinstance(item, list) else item for item in entries))
 
 
 def _name(axis: Any) -> str:

@@ -32,7 +32,7 @@ DIALECT: Final = LogicalDialect(
 
 
 def logical_to_physical(logical: tuple[Any, ...], rules: Any) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axis names.
+    """Return the PartitionSpec of an array with these logical axis names.
 
     Args:
         logical: A name, or None, for each dimension.
@@ -52,7 +52,7 @@ def logical_to_physical(logical: tuple[Any, ...], rules: Any) -> PartitionSpec:
 
 
 def logical_to_sharding(logical: tuple[Any, ...], mesh: Any, rules: Any) -> NamedSharding:
-    """The NamedSharding of an array with these logical axis names on a mesh.
+    """Return the NamedSharding of an array with these logical axis names on a mesh.
 
     Raises:
         AttributeError, ValueError: As `logical_to_physical`.
@@ -99,7 +99,7 @@ def _spec(entries: tuple[Any, ...], logical: tuple[Any, ...]) -> PartitionSpec:
 
 
 def logical_rules(rules: Any) -> LogicalRules:
-    """A dataclass of rules as `LogicalRules`, for `shardrules.plan` and others.
+    """Return a dataclass of rules as `LogicalRules`, for `shardrules.plan` and others.
 
     Raises:
         TypeError: It is no dataclass, or a field is not a mesh axis, a tuple of them, or None.

@@ -90,12 +90,12 @@ class LayoutMap(MutableMapping[str, Any]):
                 f"{key!r}: a layout is a tuple of axis names and None, a PartitionSpec or a "
                 f"TensorLayout, not {shown(layout)}"
             )
-        known = getattr(self._device_mesh, "axis_names", None)
+        keys = getattr(self._device_mesh, "axis_names", None)
         unknown = {axis for entry in entries_of(spec) for axis in entry_axes(entry)} - set(
-            known or ()
+            keys or ()
         )
-        if known is not None and unknown:
-            raise ValueError(f"{key!r}: the mesh has no axes {sorted(unknown)}; it has {known}")
+        if keys is not None and unknown:
+            raise ValueError(f"{key!r}: the mesh has no axes {sorted(unknown)}; it has {keys}")
         self._layouts[key] = layout
         self._rules = None
 
@@ -111,7 +111,7 @@ class LayoutMap(MutableMapping[str, Any]):
 
 
 def _spec(layout: Any) -> Any:
-    """The PartitionSpec of a layout; None if it is not a layout."""
+    """Return the PartitionSpec of a layout; None if it is not a layout."""
     if is_partition_spec(layout):
         return layout
     axes = getattr(layout, "axes", None)

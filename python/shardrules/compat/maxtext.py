@@ -1,7 +1,6 @@
 """MaxText: its dumps of shardings, beside a plan, and its ZeRO-1 for optimizer states.
 
 MaxText's rules are `LogicalRules` in the dialect `sr.dialects.MAXTEXT`; rule files may be its YAML.
-Costs what reading JSON costs. Must not know how rules are resolved.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class DumpedArrays(NamedTuple):
     mesh: dict[str, int]
 
     def diff(self, plan: Plan) -> PlanDiff:
-        """The differences from the dump to a plan, up to dtypes and mesh axes of size 1.
+        """Return the differences from the dump to a plan, up to dtypes and mesh axes of size 1.
 
         Raises:
             ValueError: The plan has another mesh.
@@ -117,7 +116,7 @@ class Dump(NamedTuple):
 
 
 def read_dump(path: str | Path, *, dtype: str = "float32") -> Dump:
-    """What MaxText decided, as its script `run_sharding_dump` writes it.
+    """Return what MaxText decided, as its script `run_sharding_dump` writes it.
 
     Args:
         path: A directory of named_shardings.json, logical_shardings.json and input_shardings.json;
@@ -144,15 +143,15 @@ def read_dump(path: str | Path, *, dtype: str = "float32") -> Dump:
         mesh = checked_sizes(_typed(content["mesh"], dict))
         rules = content.get("logical_axis_rules")
         leaves = {
-            name: (_shape(one["shape"]), dtype, _names(one["logical"]), _entries(one["spec"]))
-            for name, one in _typed(content["leaves"], dict).items()
+            name: (_shape(line["shape"]), dtype, _names(line["logical"]), _entries(line["spec"]))
+            for name, line in _typed(content["leaves"], dict).items()
         }
         named, unnamed = {}, []
-        for one in _typed(content["activations"], list):
-            if one["logical"] == _NO_NAMES:
-                unnamed.append(one["name"])
+        for line in _typed(content["activations"], list):
+            if line["logical"] == _NO_NAMES:
+                unnamed.append(line["name"])
             else:
-                named[one["name"]] = _activation(one)
+                named[line["name"]] = _activation(line)
         return Dump(
             mesh,
             None if rules is None else LogicalRules(rules, MAXTEXT),
@@ -165,18 +164,18 @@ def read_dump(path: str | Path, *, dtype: str = "float32") -> Dump:
 _Dumped = tuple[tuple[int, ...], str, tuple[Any, ...], tuple[Any, ...]]
 
 
-def _dumped(found: Mapping[str, _Dumped], mesh: dict[str, int]) -> DumpedArrays:
+def _dumped(match: Mapping[str, _Dumped], mesh: dict[str, int]) -> DumpedArrays:
     specs = ArraySpecs()
     return DumpedArrays(
-        {name: specs[shape, dtype] for name, (shape, dtype, _, _) in found.items()},
-        {name: names for name, (_, _, names, _) in found.items()},
-        {name: spec for name, (_, _, _, spec) in found.items()},
+        {name: specs[shape, dtype] for name, (shape, dtype, _, _) in match.items()},
+        {name: names for name, (_, _, names, _) in match.items()},
+        {name: spec for name, (_, _, _, spec) in match.items()},
         mesh,
     )
 
 
 def _of_directory(path: Path) -> dict[str, Any]:
-    """The three files that MaxText writes, as one."""
+    """Return the three files that MaxText writes, as one."""
     named, logical, inputs = (_json(path / name) for name in _FILES)
     with _errors_at(path):
         first = next(iter(named.values()))
@@ -184,16 +183,16 @@ def _of_directory(path: Path) -> dict[str, Any]:
             "mesh": first["mesh"]["shape"],
             "leaves": {
                 name: {
-                    "shape": one["shape"],
+                    "shape": file["shape"],
                     "logical": logical[name]["partition_spec"],
-                    "spec": one["partition_spec"],
+                    "spec": file["partition_spec"],
                 }
-                for name, one in named.items()
+                for name, file in named.items()
             },
             "activations": [
-                {"name": name, "logical": one["logic_axes"], "spec": one["PartitionSpec"]}
+                {"name": name, "logical": file["logic_axes"], "spec": file["PartitionSpec"]}
                 for entry in inputs[_ACTIVATIONS]
-                for name, one in entry.items()
+                for name, file in entry.items()
             ],
         }
 
@@ -222,14 +221,16 @@ def _errors_at(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: not a dump of MaxText: {what}") from error
 
 
-def _activation(one: dict[str, Any]) -> _Dumped:
-    """An activation: names and spec are Python literals, its shape is in its name."""
-    found = _ACTIVATION.fullmatch(one["name"].rpartition(": ")[2])
-    if found is None:
-        raise ValueError(f"the activation {shown(one['name'])} does not end in a dtype and a shape")
-    dims = [int(size) for size in found["dims"].split(",") if size]
-    spec = ast.literal_eval(_typed(one["spec"], str).removeprefix("P"))
-    return tuple(dims), found["dtype"], _names(ast.literal_eval(one["logical"])), _entries(spec)
+def _activation(line: dict[str, Any]) -> _Dumped:
+    """Return an activation: names and spec are Python literals, its shape is in its name."""
+    match = _ACTIVATION.fullmatch(line["name"].rpartition(": ")[2])
+    if match is None:
+        raise ValueError(
+            f"the activation {shown(line['name'])} does not end in a dtype and a shape"
+        )
+    dims = [int(size) for size in match["dims"].split(",") if size]
+    spec = ast.literal_eval(_typed(line["spec"], str).removeprefix("P"))
+    return tuple(dims), match["dtype"], _names(ast.literal_eval(line["logical"])), _entries(spec)
 
 
 def _names(names: Any) -> tuple[Any, ...]:
@@ -237,8 +238,8 @@ def _names(names: Any) -> tuple[Any, ...]:
 
 
 def _entries(spec: Any) -> tuple[Any, ...]:
-    given = spec if isinstance(spec, list | tuple) else (spec,)
-    entries = tuple(tuple(one) if isinstance(one, list) else one for one in given)
+    text = spec if isinstance(spec, list | tuple) else (spec,)
+    entries = tuple(tuple(item) if isinstance(item, list) else item for item in text)
     return checked_names(entries)
 
 
@@ -253,7 +254,7 @@ def _typed(value: Any, types: Any) -> Any:
 
 
 def _plainest(columns: Columns) -> Columns:
-    """The columns without dtypes and axes of size 1."""
+    """Return the columns without dtypes and axes of size 1."""
     ones = frozenset(axis for axis, size in columns.axis_sizes.items() if size == 1)
 
     def plain(kind: Kind) -> Kind:
@@ -269,7 +270,7 @@ def _plainest(columns: Columns) -> Columns:
 
 
 def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> NamedSharding:
-    """The sharding with the mesh axis "data" as well: ZeRO-1 for a leaf of an optimizer's state.
+    """Add the mesh axis "data" to a sharding: ZeRO-1 for a leaf of an optimizer's state.
 
     The first dimension gets it whose part on a device "data" divides, unless "tensor" cuts it.
     Semantics of `maxtext.utils.sharding.add_data_to_sharding` of 2026. `Plan.for_optimizer` does so
@@ -310,13 +311,13 @@ def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> Nam
     if len(sharding.spec) != rank:
         padded = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     try:
-        held = padded.shard_shape(tuple(aval.shape))
+        dims = padded.shard_shape(tuple(aval.shape))
     except Exception as error:
         raise AssertionError(f"{where}: a shape of {aval.shape} cannot have {padded}") from error
     named = [entry_axes(entry) for entry in spec]
     if any("data" in axes for axes in named):
         return padded
-    for dim, (size, axes) in enumerate(zip(held, named, strict=True)):
+    for dim, (size, axes) in enumerate(zip(dims, named, strict=True)):
         if size % mesh.shape["data"] == 0 and "tensor" not in axes:
             entries = (*spec[:dim], ("data", *axes), *spec[dim + 1 :])
             return NamedSharding(sharding.mesh, PartitionSpec(*entries))

@@ -61,7 +61,7 @@ def fsdp_sharding(pytree: Any, mesh: Any, *, min_size_mbytes: int = 4, log: bool
 
 
 def rules(*, min_size_mbytes: int = 4) -> Rules:
-    """The rule of `fsdp_sharding`, for `shardrules.plan`, `named_shardings` and others.
+    """Return the rule of `fsdp_sharding`, for `shardrules.plan`, `named_shardings` and others.
 
     Example:
         >>> rules()[0]

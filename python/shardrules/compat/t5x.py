@@ -1,7 +1,6 @@
 """T5X's rules for logical axis names, and the names in its collection `params_axes`.
 
 The rules are `LogicalRules` in linen's dialect, which T5X uses. Of T5X's partitioning.py of 2025.
-Costs a look at each entry of the collection. Must not know how rules are resolved.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def standard_logical_axis_rules(
     parameter_partitioning_dims: int = 1,
     additional_rules: Iterable[tuple[str, Any]] | None = None,
 ) -> LogicalRules:
-    """The default rules of T5X, for a mesh with the axes data and model.
+    """Return the default rules of T5X, for a mesh with the axes data and model.
 
     They decide as T5X's do. Rules for different names may stand in another order.
 
@@ -57,20 +56,20 @@ def standard_logical_axis_rules(
         integer("activation_partitioning_dims", activation_partitioning_dims, 1, 2),
         integer("parameter_partitioning_dims", parameter_partitioning_dims, 1, 2),
     )
-    more = () if additional_rules is None else LogicalRules(additional_rules)
+    extra = () if additional_rules is None else LogicalRules(additional_rules)
     return LogicalRules(
         [
             ("batch", "data"),
             *((name, "model") for name in _ON_MODEL),
             *(("embed", axis) for axis in _EMBED[dims]),
             *((name, None) for name in _WHOLE),
-            *more,
+            *extra,
         ]
     )
 
 
 def axis_names(params_axes: Mapping[str, Any]) -> dict[str, Any]:
-    """The logical axis names of parameters, from the collection `params_axes` of a model.
+    """Return the logical axis names of parameters, from the collection `params_axes` of a model.
 
     As `flax.linen.partitioning.get_axis_names`: the entry `kernel_axes` is about `kernel`.
 
@@ -89,13 +88,13 @@ def axis_names(params_axes: Mapping[str, Any]) -> dict[str, Any]:
         {'mlp': {'kernel': ('embed', 'mlp')}}
     """
     check_type("params_axes", params_axes, Mapping, "the collection params_axes, a dict")
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for key, entry in params_axes.items():
         if isinstance(entry, Mapping):
-            found[key] = axis_names(entry)
+            names[key] = axis_names(entry)
         else:
-            found[key.removesuffix(_SUFFIX)] = _names(key, entry)
-    return found
+            names[key.removesuffix(_SUFFIX)] = _names(key, entry)
+    return names
 
 
 def _names(key: str, entry: Any) -> tuple[Any, ...]:

@@ -76,7 +76,7 @@ def _check_plan(plan: Any, called: str = "tp_plan") -> None:
 def parameter_tp_plan(
     parameter_name: str, tp_plan: Mapping[str, str], is_weight: bool = True
 ) -> str | None:
-    """The style of a parameter in a plan, or None.
+    """Return the style of a parameter in a plan, or None.
 
     Semantics of `_get_parameter_plan` of transformers 5. It looks up the parameter's name with `*`
     for numbers of layers, then the name of its module. Names without `*` in the plan take
@@ -160,18 +160,18 @@ def match_tp_plan(
     styles |= {name: _checked_style(name, style, ep_axis) for name, style in experts.items()}
     at = f"{prefix}." if prefix else ""
     numbers = [(f"{at}{name}", number) for number, name in enumerate(styles)]
-    listed = list(styles.values())
+    matches = list(styles.values())
 
     def spec(path: Any, rule: Any, leaf: Any) -> Any:
         if not isinstance(rule, int):
             return rule
-        return _spec(listed[rule], _last_name(path), len(getattr(leaf, "shape", ())))
+        return _spec(matches[rule], _last_name(path), len(getattr(leaf, "shape", ())))
 
     return tree_util.tree_map_with_path(spec, remembered_rules(numbers, TP_PLAN).match(tree), tree)
 
 
 def _last_name(path: tuple[Any, ...]) -> str:
-    """The last component of a leaf's dotted name, since a key may be the whole name."""
+    """Return the last component of a leaf's dotted name, since a key may be the whole name."""
     key = path[-1] if path else ""
     texts = (getattr(key, attribute, None) for attribute in ("key", "name", "idx"))
     return str(next((text for text in texts if text is not None), key)).rpartition(".")[2]
