@@ -526,9 +526,7 @@ MADE_BY_US = {"Change", "Comparison", "CutReason", "Reason", "Suggestion", "comp
               "TransferRow", "Transmission", "Tried", "TriedName", "compat.maxtext.Dump", "compat.maxtext.DumpedArrays"}  # fmt: skip
 # Modules whose arguments are what other libraries make of them.
 THEIRS = (
-    "compat.axlearn", "compat.big_vision", "compat.eformer", "compat.flax", "compat.jax_llm_examples",
-    "compat.kauldron", "compat.keras", "compat.maxtext.add_data_to_sharding",
-    "compat.openpi",
+    "compat.big_vision", "compat.eformer", "compat.flax", "compat.keras", "compat.maxtext.add_data_to_sharding",
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",

@@ -23,13 +23,10 @@ from shardrules._rules import matcher, rules
 from shardrules._rules.dialects import EASYLM, EFORMER
 from shardrules._rules.rules import remembered_rules
 from shardrules.compat import (
-    axlearn,
     big_vision,
     easylm,
     jaxseq,
-    kauldron,
     keras,
-    openpi,
     spectrax,
     tp_plan,
     windows,
@@ -133,9 +130,6 @@ def layouts():
 
 # Those of libraries whose pairs are not ours; tests/test_arguments.py has the others.
 OF_LIBRARIES = {
-    "axlearn.copy_partition": lambda: axlearn.copy_partition(
-        {"w": axlearn.TensorSpec((8,))}, pattern="".join(["w", ".*"]), memory_kind="pinned_host"
-    )["w"].memory_kind,
     "big_vision.infer_sharding": lambda: big_vision.infer_sharding(
         TREE, [(".*/kernel", 'fsdp(axis="fsdp", min_size_to_shard_mb=0)'), (".*", "replicate")], MESH
     ),
@@ -149,11 +143,8 @@ OF_LIBRARIES = {
     "jaxseq.match_partition_rules": lambda: jaxseq.match_partition_rules(
         [("".join(["ker", "nel"]), P("tp")), (".*", P())], TREE
     ),
-    "kauldron.FSDPSharding": lambda: kauldron.FSDPSharding(min_size_to_shard_mb=0)(TREE),
     "keras.LayoutMap.rules": lambda: layouts().rules,
     "keras.LayoutMap.specs": lambda: layouts().specs(TREE),
-    "openpi.fsdp_sharding": lambda: openpi.fsdp_sharding(TREE, MESH, min_size_mbytes=0),
-    "openpi.rules": lambda: openpi.rules(min_size_mbytes=0),
     "tp_plan.match_tp_plan": lambda: tp_plan.match_tp_plan(
         {"".join(["wq", ".*"]): "colwise"}, {"wq.3": np.zeros((4, 4))}, ep_plan={"norm": "ep_router"}
     ),
