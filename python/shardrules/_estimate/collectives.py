@@ -1,9 +1,4 @@
-"""What is sent for activations: of kernels that tensor axes cut, and to experts and back.
-
-A product over a dimension that is cut is a sum over its devices: of the output in the forward pass,
-of the input's gradient in the backward pass. The residual stream is whole on each device, or cut by
-tokens under sequence parallelism.
-"""
+"""Collectives of a training step: of parameters, gradients, activations and experts."""
 
 from __future__ import annotations
 

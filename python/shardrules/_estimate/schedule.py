@@ -1,4 +1,4 @@
-"""One kind of collective of a training step, and the bytes that a ring sends for it."""
+"""`Schedule`, the assumptions of `Plan.traffic`, and `Transmission`, a collective of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a training step takes on hardware, as one reckons it on paper: a roofline."""
+"""`StepTime`: roofline estimate of a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each device sends in a training step, by mesh axis and kind of collective."""
+"""`Traffic`: bytes that each device sends in a training step, by mesh axis and collective."""
 
 from __future__ import annotations
 

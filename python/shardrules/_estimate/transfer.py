@@ -1,4 +1,4 @@
-"""What moves when leaves go from one plan's shardings to another's: bytes per device, exactly."""
+"""`Transfer`: bytes that move, device by device, from one plan's shardings to another's."""
 
 from __future__ import annotations
 

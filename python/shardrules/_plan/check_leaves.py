@@ -1,4 +1,4 @@
-"""Checks for leaves that every device holds whole: by a catch-all rule, or undeclared."""
+"""Checks of leaves: replicated, too large, in unpinned memory, or found by a companion in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of rules for flax nnx, whose paths end in `value`: patterns that match it, or miss it."""
+"""Checks of names: of attention heads in paths, of logical axes, of the `value` of flax nnx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of what leaves lose of their specs to the mesh and to their shapes."""
+"""Checks of rules: unmatched, dead and shadowed ones, specs that do not fit, axes that go unused."""
 
 from __future__ import annotations
 

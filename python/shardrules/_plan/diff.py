@@ -1,4 +1,4 @@
-"""The differences of two plans: new and missing leaves, other shardings, other rules."""
+"""`PlanDiff`: new and missing leaves, other shardings and other rules of two plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why one leaf gets its spec: how each rule met its path, and which axes it does not get."""
+"""`Explanation`: how each rule met the path of a leaf, and which axes the leaf does not get."""
 
 from __future__ import annotations
 

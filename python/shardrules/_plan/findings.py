@@ -1,4 +1,4 @@
-"""Findings of checks and proofs, as text, JSON and GitHub annotations."""
+"""`Finding` and `Findings` of check, verify and audit: text, JSON and GitHub annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several checks ask of a plan: catch-alls, undeclared leaves, what is at stake."""
+"""`Queries`: facts of a plan that several checks ask for; and the register of the checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report: data, styles and scripts put into one HTML file that fetches nothing."""
+"""HTML report: the data of a plan, its findings and a sweep, in one file that fetches nothing."""
 
 from __future__ import annotations
 

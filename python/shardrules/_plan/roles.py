@@ -1,4 +1,4 @@
-"""Which dimension of a kernel is what: a stack of layers, experts, contracted, or made.
+"""Roles of the dimensions of kernels: a stack of layers, experts, contracted, or made.
 
 Read from shapes, from the fold and, where these leave a choice, from words in the paths: the
 residual width is the size that most leaves have; the arrays of stacked layers all begin with one

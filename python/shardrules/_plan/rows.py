@@ -1,4 +1,4 @@
-"""Which leaves a path means, as people write it: a leaf's, a folded one, a glob or an end of paths."""
+"""Resolve a path as users write it: a leaf's, a folded one, a glob, or an end of paths."""
 
 from __future__ import annotations
 

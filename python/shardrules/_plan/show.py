@@ -1,4 +1,4 @@
-"""A plan in a notebook: a static table of its largest folded rows, without scripts."""
+"""Tables of a plan: for people at a prompt, and static HTML for notebooks."""
 
 from __future__ import annotations
 
