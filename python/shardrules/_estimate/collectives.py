@@ -1,10 +1,4 @@
-"""What is sent for activations: of kernels that tensor axes cut, and to experts and back.
-
-A product over a dimension that is cut is a sum over its devices: of the output in the forward pass,
-of the input's gradient in the backward pass. The residual stream is whole on each device, or cut by
-tokens under sequence parallelism. Costs a few numbers per folded path. Must not know how roles are
-found.
-"""
+"""Collectives of a training step: of parameters, gradients, activations and experts."""
 
 from __future__ import annotations
 
@@ -61,15 +55,15 @@ class CutPart(NamedTuple):
         kind = self.kind
         if bits is None:
             return kind.device_bytes * self.part.leaves
-        held = held_of(kind.shape or (), bits, kind._counted or Entries(), self.sizes)
-        return held.most * self.part.leaves
+        array = held_of(kind.shape or (), bits, kind._counted or Entries(), self.sizes)
+        return array.most * self.part.leaves
 
     def devices(self, axes: Iterable[str]) -> int:
-        """How many devices there are along these axes."""
+        """Return how many devices there are along these axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     def along(self, *roles: DimRole) -> tuple[str, ...]:
-        """The kept axes that cut dimensions of these roles."""
+        """Return the kept axes that cut dimensions of these roles."""
         if not self.kept:
             return ()
         return tuple(
@@ -82,7 +76,7 @@ class CutPart(NamedTuple):
 
 
 def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
-    """What the axes of the mesh do for each folded path of parameters.
+    """Return what the axes of the mesh do for each folded path of parameters.
 
     Raises:
         ValueError: The schedule lacks what the model needs, or its roles do not fit.
@@ -97,7 +91,7 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
 
 
 def _check_experts(parts: list[Part], schedule: Schedule) -> None:
-    """Checks that it is said how many experts tokens meet if, and only if, there are some.
+    """Check that it is said how many experts tokens meet if, and only if, there are some.
 
     Raises:
         ValueError: It is not.
@@ -125,7 +119,7 @@ def _is_kernel(part: Part) -> bool:
 
 
 def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str]) -> CutPart:
-    """What the axes of a mesh of these sizes do for a part of this kind."""
+    """Return what the axes of a mesh of these sizes do for a part of this kind."""
     entries = entries_of(kind._counted) if kind._counted is not None else ()
     dims = [
         tuple(axis for axis in entry_axes(entry) if sizes.get(axis, 1) > 1) for entry in entries
@@ -147,26 +141,26 @@ def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str])
 
 
 def of_params(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
-    """Yields the gathers of parameters.
+    """Yield the gathers of parameters.
 
     They are of those that batch axes cut, of those that are cut along the wrong side, and of those
     that ZeRO-1 renews.
     """
     for cut in cuts:
-        held = cut.bytes()
+        local = cut.bytes()
         times = _gathers(cut, schedule) * schedule.accumulate
-        whole = held * cut.devices(cut.gathered)
-        yield "all-gather", cut.gathered, "params", _arrays(cut) * times, whole * times
-        turned = whole * cut.devices(cut.turned) * schedule.accumulate
+        gathered = local * cut.devices(cut.gathered)
+        yield "all-gather", cut.gathered, "params", _arrays(cut) * times, gathered * times
+        turned = gathered * cut.devices(cut.turned) * schedule.accumulate
         yield "all-gather", cut.turned, "params", _arrays(cut) * schedule.accumulate, turned
         if schedule.zero1 is not None and _has_gradient(cut) and _zero1_cuts(cut, schedule.zero1):
-            yield "all-gather", (schedule.zero1,), "params", cut.part.leaves, held
+            yield "all-gather", (schedule.zero1,), "params", cut.part.leaves, local
 
 
 def of_gradients(
     cuts: Iterable[CutPart], schedule: Schedule, tensor_axes: frozenset[str]
 ) -> Iterator[Row]:
-    """The reductions of gradients over all devices that have seen other tokens.
+    """Yield the reductions of gradients over all devices that have seen other tokens.
 
     Args:
         cuts: Of the parameters.
@@ -176,31 +170,31 @@ def of_gradients(
     bits = None if schedule.gradients is None else given_bits("gradients", schedule.gradients)
     for cut in filter(_has_gradient, cuts):
         used = {*cut.gathered, *cut.experts, *cut.kept}
-        whole = cut.bytes(bits) * cut.devices(cut.gathered)
-        rows = [*_reductions(cut, schedule, {*schedule.batch_axes} - used, whole)]
-        rows.append(("all-to-all", cut.turned, whole))
+        full = cut.bytes(bits) * cut.devices(cut.gathered)
+        rows = [*_reductions(cut, schedule, {*schedule.batch_axes} - used, full)]
+        rows.append(("all-to-all", cut.turned, full))
         if schedule.sequence_parallel:
-            rows.append(("all-reduce", tensor_axes - used, whole))
+            rows.append(("all-reduce", tensor_axes - used, full))
         times = schedule.accumulate
         for collective, axes, payload in rows:
             yield collective, axes, "gradients", _arrays(cut) * times, payload * times
 
 
 def _reductions(
-    cut: CutPart, schedule: Schedule, others: set[str], whole: int
+    cut: CutPart, schedule: Schedule, others: set[str], full: int
 ) -> Iterator[tuple[CollectiveKind, Iterable[str], int]]:
     """(collective, axes, payload) of gradients of so many bytes, `others` beside `cut.gathered`."""
-    yield schedule.reduce, cut.gathered, whole
-    whole //= cut.devices(cut.gathered)
+    yield schedule.reduce, cut.gathered, full
+    full //= cut.devices(cut.gathered)
     zero1 = schedule.zero1
     if zero1 in others and _zero1_cuts(cut, zero1):
-        yield schedule.reduce, (zero1,), whole
-        others, whole = others - {zero1}, whole // cut.devices((zero1,))
-    yield "all-reduce", others, whole
+        yield schedule.reduce, (zero1,), full
+        others, full = others - {zero1}, full // cut.devices((zero1,))
+    yield "all-reduce", others, full
 
 
 def _arrays(cut: CutPart) -> int:
-    """How many arrays a step uses: those of scanned layers one by one."""
+    """Return how many arrays a step uses: those of scanned layers one by one."""
     return cut.part.leaves * cut.part.size("stack")
 
 
@@ -215,7 +209,7 @@ def _has_gradient(cut: CutPart) -> bool:
 
 
 def _zero1_cuts(cut: CutPart, axis: str) -> bool:
-    """Whether `Plan.for_optimizer(zero1=axis)` cuts the moments by this axis as well."""
+    """Return whether `Plan.for_optimizer(zero1=axis)` cuts the moments by this axis as well."""
     parts = [cut.devices(axes) for axes in cut.dims]
     shape = zip(cut.part.shape, parts, strict=True)
     cuts_already = any(axis in axes for axes in cut.dims)
@@ -237,7 +231,7 @@ class Use(NamedTuple):
 
 
 def uses_of(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Use]:
-    """All uses; none for leaves that meet tokens without a product, such as norms."""
+    """Yield all uses; none for leaves that meet tokens without a product, such as norms."""
     for cut in cuts:
         if cut.part.is_product:
             yield _use(cut, schedule)
@@ -255,10 +249,10 @@ def _use(cut: CutPart, schedule: Schedule) -> Use:
     local: Fraction | int = schedule.tokens_per_device(cut.sizes)
     if part.experts > 1:
         share = Fraction(schedule.capacity_factor) * (schedule.experts_per_token or 1)
-        # Of leaves that are an expert each, a token meets some.
+        # Where each leaf is an expert, a token goes to some of them.
         share /= 1 if "experts" in part.dims else part.experts
-        beside = [axis for axis in cut.experts if axis not in schedule.batch_axes]
-        local = local * share / cut.devices(beside)
+        siblings = [axis for axis in cut.experts if axis not in schedule.batch_axes]
+        local = local * share / cut.devices(siblings)
     layers = part.size("stack")
     return Use(
         cut=cut,
@@ -279,74 +273,74 @@ class _Sum(NamedTuple):
 
 
 def of_activations(uses: Sequence[Use], schedule: Schedule) -> Iterator[Row]:
-    """The collectives of products with kernels that tensor axes cut."""
+    """Yield the collectives of products with kernels that tensor axes cut."""
     shared: set[tuple[str, int, tuple[str, ...]]] = set()
     heads = {
-        _input(use): made
+        _input(use): out_axes
         for use in uses
-        if use.cut.part.is_attention and (made := use.cut.along("out"))
+        if use.cut.part.is_attention and (out_axes := use.cut.along("out"))
     }
     for use in uses:
         if use.cut.kept:
-            found = (*_forward(use, schedule), *_of_inputs(use, schedule, shared))
+            sums = (*_forward(use, schedule), *_of_inputs(use, schedule, shared))
         else:
             # Each device has keys and values of all heads, and gradients of those that it reads.
             outputs = use.cut.part.size("out")
-            found = (_Sum("all-reduce", heads.get(_input(use), ()), use.arrays, outputs),)
-        for one in found:
-            yield _row(one, use.tokens, "activations", schedule)
+            sums = (_Sum("all-reduce", heads.get(_input(use), ()), use.arrays, outputs),)
+        for each in sums:
+            yield _row(each, use.tokens, "activations", schedule)
 
 
 def _input(use: Use) -> tuple[str, int]:
-    """What kernels with the same input have in common."""
+    """Return a key that kernels with the same input share."""
     return use.cut.part.input_key, use.cut.part.size("in")
 
 
 def _forward(use: Use, schedule: Schedule) -> Iterator[_Sum]:
-    """Of outputs, and what becomes of their gradients."""
-    part, made = use.cut.part, use.cut.along("out")
+    """Yield the collectives of outputs and of their gradients."""
+    part, out_axes = use.cut.part, use.cut.along("out")
     contracted = use.cut.along("in", "lookup")
-    width = -(-part.size("out") // use.cut.devices(made))
+    width = -(-part.size("out") // use.cut.devices(out_axes))
     # Of a square kernel only its name tells.
     is_written = part.size("out") == part.width and part.flow != "reads"
     if use.cut.turned:
-        yield _Sum("all-gather", made, use.arrays * schedule.gathers, part.width)
+        yield _Sum("all-gather", out_axes, use.arrays * schedule.gathers, part.width)
         return
     if contracted and schedule.sequence_parallel and is_written:
         yield _Sum(schedule.reduce, contracted, use.arrays, width)
         yield _Sum("all-gather", contracted, use.arrays, width)
     elif contracted:
         yield _Sum("all-reduce", contracted, use.arrays, width)
-    if made and is_written and part.size("in") != part.width:
+    if out_axes and is_written and part.size("in") != part.width:
         # The residual stream is whole, and the kernel makes a part of it.
-        yield _Sum("all-gather", made, use.arrays, part.width)
+        yield _Sum("all-gather", out_axes, use.arrays, part.width)
 
 
 def _of_inputs(
     use: Use, schedule: Schedule, shared: set[tuple[str, int, tuple[str, ...]]]
 ) -> Iterator[_Sum]:
-    """Of inputs' gradients, and what becomes of the inputs; `shared` has what was reduced."""
-    part, made, contracted = use.cut.part, use.cut.along("out"), use.cut.along("in")
+    """Yield the collectives of inputs' gradients; `shared` has the inputs that were reduced."""
+    part, out_axes, contracted = use.cut.part, use.cut.along("out"), use.cut.along("in")
     if "in" not in part.dims or use.cut.turned:
         return
     width = -(-part.size("in") // use.cut.devices(contracted))
     is_read = _reads(use)
-    key = (*_input(use), made)
+    key = (*_input(use), out_axes)
     once = 0 if key in shared else use.inputs
     times = use.arrays if schedule.input_gradients == "each" else once
     shared.add(key)
-    if made and schedule.sequence_parallel and is_read:
-        yield _Sum("all-gather", made, once, width)
-        yield _Sum(schedule.reduce, made, times, width)
-    elif made:
-        yield _Sum("all-reduce", made, times, width)
+    if out_axes and schedule.sequence_parallel and is_read:
+        yield _Sum("all-gather", out_axes, once, width)
+        yield _Sum(schedule.reduce, out_axes, times, width)
+    elif out_axes:
+        yield _Sum("all-reduce", out_axes, times, width)
     if contracted and is_read and part.size("out") != part.width:
         # The residual stream's gradient is whole, and the kernel's input was a part of it.
         yield _Sum("all-gather", contracted, once, part.width)
 
 
 def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
-    """Tokens on their way to the devices of their experts and back, forward and backward.
+    """Yield the collectives that bring tokens to the devices of their experts and back.
 
     Where the experts' axis cuts the batch as well, tokens are sent to their experts. Where it does
     not, each of its devices has them already, and the experts' outputs are summed.
@@ -361,29 +355,29 @@ def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
         over_tokens = tuple(axis for axis in cut.experts if axis in batch)
         sent = _Sum("all-to-all", over_tokens, 4 * use.inputs, part.width)
         yield _row(sent, use.tokens, "experts", schedule)
-        beside = tuple(axis for axis in cut.experts if axis not in batch)
-        summed = _Sum("all-reduce", beside, 2 * use.inputs, part.width)
+        siblings = tuple(axis for axis in cut.experts if axis not in batch)
+        summed = _Sum("all-reduce", siblings, 2 * use.inputs, part.width)
         yield _row(summed, schedule.tokens_per_device(cut.sizes), "experts", schedule)
 
 
 def uncounted(uses: Sequence[Use]) -> Iterator[str]:
-    """The folded paths of kernels whose activations are sent in a way that is not known."""
-    told = {use.cut.part.input_key for use in uses if use.cut.experts and _reads(use)}
+    """Yield the folded paths of kernels whose activations are sent in a way that is not known."""
+    paths = {use.cut.part.input_key for use in uses if use.cut.experts and _reads(use)}
     for use in uses:
         part, cut = use.cut.part, use.cut
-        if cut.along("unknown", "stack") or (cut.experts and part.input_key not in told):
+        if cut.along("unknown", "stack") or (cut.experts and part.input_key not in paths):
             yield part.pattern
 
 
 def _reads(use: Use) -> bool:
-    """Whether it is a kernel that reads the residual stream; of a square one its name tells."""
+    """Tell if it is a kernel that reads the residual stream; of a square one its name tells."""
     part = use.cut.part
     is_square = part.size("out") == part.width
     is_wide = "in" in part.dims and part.size("in") == part.width
     return is_wide and not (is_square and part.flow == "writes")
 
 
-def _row(one: _Sum, tokens: Fraction | int, of: Of, schedule: Schedule) -> Row:
+def _row(summed: _Sum, tokens: Fraction | int, purpose: Of, schedule: Schedule) -> Row:
     bits = given_bits("activations", schedule.activations)
-    payload = -(-tokens * one.width * one.times * bits // 8)
-    return one.collective, one.axes, of, one.times * schedule.accumulate, payload
+    payload = -(-tokens * summed.width * summed.times * bits // 8)
+    return summed.collective, summed.axes, purpose, summed.times * schedule.accumulate, payload

@@ -1,7 +1,4 @@
-"""One kind of collective of a training step, and the bytes that a ring sends for it.
-
-Must not know why anything is sent.
-"""
+"""`Schedule`, the assumptions of `Plan.traffic`, and `Transmission`, a collective of a step."""
 
 from __future__ import annotations
 
@@ -66,15 +63,17 @@ def schedule_of(
     tokens: int,
     batch_axes: Iterable[str] | None,
     roles: Mapping[str, Sequence[DimRole]] | None,
-    **given: Any,
+    **arguments: Any,
 ) -> Schedule:
-    """The schedule on a mesh with these axes, of what a user gives.
+    """Return the schedule on a mesh with these axes, of what a user gives.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message names it.
     """
     named = data_axes_among(axis_sizes) if batch_axes is None else texts("batch_axes", batch_axes)
-    checked = {name: check(name, given[name]) for name, check in _CHECKS.items() if name in given}
+    checked = {
+        name: check(name, arguments[name]) for name, check in _CHECKS.items() if name in arguments
+    }
     zero1 = checked.get("zero1")
     for name, axes in {"batch_axes": named, "zero1": () if zero1 is None else (zero1,)}.items():
         if absent := [axis for axis in axes if axis not in axis_sizes]:
@@ -89,10 +88,10 @@ def schedule_of(
     )
 
 
-def _roles(given: Mapping[str, Sequence[DimRole]]) -> dict[str, tuple[DimRole, ...]]:
-    check_type("roles", given, Mapping, "a dict such as {'w2$': ('in', 'out')}")
-    each("roles: a pattern", tuple(given), str, "a regex")
-    named = {pattern: listed("roles", dims, "roles") for pattern, dims in given.items()}
+def _roles(roles: Mapping[str, Sequence[DimRole]]) -> dict[str, tuple[DimRole, ...]]:
+    check_type("roles", roles, Mapping, "a dict such as {'w2$': ('in', 'out')}")
+    each("roles: a pattern", tuple(roles), str, "a regex")
+    named = {pattern: listed("roles", dims, "roles") for pattern, dims in roles.items()}
     for dims in named.values():
         for role in dims:
             check_choice("roles: a role", role, DIM_ROLES[:-1])
@@ -184,26 +183,26 @@ class Transmission(NamedTuple):
 
 
 def merged(rows: Iterable[Row], axis_sizes: Mapping[str, int]) -> tuple[Transmission, ...]:
-    """(collective, axes, of, count, payload) rows, those that are alike as one.
+    """(collective, axes, purpose, count, payload) rows, those that are alike as one.
 
     Rows over a single device, or without bytes, are left out. Those of parameters come first, those
     that send most first of their own.
     """
     total: dict[tuple[CollectiveKind, tuple[str, ...], Of], tuple[int, int]] = {}
-    for collective, axes, of, count, payload in rows:
+    for collective, axes, purpose, count, payload in rows:
         named = frozenset(axes)
         group = tuple(axis for axis, size in axis_sizes.items() if axis in named and size > 1)
         if group and payload:
-            before = total.get((collective, group, of), (0, 0))
-            total[collective, group, of] = (before[0] + count, before[1] + payload)
-    made = [
+            before = total.get((collective, group, purpose), (0, 0))
+            total[collective, group, purpose] = (before[0] + count, before[1] + payload)
+    sums = [
         Transmission(
             *key, count, payload, _ring(key[0], payload, prod(axis_sizes[a] for a in key[1]))
         )
         for key, (count, payload) in total.items()
     ]
     order = ("params", "gradients", "activations", "experts")
-    return tuple(sorted(made, key=lambda row: (order.index(row.of), -row.sent, row.axes)))
+    return tuple(sorted(sums, key=lambda row: (order.index(row.of), -row.sent, row.axes)))
 
 
 def _ring(collective: CollectiveKind, payload: int, devices: int) -> int:

@@ -1,8 +1,4 @@
-"""How long a training step takes on hardware, as one reckons it on paper: a roofline.
-
-Costs what traffic costs, and a few numbers. Must not know how leaves are placed, nor how anything
-is drawn.
-"""
+"""`StepTime`: roofline estimate of a training step."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ class Flops(NamedTuple):
 
 
 def flops(columns: Columns, schedule: Schedule) -> Flops:
-    """The operations of a training step: 6 for each token and each element that it meets."""
+    """Return the operations of a training step: 6 for each token and each element that it meets."""
     total = per_device = 0
     for use in uses_of(cut_parts(columns, schedule), schedule):
         part = use.cut.part
@@ -75,15 +71,15 @@ class Network:
             )
         self._hardware, self._sizes = hardware, sizes
         self._inside: dict[str, int] = {}
-        left = hardware.link_devices
+        remaining = hardware.link_devices
         for axis in reversed(list(sizes)):
-            most = 1 if axis in axes_over_dcn else min(left, sizes[axis])
+            most = 1 if axis in axes_over_dcn else min(remaining, sizes[axis])
             self._inside[axis] = next(n for n in range(most, 0, -1) if sizes[axis] % n == 0)
-            left //= self._inside[axis]
+            remaining //= self._inside[axis]
         self._dimensions = _dimensions(self._inside, hardware.torus_dimensions)
 
     def seconds(self, row: Transmission) -> float:
-        """How long these collectives take, one after the other."""
+        """Return how long these collectives take, one after the other."""
         devices = prod(self._sizes[axis] for axis in row.axes)
         inside = prod(self._inside[axis] for axis in row.axes)
         outside = devices // inside
@@ -104,14 +100,14 @@ class Network:
 
 
 def _dimensions(inside: Mapping[str, int], torus: int) -> dict[str, int]:
-    """Per mesh axis, along how many dimensions of the torus it lies: one, the largest the rest."""
-    found = {axis: int(size > 1) for axis, size in inside.items()}
-    left = torus - sum(found.values())
+    """Return {mesh axis: dimensions of the torus that it lies along}: one, the largest the rest."""
+    sizes = {axis: int(size > 1) for axis, size in inside.items()}
+    remaining = torus - sum(sizes.values())
     for axis in sorted(inside, key=lambda axis: -inside[axis]):
-        more = max(0, min(left, int(log2(inside[axis])) - 1))
-        found[axis] += more
-        left -= more
-    return found
+        next_size = max(0, min(remaining, int(log2(inside[axis])) - 1))
+        sizes[axis] += next_size
+        remaining -= next_size
+    return sizes
 
 
 # Each of the products of a kernel (forward, and the gradients of its input and of itself) reads two
@@ -143,7 +139,7 @@ def run_of(
     schedule: Mapping[str, Any] | None,
     gradients: Any,
 ) -> Run:
-    """The run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
+    """Return the run of what a user gives; `gradients` is as in `Plan.bytes_per_device`.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message names it.
@@ -152,13 +148,13 @@ def run_of(
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {shown(efficiency)}; it must be above 0 and at most 1")
     meanwhile = texts("overlap", overlap)
-    for one in meanwhile:
-        check_choice("overlap: one of them", one, get_args(Of))
+    for purpose in meanwhile:
+        check_choice("overlap: one of them", purpose, get_args(Of))
     check_type("schedule", schedule, Mapping | None, "a dict of arguments of Plan.traffic")
     of_traffic = dict(schedule or {})
-    known = [field.name for field in fields(Schedule) if field.name != "tokens"]
+    names = [field.name for field in fields(Schedule) if field.name != "tokens"]
     for name in of_traffic:
-        check_choice("schedule: an argument", name, tuple(known))
+        check_choice("schedule: an argument", name, tuple(names))
     if gradients not in (None, False, True):
         of_traffic.setdefault("gradients", gradients)
     return Run(
@@ -220,13 +216,16 @@ class StepTime(NamedTuple):
 
 
 def time_shown(time: StepTime) -> str:
-    """A step's time and the longest term of it: 9.90 s (fsdp)."""
+    """Return a step's time and the longest term of it: 9.90 s (fsdp)."""
     return f"{seconds_shown(time.total)} ({time.dominant})"
 
 
 def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> list[str]:
-    """The assumptions in a line, and what is not counted in another; none of what there is not."""
-    shown = ", ".join(
+    """Return the assumptions in a line, and what is not counted in another.
+
+    None of what there is not.
+    """
+    texts = ", ".join(
         f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in assumptions.items()
         if value not in ((), None)
@@ -235,29 +234,29 @@ def assumed_lines(assumptions: Mapping[str, Any], uncounted: Iterable[str]) -> l
     for path in uncounted:
         missing[why_uncounted(path)].append(path)
     return [
-        *([f"assumed: {shown}"] if shown else []),
+        *([f"assumed: {texts}"] if texts else []),
         *(f"not counted, since {why}: {', '.join(paths)}" for why, paths in missing.items()),
     ]
 
 
 def step_time(
-    columns: Columns, run: Run, held: DeviceBytes, state: Columns | None = None
+    columns: Columns, run: Run, device_bytes: DeviceBytes, state: Columns | None = None
 ) -> StepTime:
     """See `Plan.step_time`.
 
     Args:
         columns: Of the parameters.
         run: The arguments.
-        held: The bytes of parameters, gradients and optimizer.
+        device_bytes: The bytes of parameters, gradients and optimizer.
         state: Of the optimizer's state, if it has a plan.
     """
     hardware = run.hardware
-    given = {"batch_axes": None, "roles": None, **run.schedule}
-    schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **given)
+    assumed = {"batch_axes": None, "roles": None, **run.schedule}
+    schedule = schedule_of(columns.axis_sizes, tokens=run.tokens, **assumed)
     dtype = str(given_dtype("activations", schedule.activations))
     work, peak = flops(columns, schedule), _peak(hardware, dtype)
     compute = work.per_device / (peak * run.efficiency)
-    moved = _memory_bytes(columns, schedule, held, bits_of(dtype))
+    moved = _memory_bytes(columns, schedule, device_bytes, bits_of(dtype))
     memory = moved / hardware.memory_bytes_per_second
     network = Network(hardware, columns.axis_sizes, run.axes_over_dcn)
     sent: dict[tuple[str, ...], float] = defaultdict(float)
@@ -289,16 +288,18 @@ def step_time(
 
 
 def _peak(hardware: Hardware, dtype: str) -> float:
-    found = hardware.flops_per_second.get(dtype)
-    if found is None:
+    peak = hardware.flops_per_second.get(dtype)
+    if peak is None:
         raise ValueError(
             f"{hardware.name} has no figure for products in {dtype}; it has some for "
             f"{', '.join(hardware.flops_per_second)}: give one of these as the dtype of activations"
         )
-    return found
+    return peak
 
 
-def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits: int) -> float:
+def _memory_bytes(
+    columns: Columns, schedule: Schedule, device_bytes: DeviceBytes, bits: int
+) -> float:
     """Bytes that a device reads and writes: of all products, and of the optimizer's update."""
     moved = 0.0
     for use in uses_of(cut_parts(columns, schedule), schedule):
@@ -307,7 +308,11 @@ def _memory_bytes(columns: Columns, schedule: Schedule, held: DeviceBytes, bits:
         # Of a table that tokens look up, they read their rows alone.
         kernels = 0 if "lookup" in part.dims else kernels
         moved += kernels + float(use.tokens) * use.arrays * _width(cut) * bits / 8
-    updated = int(held.params.max()) + int(held.gradients.max()) + int(held.optimizer.max())
+    updated = (
+        int(device_bytes.params.max())
+        + int(device_bytes.gradients.max())
+        + int(device_bytes.optimizer.max())
+    )
     return _PRODUCTS * moved + _UPDATED * updated
 
 

@@ -1,8 +1,4 @@
-"""One rule list on many meshes: what fits, and the bytes on each.
-
-Costs one correction per kind of leaf and mesh; the tree is not walked again, and no device is
-needed. Must not know how a table is drawn.
-"""
+"""One rule list on many meshes: what fits, and the bytes on each."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ class Sweep(tuple[SweepRow, ...]):
 
 
 def table(rows: Sequence[SweepRow]) -> list[str]:
-    """Returns the lines of a table: the heads, and a line for each mesh."""
+    """Return the lines of a table: the heads, and a line for each mesh."""
     if not rows:
         return ["no meshes"]
     has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
@@ -126,15 +122,15 @@ def sweep(
     run: Run | None,
 ) -> Sweep:
     """See `Plan.sweep`; `on_mesh` gives the columns on a mesh, which may lack axes."""
-    chosen = list(itertools.islice(meshes, _MOST_MESHES + 1))
-    if len(chosen) > _MOST_MESHES:
+    meshes_ = list(itertools.islice(meshes, _MOST_MESHES + 1))
+    if len(meshes_) > _MOST_MESHES:
         raise ValueError(f"a sweep covers at most {_MOST_MESHES:,} meshes; give fewer axes")
     rows = []
-    axes = frozenset(axis for mesh in chosen if isinstance(mesh, Mapping) for axis in mesh)
-    for mesh in chosen:
+    axes = frozenset(axis for mesh in meshes_ if isinstance(mesh, Mapping) for axis in mesh)
+    for mesh in meshes_:
         there = on_mesh(mesh, axes)
-        held = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_row(there, held, room, run))
+        device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
+        rows.append(_row(there, device_bytes, room, run))
     if run is not None:
         return Sweep(_ranked(rows, _seconds))
     return Sweep(_ranked(rows, _held, _TIE * (room.hbm or 0)))
@@ -147,17 +143,17 @@ def _ranked(
 
     Costs that differ by less than `_TIE`, or than the margin among those that fit, are a tie.
     """
-    left = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
-    while left:
-        first, tied = left[0], []
+    remaining = deque(sorted(rows, key=lambda row: (*_usable(row), cost(row), row.devices)))
+    while remaining:
+        first, tied = remaining[0], []
         most = cost(first) + max(_TIE * cost(first), margin if first.fits else 0)
-        while left and _usable(left[0]) == _usable(first) and cost(left[0]) <= most:
-            tied.append(left.popleft())
+        while remaining and _usable(remaining[0]) == _usable(first) and cost(remaining[0]) <= most:
+            tied.append(remaining.popleft())
         yield from sorted(tied, key=_preference)
 
 
 def _preference(row: SweepRow) -> tuple[float, ...]:
-    """Of equal costs: less tensor parallelism, fewer corrections, less memory."""
+    """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
     return _tensor_devices(row), row.corrections, _held(row)
 
 
@@ -184,7 +180,7 @@ def _tensor_devices(row: SweepRow) -> int:
 def factorizations(
     devices: int, axes: tuple[str, ...], fixed: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """All meshes of that many devices with these axes, in order, and then the fixed ones.
+    """Return all meshes of that many devices with these axes, in order, and then the fixed ones.
 
     Raises:
         ValueError: No axes, an axis twice, or no number of devices that the fixed ones divide.
@@ -218,21 +214,23 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(columns: Columns, held: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
+def _row(columns: Columns, device_bytes: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
     is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
-    whole = [one for one in columns.folded if is_whole[one.group]]
-    largest = max(whole, key=lambda one: columns.kinds[one.group].device_bytes, default=None)
+    folded = [part for part in columns.folded if is_whole[part.group]]
+    largest = max(folded, key=lambda part: columns.kinds[part.group].device_bytes, default=None)
     return SweepRow(
         mesh=columns.axis_sizes,
         devices=columns.devices,
-        bytes=held.max,
-        replicated=sum(kind.device_bytes * count for kind, count, whole in counted if whole),
+        bytes=device_bytes.max,
+        replicated=sum(
+            kind.device_bytes * n for kind, n, is_replicated in counted if is_replicated
+        ),
         largest_replicated=largest.pattern if largest else None,
         largest_replicated_bytes=columns.kinds[largest.group].device_bytes if largest else 0,
         corrections=sum(count for kind, count, _ in counted if kind.losses),
         problems=sum(count for kind, count, _ in counted if kind.status != "placed"),
-        fits=room.fits(held),
-        host_bytes=held.max_host,
-        time=None if run is None else step_time(columns, run, held),
+        fits=room.fits(device_bytes),
+        host_bytes=device_bytes.max_host,
+        time=None if run is None else step_time(columns, run, device_bytes),
     )

@@ -1,8 +1,4 @@
-"""What each device sends in a training step, by mesh axis and kind of collective.
-
-Costs a few numbers per folded path; roles are found once for all meshes. Must not know about
-hardware, nor how long anything takes.
-"""
+"""`Traffic`: bytes that each device sends in a training step, by mesh axis and collective."""
 
 from __future__ import annotations
 
@@ -57,10 +53,10 @@ class Traffic(tuple[Transmission, ...]):
         assumptions: Mapping[str, Any] | None = None,
         uncounted: Iterable[str] = (),
     ) -> Traffic:
-        made = super().__new__(cls, rows)
-        made.assumptions = dict(assumptions or {})
-        made.uncounted = tuple(uncounted)
-        return made
+        traffic = super().__new__(cls, rows)
+        traffic.assumptions = dict(assumptions or {})
+        traffic.uncounted = tuple(uncounted)
+        return traffic
 
     @property
     def sent(self) -> int:
@@ -95,9 +91,9 @@ class Traffic(tuple[Transmission, ...]):
             ).rstrip()
             for line in lines
         ]
-        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        notes = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
         assumed = textwrap.wrap(
-            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
+            f"assumed: {', '.join(notes)}", 88, break_long_words=False, break_on_hyphens=False
         )
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
@@ -105,18 +101,18 @@ class Traffic(tuple[Transmission, ...]):
 
 
 def why_uncounted(path: str) -> str:
-    """Says why traffic of this folded path is missing."""
+    """Say why traffic of this folded path is missing."""
     return "Muon multiplies whole matrices" if _MUON.search(path) else "roles are unknown"
 
 
 def of_muon(columns: Columns, rows: Iterable[int]) -> Iterator[str]:
-    """Yields the folded paths of Muon's moments that mesh axes cut, among rows of a state."""
+    """Yield the folded paths of Muon's moments that mesh axes cut, among rows of a state."""
     state = {*rows}
-    for one in columns.folded:
-        kind = columns.kinds[one.group]
+    for part in columns.folded:
+        kind = columns.kinds[part.group]
         is_cut = len(kind.shape or ()) > 1 and axes_used(kind.spec, columns.axis_sizes)
-        if is_cut and int(one.rows[0]) in state and _MUON.search(one.pattern):
-            yield one.pattern
+        if is_cut and int(part.rows[0]) in state and _MUON.search(part.pattern):
+            yield part.pattern
 
 
 def _shown(value: Any) -> str:

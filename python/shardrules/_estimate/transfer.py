@@ -1,8 +1,4 @@
-"""What moves when leaves go from one plan's shardings to another's: bytes per device, exactly.
-
-Costs a look-up per leaf, and some passes over the devices per pair of kinds that meet. Must not
-know how a plan is made, nor what moves the bytes.
-"""
+"""`Transfer`: bytes that move, device by device, from one plan's shardings to another's."""
 
 from __future__ import annotations
 
@@ -103,10 +99,6 @@ class Transfer(NamedTuple):
     copied: npt.NDArray[np.int64]
     """Bytes that each device of the new mesh holds already in the other kind of memory, its own or
     its host's, and copies."""
-    least: int
-    """A lower bound for the bytes that the busiest device receives or sends, whichever holders
-    send: divided by the bandwidth of a device's links, one for the time. It holds if no device
-    passes on what it receives."""
     rows: tuple[TransferRow, ...]
     """A row for each folded path, in the order of the tree."""
 
@@ -139,8 +131,8 @@ class Transfer(NamedTuple):
         )
         moving = [row for row in self.rows if row.received or row.copied]
         table = aligned(_HEADS, list(map(_shown, moving[:_MOST_ROWS])), _RIGHT) if moving else []
-        more = and_more(len(moving), _MOST_ROWS, "row")
-        return "\n".join([head, *table, *more])
+        rest = and_more(len(moving), _MOST_ROWS, "row")
+        return "\n".join([head, *table, *rest])
 
 
 def _shown(row: TransferRow) -> tuple[str, ...]:
@@ -171,16 +163,15 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
         _check_placed(whose, columns)
     counts = np.bincount(pairs.group_of, minlength=len(kinds)).tolist()
     old, new = grids = _grids(before, after, places, len(kinds))
-    received, copied = new.full(0), new.full(0)
-    sent: dict[frozenset[str], _Ints] = defaultdict(lambda: old.full(0))
+    received, copied, sent = new.full(0), new.full(0), old.full(0)
     of_leaf = []
-    for (kind, other), count in zip(kinds, counts, strict=True):
+    for (kind, target), count in zip(kinds, counts, strict=True):
         bits = 0 if kind.shape is None else bits_of(kind.dtype)
-        specs = kind.spec or Entries(), other.spec or Entries()
+        specs = kind.spec or Entries(), target.spec or Entries()
         moved = moved_bytes(kind.shape or (), bits, specs, grids, count)
         received += moved.received * count
-        sent[moved.used] += moved.sent
-        changes_memory = is_on_host(kind.memory_kind) != is_on_host(other.memory_kind)
+        sent += moved.sent
+        changes_memory = is_on_host(kind.memory_kind) != is_on_host(target.memory_kind)
         if changes_memory:
             copied += moved.kept * count
         of_leaf.append(
@@ -194,23 +185,22 @@ def transfer(before: Columns, after: Columns, places: npt.NDArray[np.int64]) -> 
         mesh=(before.axis_sizes, after.axis_sizes),
         shared=len(new.shared),
         received=_on_mesh(received, new),
-        sent=_on_mesh(sum(sent.values(), old.full(0)), old),
+        sent=_on_mesh(sent, old),
         copied=_on_mesh(copied, new),
-        least=max(int(received.max()), _least_sent(sent, old)),
         rows=tuple(
             TransferRow(
-                one.pattern,
-                len(one.rows),
-                *kinds[one.group],
-                *(len(one.rows) * count for count in of_leaf[one.group]),
+                pair.pattern,
+                len(pair.rows),
+                *kinds[pair.group],
+                *(len(pair.rows) * count for count in of_leaf[pair.group]),
             )
-            for one in fold(pairs.paths, pairs.group_of)
+            for pair in fold(pairs.paths, pairs.group_of)
         ),
     )
 
 
 def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
-    """The kinds of the pairs, if both plans have the same leaves.
+    """Return the kinds of the pairs, if both plans have the same leaves.
 
     Raises:
         ValueError: They do not; the message lists the first paths.
@@ -223,13 +213,15 @@ def _same_leaves(pairs: Pairs) -> list[tuple[Kind, Kind]]:
     if len(same) == len(pairs.groups):
         return list(same.values())
     rows = np.flatnonzero(np.isin(pairs.group_of, list(same), invert=True))
-    alike: dict[tuple[bool, ...], list[str]] = defaultdict(list)
-    for one in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
-        pair = pairs.groups[one.group]
-        alike[tuple(kind is None for kind in pair)].append(f"  {one.pattern}: {_difference(pair)}")
+    groups: dict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for leaf in fold([pairs.paths[row] for row in rows], pairs.group_of[rows]):
+        pair = pairs.groups[leaf.group]
+        groups[tuple(kind is None for kind in pair)].append(
+            f"  {leaf.pattern}: {_difference(pair)}"
+        )
     lines = []
-    for listed in alike.values():
-        lines += [*listed[:_MOST_LISTED], *and_more(len(listed), _MOST_LISTED, "path")]
+    for texts in groups.values():
+        lines += [*texts[:_MOST_LISTED], *and_more(len(texts), _MOST_LISTED, "path")]
     leaves = counted(len(rows), "leaf")
     why = f"other: {leaves} of the two plans are not the same, and leaves move as they are"
     fix = "plan the same tree on the other mesh, as plan.transfer(plan.on_mesh(mesh)) does"
@@ -242,7 +234,7 @@ def _type_of(kind: Kind) -> tuple[tuple[int, ...] | None, str]:
 
 
 def _difference(pair: Pair) -> str:
-    """What is not the same about two leaves, in words."""
+    """Return what is not the same about two leaves, in words."""
     if pair.before is None or pair.after is None:
         return "only in other" if pair.before is None else "not in other"
     types = map(_type_of, (pair.before, pair.after))
@@ -251,7 +243,7 @@ def _difference(pair: Pair) -> str:
 
 
 def _check_placed(whose: str, columns: Columns) -> None:
-    """Checks that it is known what the devices hold of each leaf.
+    """Check that it is known what the devices hold of each leaf.
 
     Raises:
         ValueError: It is not; the message names leaves.
@@ -259,15 +251,15 @@ def _check_placed(whose: str, columns: Columns) -> None:
     for kind in columns.kinds:
         if kind.status != "placed" or any(refusals(kind, columns)):
             raise ValueError(f"{whose}: leaves get no sharding\n{placement_errors(columns)}")
-    for one in columns.folded:
-        kind = columns.kinds[one.group]
+    for part in columns.folded:
+        kind = columns.kinds[part.group]
         if why := _unknown(kind):
             spec = placement_shown(kind)
-            raise ValueError(printable(f"{whose}: {one.pattern} has {spec}: {why}"))
+            raise ValueError(printable(f"{whose}: {part.pattern} has {spec}: {why}"))
 
 
 def _unknown(kind: Kind) -> str | None:
-    """Why it is not known what devices hold of a leaf that is placed; None if it is."""
+    """Return why it is not known what devices hold of a leaf that is placed; None if it is."""
     if kind.spec is not None and any(map(is_unconstrained, entries_of(kind.spec))):
         return "XLA chooses how to cut its unconstrained dimensions; give them axes, or None"
     if getattr(kind.spec, "unreduced", None):
@@ -281,7 +273,7 @@ def _unknown(kind: Kind) -> str | None:
 def _grids(
     before: Columns, after: Columns, places: npt.NDArray[np.int64], kinds: int
 ) -> tuple[Grid, Grid]:
-    """The devices of both meshes, with counts of a dtype that is large enough for all sums.
+    """Return the devices of both meshes, with counts of a dtype that is large enough for all sums.
 
     Raises:
         ValueError: There are too many devices for so many pairs of kinds.
@@ -302,21 +294,3 @@ def _on_mesh(counts: _Ints, grid: Grid) -> _Ints:
     on_mesh = counts.reshape(grid.sizes)
     on_mesh.flags.writeable = False
     return on_mesh
-
-
-def _least_sent(sent: dict[frozenset[str], _Ints], grid: Grid) -> int:
-    """Bytes that the device which sends most sends at least.
-
-    A group of devices that some axes tell from other devices sends all that these axes, and maybe
-    more, have cut for it. One of the group sends the mean at least.
-
-    Args:
-        sent: Per device, by the axes that cut the leaves.
-        grid: The old mesh.
-    """
-    least = 0
-    for used in {frozenset[str](), *sent}:
-        loads = (load for axes, load in sent.items() if axes >= used)
-        most = int(grid.group_sums(sum(loads, grid.full(0)), used).max())
-        least = max(least, -(-most // grid.copies(used)))
-    return least

@@ -56,7 +56,7 @@ class Held(NamedTuple):
     @property
     def most(self) -> int:
         """Bytes on the fullest device, which is the first one."""
-        return -(-self.most_bits // 8)
+        return -(-self.bits * prod(cut.part for cut in self.cuts) // 8)
 
     @property
     def most_bits(self) -> int:
@@ -337,8 +337,6 @@ class Moved(NamedTuple):
     sent: _Ints
     """Per device of the old mesh, bytes of all arrays, if all that hold a part send equally much of
     it."""
-    used: frozenset[str]
-    """The axes of the old mesh that cut the arrays."""
 
 
 def moved_bytes(
@@ -378,7 +376,6 @@ def moved_bytes(
         received=_bytes(wanted - kept_of_all),
         kept=_bytes(kept_of_all),
         sent=old.shares(_bytes(asked) * count, used),
-        used=used,
     )
 
 

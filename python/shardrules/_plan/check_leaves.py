@@ -1,8 +1,4 @@
-"""Checks for leaves that every device holds whole: by a catch-all rule, or undeclared.
-
-Costs per kind of leaf; per leaf where some are declared replicated. Must not know how findings are
-shown.
-"""
+"""Checks of leaves: replicated, too large, in unpinned memory, or found by a companion in vain."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from shardrules._plan.companions import LORA, QUANTIZED, base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import by_class
-from shardrules._plan.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
 from shardrules._plan.table import Kind, axes_named, first_rules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp
@@ -31,14 +27,21 @@ if TYPE_CHECKING:
     from shardrules._plan.table import Columns
 
 
+@check(
+    "companion",
+    "warning",
+    "leaves that a companion finds, but no rule for their base, so that their own rule counts; "
+    "companions that find nothing: of `LORA` and `QUANTIZED`, if none of their records does; "
+    "and factors of LoRA whose rank a rule for their kernel cuts",
+)
 def following(queries: Queries) -> Iterator[Finding]:
     """Leaves that companions find but no rule for their bases; companions that find nothing."""
     columns = queries.columns
-    left: dict[Companion, list[int]] = defaultdict(list)
+    unled: dict[Companion, list[int]] = defaultdict(list)
     for row, links in columns.leaves.links.items():
         if columns.sources[row] != links[-1].base:
-            left[links[-1].companion].append(row)
-    for companion, of_it in left.items():
+            unled[links[-1].companion].append(row)
+    for companion, of_it in unled.items():
         rows = np.array(sorted(of_it))
         folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
         rules = queries.rules_of(folded)
@@ -66,7 +69,10 @@ def following(queries: Queries) -> Iterator[Finding]:
 
 
 def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
-    """The companions by table. Most records of the package's own tables find nothing, by design."""
+    """Return the companions by table.
+
+    Most records of the package's own tables find nothing, by design.
+    """
     sets: dict[str, list[Companion]] = defaultdict(list)
     for companion in companions:
         name = next((name for name, table in TABLES.items() if companion in table), None)
@@ -88,9 +94,9 @@ class _Missed(NamedTuple):
 
 
 def advice(queries: Queries, folded: Sequence[Folded]) -> str:
-    """How many of these leaves a table's records would lead to a rule, as a part of a fix."""
+    """Return the part of a fix that counts the leaves that a table would lead to a rule."""
     leaves = {
-        name: sum(len(one.folded.rows) for one in _missed(queries, folded, table))
+        name: sum(len(missed.folded.rows) for missed in _missed(queries, folded, table))
         for name, table in TABLES.items()
     }
     return "".join(
@@ -100,17 +106,18 @@ def advice(queries: Queries, folded: Sequence[Folded]) -> str:
     )
 
 
+@check("companion")
 def cut_ranks(queries: Queries) -> Iterator[Finding]:
-    """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
+    """Factor of LoRA that a rule for their kernel decides, as if they were the kernel."""
     kinds = queries.columns.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = (one for one in queries.columns.folded if "lora_" in "".join(one.parts))
-    for one in _missed(queries, named, LORA):
-        kind, dims = kinds[one.folded.group], one.companion.dims
-        if kind.rule == one.rule and kind.spec is not None and not callable(dims):
+    named = (missed for missed in queries.columns.folded if "lora_" in "".join(missed.parts))
+    for missed in _missed(queries, named, LORA):
+        kind, dims = kinds[missed.folded.group], missed.companion.dims
+        if kind.rule == missed.rule and kind.spec is not None and not callable(dims):
             entries = zip(dims, kind.spec, strict=False)
             if any(dim is None and entry is not None for dim, entry in entries):
-                cut[one.rule].append(one.folded)
+                cut[missed.rule].append(missed.folded)
     for rule, folded in cut.items():
         yield finding(
             "warning",
@@ -127,20 +134,20 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
 def _missed(
     queries: Queries, folded: Iterable[Folded], table: tuple[Companion, ...]
 ) -> Iterator[_Missed]:
-    """The leaves that follow nothing, and would, by the table, follow what a rule matches."""
+    """Yield the leaves that follow nothing, and would, by the table, follow what a rule matches."""
     columns = queries.columns
     rules = columns.leaves.path_rules
     if rules is None:
         return
     of_rank: dict[int, dict[str, Folded]] = defaultdict(dict)
-    for one in folded:
-        shape = columns.kinds[one.group].shape
-        if shape is not None and int(one.rows[0]) not in columns.leaves.links:
-            of_rank[len(shape)][columns.paths[one.rows[0]]] = one
+    for part in folded:
+        shape = columns.kinds[part.group].shape
+        if shape is not None and int(part.rows[0]) not in columns.leaves.links:
+            of_rank[len(shape)][columns.paths[part.rows[0]]] = part
     for rank, free in of_rank.items():
         fitting = tuple(record for record in table if fits_rank(record, rank))
-        found = first_rules(_finder(fitting), free)
-        records = {path: fitting[index] for path, index in found.items() if index >= 0}
+        first = first_rules(_finder(fitting), free)
+        records = {path: fitting[index] for path, index in first.items() if index >= 0}
         bases = {path: base_path(record, path) for path, record in records.items()}
         of_base = first_rules(rules, bases.values())
         for path, base in bases.items():
@@ -156,42 +163,55 @@ def _finder(table: tuple[Companion, ...]) -> Rules:
 _MOST_LEAVES: Final = 5
 
 
+@check("memory", "error", "leaves that do not fit into `hbm`")
 def too_large(queries: Queries) -> Iterator[Finding]:
     """Leaves that do not fit into the memory of a device."""
     columns, hbm = queries.columns, queries.hbm
-    held = by_class(columns)
-    if hbm is None or held.max <= hbm:
+    held_bytes = by_class(columns)
+    if hbm is None or held_bytes.max <= hbm:
         return
     largest = queries.folded(lambda kind: not is_on_host(kind.memory_kind))[:_MOST_LEAVES]
     yield finding(
         "error",
         "memory",
-        f"{held}; a device has {bytes_shown(hbm)}",
+        f"{held_bytes}; a device has {bytes_shown(hbm)}",
         "cut these by more axes, or take a mesh of more devices: `sweep` compares meshes",
         folded=largest,
-        bytes=held.max - hbm,
+        bytes=held_bytes.max - hbm,
     )
 
 
+@check(
+    "unpinned",
+    "warning, info",
+    "leaves in `unpinned_host` memory, which jit copies to the device as a whole; info if they "
+    "are not large together",
+)
 def unpinned(queries: Queries) -> Iterator[Finding]:
     """Leaves in the host's unpinned memory, which jit copies to the device as a whole."""
     folded = queries.folded(lambda kind: kind.memory_kind == "unpinned_host")
     if not folded:
         return
-    rules, held = queries.rules_of(folded), queries.device_bytes(folded)
+    rules, cost = queries.rules_of(folded), queries.device_bytes(folded)
     yield finding(
-        queries.level(held, "warning"),
+        queries.level(cost, "warning"),
         "unpinned",
         f"{counted(leaves_in(folded), 'leaf')} in unpinned_host memory "
         f"({queries.rules(rules) or 'no rule'}), which jit does not have: it copies what it is "
-        f"given from there to the device, where {at_stake(held)} are not counted",
+        f"given from there to the device, where {at_stake(cost)} are not counted",
         "name 'pinned_host' instead, where arrays stay inside jit",
         folded=folded,
         rule=rules[0] if len(rules) == 1 else None,
-        bytes=held,
+        bytes=cost,
     )
 
 
+@check(
+    "catch-all",
+    "error, info",
+    "leaves that only the catch-all rule matches; info if those of them that are replicated are "
+    "not large together",
+)
 def catch_alls(queries: Queries) -> Iterator[Finding]:
     """Leaves that only the catch-all rule matches."""
     columns = queries.columns
@@ -200,40 +220,46 @@ def catch_alls(queries: Queries) -> Iterator[Finding]:
         if not folded:
             continue
         leaves = leaves_in(folded)
-        whole = sum(columns.kinds[one.group].bytes * len(one.rows) for one in folded)
+        total = sum(columns.kinds[part.group].bytes * len(part.rows) for part in folded)
         # Together: 10,000 experts of a megabyte each are as costly as one of 10 GB.
         silent = queries.device_bytes(
-            one for one in folded if queries.is_whole(columns.kinds[one.group])
+            part for part in folded if queries.is_whole(columns.kinds[part.group])
         )
-        held = queries.device_bytes(folded)
+        cost = queries.device_bytes(folded)
         dead = rules_listed(columns.coverage.dead)
         match = "matches" if leaves == 1 else "match"
         yield finding(
             queries.level(silent, "error"),
             "catch-all",
-            f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(whole)} of "
+            f"{counted(leaves, 'leaf')} of {len(columns.paths):,} ({bytes_shown(total)} of "
             f"{bytes_shown(columns.total_bytes)}) {match} no rule but the catch-all, "
-            f"{queries.rule(rule)}: {at_stake(held)}",
+            f"{queries.rule(rule)}: {at_stake(cost)}",
             f"add rules for them, such as {queries.example(folded[0])}"
             + (f" (perhaps meant for them, but matching nothing: {dead})" if dead else "")
             + "; or declare them replicated",
             folded=folded,
             rule=rule,
-            bytes=held,
+            bytes=cost,
         )
 
 
+@check(
+    "replicated",
+    "warning, info",
+    "other leaves that are replicated, and large alone or together; info if the rule itself "
+    "leaves them whole, as `fsdp(min_bytes=)` does",
+)
 def replicated(queries: Queries) -> Iterator[Finding]:
     """Other leaves that are replicated, and large alone or together."""
     columns = queries.columns
     by_rule: dict[Any, list[Folded]] = defaultdict(list)
-    for one in queries.undeclared(queries.folded(queries.is_whole)):
-        kind = columns.kinds[one.group]
+    for part in queries.undeclared(queries.folded(queries.is_whole)):
+        kind = columns.kinds[part.group]
         # Leaves of the catch-all, and those without names, are reported as that.
         if kind.rule not in queries.silent_catch_alls and not queries.is_unnamed(kind):
-            by_rule[kind.decided_by, _is_exempt(kind, columns)].append(one)
+            by_rule[kind.decided_by, _is_exempt(kind, columns)].append(part)
     large_of = {
-        rule: [one for one in folded if queries.is_large(columns.kinds[one.group])]
+        rule: [part for part in folded if queries.is_large(columns.kinds[part.group])]
         for rule, folded in by_rule.items()
     }
     small = sum(
@@ -243,26 +269,26 @@ def replicated(queries: Queries) -> Iterator[Finding]:
         large = large_of[rule, exempt]
         if not large and not queries.matters(queries.device_bytes(folded), small):
             continue
-        chosen, what = (large, "large leaf") if large else (folded, "leaf")
-        why = queries.who(columns.kinds[chosen[0].group])
-        if any(columns.kinds[one.group].losses for one in chosen):
+        reported, what = (large, "large leaf") if large else (folded, "leaf")
+        why = queries.who(columns.kinds[reported[0].group])
+        if any(columns.kinds[part.group].losses for part in reported):
             why += ", of which the shapes and the mesh leave nothing"
-        held = queries.device_bytes(chosen)
+        cost = queries.device_bytes(reported)
         yield finding(
             "info" if exempt else "warning",
             "replicated",
-            f"{counted(leaves_in(chosen), what)} replicated "
-            f"({'by the threshold of ' if exempt else ''}{why}): {at_stake(held)}",
+            f"{counted(leaves_in(reported), what)} replicated "
+            f"({'by the threshold of ' if exempt else ''}{why}): {at_stake(cost)}",
             "lower its min_bytes or min_rank, if they are to be cut too"
             if exempt
             else "shard them, or declare them replicated",
-            folded=chosen,
+            folded=reported,
             rule=rule,
-            bytes=held,
+            bytes=cost,
         )
 
 
 def _is_exempt(kind: Kind, columns: Columns) -> bool:
-    """Whether a rule that is made from shapes leaves such arrays whole itself."""
+    """Return whether a rule that is made from shapes leaves such arrays whole itself."""
     spec = None if kind.rule is None else columns.spec_of_rule(kind.rule)
     return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()

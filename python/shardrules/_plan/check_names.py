@@ -1,8 +1,4 @@
-"""Checks of rules for flax nnx, whose paths end in `value`: patterns that match it, or miss it.
-
-Costs two matches of each rule per folded path of a tree with such paths. Must not know how findings
-are shown.
-"""
+"""Checks of names: of attention heads in paths, of logical axes, of the `value` of flax nnx."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._plan.axis_uses import is_gathered
 from shardrules._plan.findings import Finding, Level, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
 from shardrules._plan.table import Kind
 from shardrules._rules.resolver import axes_in
 from shardrules._rules.rules import Rules
@@ -64,8 +60,9 @@ class _CutHeads(NamedTuple):
         )
 
 
+@check("half-head", "warning", "projections of attention that are cut inside a head")
 def half_heads(queries: Queries) -> Iterator[Finding]:
-    """Projections of attention that are cut inside a head.
+    """Projection of attention that are cut inside a head.
 
     The size of a head is `head_dim`, or that of the norm of single heads beside them.
     """
@@ -79,14 +76,14 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
             f"head_dim={queries.head_dim} is given, but no path names projections of attention",
             "leave head_dim out; RuleSpec(units=...) keeps heads whole whatever paths are",
         )
-    alike: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
-    for one in projections:
-        kind = kinds[one.folded.group]
-        if one.attention in sizes and (
-            cut := _cut_heads(kind, one.dim, sizes[one.attention], queries)
+    groups: dict[tuple[int | None, _CutHeads], list[Folded]] = defaultdict(list)
+    for projection in projections:
+        kind = kinds[projection.folded.group]
+        if projection.attention in sizes and (
+            cut := _cut_heads(kind, projection.dim, sizes[projection.attention], queries)
         ):
-            alike[kind.rule, cut].append(one.folded)
-    for (rule, cut), folded in alike.items():
+            groups[kind.rule, cut].append(projection.folded)
+    for (rule, cut), folded in groups.items():
         who = "" if rule is None else f"{queries.rule(rule)}: "
         yield finding(
             "warning",
@@ -99,27 +96,27 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
 
 
 def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
-    """Per row of a projection to or from attention heads the size of a head, if that is known.
+    """Return {row of a projection to or from attention heads: size of a head}, where known.
 
     It is `head_dim`, or that of the norm of single heads beside them.
     """
     projections = list(_projections(columns))
     sizes = _sizes(columns, projections, head_dim)
     return {
-        row: sizes[one.attention]
-        for one in projections
-        if one.attention in sizes
-        for row in one.folded.rows.tolist()
+        row: sizes[projection.attention]
+        for projection in projections
+        if projection.attention in sizes
+        for row in projection.folded.rows.tolist()
     }
 
 
 def _sizes(
     columns: Columns, projections: list[_Projection], head_dim: int | None
 ) -> dict[str, int]:
-    """Per attention module the size of a head."""
+    """Return per attention module the size of a head."""
     if head_dim is None:
         return _sizes_by_name(columns, projections)
-    return dict.fromkeys((one.attention for one in projections), head_dim)
+    return dict.fromkeys((projection.attention for projection in projections), head_dim)
 
 
 def _projections(columns: Columns) -> Iterator[_Projection]:
@@ -152,11 +149,11 @@ def _components(folded: Folded) -> tuple[str, str, str]:
 
 
 def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str, int]:
-    """Per attention module the size of a head, where a norm of single heads has that size."""
+    """Return {attention module: size of a head}, from norms of single heads."""
     widths: dict[str, int] = defaultdict(int)
-    for one in projections:
-        whole = columns.kinds[one.folded.group].shape or (0,)
-        widths[one.attention] = max(widths[one.attention], whole[one.dim])
+    for projection in projections:
+        shape_of = columns.kinds[projection.folded.group].shape or (0,)
+        widths[projection.attention] = max(widths[projection.attention], shape_of[projection.dim])
     sizes: dict[str, set[int]] = defaultdict(set)
     for folded in columns.folded if projections else ():
         if not _HEAD_NORM.search(columns.paths[folded.rows.item(0)]):
@@ -174,7 +171,7 @@ def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str
 
 
 def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHeads | None:
-    """The cut of these leaves inside a head; None if there is none."""
+    """Return the cut of these leaves inside a head; None if there is none."""
     shape, spec = kind.shape or (), kind.spec
     if spec is None:
         return None
@@ -198,66 +195,85 @@ def _cut_heads(kind: Kind, dim: int, head_dim: int, queries: Queries) -> _CutHea
 _MOST_NAMES: Final = 8
 
 
+@check(
+    "unknown-name",
+    "error, info",
+    "names that no logical rule has; info if the name is not near one that no leaf has and what "
+    "is replicated is not large",
+)
 def unknown_names(queries: Queries) -> Iterator[Finding]:
     """Names that no rule has: an error where one was probably meant, or leaves are replicated."""
     if queries.columns.leaves.path_rules is not None:
         return
     kinds, coverage = queries.columns.kinds, queries.columns.coverage
-    known = {name for name, _ in queries.columns.rules}
+    rule_names = {name for name, _ in queries.columns.rules}
     sizes = queries.columns.axis_sizes
     unused = [
         name
         for name, axes in map(queries.columns.rules.__getitem__, coverage.dead)
         if isinstance(name, str) and any(sizes.get(axis, 1) > 1 for axis in axes_in(axes))
     ]
-    found: dict[Any, list[Folded]] = defaultdict(list)
-    for one in queries.folded(lambda kind: not known.issuperset(kind.names or ())):
-        for name in dict.fromkeys(kinds[one.group].names or ()):
-            if isinstance(name, str) and name not in known:
-                found[name].append(one)
-    for name, folded in found.items():
+    by_name: dict[Any, list[Folded]] = defaultdict(list)
+    for part in queries.folded(lambda kind: not rule_names.issuperset(kind.names or ())):
+        for name in dict.fromkeys(kinds[part.group].names or ()):
+            if isinstance(name, str) and name not in rule_names:
+                by_name[name].append(part)
+    for name, folded in by_name.items():
         meant = misspelt(name, unused)
-        whole = [one for one in queries.undeclared(folded) if queries.is_whole(kinds[one.group])]
-        held = queries.device_bytes(whole)
+        replicated = [
+            part for part in queries.undeclared(folded) if queries.is_whole(kinds[part.group])
+        ]
+        bytes_whole = queries.device_bytes(replicated)
         hint = f"; did you mean {meant!r}, which no leaf has?" if meant else ""
-        cost = f"; {counted(leaves_in(whole), 'leaf')} replicated: {at_stake(held)}" if held else ""
+        cost = (
+            f"; {counted(leaves_in(replicated), 'leaf')} replicated: {at_stake(bytes_whole)}"
+            if bytes_whole
+            else ""
+        )
         yield finding(
-            "error" if meant else queries.level(held, "error"),
+            "error" if meant else queries.level(bytes_whole, "error"),
             "unknown-name",
             f"no rule is for the name {name!r} of {counted(leaves_in(folded), 'leaf')}{hint}{cost}",
             f"correct the name, or add a rule ({name!r}, None) if nothing is to cut it",
             folded=folded,
-            bytes=held,
+            bytes=bytes_whole,
         )
 
 
+@check(
+    "unnamed",
+    "error, warning, info",
+    "leaves without logical axis names; info if they are not large together. A warning for "
+    "leaves with fewer names than dimensions",
+)
 def unnamed(queries: Queries) -> Iterator[Finding]:
     """Arrays without names, which no logical rule decides."""
     folded = queries.undeclared(queries.folded(queries.is_unnamed))
     if folded:
-        held = queries.device_bytes(folded)
+        cost = queries.device_bytes(folded)
         yield finding(
-            queries.level(held, "error"),
+            queries.level(cost, "error"),
             "unnamed",
             f"{counted(leaves_in(folded), 'leaf')} of {len(queries.columns.paths):,} without "
-            f"logical axis names, hence replicated: {at_stake(held)}",
+            f"logical axis names, hence replicated: {at_stake(cost)}",
             "give them names, or declare them replicated",
             folded=folded,
-            bytes=held,
+            bytes=cost,
         )
 
 
+@check("unnamed")
 def fewer_names(queries: Queries) -> Iterator[Finding]:
     """Arrays with fewer names than dimensions: the names may be those of the wrong dimensions."""
     if folded := queries.fewer_names:
         first = queries.columns.kinds[folded[0].group]
         missing = queries.missing_names
         names = [repr(queries.columns.rules[rule][0]) for rule in missing]
-        listed = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
+        examples = ", ".join([*names[:_MOST_NAMES], *and_more(len(names), _MOST_NAMES, "name")])
         where = "names count from the first dimension"
         if missing:
             rules = rules_listed(missing[:_MOST_NAMES])
-            where += f"; perhaps {listed} ({rules}), which no leaf has, should be among them"
+            where += f"; perhaps {examples} ({rules}), which no leaf has, should be among them"
         yield finding(
             "warning",
             "unnamed",
@@ -268,33 +284,39 @@ def fewer_names(queries: Queries) -> Iterator[Finding]:
         )
 
 
+@check(
+    "taken",
+    "info",
+    "dimensions that nothing cuts, since the axes of their logical rules cut others",
+)
 def taken(queries: Queries) -> Iterator[Finding]:
-    """Dimensions that no axis cuts, since the axes of their rules cut others of the array."""
+    """Dimension that no axis cuts, since the axes of their rules cut others of the array."""
     sizes = queries.columns.axis_sizes
-    found: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
-    for one in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
-        kind = queries.columns.kinds[one.group]
-        names, told = kind.names or (), set()
+    groups: dict[tuple[Any, int, Any], list[Folded]] = defaultdict(list)
+    for part in queries.folded(lambda kind: bool(kind.lost_rules) and kind.spec is not None):
+        kind = queries.columns.kinds[part.group]
+        names, dims = kind.names or (), set()
         for lost in kind.lost_rules:
             axes = axes_in(queries.columns.rules[lost.rule][1])
             is_there = lost.dim < len(kind.shape or ()) and kind.dim_rules[lost.dim] is None
-            if lost.why != "axis taken" or not is_there or lost.dim in told or lost.to is None:
+            if lost.why != "axis taken" or not is_there or lost.dim in dims or lost.to is None:
                 continue
             if any(sizes.get(axis, 1) > 1 for axis in axes):
-                told.add(lost.dim)
-                found[names[lost.dim], lost.rule, names[lost.to]].append(one)
-    for (name, rule, other), folded in found.items():
+                dims.add(lost.dim)
+                groups[names[lost.dim], lost.rule, names[lost.to]].append(part)
+    for (name, rule, owner), folded in groups.items():
         yield finding(
             "info",
             "taken",
             f"{queries.rule(rule)}: nothing cuts {name!r} in {counted(leaves_in(folded), 'leaf')}, "
-            f"as {other!r} has the axes there",
+            f"as {owner!r} has the axes there",
             f"add a rule for {name!r} with other axes, if it is to be cut as well",
             folded=folded,
             rule=rule,
         )
 
 
+@check("dead")
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     columns = queries.columns
@@ -305,12 +327,12 @@ def dead_names(queries: Queries) -> Iterator[Finding]:
     dead = [rule for rule in columns.coverage.dead if rule not in explained]
     if dead:
         names = list(dict.fromkeys(repr(columns.rules[rule][0]) for rule in dead))
-        more = and_more(len(names), _MOST_NAMES, "name")
+        rest = and_more(len(names), _MOST_NAMES, "name")
         yield finding(
             "info",
             "dead",
             f"{counted(len(dead), 'rule')} of {len(columns.rules)} for names that no leaf has: "
-            + ", ".join([*names[:_MOST_NAMES], *more]),
+            + ", ".join([*names[:_MOST_NAMES], *rest]),
             "remove them, if they are for no other tree, such as activations",
         )
 
@@ -330,12 +352,21 @@ class _Matches(NamedTuple):
     """Per rule, the leaves that it matches only without the end."""
 
 
+@check(
+    "nnx-value",
+    "error, warning, info",
+    "rules that match leaves of flax nnx only through the `value` in which their paths end: "
+    "every leaf (error), some (warning), or as it seems on purpose (info); and rules that match "
+    "none because of it (warning)",
+)
 def nnx_values(queries: Queries) -> Iterator[Finding]:
     """Rules that match a leaf only through its `value`, or match none because of it."""
     rules, coverage = queries.columns.leaves.path_rules, queries.columns.coverage
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = (rules.dialect.separator or ".") + _KEY
+    if not any(path.endswith(end) for path in queries.columns.sources):
+        return
     matches = _matches(queries, rules, end)
     everywhere = _matching_everywhere(rules, end)
     go_on = f"let the pattern go on behind the name, as in {_KEY}{end[0]}kernel"
@@ -373,7 +404,7 @@ def _of_rule(level: Level, rule: int, message: str, fix: str, folded: list[Folde
 
 
 def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
-    """Of the rules that match nothing else, which is what such patterns are probably meant to."""
+    """Return the finding about rules that match nothing else, probably on purpose."""
     return finding(
         "info",
         "nnx-value",
@@ -386,24 +417,24 @@ def _of_rules(queries: Queries, end: str, folded: list[Folded]) -> Finding:
 
 def _matches(queries: Queries, rules: Rules, end: str) -> _Matches:
     columns = queries.columns
-    found = _Matches(defaultdict(list), set(), defaultdict(list))
+    matches = _Matches(defaultdict(list), set(), defaultdict(list))
     for folded in columns.folded:
         path = columns.sources[folded.rows.item(0)]
         if not path.endswith(end):
             continue
-        whole = set(rules.all_matches(path))
+        matching = set(rules.all_matches(path))
         without = set(rules.all_matches(path.removesuffix(end)))
-        found.named.update(without)
+        matches.named.update(without)
         rule = columns.kinds[folded.group].rule
-        if rule in whole - without and not _spells(rules[rule][0], end):
-            found.through[rule].append(folded)
-        for rule in without - whole:
-            found.stopped[rule].append(folded)
-    return found
+        if rule in matching - without and not _spells(rules[rule][0], end):
+            matches.through[rule].append(folded)
+        for rule in without - matching:
+            matches.stopped[rule].append(folded)
+    return matches
 
 
 def _spells(pattern: Any, end: str) -> bool:
-    """Whether a pattern ends in the very end of the paths, as those of a tree of specs do."""
+    """Tell if a pattern ends in the very end of the paths, as those of a tree of specs do."""
     return str(pattern).removesuffix("$").endswith((end, re.escape(end)))
 
 

@@ -1,7 +1,4 @@
-"""Check of what leaves lose of their specs to the mesh and to their shapes.
-
-Costs per folded path whose leaves lose something. Must not know how findings are shown.
-"""
+"""Checks of rules: unmatched, dead and shadowed ones, specs that do not fit, axes that go unused."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from shardrules._plan.check_leaves import advice
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded
-from shardrules._plan.queries import Queries, finding, leaves_in, rules_listed
+from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_listed
 from shardrules._plan.table import (
     Loss,
     axes_named,
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
 _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 
 
+@check("dead", "warning, info", "rules that match no leaf; info for logical rules")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match no leaf."""
     if queries.columns.leaves.path_rules is None:  # such rules are often for other trees as well
@@ -49,6 +47,7 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
         )
 
 
+@check("shadowed", "warning", "rules that match leaves, all of which earlier rules win")
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
@@ -72,6 +71,7 @@ def shadowed_rules(queries: Queries) -> Iterator[Finding]:
         )
 
 
+@check("siblings", "warning", "leaves that differ only in numbers, with different specs")
 def siblings(queries: Queries) -> Iterator[Finding]:
     """Leaves that differ only in numbers, with different specs."""
     columns = queries.columns
@@ -80,14 +80,14 @@ def siblings(queries: Queries) -> Iterator[Finding]:
     specs_of: dict[Any, set[str]] = defaultdict(set)
     for array, spec in zip(arrays, spec_of, strict=True):
         specs_of[array].add(spec)
-    alike: dict[Any, list[Folded]] = defaultdict(list)
-    for one in columns.folded:
-        array = arrays[one.group]
+    groups: dict[Any, list[Folded]] = defaultdict(list)
+    for part in columns.folded:
+        array = arrays[part.group]
         if len(specs_of[array]) > 1:
-            template = _NUMBERS_OF_SIBLINGS.sub("#", columns.paths[one.rows[0]])
-            alike[template, array].append(one)
-    for folded in alike.values():
-        specs = dict.fromkeys(spec_of[one.group] for one in folded)
+            template = _NUMBERS_OF_SIBLINGS.sub("#", columns.paths[part.rows[0]])
+            groups[template, array].append(part)
+    for folded in groups.values():
+        specs = dict.fromkeys(spec_of[part.group] for part in folded)
         if len(specs) > 1:
             rules = queries.rules_of(folded)
             yield finding(
@@ -101,6 +101,7 @@ def siblings(queries: Queries) -> Iterator[Finding]:
             )
 
 
+@check("uncut", "warning", "leaves that a mesh axis could cut, as it cuts others like them")
 def uncut(queries: Queries) -> Iterator[Finding]:
     """Leaves that a mesh axis could cut as it cuts others like them, but does not.
 
@@ -111,9 +112,9 @@ def uncut(queries: Queries) -> Iterator[Finding]:
     state = {int(columns.kind_of[row]) for row in columns.leaves.optimizer_rows}
     for axis, size in columns.axis_sizes.items():
         # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
-        chosen = _forgotten(queries, axis, in_state=False, state=state)
-        chosen |= _forgotten(queries, axis, in_state=True, state=state)
-        folded = queries.undeclared(queries.folded_kinds(chosen))
+        kinds = _forgotten(queries, axis, in_state=False, state=state)
+        kinds |= _forgotten(queries, axis, in_state=True, state=state)
+        folded = queries.undeclared(queries.folded_kinds(kinds))
         cost = _saved_by(queries, size, folded)
         if not queries.is_much(cost):
             continue
@@ -147,7 +148,7 @@ def _forgotten(queries: Queries, axis: str, *, in_state: bool, state: set[int]) 
         # What is replicated, or has lost the axis, is reported as that.
         and not is_replicated(kind, columns.axis_sizes)
         and axis not in axes_named(kind.wanted)
-        and sum(held for rank, held in cut.items() if rank <= len(kind.shape or ()))
+        and sum(size for rank, size in cut.items() if rank <= len(kind.shape or ()))
         >= queries.large
     }
 
@@ -156,19 +157,25 @@ def _saved_by(queries: Queries, parts: int, folded: list[Folded]) -> int:
     """Bytes of these leaves on the fullest device that a cut into parts would save."""
     kinds = queries.columns.kinds
     return sum(
-        (kind.device_bytes - kind.device_bytes // parts) * len(one.rows)
-        for one in folded
-        for kind in [kinds[one.group]]
+        (kind.device_bytes - kind.device_bytes // parts) * len(part.rows)
+        for part in folded
+        for kind in [kinds[part.group]]
     )
 
 
+@check(
+    "unused-axis",
+    "warning, info",
+    "mesh axes that cut no leaf and are not declared to be for data; info if little could be "
+    "saved by them, or only rules for no leaf name them",
+)
 def unused_axes(queries: Queries) -> Iterator[Finding]:
     """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
     # Locks know rules alone.
     specs = [columns.spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
-    wanted = [kind.wanted for kind in columns.kinds]
-    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *wanted])))
+    requested = [kind.wanted for kind in columns.kinds]
+    named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *requested])))
     # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
     losses = [loss for kind in columns.kinds for loss in kind.losses]
     lost = {a for loss in losses for a in (*loss.axes, *loss.beside, *loss.meant)}
@@ -197,7 +204,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
 
 
 def _are_for_others(queries: Queries) -> bool:
-    """Whether rules for no leaf are known to be for no leaf, or are warned of themselves.
+    """Return whether rules for no leaf are known to be for no leaf, or are warned of themselves.
 
     Logical rules are often for activations; unless leaves have names that no rule knows, or lack
     some.
@@ -205,14 +212,15 @@ def _are_for_others(queries: Queries) -> bool:
     columns = queries.columns
     if columns.leaves.path_rules is not None:
         return True
-    known = {None, *(name for name, _ in columns.rules)}
+    names_of_rules = {None, *(name for name, _ in columns.rules)}
     names = itertools.chain(*(kind.names or () for kind in columns.kinds))
-    return not queries.fewer_names and known.issuperset(names)
+    return not queries.fewer_names and names_of_rules.issuperset(names)
 
 
 _Words = tuple[str | None, str | None]  # message and fix
 
 
+@check("unmatched", "error", "leaves that no rule matches")
 def unmatched(queries: Queries) -> Iterator[Finding]:
     """Leaves that no rule matches."""
     folded = queries.folded(lambda kind: kind.status == "unmatched")
@@ -229,15 +237,16 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
         )
 
 
+@check("misfit", "error", "leaves that cannot be sharded as their rule says")
 def misfits(queries: Queries) -> Iterator[Finding]:
     """Leaves whose rule does not fit, or of which several rules claim to be the only one."""
     kinds = queries.columns.kinds
-    alike: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
-    for one in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
-        problem = _problem(kinds[one.group])
+    groups: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
+    for part in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
+        problem = _problem(kinds[part.group])
         if problem is not None:
-            alike[kinds[one.group].decided_by, problem].append(one)
-    for (_, problem), folded in alike.items():
+            groups[kinds[part.group].decided_by, problem].append(part)
+    for (_, problem), folded in groups.items():
         kind = kinds[folded[0].group]
         rule = kind.rule
         if kind.status == "ambiguous":
@@ -246,12 +255,15 @@ def misfits(queries: Queries) -> Iterator[Finding]:
             who = _who(queries, kind)
             message = f"{who} cannot be applied to the shape {kind.shape}: {problem[0]}"
             fix = problem[1] or "change the rule, the mesh or the array"
-        held = queries.device_bytes(folded)
-        yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=held)
+        cost = queries.device_bytes(folded)
+        yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=cost)
 
 
 def _problem(kind: Kind) -> _Words | None:
-    """Why a kind is not placed, and the fix; None if the mesh lacks axes, which is reported so."""
+    """Return why a kind is not placed, and the fix.
+
+    None if the mesh lacks axes, which is reported so.
+    """
     errors = [loss for loss in kind.losses if loss.is_error]
     others = [loss for loss in errors if loss.kind != "absent"]
     if len(others) == len(errors):
@@ -259,6 +271,7 @@ def _problem(kind: Kind) -> _Words | None:
     return refused(others) if others else None
 
 
+@check("misfit")
 def unplaceable(queries: Queries) -> Iterator[Finding]:
     """Leaves whose spec the corrections let through, and JAX refuses."""
     columns = queries.columns
@@ -267,16 +280,16 @@ def unplaceable(queries: Queries) -> Iterator[Finding]:
         for number, kind in enumerate(columns.kinds)
         if kind.spec is not None and kind.shape is not None
     }
-    alike: dict[tuple[Any, tuple[str, str]], list[Folded]] = defaultdict(list)
-    for one in queries.folded_kinds({number for number, found in refused.items() if found}):
-        for refusal in refused[one.group]:
-            alike[columns.kinds[one.group].decided_by, refusal].append(one)
-    for (_, (why, fix)), folded in alike.items():
+    groups: dict[tuple[Any, tuple[str, str]], list[Folded]] = defaultdict(list)
+    for part in queries.folded_kinds({number for number, reasons in refused.items() if reasons}):
+        for refusal in refused[part.group]:
+            groups[columns.kinds[part.group].decided_by, refusal].append(part)
+    for (_, (why, fix)), folded in groups.items():
         kind = columns.kinds[folded[0].group]
         who, rule = _who(queries, kind), kind.rule
-        held = queries.device_bytes(folded)
+        cost = queries.device_bytes(folded)
         message = f"{who} cannot be placed: {why}"
-        yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=held)
+        yield finding("error", "misfit", message, fix, folded=folded, rule=rule, bytes=cost)
 
 
 def _who(queries: Queries, kind: Kind) -> str:
@@ -321,62 +334,73 @@ class _Lost(NamedTuple):
     has_several_shapes: bool
 
 
+@check("unknown-axis", "error", "axes that rules name and the mesh lacks")
+@check(
+    "correction",
+    "warning, info",
+    "axes of a rule's spec that leaves do not get, because of their shapes or the mesh; info if "
+    "that costs less than `large`",
+)
 def corrections(queries: Queries) -> Iterator[Finding]:
     """Axes of the rules' specs that leaves do not get; axes that the mesh lacks are errors."""
-    found = list(_losses(queries))
-    small = sum(one.bytes for one in found if one.bytes < queries.large)
-    for one in found:
-        is_much = one.bytes >= queries.large or queries.matters(one.bytes, small)
+    losses = list(_losses(queries))
+    small = sum(lost.bytes for lost in losses if lost.bytes < queries.large)
+    for lost in losses:
+        is_much = lost.bytes >= queries.large or queries.matters(lost.bytes, small)
         # Who lets factors of an axis cut has accepted that they cut less.
-        is_accepted = one.loss.kind == "factored"
-        who = queries.rules(one.rules) or queries.who(queries.columns.kinds[one.folded[0].group])
+        is_accepted = lost.loss.kind == "factored"
+        who = queries.rules(lost.rules) or queries.who(queries.columns.kinds[lost.folded[0].group])
         # The message has the size of the first.
-        is_like = one.has_several_shapes and one.loss.kind in ("indivisible", "factored")
-        free = "" if one.is_unknown else "; costs nothing"
+        is_like = lost.has_several_shapes and lost.loss.kind in ("indivisible", "factored")
+        free = "" if lost.is_unknown else "; costs nothing"
         yield finding(
-            "error" if one.is_unknown else "warning" if is_much and not is_accepted else "info",
-            "unknown-axis" if one.is_unknown else "correction",
-            f"{who}: {one.loss.message}{', and the like' if is_like else ''}"
-            + (f"; costs {at_stake(one.bytes)}" if one.bytes else free),
-            one.loss.fix,
-            folded=one.folded,
-            rule=one.rules[0] if len(one.rules) == 1 else None,
-            bytes=one.bytes,
+            "error" if lost.is_unknown else "warning" if is_much and not is_accepted else "info",
+            "unknown-axis" if lost.is_unknown else "correction",
+            f"{who}: {lost.loss.message}{', and the like' if is_like else ''}"
+            + (f"; costs {at_stake(lost.bytes)}" if lost.bytes else free),
+            lost.loss.fix,
+            folded=lost.folded,
+            rule=lost.rules[0] if len(lost.rules) == 1 else None,
+            bytes=lost.bytes,
         )
 
 
 def _deciding(queries: Queries, folded: Folded, loss: Loss) -> tuple[int, ...]:
-    """The rules that ask for what is lost; of logical rules that of the dimension."""
+    """Return the rules that ask for what is lost; of logical rules that of the dimension."""
     kind = queries.columns.kinds[folded.group]
     if kind.names is None:
         return kind.deciders
-    lost = [one.rule for one in kind.lost_rules if (one.dim, one.why) == (loss.dim, loss.kind)]
+    lost = [
+        rule_loss.rule
+        for rule_loss in kind.lost_rules
+        if (rule_loss.dim, rule_loss.why) == (loss.dim, loss.kind)
+    ]
     decided = [rule for rule in kind.dim_rules[loss.dim : loss.dim + 1] if rule is not None]
     return tuple([*lost, *decided][:1])
 
 
 def _losses(queries: Queries) -> Iterator[_Lost]:
     kinds = queries.columns.kinds
-    alike: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
-    for one in queries.folded(lambda kind: bool(kind.losses)):
-        optional = queries.optional_axes_of(kinds[one.group].rule)
-        is_placed = kinds[one.group].status == "placed"
-        for loss in kinds[one.group].losses:
+    groups: dict[tuple[Any, ...], list[tuple[Folded, Loss]]] = defaultdict(list)
+    for part in queries.folded(lambda kind: bool(kind.losses)):
+        optional = queries.optional_axes_of(kinds[part.group].rule)
+        is_placed = kinds[part.group].status == "placed"
+        for loss in kinds[part.group].losses:
             if not is_placed and loss.kind != "absent":
                 continue  # the misfit is the finding
             is_unknown = loss.kind == "absent" and not optional.issuperset(loss.axes)
             # An axis that the mesh lacks is one finding, however many rules name it.
-            key: tuple[Any, ...] = (kinds[one.group].decided_by, loss.kind, loss.dim, loss.axes)
+            key: tuple[Any, ...] = (kinds[part.group].decided_by, loss.kind, loss.dim, loss.axes)
             if loss.kind in ("absent", "optional"):
                 key = (loss.axes, loss.meant, loss.beside)
-            alike[is_unknown, *key].append((one, loss))
-    for (is_unknown, *_), found in alike.items():
-        first = found[0][1]
+            groups[is_unknown, *key].append((part, loss))
+    for (is_unknown, *_), pairs in groups.items():
+        first = pairs[0][1]
         yield _Lost(
             first,
             is_unknown,
-            [one for one, _ in found],
-            sorted({rule for one, loss in found for rule in _deciding(queries, one, loss)}),
-            sum(loss.bytes * len(one.rows) for one, loss in found),
-            len({kinds[one.group].shape for one, _ in found}) > 1,
+            [part for part, _ in pairs],
+            sorted({rule for part, loss in pairs for rule in _deciding(queries, part, loss)}),
+            sum(loss.bytes * len(part.rows) for part, loss in pairs),
+            len({kinds[part.group].shape for part, _ in pairs}) > 1,
         )

@@ -1,8 +1,4 @@
-"""The differences of two plans: new and missing leaves, other shardings, other rules.
-
-Costs a look-up per leaf, and a comparison for each pair of kinds that meet. Must not know how a
-plan is made.
-"""
+"""`PlanDiff`: new and missing leaves, other shardings and other rules of two plans."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ class Pairs(NamedTuple):
 
 
 def paired(before: Columns, after: Columns) -> Pairs:
-    """The leaves of both plans. Those of one path are paired in the order of the trees."""
+    """Return the leaves of both plans. Those of one path are paired in the order of the trees."""
     keys, other_keys = _keys(before.paths, after.paths)
     rows = {key: row for row, key in enumerate(other_keys)}
     matched = np.fromiter((rows.pop(key, -1) for key in keys), np.int64, len(keys))
@@ -165,20 +161,20 @@ def diff(before: Columns, after: Columns) -> PlanDiff:
             changed[number] = pair
         elif a.deciders != b.deciders:
             decided_otherwise += count
-    chosen = np.flatnonzero(np.isin(group_of, list(changed)))
-    folded = fold([paths[row] for row in chosen], group_of[chosen])
-    held = by_class(before), by_class(after)
+    kept = np.flatnonzero(np.isin(group_of, list(changed)))
+    folded = fold([paths[row] for row in kept], group_of[kept])
+    device_bytes = by_class(before), by_class(after)
     return PlanDiff(
         (before.axis_sizes, after.axis_sizes),
-        (held[0].max, held[1].max),
-        tuple(Change(one.pattern, len(one.rows), *changed[one.group]) for one in folded),
+        (device_bytes[0].max, device_bytes[1].max),
+        tuple(Change(each.pattern, len(each.rows), *changed[each.group]) for each in folded),
         tuple(_rules_changed(before.rules, after.rules, decided_otherwise)),
-        (held[0].max_host, held[1].max_host),
+        (device_bytes[0].max_host, device_bytes[1].max_host),
     )
 
 
 def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) -> Iterator[str]:
-    """The differences of the rules, in words.
+    """Yield the differences of the rules, in words.
 
     Args:
         before: The rules of one plan.
@@ -197,7 +193,7 @@ def _rules_changed(before: AnyRules, after: AnyRules, decided_otherwise: int) ->
 
 
 def _content_changed(before: list[Any], after: list[Any]) -> Iterator[str]:
-    """Says which rules are new, gone, changed or elsewhere; a rule that moved is the same rule."""
+    """Say which rules are new, gone, changed or elsewhere; a rule that moved is the same rule."""
     new: list[int] = []
     gone: list[int] = []
     changed: list[int] = []
@@ -215,31 +211,31 @@ def _content_changed(before: list[Any], after: list[Any]) -> Iterator[str]:
     moved = [
         f"{places[after[place]].popleft()} -> {place}" for place in new if places.get(after[place])
     ]
-    left = sorted(place for kept in places.values() for place in kept)
+    removed = sorted(place for kept in places.values() for place in kept)
     stayed = {int(pair.rpartition(" ")[2]) for pair in moved}
     for verb, numbers in (
         ("added", [place for place in new if place not in stayed]),
-        ("removed", left),
+        ("removed", removed),
         ("changed", changed),
         ("moved", moved),
     ):
         if numbers:
-            listed = ", ".join(map(str, numbers[:_MOST_RULES]))
-            more = f" and {len(numbers) - _MOST_RULES:,} more" * (len(numbers) > _MOST_RULES)
-            yield f"{len(numbers):,} {verb} ({listed}{more})"
+            texts = ", ".join(map(str, numbers[:_MOST_RULES]))
+            rest = f" and {len(numbers) - _MOST_RULES:,} more" * (len(numbers) > _MOST_RULES)
+            yield f"{len(numbers):,} {verb} ({texts}{rest})"
 
 
 def _comparable(rules: AnyRules) -> list[tuple[Any, ...]]:
-    """Per rule what is equal for equal rules, however they are given."""
+    """Return per rule what is equal for equal rules, however they are given."""
     return list(map(_path_rule, rules)) if isinstance(rules, Rules) else list(rules)
 
 
 def _path_rule(rule: tuple[Any, Any]) -> tuple[Any, ...]:
-    pattern, given = rule
-    wanted = rule_spec(given)
+    pattern, spec = rule
+    rule_spec_ = rule_spec(spec)
     if isinstance(pattern, re.Pattern):
         pattern = pattern.pattern, pattern.flags & ~re.DEBUG
-    return pattern, *astuple(replace(wanted, spec=spec_shown(wanted.spec)))
+    return pattern, *astuple(replace(rule_spec_, spec=spec_shown(rule_spec_.spec)))
 
 
 def _on_device(kind: Kind) -> int:
@@ -248,7 +244,10 @@ def _on_device(kind: Kind) -> int:
 
 
 def _aspects(kind: Kind | None) -> tuple[Any, ...]:
-    """A leaf's shape, dtype, and its place or problem, as texts. Equal for one without a change."""
+    """Return a leaf's shape, dtype, and its place or problem, as texts.
+
+    Equal for one without a change.
+    """
     if kind is None:
         return ()
     return str(kind.shape), dtype_shown(kind), problem_shown(kind) or placement_shown(kind)

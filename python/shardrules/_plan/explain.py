@@ -1,7 +1,4 @@
-"""Why one leaf gets its spec: how each rule met its path, and which axes it does not get.
-
-Costs a match of each rule. Must not know how a plan is made.
-"""
+"""`Explanation`: how each rule met the path of a leaf, and which axes the leaf does not get."""
 
 from __future__ import annotations
 
@@ -102,8 +99,10 @@ class Explanation(NamedTuple):
         if kind.origin is not None:
             lines.append(f"  derived        {kind.origin}")
         if kind.status == "placed":
-            held = bytes_shown(kind.device_bytes)
-            lines.append(f"  on {self.mesh}  {placement_shown(kind)}, {held} on each device")
+            device_bytes = bytes_shown(kind.device_bytes)
+            lines.append(
+                f"  on {self.mesh}  {placement_shown(kind)}, {device_bytes} on each device"
+            )
             lines += [
                 f"  lost           {loss.message} (costs {bytes_shown(loss.bytes)} on each device)"
                 for loss in kind.losses
@@ -120,48 +119,54 @@ class Explanation(NamedTuple):
 
     def _companion_lines(self) -> list[str]:
         lines = []
-        found = "it"
+        link = "it"
         for companion, base in zip(self.companions, self.bases, strict=True):
-            lines.append(f"  companion      {companion.pattern!r} finds {found}")
-            found = base
-        if lines and self.source != found:
+            lines.append(f"  companion      {companion.pattern!r} finds {link}")
+            link = base
+        if lines and self.source != link:
             counts = "its own" if self.source == self.path else f"that of {self.source}"
-            lines[-1] += f"; but no rule meets its base {found}, so {counts} counts"
+            lines[-1] += f"; but no rule meets its base {link}, so {counts} counts"
         return lines if self.source == self.path else [*lines, f"  follows        {self.source}"]
 
     def _rule_lines(self) -> list[str]:
-        met = [one for one in self.tried if isinstance(one, Tried) and one.outcome != "no match"]
-        missed = len(self.tried) - len(met)
-        if not met:
+        source = [
+            tried
+            for tried in self.tried
+            if isinstance(tried, Tried) and tried.outcome != "no match"
+        ]
+        missed = len(self.tried) - len(source)
+        if not source:
             needs_none = self.kind.status == "placed" and self.kind.origin is None
-            said = "; the leaf needs none" if needs_none else self._nearest_miss()
-            return [f"  no rule matches, of {missed}{said}"]
+            text = "; the leaf needs none" if needs_none else self._nearest_miss()
+            return [f"  no rule matches, of {missed}{text}"]
         words = {
             "wins": "wins",
             "too late": f"matches, but comes after rule {self.kind.rule}",
             "not needed": "matches, but the leaf needs no rule",
             "ambiguous": "matches",
         }
-        lines = [f"  rule {one.rule}: {one.pattern!r} {words[one.outcome]}" for one in met]
+        lines = [
+            f"  rule {tried.rule}: {tried.pattern!r} {words[tried.outcome]}" for tried in source
+        ]
         verb = "does" if missed == 1 else "do"
         others = f"  {counted(missed, 'other rule')} {verb} not match"
-        is_caught = all(one.pattern in _CATCH_ALLS for one in met)
+        is_caught = all(tried.pattern in _CATCH_ALLS for tried in source)
         nearest = self._nearest_miss() if is_caught else ""
         return [*lines, others + nearest] if missed else lines
 
     def _nearest_miss(self) -> str:
-        """The rule whose pattern is nearly the end of the path, in words; "" if none is."""
+        """Return the rule whose pattern is nearly the end of the path, in words; "" if none is."""
         from difflib import SequenceMatcher
 
         rated = [(0.0, 0, "")]
-        for one in self.tried:
-            pattern = getattr(one, "pattern", None)
-            if one.outcome != "no match" or not isinstance(pattern, str):
+        for tried in self.tried:
+            pattern = getattr(tried, "pattern", None)
+            if tried.outcome != "no match" or not isinstance(pattern, str):
                 continue
             text = pattern.strip("^$.*")[-_COMPARED:]
             if text and (end := self.source[-len(text) :]):
                 ratio = SequenceMatcher(None, text, end).ratio()
-                rated.append((ratio, -one.rule, pattern))
+                rated.append((ratio, -tried.rule, pattern))
         nearness, rule, nearest = max(rated)
         return f"; rule {-rule} {nearest!r} nearly does" if nearness >= _NEAR else ""
 
@@ -173,10 +178,15 @@ class Explanation(NamedTuple):
             return ["  it has no logical axis names, so no rule is for it"]
         lines = []
         for dim, name in enumerate(names):
-            tried = [one for one in self.tried if isinstance(one, TriedName) and one.dim == dim]
+            tried = [
+                outcome
+                for outcome in self.tried
+                if isinstance(outcome, TriedName) and outcome.dim == dim
+            ]
             lines += [
-                f"  dim {dim} {name!r}: rule {one.rule} -> {one.axes!r} {_words(one, names)}"
-                for one in tried
+                f"  dim {dim} {name!r}: rule {outcome.rule} -> {outcome.axes!r} "
+                f"{_words(outcome, names)}"
+                for outcome in tried
             ]
             if not tried:
                 no_rule = "" if name is None else ": no rule is for it"
@@ -185,7 +195,7 @@ class Explanation(NamedTuple):
 
 
 def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
-    """What became of a rule."""
+    """Return what became of a rule."""
     if tried.outcome == "axis taken" and tried.to is not None:
         return f"loses: a mesh axis of it cuts dim {tried.to} {names[tried.to]!r}"
     words = {
@@ -198,7 +208,7 @@ def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
 
 
 def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
-    """The explanation of the leaf of this row, which stands for so many that are like it."""
+    """Return the explanation of the leaf of this row, which stands for so many that are like it."""
     kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
     rules = columns.leaves.path_rules
     tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
@@ -228,14 +238,14 @@ _OUTCOMES: Final[dict[Reason, NameOutcome]] = {
 
 def _tried_names(kind: Kind, columns: Columns) -> tuple[TriedName, ...]:
     names = kind.names or ()
-    met: list[tuple[int, int, NameOutcome, int | None]] = [
+    own_names: list[tuple[int, int, NameOutcome, int | None]] = [
         (dim, rule, "wins", None) for dim, rule in enumerate(kind.dim_rules) if rule is not None
     ]
-    for one in kind.lost_rules:
-        met.append((one.dim, one.rule, _OUTCOMES[one.why], one.to))
+    for rule_loss in kind.lost_rules:
+        own_names.append((rule_loss.dim, rule_loss.rule, _OUTCOMES[rule_loss.why], rule_loss.to))
     return tuple(
         TriedName(rule, dim, names[dim], columns.rules[rule][1], outcome, to)
-        for dim, rule, outcome, to in sorted(met, key=lambda one: one[:2])
+        for dim, rule, outcome, to in sorted(own_names, key=lambda rule_loss: rule_loss[:2])
     )
 
 

@@ -1,7 +1,4 @@
-"""Findings of checks and proofs, as text, JSON and GitHub annotations.
-
-Costs nothing but text. Must not know how a finding is found.
-"""
+"""`Finding` and `Findings` of check, verify and audit: text, JSON and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -39,17 +36,17 @@ class Declared(TypedDict):
 NOTHING: Final = Declared(replicated=(), optional_axes=(), data_axes=())
 
 
-def all_declared(one: Declared, other: Declared) -> Declared:
-    """The declarations of both."""
+def all_declared(first: Declared, second: Declared) -> Declared:
+    """Return the declarations of both."""
     return Declared(
-        replicated=one["replicated"] + other["replicated"],
-        optional_axes=one["optional_axes"] + other["optional_axes"],
-        data_axes=one["data_axes"] + other["data_axes"],
+        replicated=first["replicated"] + second["replicated"],
+        optional_axes=first["optional_axes"] + second["optional_axes"],
+        data_axes=first["data_axes"] + second["data_axes"],
     )
 
 
 def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
-    """The patterns as rules, which are searched in paths as they are printed, in every dialect.
+    """Return the patterns as rules that are searched in printed paths, in every dialect.
 
     They cost as much as rules, the first time. Patterns that are not regular are in
     `Rules.fallbacks`.
@@ -92,8 +89,7 @@ CheckKind = Literal[
     "companion",
     "unused-axis",
 ]
-CHECK_KINDS: Final[tuple[CheckKind, ...]] = get_args(CheckKind)
-"""In the order of the table in `Plan.check`, which says what they are."""
+"""The kinds that `queries.check` registers; docs/findings.md says what they are."""
 VerifyKind = Literal[
     "input",
     "output",
@@ -139,9 +135,9 @@ class Finding(NamedTuple):
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """The label of a finding, its message, and the lines below: paths and the fix."""
-    more = and_more(len(finding.paths), _MOST_PATHS, "pattern")
-    paths = [f"    {line}" for line in (*finding.paths[:_MOST_PATHS], *more)]
+    """Return the label of a finding, its message, and the lines below: paths and the fix."""
+    rest = and_more(len(finding.paths), _MOST_PATHS, "pattern")
+    paths = [f"    {line}" for line in (*finding.paths[:_MOST_PATHS], *rest)]
     label = f"{finding.level}[{finding.kind}]"
     return [printable(line) for line in (label, finding.message, *paths, f"  {finding.fix}")]
 
@@ -187,22 +183,24 @@ class Findings(tuple[Finding, ...]):
 
     def __new__(cls, findings: Iterable[Finding], scope: str = "") -> Findings:
         """Sorted by level, then by bytes at stake."""
-        worst_first = sorted(findings, key=lambda one: (LEVELS.index(one.level), -one.bytes))
-        made = super().__new__(cls, worst_first)
-        made.scope = scope
-        return made
+        worst_first = sorted(
+            findings, key=lambda finding: (LEVELS.index(finding.level), -finding.bytes)
+        )
+        findings_ = super().__new__(cls, worst_first)
+        findings_.scope = scope
+        return findings_
 
     def at_least(self, level: Level) -> Findings:
-        """The findings of this level and worse."""
+        """Return the findings of this level and worse."""
         check_choice("level", level, LEVELS)
         most = LEVELS.index(level)
-        kept = [one for one in self if LEVELS.index(one.level) <= most]
-        left = len(self) - len(kept)
-        left_out = f"{counted(left, 'finding')} below {level} left out" if left else ""
+        kept = [finding for finding in self if LEVELS.index(finding.level) <= most]
+        omitted = len(self) - len(kept)
+        left_out = f"{counted(omitted, 'finding')} below {level} left out" if omitted else ""
         return Findings(kept, "; ".join(filter(None, [self.scope, left_out])))
 
     def raise_for(self, level: Level = "error") -> None:
-        """Raises an error if there are findings of this level or worse: a line for a test.
+        """Raise an error if there are findings of this level or worse: a line for a test.
 
         Args:
             level: The level from which on findings are not accepted. Default: "error".
@@ -225,13 +223,13 @@ class Findings(tuple[Finding, ...]):
     @property
     def summary(self) -> str:
         """The number of findings of each level, in a line."""
-        counts = [sum(one.level == level for one in self) for level in LEVELS]
+        counts = [sum(finding.level == level for finding in self) for level in LEVELS]
         error, warning, info = counts
         return f"{counted(error, 'error')}, {counted(warning, 'warning')}, {info} info"
 
     def to_json(self) -> str:
-        """A JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
-        return printable_json({"findings": [one._asdict() for one in self]})
+        """Return a JSON object: {"findings": [{"level": ..., "kind": ..., ...}]}."""
+        return printable_json({"findings": [finding._asdict() for finding in self]})
 
     def to_github(self, file: str | None = None, lines: Sequence[int] = ()) -> str:
         """Workflow commands, which GitHub shows as annotations.
@@ -244,13 +242,15 @@ class Findings(tuple[Finding, ...]):
             ValueError: There is no line for the rule of a finding.
         """
         check_file("file", file)
-        given = listed("lines", lines, "line numbers")
-        known = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(given)]
-        return "\n".join(_github_command(one, file, _line_of(one, known)) for one in self)
+        numbers = listed("lines", lines, "line numbers")
+        first_lines = [integer(f"lines[{i}]", line, 1) for i, line in enumerate(numbers)]
+        return "\n".join(
+            _github_command(finding, file, _line_of(finding, first_lines)) for finding in self
+        )
 
 
 def conclusion(findings: Findings) -> str:
-    """The last line of the text: how many findings there are, or what they are not in."""
+    """Return the last line of the text: how many findings there are, or what they are not in."""
     if findings:
         return findings.summary
     return printable(f"nothing found: {findings.scope}" if findings.scope else "nothing found")
@@ -273,15 +273,15 @@ def _github_command(finding: Finding, file: str | None, line: int | None) -> str
         "line": None if file is None or line is None else str(line),
         "title": f"shardrules {finding.kind}",
     }
-    listed = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
+    texts = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
     message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-    what = printable(f"{listed}::{_escaped(message)}")
+    what = printable(f"{texts}::{_escaped(message)}")
     return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
 
 
-def _escaped(text: str, more: str = "") -> str:
+def _escaped(text: str, reserved: str = "") -> str:
     # As GitHub's toolkit escapes data, and properties with `more`.
-    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{more}" else c for c in text)
+    return "".join(f"%{ord(c):02X}" if c in f"%\r\n{reserved}" else c for c in text)
 
 
 def at_stake(count: int) -> str:

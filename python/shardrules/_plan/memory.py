@@ -1,8 +1,4 @@
-"""Bytes on each device and in the host's memory: of parameters, gradients and optimizer state.
-
-Costs a few numbers per kind of leaf; `budget` alone makes one for each device. Must not know about
-rules.
-"""
+"""Bytes on each device and in the host's memory: of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -51,8 +47,8 @@ class DeviceBytes(NamedTuple):
     def total(self) -> npt.NDArray[np.int64]:
         """Bytes in the device's memory: of all but `host`."""
         parts = self._on_device().values()
-        exact = np.int64 if sum(int(held.max()) for held in parts) <= MOST else object
-        total: npt.NDArray[Any] = sum(held.astype(exact, copy=False) for held in parts)  # type: ignore[assignment]
+        exact = np.int64 if sum(int(sums.max()) for sums in parts) <= MOST else object
+        total: npt.NDArray[Any] = sum(sums.astype(exact, copy=False) for sums in parts)  # type: ignore[assignment]
         return total
 
     @property
@@ -67,9 +63,9 @@ class DeviceBytes(NamedTuple):
 
     def __str__(self) -> str:
         parts = (
-            f"{name} {bytes_shown(int(held.max()))}"
-            for name, held in self._on_device().items()
-            if held.any()
+            f"{name} {bytes_shown(int(text.max()))}"
+            for name, text in self._on_device().items()
+            if text.any()
         )
         total, least = self.max, int(self.total.min())
         uneven = "" if least == total else f" (the emptiest {bytes_shown(least)})"
@@ -80,7 +76,7 @@ class DeviceBytes(NamedTuple):
         )
 
     def _on_device(self) -> dict[str, npt.NDArray[np.int64]]:
-        return {name: held for name, held in self._asdict().items() if name != "host"}
+        return {name: total for name, total in self._asdict().items() if name != "host"}
 
 
 class Room(NamedTuple):
@@ -91,16 +87,16 @@ class Room(NamedTuple):
     host: int | None
     """The part of its host's."""
 
-    def fits(self, held: DeviceBytes) -> bool | None:
-        """Whether all devices have room for that; None if nothing is known."""
-        needed = [(held.max, self.hbm), (held.max_host, self.host)]
-        known = [count <= room for count, room in needed if room is not None]
-        return all(known) if known else None
+    def fits(self, device_bytes: DeviceBytes) -> bool | None:
+        """Return whether all devices have room for that; None if nothing is known."""
+        needed = [(device_bytes.max, self.hbm), (device_bytes.max_host, self.host)]
+        limits = [count <= room for count, room in needed if room is not None]
+        return all(limits) if limits else None
 
     def __str__(self) -> str:
         rooms = {"": self.hbm, " of the host's memory": self.host}
         return " and ".join(
-            f"{bytes_shown(room)}{of}" for of, room in rooms.items() if room is not None
+            f"{bytes_shown(room)}{limits}" for limits, room in rooms.items() if room is not None
         )
 
 
@@ -112,8 +108,10 @@ def budget(
     activations: Columns | None = None,
 ) -> DeviceBytes:
     """See `Plan.bytes_per_device`."""
-    classes, held = _counted(columns, gradients, optimizer, optimizer_memory_kind, activations)
-    return DeviceBytes(*map(classes.each, held))
+    classes, counted_bytes = _counted(
+        columns, gradients, optimizer, optimizer_memory_kind, activations
+    )
+    return DeviceBytes(*map(classes.each, counted_bytes))
 
 
 def by_class(
@@ -122,7 +120,7 @@ def by_class(
     optimizer: Columns | tuple[Any, ...] | None = None,
     optimizer_memory_kind: MemoryKind | None = None,
 ) -> DeviceBytes:
-    """The bytes of `DeviceBytes`, one number for each class of devices that hold equal bytes."""
+    """Return `DeviceBytes` with a number for each class of devices that hold equal bytes."""
     return _counted(columns, gradients, optimizer, optimizer_memory_kind)[1]
 
 
@@ -142,32 +140,32 @@ def _counted(
 
     def count(
         part: str,
-        of: Columns,
+        source: Columns,
         counts: list[int],
-        held: list[Held],
+        arrays: list[Held],
         memory: MemoryKind | None = None,
     ) -> None:
-        for kind, leaves, one in zip(of.kinds, counts, held, strict=True):
+        for kind, leaves, array in zip(source.kinds, counts, arrays, strict=True):
             on_host = is_on_host(memory or kind.memory_kind)
-            parts["host" if on_host else part].append((leaves, one))
+            parts["host" if on_host else part].append((leaves, array))
 
     of_state = columns.leaves.state_counts
-    made = columns.leaves.activation_counts
-    of_params = (columns.counts - of_state - made).tolist()
+    of_activations = columns.leaves.activation_counts
+    of_params = (columns.counts - of_state - of_activations).tolist()
     count("params", columns, of_params, columns.held)
     count("optimizer", columns, of_state.tolist(), columns.held)
-    count("activations", columns, made.tolist(), columns.held)
+    count("activations", columns, of_activations.tolist(), columns.held)
     with_gradients = columns.leaves.gradient_counts.tolist()
     if gradients is not None and gradients is not False:
-        held = columns.held
+        arrays = columns.held
         if gradients is not True:
-            held = _like_params(columns, given_bits("gradients", gradients))
+            arrays = _like_params(columns, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
-        count("gradients", columns, with_gradients, held, "device")
+        count("gradients", columns, with_gradients, arrays, "device")
     if isinstance(optimizer, tuple):
         for position, dtype in enumerate(optimizer):
-            held = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
-            count("optimizer", columns, with_gradients, held, optimizer_memory_kind)
+            arrays = _like_params(columns, given_bits(f"optimizer[{position}]", dtype))
+            count("optimizer", columns, with_gradients, arrays, optimizer_memory_kind)
     elif optimizer is not None:
         _check_same_mesh("the optimizer's", optimizer, columns)
         counts = optimizer.counts.tolist()
@@ -175,21 +173,21 @@ def _counted(
     if activations is not None:
         _check_same_mesh("the activations'", activations, columns)
         count("activations", activations, activations.counts.tolist(), activations.held)
-    every = (held for part in parts.values() for _, held in part)
-    classes = DeviceClasses(every, columns.axis_sizes)
+    all_arrays = (array for part in parts.values() for _, array in part)
+    classes = DeviceClasses(all_arrays, columns.axis_sizes)
     return classes, DeviceBytes(*map(classes.total, parts.values()))
 
 
-def _check_same_mesh(whose: str, of: Columns, columns: Columns) -> None:
+def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:
     # With the axes in another order, the arrays would have other dimensions.
-    if not columns.is_on(of.axis_sizes):
+    if not columns.is_on(plan.axis_sizes):
         raise ValueError(
-            f"{whose} plan is for the mesh {of.axis_sizes}, this one for {columns.axis_sizes}"
+            f"{whose} plan is for the mesh {plan.axis_sizes}, this one for {columns.axis_sizes}"
         )
 
 
 def _like_params(columns: Columns, bits: int) -> list[Held]:
-    """Per kind, an array like its leaves, of another dtype; nothing for what is no array."""
+    """Return per kind, an array like its leaves, of another dtype; nothing for what is no array."""
     return [
         held_of(
             kind.shape or (),

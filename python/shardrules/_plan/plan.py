@@ -349,39 +349,7 @@ class Plan(PlanLike):
 
         A plan of `suggest` knows what its rules declare; arguments add to that.
 
-        | kind | level | what |
-        |---|---|---|
-        | unmatched | error | leaves that no rule matches |
-        | misfit | error | leaves that cannot be sharded as their rule says |
-        | unknown-axis | error | axes that rules name and the mesh lacks |
-        | catch-all | error, info | leaves that only the catch-all rule matches; info if those of
-          them that are replicated are not large together |
-        | nnx-value | error, warning, info | rules that match leaves of flax nnx only through the
-          `value` in which their paths end: every leaf (error), some (warning), or as it seems on
-          purpose (info); and rules that match none because of it (warning) |
-        | unknown-name | error, info | names that no logical rule has; info if the name is not
-          near one that no leaf has and what is replicated is not large |
-        | unnamed | error, warning, info | leaves without logical axis names; info if they are not
-          large together. A warning for leaves with fewer names than dimensions |
-        | replicated | warning, info | other leaves that are replicated, and large alone or
-          together; info if the rule itself leaves them whole, as `fsdp(min_bytes=)` does |
-        | uncut | warning | leaves that a mesh axis could cut, as it cuts others like them |
-        | correction | warning, info | axes of a rule's spec that leaves do not get, because of
-          their shapes or the mesh; info if that costs less than `large` |
-        | memory | error | leaves that do not fit into `hbm` |
-        | unpinned | warning, info | leaves in `unpinned_host` memory, which jit copies to the
-          device as a whole; info if they are not large together |
-        | half-head | warning | projections of attention that are cut inside a head |
-        | dead | warning, info | rules that match no leaf; info for logical rules |
-        | shadowed | warning | rules that match leaves, all of which earlier rules win |
-        | siblings | warning | leaves that differ only in numbers, with different specs |
-        | taken | info | dimensions that nothing cuts, since the axes of their logical rules cut
-          others |
-        | companion | warning | leaves that a companion finds, but no rule for their base, so that
-          their own rule counts; companions that find nothing: of `LORA` and `QUANTIZED`, if none
-          of their records does; and factors of LoRA whose rank a rule for their kernel cuts |
-        | unused-axis | warning, info | mesh axes that cut no leaf and are not declared to be for
-          data; info if little could be saved by them, or only rules for no leaf name them |
+        The kinds of findings, with their levels and meanings, are in docs/findings.md.
 
         Args:
             large: Minimum bytes on a device for a replicated leaf or a correction to be a warning.
@@ -976,8 +944,8 @@ class Plan(PlanLike):
             96 B received in all; at most 48 B by a device, at most 32 B sent by one
             path  leaves  shape   dtype     spec             received  most by a device
             w          1  [8, 8]  bfloat16  P('fsdp', 'tp')      96 B              48 B
-            >>> moved.received, moved.sent.ravel(), moved.least
-            (array([[48, 48]]), array([16, 16, 32, 32]), 48)
+            >>> moved.received, moved.sent.ravel()
+            (array([[48, 48]]), array([16, 16, 32, 32]))
         """
         from shardrules._estimate import transfer
 
@@ -1170,7 +1138,7 @@ class Plan(PlanLike):
         held = self.bytes_per_device(**counted)
         proposed = None if suggestion is None else self._proposed(suggestion, counted)
         page = report_html(
-            self._columns, shown, sweep, title, room=room, held=held, proposed=proposed
+            self._columns, shown, sweep, title, room=room, budget=held, proposed=proposed
         )
         if path is not None:
             write_text(path, page)

@@ -1,16 +1,13 @@
-"""What several checks ask of a plan: catch-alls, undeclared leaves, what is at stake.
-
-Costs per kind of leaf; per leaf where some are declared replicated. Must not know what is an error.
-"""
+"""`Queries`: facts of a plan that several checks ask for; and the register of the checks."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,24 +39,60 @@ _MUCH: Final = 0.02
 _PART: Final = 0.1
 
 
-def finding(level: Level, kind: CheckKind, message: str, fix: str, **more: Any) -> Finding:
-    """A finding; `folded` are the leaves that it is about."""
-    folded = more.pop("folded", [])
-    given = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **more}
-    return Finding(level, kind, message, tuple(one.pattern for one in folded), fix=fix, **given)
+Check: TypeAlias = "Callable[[Queries], Iterator[Finding]]"
+
+
+class CheckRow(NamedTuple):
+    """A kind of finding, as docs/findings.md has it."""
+
+    levels: str
+    """The levels that a finding of this kind may have."""
+    what: str
+    """The leaves, rules or axes that it is about."""
+
+
+CHECKS: Final[dict[Check, None]] = {}
+"""The checks, in the order of their modules."""
+KINDS: Final[dict[str, CheckRow]] = {}
+"""The kinds of findings of `Plan.check`."""
+
+
+def check(kind: str, levels: str = "", what: str = "") -> Callable[[Check], Check]:
+    """Register a function as a check that gives findings of a kind.
+
+    Args:
+        kind: The kind; a function of several kinds is registered for each.
+        levels: The levels of such findings; left out where another check has the kind as well.
+        what: What they are about, as docs/findings.md says it.
+    """
+
+    def register(function: Check) -> Check:
+        CHECKS[function] = None
+        if what:
+            KINDS[kind] = CheckRow(levels, what)
+        return function
+
+    return register
+
+
+def finding(level: Level, kind: CheckKind, message: str, fix: str, **fields: Any) -> Finding:
+    """Return a finding; `folded` are the leaves that it is about."""
+    folded = fields.pop("folded", [])
+    values = {"rule": None, "bytes": 0, "leaves": leaves_in(folded), **fields}
+    return Finding(level, kind, message, tuple(part.pattern for part in folded), fix=fix, **values)
 
 
 def leaves_in(folded: Iterable[Folded]) -> int:
-    """The number of leaves that these stand for."""
-    return sum(len(one.rows) for one in folded)
+    """Return the number of leaves that these stand for."""
+    return sum(len(part.rows) for part in folded)
 
 
 def rules_listed(rules: Iterable[int]) -> str:
     """Indices of rules for a message: rule 3; rules 1, 2; nothing if there are none."""
-    listed = list(rules)
-    if not listed:
+    indices = list(rules)
+    if not indices:
         return ""
-    return ("rule " if len(listed) == 1 else "rules ") + ", ".join(map(str, listed))
+    return ("rule " if len(indices) == 1 else "rules ") + ", ".join(map(str, indices))
 
 
 class Queries:
@@ -99,61 +132,71 @@ class Queries:
         spec_of = self.columns.spec_of_rule
         return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
 
-    def folded(self, chosen: Callable[[Kind], bool]) -> list[Folded]:
-        """The folded leaves of those kinds, with most bytes on a device first."""
-        return self.folded_kinds({n for n, kind in enumerate(self.columns.kinds) if chosen(kind)})
+    def folded(self, is_wanted: Callable[[Kind], bool]) -> list[Folded]:
+        """Return the folded leaves of those kinds, with most bytes on a device first."""
+        kinds = {n for n, kind in enumerate(self.columns.kinds) if is_wanted(kind)}
+        return [part for part in self._by_bytes if part.group in kinds] if kinds else []
 
-    def folded_kinds(self, wanted: set[int]) -> list[Folded]:
-        """The folded leaves of the kinds of these numbers, in the same order."""
-        held = [-kind.device_bytes for kind in self.columns.kinds]
-        folded = [one for one in self.columns.folded if one.group in wanted]
-        return sorted(folded, key=lambda one: held[one.group] * len(one.rows))
+    def folded_kinds(self, kinds: set[int]) -> list[Folded]:
+        """Return the folded leaves of the kinds of these numbers, in the same order."""
+        return [part for part in self._by_bytes if part.group in kinds] if kinds else []
+
+    @cached_property
+    def _by_bytes(self) -> list[Folded]:
+        """The folded leaves, those with most bytes on a device first."""
+        most = [-kind.device_bytes for kind in self.columns.kinds]
+        return sorted(self.columns.folded, key=lambda part: most[part.group] * len(part.rows))
 
     def undeclared(self, folded: list[Folded]) -> list[Folded]:
-        """The leaves among these that are not declared to be replicated."""
+        """Return the leaves among these that are not declared to be replicated."""
         return (
-            [part for one in folded for part in self._undeclared(one)] if self._declared else folded
+            [part for leaves in folded for part in self._undeclared(leaves)]
+            if self._declared
+            else folded
         )
 
     def device_bytes(self, folded: Iterable[Folded]) -> int:
         """Bytes of these leaves on the device that holds most."""
         leaves: Counter[int] = Counter()
-        for one in folded:
-            leaves[one.group] += len(one.rows)
+        for part in folded:
+            leaves[part.group] += len(part.rows)
         return sum(self.columns.kinds[kind].device_bytes * count for kind, count in leaves.items())
 
     def is_large(self, kind: Kind) -> bool:
-        """Whether one leaf alone is large."""
+        """Return whether one leaf alone is large."""
         return kind.device_bytes >= self.large
 
     @cached_property
     def total(self) -> int:
         """Bytes of all leaves for the fullest device, in its memory and the host's."""
-        held = by_class(self.columns)
-        return held.max + held.max_host
+        total = by_class(self.columns)
+        return total.max + total.max_host
 
     def is_much(self, count: int) -> bool:
-        """Whether so many bytes on a device are much, beside what it must hold anyway."""
+        """Return whether so many bytes on a device are much, beside what it must hold anyway."""
         return count >= self.large and count > _MUCH * (self.total - count)
 
     def is_whole(self, kind: Kind) -> bool:
-        """Whether each of several devices holds leaves of a kind whole."""
+        """Return whether each of several devices holds leaves of a kind whole."""
         return is_replicated(kind, self.columns.axis_sizes)
 
     def is_unnamed(self, kind: Kind) -> bool:
-        """Whether logical rules are to decide leaves that have no names."""
+        """Return whether logical rules are to decide leaves that have no names."""
         has_rules = self.columns.leaves.path_rules is None and kind.rule is None
         return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
 
     def matters(self, count: int, together: int) -> bool:
-        """Whether these bytes, which are not large alone, are much together with others like them.
+        """Tell if these bytes, which are not large alone, are much together with others like them.
 
         A hundred arrays of a megabyte cost as much as one of 100 MB.
         """
         return self.is_much(together) and count > _PART * together
 
     def level(self, count: int, level: Level) -> Level:
-        """The level of a finding with this many bytes at stake; "info" if they are not large."""
+        """Return the level of a finding with this many bytes at stake.
+
+        "info" if they are not large.
+        """
         return level if count >= self.large else "info"
 
     @cached_property
@@ -189,7 +232,7 @@ class Queries:
         Their axes cut other leaves, and could cut all of these further.
         """
         columns = self.columns
-        lacking = [columns.kinds[one.group] for one in self.fewer_names]
+        lacking = [columns.kinds[part.group] for part in self.fewer_names]
         return [
             rule
             for rule in columns.coverage.dead
@@ -199,44 +242,44 @@ class Queries:
         ]
 
     def rule(self, index: int) -> str:
-        """A rule, for a message."""
-        pattern, given = self.columns.rules[index]
+        """Return a rule, for a message."""
+        pattern, spec = self.columns.rules[index]
         is_logical = self.columns.leaves.path_rules is None
-        shown = repr(given) if is_logical else rule_spec_shown(given)
-        return f"rule {index} {pattern!r} -> {shown}"
+        text = repr(spec) if is_logical else rule_spec_shown(spec)
+        return f"rule {index} {pattern!r} -> {text}"
 
     def who(self, kind: Kind) -> str:
-        """What decides the leaves of a kind, for a message: their rule, or their names."""
+        """Return what decides the leaves of a kind, for a message: their rule, or their names."""
         if kind.rule is not None:
             return self.rule(kind.rule)
         return "no rule decides" if kind.names is None else f"the names {kind.names}"
 
     def optional_axes_of(self, rule: int | None) -> frozenset[str]:
-        """The mesh axes that a mesh may lack, as far as this rule is concerned."""
-        own = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
-        return self._optional_axes.union(own)
+        """Return the mesh axes that a mesh may lack, as far as this rule is concerned."""
+        declared = () if rule is None else rule_spec(self.columns.rules[rule][1]).optional_axes
+        return self._optional_axes.union(declared)
 
     def rules(self, indices: list[int]) -> str:
         """Rules, for a message: one alone with its pattern and spec."""
         return self.rule(indices[0]) if len(indices) == 1 else rules_listed(indices)
 
     def rules_of(self, folded: Iterable[Folded]) -> list[int]:
-        """The rules that decide these leaves, ascending."""
+        """Return the rules that decide these leaves, ascending."""
         kinds = self.columns.kinds
-        return sorted({rule for one in folded for rule in kinds[one.group].deciders})
+        return sorted({rule for part in folded for rule in kinds[part.group].deciders})
 
     def _undeclared(self, folded: Folded) -> list[Folded]:
         paths = [self.columns.paths[row] for row in folded.rows]
         first = first_rules(self._declared, paths)
-        left = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
-        if len(left) == len(paths):
+        rest = [i for i, path in enumerate(paths) if first[path] == UNMATCHED]
+        if len(rest) == len(paths):
             return [folded]
-        rows = folded.rows[left]
-        parts = fold([paths[i] for i in left], np.full(len(left), folded.group, np.int32))
+        rows = folded.rows[rest]
+        parts = fold([paths[i] for i in rest], np.full(len(rest), folded.group, np.int32))
         return [part._replace(rows=rows[part.rows]) for part in parts]
 
     def example(self, folded: Folded) -> str:
-        """A rule, as one writes it, that matches these leaves."""
+        """Return a rule, as one writes it, that matches these leaves."""
         dialect = self.columns.leaves.paths_dialect
         if MATCH_MODES[dialect.match[-1]].written_as != "window":
             return f"({_pattern_of(folded.pattern)}, P(...))"
@@ -251,7 +294,7 @@ class Queries:
 
 
 def _pattern_of(folded: str) -> str:
-    r"""A regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
+    r"""Return a regex for folded paths, as one writes it: \d+ stands for their sets of numbers."""
     regex = "".join(
         re.escape(text).replace(r"\-", "-") if numbers is None else r"\d+"
         for text, numbers in parts_of(folded)

@@ -1,7 +1,4 @@
-"""The page of a report: data, styles and scripts put into one HTML file that fetches nothing.
-
-Costs the size of the data. Must not know what the data means.
-"""
+"""HTML report: the data of a plan, its findings and a sweep, in one file that fetches nothing."""
 
 from __future__ import annotations
 
@@ -67,11 +64,11 @@ def report_data(
     title: str,
     *,
     room: Room,
-    held: DeviceBytes,
+    budget: DeviceBytes,
     proposed: Proposed | None,
 ) -> dict[str, Any]:
     """Everything that a report shows; see `report_html`."""
-    _check_same_budget(columns, sweep, held)
+    _check_same_budget(columns, sweep, budget)
     specs: dict[tuple[str, bool], int] = {}
     return {
         "title": title,
@@ -79,24 +76,24 @@ def report_data(
         "devices": columns.devices,
         "leaves": len(columns.paths),
         "bytes": columns.total_bytes,
-        "fullest": held.max,
-        "budget": {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)},
+        "fullest": budget.max,
+        "budget": {name: int(part.max()) for name, part in budget._asdict().items()},
         "fingerprint": fingerprint(columns),
         "hbm": room.hbm,
-        "fits": None if (fits := room.fits(held)) is None else {"yes": fits, "room": str(room)},
+        "fits": None if (fits := room.fits(budget)) is None else {"yes": fits, "room": str(room)},
         "separators": _separators(columns),
-        "findings": [one._asdict() for one in findings],
+        "findings": [finding._asdict() for finding in findings],
         "conclusion": conclusion(findings),
         "rules": _rules(columns),
         "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
-        "specs": [{"text": text, "replicated": whole} for text, whole in specs],
+        "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
         "rows": _rows(columns),
         "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "suggestion": None if proposed is None else {
             "reasons": proposed.reasons,
             "plans": [
-                _plan_row("this plan", columns, held, room),
+                _plan_row("this plan", columns, budget, room),
                 _plan_row("suggested", proposed.columns, proposed.held, room),
             ],
         },
@@ -104,7 +101,7 @@ def report_data(
 
 
 def _rows(columns: Columns) -> dict[str, list[Any]]:
-    """The folded rows as columns, which a browser parses in a fraction of the time of rows."""
+    """Return the folded rows as columns, which a browser parses faster than rows."""
     folded = columns.folded
     return {
         # A path, or the parts of a pattern: texts and sets of numbers by turns.
@@ -114,18 +111,18 @@ def _rows(columns: Columns) -> dict[str, list[Any]]:
     }
 
 
-def _plan_row(name: str, columns: Columns, held: DeviceBytes, room: Room) -> dict[str, Any]:
+def _plan_row(name: str, columns: Columns, budget: DeviceBytes, room: Room) -> dict[str, Any]:
     return {
         "name": name,
         "mesh": columns.axis_sizes,
         "rules": len(columns.rules),
-        "bytes": held.max,
-        "fits": room.fits(held),
+        "bytes": budget.max,
+        "fits": room.fits(budget),
     }
 
 
-def _check_same_budget(columns: Columns, sweep: Sweep | None, held: DeviceBytes) -> None:
-    mine = held.max, held.max_host
+def _check_same_budget(columns: Columns, sweep: Sweep | None, budget: DeviceBytes) -> None:
+    mine = budget.max, budget.max_host
     for row in sweep or ():
         if columns.is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
             raise ValueError(
@@ -136,7 +133,7 @@ def _check_same_budget(columns: Columns, sweep: Sweep | None, held: DeviceBytes)
 
 
 def _pattern_shown(pattern: Pattern) -> str:
-    """A rule's pattern: a string as it is, anything else as Python writes it."""
+    """Return a rule's pattern: a string as it is, anything else as Python writes it."""
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
@@ -180,7 +177,7 @@ class _Share:
 
 
 def _rules(columns: Columns) -> list[dict[str, Any]]:
-    """The share of each rule; last that of no rule, if there is any."""
+    """Return the share of each rule; last that of no rule, if there is any."""
     shares = [
         _Share(_pattern_shown(pattern), _asked_shown(columns, i), i)
         for i, (pattern, _) in enumerate(columns.rules)
@@ -198,7 +195,7 @@ def _rules(columns: Columns) -> list[dict[str, Any]]:
 
 
 def _asked_shown(columns: Columns, rule: int) -> str:
-    """What a rule asks for: a spec, and its memory kind if it has one."""
+    """Return what a rule asks for: a spec, and its memory kind if it has one."""
     if columns.leaves.path_rules is None:
         return spec_shown(columns.spec_of_rule(rule))
     return rule_spec_shown(columns.rules[rule][1])
@@ -231,10 +228,10 @@ def report_html(
     title: str,
     *,
     room: Room,
-    held: DeviceBytes,
+    budget: DeviceBytes,
     proposed: Proposed | None = None,
 ) -> str:
-    """A plan as one HTML page that works offline: no part of it may fetch anything.
+    """Return a plan as one HTML page that works offline: no part of it may fetch anything.
 
     Args:
         columns: What to show.
@@ -242,7 +239,7 @@ def report_html(
         sweep: Rows of a mesh sweep, for a chart; without them there is none.
         title: Such as the model's name.
         room: The memory that there is, for the verdict and a line in that chart.
-        held: The bytes on each device.
+        budget: The bytes on each device.
         proposed: Other rules, shown at the end; without them there is nothing.
 
     Raises:
@@ -254,7 +251,9 @@ def report_html(
         title=html.escape(_printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
         styles=styles,
         data=_json(
-            report_data(columns, findings, sweep, title, room=room, held=held, proposed=proposed)
+            report_data(
+                columns, findings, sweep, title, room=room, budget=budget, proposed=proposed
+            )
         ),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
@@ -277,7 +276,7 @@ def _json(data: Any) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """The same with all texts as a terminal gets them: a mark of direction would turn a name."""
+    """Make all texts printable: a mark of direction would turn a name around."""
     if isinstance(value, str):
         return printable_lines(value.split("\n"))
     if isinstance(value, dict):

@@ -1,10 +1,9 @@
-"""Which dimension of a kernel is what: a stack of layers, experts, contracted, or made.
+"""Roles of the dimensions of kernels: a stack of layers, experts, contracted, or made.
 
 Read from shapes, from the fold and, where these leave a choice, from words in the paths: the
 residual width is the size that most leaves have; the arrays of stacked layers all begin with one
-size, and those of experts with as many as a router has outputs; a model's kernels are all
-[in, out], as flax's, or all [out, in], as torch's. Costs once per folded path. Must not know about
-meshes, nor who asks.
+size, and those of experts with as many as a router has outputs; a model's kernels are all [in,
+out], as flax's, or all [out, in], as torch's.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Part:
         return sizes
 
     def size(self, role: DimRole) -> int:
-        """The product of the dimensions with this role; 1 without."""
+        """Return the product of the dimensions with this role; 1 without."""
         return self._sizes.get(role, 1)
 
 
@@ -149,7 +148,7 @@ def parts_of_model(
     shapes: Sequence[Shape | None],
     names: Sequence[tuple[Any, ...] | None],
 ) -> tuple[Part, ...]:
-    """The roles of a model's parameters.
+    """Return the roles of a model's parameters.
 
     Args:
         folded: Of the parameters, and of nothing else.
@@ -166,27 +165,29 @@ def parts_of_model(
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
-        _Seen(one, one.pattern, shape, names[one.group] or (), _named(_words(one.pattern)))
-        for one in folded
-        if (shape := shapes[one.group]) is not None
+        _Seen(part, part.pattern, shape, names[part.group] or (), _named(_words(part.pattern)))
+        for part in folded
+        if (shape := shapes[part.group]) is not None
     ]
     stacks = [*_stacks(seen), *_stacks_by_shape(seen)]
-    fronts = [_front(one, stacks) for one in seen]
+    fronts = [_front(part, stacks) for part in seen]
     routed = _routed(seen, fronts)
-    for number, (one, front) in enumerate(zip(seen, fronts, strict=True)):
-        _add_experts(one, front, number in routed)
+    for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
+        _add_experts(part, front, number in routed)
     width = _width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
-    attending = {_block(one)[0] for one in seen if _makes_heads(one)}
+    attending = {_block(part)[0] for part in seen if _makes_heads(part)}
     parts = [
-        _part(one, front, width, is_in_out, attending)
-        for one, front in zip(seen, fronts, strict=True)
+        _part(part, front, width, is_in_out, attending)
+        for part, front in zip(seen, fronts, strict=True)
     ]
     return _with_logits(_with_routers(parts))
 
 
 def experts_dim(path: str, shape: Shape) -> int | None:
-    """The dimension of experts, by the path and the shape of a kernel alone; None without one.
+    """Return the dimension of experts, by the path and the shape of a kernel alone.
+
+    None without one.
 
     Example:
         >>> experts_dim("layers/0/experts/up", (8, 64, 256))
@@ -195,21 +196,21 @@ def experts_dim(path: str, shape: Shape) -> int | None:
     return len(shape) - 3 if _is_of_experts(_words(path)) and len(shape) > 2 else None
 
 
-def with_roles(parts: Sequence[Part], given: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
-    """The same parts; the first pattern that a folded path has says what its dimensions are.
+def with_roles(parts: Sequence[Part], roles: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
+    """Return the same parts; the first pattern that a folded path has says what its dimensions are.
 
     Raises:
         ValueError: A pattern finds nothing, or has not as many roles as an array has dimensions.
     """
-    found = {pattern: re.compile(pattern) for pattern in given}
-    first = [next((p for p in found if found[p].search(part.pattern)), None) for part in parts]
-    if unused := [pattern for pattern in given if pattern not in first]:
+    matches = {pattern: re.compile(pattern) for pattern in roles}
+    first = [next((p for p in matches if matches[p].search(part.pattern)), None) for part in parts]
+    if unused := [pattern for pattern in roles if pattern not in first]:
         why = f"is found in no path{near_shown(unused[0], (part.pattern for part in parts))}"
-        if any(found[unused[0]].search(part.pattern) for part in parts):
+        if any(matches[unused[0]].search(part.pattern) for part in parts):
             why = "decides nothing: earlier patterns are found in all of its paths; give it first"
         raise ValueError(f"roles: {brief(unused[0])} {why}")
     return [
-        part if pattern is None else _with_dims(part, pattern, given[pattern])
+        part if pattern is None else _with_dims(part, pattern, roles[pattern])
         for part, pattern in zip(parts, first, strict=True)
     ]
 
@@ -220,12 +221,14 @@ def _with_dims(part: Part, pattern: str, dims: tuple[DimRole, ...]) -> Part:
             f"roles: {brief(pattern)} has {counted(len(dims), 'role')}, and {brief(part.pattern)} "
             f"the shape {part.shape}; give a role for each dimension"
         )
-    told = replace(part, dims=dims, makes_logits=False)
-    return replace(told, experts=told.size("experts")) if "experts" in dims else told
+    known_dims = replace(part, dims=dims, makes_logits=False)
+    return (
+        replace(known_dims, experts=known_dims.size("experts")) if "experts" in dims else known_dims
+    )
 
 
 def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
-    """The same parts; what makes the logits is marked."""
+    """Return the same parts; what makes the logits is marked."""
     tables = [
         part for part in parts if "lookup" in part.dims and not _POSITIONS.search(part.pattern)
     ]
@@ -236,7 +239,10 @@ def _with_logits(parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _with_routers(parts: list[Part]) -> list[Part]:
-    """The same parts; routers are marked: a model has as many experts as they have outputs."""
+    """Return the same parts.
+
+    Routers are marked: a model has as many experts as they have outputs.
+    """
     counts = {part.experts for part in parts if part.experts > 1}
     return [
         replace(part, is_router=True)
@@ -255,7 +261,7 @@ def _words(pattern: str) -> tuple[str, ...]:
 
 
 def _named(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The words up to the array's name: paths of flax nnx may have `value` behind it."""
+    """Return the words up to the array's name: paths of flax nnx may have `value` behind it."""
     is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
     return words[:-1] if is_named and words[-1:] == ("value",) else words
 
@@ -267,26 +273,26 @@ def _stacks(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
     than the model is wide.
     """
     stacks = []
-    for one in seen:
-        if one.is_norm and len(one.shape) == 2 and not one.names and 1 not in one.shape:
-            block = one.words[:-1] if _NORM.search(one.words[-1]) else one.words[:-2]
-            dim = one.shape.index(min(one.shape))
-            stacks.append((block, dim, one.shape[dim]))
+    for part in seen:
+        if part.is_norm and len(part.shape) == 2 and not part.names and 1 not in part.shape:
+            block = part.words[:-1] if _NORM.search(part.words[-1]) else part.words[:-2]
+            dim = part.shape.index(min(part.shape))
+            stacks.append((block, dim, part.shape[dim]))
     return stacks
 
 
 def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]]:
-    """Finds the same of blocks without a norm of two dimensions: all their arrays begin alike."""
+    """Find the same of blocks without a norm of two dimensions: all their arrays begin alike."""
     blocks: dict[tuple[str, ...], list[_Seen]] = defaultdict(list)
-    for one in seen:
-        for end in range(1, len(one.words)):
-            if one.words[end] != "#" and not one.names:
-                blocks[one.words[:end]].append(one)
+    for part in seen:
+        for end in range(1, len(part.words)):
+            if part.words[end] != "#" and not part.names:
+                blocks[part.words[:end]].append(part)
     routers = _routers(seen, [{} for _ in seen], None)
     stacks = []
     for block, arrays in blocks.items():
         is_named = _STACK_NAMES.fullmatch(block[-1]) is not None
-        if _are_stacked([one.shape for one in arrays], is_named=is_named):
+        if _are_stacked([part.shape for part in arrays], is_named=is_named):
             layers = arrays[0].shape[0]
             around = set().union(*(routers[block[:end]] for end in range(len(block))))
             if layers not in around and (is_named or not all(map(_is_no_stack, arrays))):
@@ -294,12 +300,14 @@ def _stacks_by_shape(seen: list[_Seen]) -> list[tuple[tuple[str, ...], int, int]
     return stacks
 
 
-def _is_no_stack(one: _Seen) -> bool:
-    return any(map(_NO_STACK.search, one.words)) or _ATTENTION.fullmatch(one.module[-1]) is not None
+def _is_no_stack(part: _Seen) -> bool:
+    return (
+        any(map(_NO_STACK.search, part.words)) or _ATTENTION.fullmatch(part.module[-1]) is not None
+    )
 
 
 def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
-    """Whether arrays all begin with one size, which is smaller than another of each kernel's.
+    """Tell if arrays all begin with one size, which is smaller than another of each kernel's.
 
     Some kernels must not have it a second time, as windows have; heads may be as many as layers.
     """
@@ -314,27 +322,27 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
     )
 
 
-def _front(one: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
-    """The dimensions of layers; and of experts, if names tell."""
+def _front(part: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
+    """Return the dimensions of layers; and of experts, if names tell."""
     front: dict[int, DimRole] = {}
-    for dim, name in enumerate(one.names):
-        if isinstance(name, str) and dim < len(one.shape):
+    for dim, name in enumerate(part.names):
+        if isinstance(name, str) and dim < len(part.shape):
             if _STACK_NAMES.fullmatch(name):
                 front[dim] = "stack"
             elif _EXPERT_NAMES.fullmatch(name):
                 front[dim] = "experts"
     for block, dim, layers in stacks:
-        if one.words[: len(block)] == block and one.shape[dim : dim + 1] == (layers,):
+        if part.words[: len(block)] == block and part.shape[dim : dim + 1] == (layers,):
             front[dim] = "stack"
             break
     return front
 
 
-def _add_experts(one: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
-    """Adds the dimension of experts, if there is one."""
-    rest = [dim for dim in range(len(one.shape)) if dim not in front]
-    is_apart = len(rest) > (1 if one.is_vector else 2) and _numbered_experts(one.pattern) == 1
-    is_expert = is_routed or _is_of_experts(one.words)
+def _add_experts(part: _Seen, front: dict[int, DimRole], is_routed: bool) -> None:
+    """Add the dimension of experts, if there is one."""
+    rest = [dim for dim in range(len(part.shape)) if dim not in front]
+    is_apart = len(rest) > (1 if part.is_vector else 2) and _numbered_experts(part.pattern) == 1
+    is_expert = is_routed or _is_of_experts(part.words)
     if is_expert and is_apart and "experts" not in front.values():
         front[rest[0]] = "experts"
 
@@ -347,26 +355,26 @@ def _routers(
     Its other side is the residual width, if that is known: a gate of an MLP is wider.
     """
     experts_in: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for one, front in zip(seen, fronts, strict=True):
-        rest = _rest(one, front)
-        if len(rest) == 2 and not one.is_vector and _ROUTER.fullmatch(one.module[-1]):
-            experts, other = sorted(one.shape[dim] for dim in rest)
-            if width in (None, other):
-                experts_in[one.module[:-1]].add(experts)
+    for part, front in zip(seen, fronts, strict=True):
+        rest = _rest(part, front)
+        if len(rest) == 2 and not part.is_vector and _ROUTER.fullmatch(part.module[-1]):
+            experts, sibling = sorted(part.shape[dim] for dim in rest)
+            if width in (None, sibling):
+                experts_in[part.module[:-1]].add(experts)
     return experts_in
 
 
 def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:
-    """Finds the arrays of experts whatever they are called: as many as a router has outputs.
+    """Find the arrays of experts whatever they are called: as many as a router has outputs.
 
     An array with a name of attention is one if it is as large as another of them.
     """
     routers = _routers(seen, fronts, _width(seen, fronts))
     sizes: dict[int, Shape] = {}
-    for number, (one, front) in enumerate(zip(seen, fronts, strict=True)):
-        rest = tuple(size for dim, size in enumerate(one.shape) if dim not in front)
-        around = set().union(*(routers[one.words[:end]] for end in range(len(one.words))))
-        if rest and rest[0] in around and not any(map(_NOT_EXPERTS.search, one.words)):
+    for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
+        rest = tuple(size for dim, size in enumerate(part.shape) if dim not in front)
+        around = set().union(*(routers[part.words[:end]] for end in range(len(part.words))))
+        if rest and rest[0] in around and not any(map(_NOT_EXPERTS.search, part.words)):
             sizes[number] = tuple(sorted(rest))
     kernels = {
         size
@@ -384,76 +392,76 @@ def _is_of_experts(words: tuple[str, ...]) -> bool:
     return any(map(_EXPERTS.search, words)) and not any(map(_NOT_EXPERTS.search, words))
 
 
-def _rest(one: _Seen, front: dict[int, DimRole]) -> list[int]:
-    """The dimensions of one layer's, and one expert's, array; those of size 1 left out."""
-    return [dim for dim, size in enumerate(one.shape) if dim not in front and size > 1]
+def _rest(part: _Seen, front: dict[int, DimRole]) -> list[int]:
+    """Return the dimensions of one layer's, and one expert's, array; those of size 1 left out."""
+    return [dim for dim, size in enumerate(part.shape) if dim not in front and size > 1]
 
 
 def _width(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> int:
-    """The size that most arrays of layers have, the smallest of equals; 0 without any.
+    """Return the size that most arrays of layers have, the smallest of equals; 0 without any.
 
     The experts of a layer count as one.
     """
     votes: Counter[int] = Counter()
-    for one, front in zip(seen, fronts, strict=True):
-        layers = prod(one.shape[dim] for dim, role in front.items() if role == "stack")
-        arrays = layers * len(one.folded.rows) // _numbered_experts(one.pattern)
-        for size in {one.shape[dim] for dim in _rest(one, front)}:
+    for part, front in zip(seen, fronts, strict=True):
+        layers = prod(part.shape[dim] for dim, role in front.items() if role == "stack")
+        arrays = layers * len(part.folded.rows) // _numbered_experts(part.pattern)
+        for size in {part.shape[dim] for dim in _rest(part, front)}:
             votes[size] += arrays
     return max(votes, key=lambda size: (votes[size], -size), default=0)
 
 
 def _is_in_out(seen: list[_Seen], fronts: list[dict[int, DimRole]], width: int) -> bool | None:
-    """Whether kernels are [in, out]; None without a sign.
+    """Return whether kernels are [in, out]; None without a sign.
 
     The names of some say which side the width is on. Without such names, arrays are called so.
     """
     votes = 0
-    for one, front in zip(seen, fronts, strict=True):
-        rest = _rest(one, front)
-        ends = [one.shape[dim] == width for dim in (rest[:1] + rest[-1:])]
-        if len(rest) < 2 or sum(ends) != 1 or one.is_vector or _is_lookup(one, rest):
+    for part, front in zip(seen, fronts, strict=True):
+        rest = _rest(part, front)
+        ends = [part.shape[dim] == width for dim in (rest[:1] + rest[-1:])]
+        if len(rest) < 2 or sum(ends) != 1 or part.is_vector or _is_lookup(part, rest):
             continue
-        if flow := _flow(one.module[-1]):
+        if flow := _flow(part.module[-1]):
             votes += 1 if ends[0] == (flow == "reads") else -1
     if votes == 0:
-        called = {one.words[-1] for one in seen if len(one.shape) > 1}
+        called = {part.words[-1] for part in seen if len(part.shape) > 1}
         return {(True, False): True, (False, True): False}.get(
             ("kernel" in called, "weight" in called)
         )
     return votes > 0
 
 
-def _is_lookup(one: _Seen, rest: list[int]) -> bool:
+def _is_lookup(part: _Seen, rest: list[int]) -> bool:
     if len(rest) != 2:
         return False
-    words = one.words[-3:]
+    words = part.words[-3:]
     named = any(map(_LOOKUP.search, words)) and not any(map(_NOT_LOOKUP.search, words))
-    return named or one.words[-1] == "embedding"
+    return named or part.words[-1] == "embedding"
 
 
 def _part(
-    one: _Seen,
+    folded: _Seen,
     front: dict[int, DimRole],
     width: int,
     is_in_out: bool | None,
     attending: set[str],
 ) -> Part:
-    rest = _rest(one, front)
-    found: dict[int, DimRole] = {**dict.fromkeys(range(len(one.shape)), "out"), **front}
-    if len(rest) > 1 and not one.is_vector:
-        found |= _matrix(one, rest, width, is_in_out)
-    block, blocks = _block(one)
-    experts = _experts(one, front)
-    named = _ATTENTION.fullmatch(one.module[-1]) is not None and experts == 1
-    is_attention = named and (_makes_heads(one) or block in attending)
+    rest = _rest(folded, front)
+    roles: dict[int, DimRole] = {**dict.fromkeys(range(len(folded.shape)), "out"), **front}
+    if len(rest) > 1 and not folded.is_vector:
+        roles |= _matrix(folded, rest, width, is_in_out)
+    block, blocks = _block(folded)
+    experts = _experts(folded, front)
+    named = _ATTENTION.fullmatch(folded.module[-1]) is not None and experts == 1
+    is_attention = named and (_makes_heads(folded) or block in attending)
     return Part(
-        pattern=one.pattern,
-        module=one.module[-1],
-        kind=one.folded.group,
-        leaves=len(one.folded.rows),
-        shape=one.shape,
-        dims=tuple(found[dim] for dim in range(len(one.shape))),
+        pattern=folded.pattern,
+        module=folded.module[-1],
+        kind=folded.folded.group,
+        leaves=len(folded.folded.rows),
+        shape=folded.shape,
+        dims=tuple(roles[dim] for dim in range(len(folded.shape))),
         experts=experts,
         input_key=f"{block} attention" if is_attention else block,
         is_attention=is_attention,
@@ -461,12 +469,12 @@ def _part(
         inputs=blocks,
         width=width,
         makes_logits=False,
-        flow=_flow(one.module[-1]),
+        flow=_flow(folded.module[-1]),
     )
 
 
-def _makes_heads(one: _Seen) -> bool:
-    name = one.module[-1]
+def _makes_heads(part: _Seen) -> bool:
+    name = part.module[-1]
     return _ATTENTION.fullmatch(name) is not None and not _BACK.fullmatch(name)
 
 
@@ -475,10 +483,10 @@ def _flow(name: str) -> Literal["reads", "writes"] | None:
     return None if reads == writes else "reads" if reads else "writes"
 
 
-def _matrix(one: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> dict[int, DimRole]:
-    """The roles of the dimensions of a matrix, or of one whose sides are several dimensions."""
-    first, last = one.shape[rest[0]] == width, one.shape[rest[-1]] == width
-    if _is_lookup(one, rest):
+def _matrix(part: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> dict[int, DimRole]:
+    """Return the roles of the dimensions of a matrix, whose sides may be several dimensions."""
+    first, last = part.shape[rest[0]] == width, part.shape[rest[-1]] == width
+    if _is_lookup(part, rest):
         lookup = rest[1] if first and not last else rest[0]
         return {lookup: "lookup"}
     if is_in_out is None or (len(rest) > 3 and not (first or last)):
@@ -490,14 +498,14 @@ def _matrix(one: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> 
     return dict.fromkeys(rest[:-1] if is_back else rest[:1], "in")
 
 
-def _experts(one: _Seen, front: dict[int, DimRole]) -> int:
-    """How many experts a layer has: along a dimension, or as leaves of their own."""
-    along = [one.shape[dim] for dim, role in front.items() if role == "experts"]
-    return along[0] if along else _numbered_experts(one.pattern)
+def _experts(part: _Seen, front: dict[int, DimRole]) -> int:
+    """Return how many experts a layer has: along a dimension, or as leaves of their own."""
+    along = [part.shape[dim] for dim, role in front.items() if role == "experts"]
+    return along[0] if along else _numbered_experts(part.pattern)
 
 
 def _numbered_experts(pattern: str) -> int:
-    """How many numbers a pattern has for experts, as in experts/{0..7}/w1; 1 without."""
+    """Return how many numbers a pattern has for experts, as in experts/{0..7}/w1; 1 without."""
     text = ""
     for literal, numbers in parts_of(pattern):
         words = _words(text)
@@ -507,10 +515,10 @@ def _numbered_experts(pattern: str) -> int:
     return 1
 
 
-def _block(one: _Seen) -> tuple[str, int]:
-    """The folded path of what the module is in, and how many paths that stands for."""
-    below = len(_words(one.pattern)) - len(one.module) + 1
-    pattern = one.pattern
+def _block(part: _Seen) -> tuple[str, int]:
+    """Return the folded path of what the module is in, and how many paths that stands for."""
+    below = len(_words(part.pattern)) - len(part.module) + 1
+    pattern = part.pattern
     for _ in range(below):
         pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
     return pattern, prod(
@@ -518,6 +526,6 @@ def _block(one: _Seen) -> tuple[str, int]:
     )
 
 
-def _numbers(shown: str) -> int:
-    """How many numbers a set such as 0..3,7 has."""
-    return sum(run.stop - run.start for run in runs_of(shown))
+def _numbers(text: str) -> int:
+    """Return how many numbers a set such as 0..3,7 has."""
+    return sum(run.stop - run.start for run in runs_of(text))

@@ -1,8 +1,4 @@
-"""Which leaves a path means, as people write it: a leaf's, a folded one, a glob or an end of paths.
-
-Costs a look-up for the path of a leaf; for others folding, and a match of each path. Must not know
-what is asked of the leaves.
-"""
+"""Resolve a path as users write it: a leaf's, a folded one, a glob, or an end of paths."""
 
 from __future__ import annotations
 
@@ -43,41 +39,43 @@ class Meant(NamedTuple):
 
 
 def row_of(columns: Columns, path: str) -> int:
-    """The row of this path; of a folded one, that of the first of its leaves.
+    """Return the row of this path; of a folded one, that of the first of its leaves.
 
     Raises:
         KeyError: No leaf has this path; the message has the nearest ones.
     """
-    found = _exactly(columns, path)
-    if found is None:
+    row = _exactly(columns, path)
+    if row is None:
         raise _PathError(_no_such_path(columns, path))
-    return found.row
+    return row.row
 
 
 def meant_by(columns: Columns, path: str) -> Meant:
-    """The leaves of this path; it may also be folded, a glob, the end of paths, or a part of them.
+    """Return the leaves of this path.
+
+    It may also be folded, a glob, the end of paths, or a part of them.
 
     Raises:
         KeyError: No leaf has this path, or leaves of several folded paths have it; the message has
             the nearest ones, or all of them.
     """
-    found = _exactly(columns, path)
-    if found is not None:
-        return found
+    parts = _exactly(columns, path)
+    if parts is not None:
+        return parts
     rows = _rows_like(path, columns.paths) if path else []
     if not rows:
         raise _PathError(_no_such_path(columns, path))
     folded = columns.folded
     of_row = np.zeros(len(columns.paths), np.intp)
-    for i, one in enumerate(folded):
-        of_row[one.rows] = i
+    for i, part in enumerate(folded):
+        of_row[part.rows] = i
     candidates = np.unique(of_row[rows]).tolist()
     if len(candidates) > 1:
-        more = len(candidates) - _MOST_CANDIDATES
-        listed = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
+        rest = len(candidates) - _MOST_CANDIDATES
+        texts = ", ".join(printable(folded[i].pattern) for i in candidates[:_MOST_CANDIDATES])
         raise _PathError(
-            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {listed}"
-            f"{f' and {more} more' if more > 0 else ''}; give more of the path"
+            f"{brief(path)} is ambiguous: it may be any of {len(candidates)} folded paths: {texts}"
+            f"{f' and {rest} more' if rest > 0 else ''}; give more of the path"
         )
     return Meant(rows[0], len(rows))
 
@@ -86,12 +84,14 @@ def _exactly(columns: Columns, path: str) -> Meant | None:
     row = columns.leaves.rows.get(path)
     if row is not None:
         return Meant(row, 1)
-    one = next((one for one in columns.folded if one.pattern == path), None)
-    return None if one is None else Meant(int(one.rows[0]), len(one.rows))
+    part = next((part for part in columns.folded if part.pattern == path), None)
+    return None if part is None else Meant(int(part.rows[0]), len(part.rows))
 
 
 def _rows_like(path: str, paths: list[str]) -> list[int]:
-    """The rows of the paths that this one fits as a whole; or else at their end; or else inside.
+    """Return the rows of the paths that this one fits as a whole; or else at their end.
+
+    Or else inside.
 
     Inside components count alone, as another dialect may have written the path.
     """
@@ -111,7 +111,7 @@ def _rows_like(path: str, paths: list[str]) -> list[int]:
         searches.append(rf"(?:\A|{between})(?:{inside})(?:\Z|{between})")
     for searched in searches:
         fits = re.compile(searched, re.DOTALL).search
-        if rows := [row for row, one in enumerate(paths) if fits(one)]:
+        if rows := [row for row, part in enumerate(paths) if fits(part)]:
             return rows
     return []
 
@@ -122,12 +122,12 @@ def _of_wildcards(text: str) -> str:
 
 
 def _of_set(runs: list[range]) -> str:
-    """A regex for the numbers of a set, as they are folded: of at most 18 digits."""
+    """Return a regex for the numbers of a set, as they are folded: of at most 18 digits."""
     regexes = [
-        one
+        item
         for run in runs
         for length in range(len(str(run.start)), min(len(str(run.stop - 1)), _MOST_DIGITS) + 1)
-        for one in _of_digits(
+        for item in _of_digits(
             str(max(run.start, 10 ** (length - 1) if length > 1 else 0)),
             str(min(run.stop - 1, 10**length - 1)),
         )
@@ -136,28 +136,28 @@ def _of_set(runs: list[range]) -> str:
 
 
 def _of_digits(first: str, last: str) -> Iterator[str]:
-    """Regexes for the numbers between these two, which have as many digits."""
+    """Regex for the numbers between these two, which have as many digits."""
     if not first:
         yield ""
         return
-    low, high, more = first[0], last[0], len(first) - 1
+    low, high, longer = first[0], last[0], len(first) - 1
     if low == high:
         yield from (low + rest for rest in _of_digits(first[1:], last[1:]))
         return
     begin, end = int(low), int(high)
     if int(first[1:] or 0) > 0:
-        yield from (low + rest for rest in _of_digits(first[1:], "9" * more))
+        yield from (low + rest for rest in _of_digits(first[1:], "9" * longer))
         begin += 1
-    if last[1:] != "9" * more:
-        yield from (high + rest for rest in _of_digits("0" * more, last[1:]))
+    if last[1:] != "9" * longer:
+        yield from (high + rest for rest in _of_digits("0" * longer, last[1:]))
         end -= 1
     if begin <= end:
-        yield f"[{begin}-{end}]" + (f"[0-9]{{{more}}}" if more else "")
+        yield f"[{begin}-{end}]" + (f"[0-9]{{{longer}}}" if longer else "")
 
 
 def _no_such_path(columns: Columns, path: str) -> str:
-    patterns = [one.pattern for one in columns.folded]
-    wanted = set(_COMPONENT.findall(path))
-    sharing = [one for one in patterns if wanted & set(_COMPONENT.findall(one))]
+    patterns = [part.pattern for part in columns.folded]
+    text = set(_COMPONENT.findall(path))
+    sharing = [part for part in patterns if text & set(_COMPONENT.findall(part))]
     near = near_shown(path, patterns) or near_shown(path, sharing, least=0)
     return f"no leaf has the path {brief(path)}{near}"

@@ -1,7 +1,4 @@
-"""A plan in a notebook: a static table of its largest folded rows, without scripts.
-
-Costs per row that is shown. Must not know the HTML report.
-"""
+"""Tables of a plan: for people at a prompt, and static HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Row(NamedTuple):
 
 
 def heading(columns: Columns) -> str:
-    """The plan in a line."""
+    """Return the plan in a line."""
     return printable(
         f"{counted(len(columns.paths), 'leaf')}, {bytes_shown(columns.total_bytes)} on "
         f"{mesh_shown(columns.axis_sizes)} ({counted(columns.devices, 'device')}): "
@@ -45,18 +42,18 @@ def heading(columns: Columns) -> str:
 
 
 def rows(columns: Columns, most: int | None = None) -> list[Row]:
-    """A row for each folded path, in the order of the tree; for the first `most` of them."""
-    return [_row(columns, one) for one in columns.folded[:most]]
+    """Return a row for each folded path, in the order of the tree; for the first `most` of them."""
+    return [_row(columns, part) for part in columns.folded[:most]]
 
 
 def table(columns: Columns) -> str:
-    """Returns the heading, and the first rows in aligned columns."""
-    more = and_more(len(columns.folded), _MOST_ROWS, "row")
-    return "\n".join([heading(columns), *lines(columns, _MOST_ROWS), *more])
+    """Return the heading, and the first rows in aligned columns."""
+    rest = and_more(len(columns.folded), _MOST_ROWS, "row")
+    return "\n".join([heading(columns), *lines(columns, _MOST_ROWS), *rest])
 
 
 def lines(columns: Columns, most: int | None = None) -> list[str]:
-    """Returns the heads, and a line for each folded path; for the first `most` of them."""
+    """Return the heads, and a line for each folded path; for the first `most` of them."""
     return aligned(HEADS, rows(columns, most), _RIGHT)
 
 
@@ -78,19 +75,19 @@ _HEADINGS: Final = ("path", "leaves", "shape", "dtype", "spec", "rule", "bytes p
 
 
 def table_html(columns: Columns, limit: int = 50) -> str:
-    """The rows with most bytes on each device as an HTML table; names are escaped."""
-    held = {
+    """Return the rows with most bytes on each device as an HTML table; names are escaped."""
+    device_bytes = {
         id(row): len(row.rows) * columns.kinds[row.group].device_bytes for row in columns.folded
     }
-    rows = sorted(columns.folded, key=lambda row: -held[id(row)])
+    rows = sorted(columns.folded, key=lambda row: -device_bytes[id(row)])
     mesh = mesh_shown(columns.axis_sizes)
     caption = (
         f"{counted(len(columns.paths), 'leaf')} on {mesh or 'one device'}: {by_class(columns)}"
     )
-    lines = [_line(_cells(columns, row, held[id(row)]), "td") for row in rows[:limit]]
+    lines = [_line(_cells(columns, row, device_bytes[id(row)]), "td") for row in rows[:limit]]
     lines += [
-        f'<tr><td colspan="{len(_HEADINGS)}">{more}; Plan.to_html shows all</td></tr>'
-        for more in and_more(len(rows), limit, "row")
+        f'<tr><td colspan="{len(_HEADINGS)}">{rest}; Plan.to_html shows all</td></tr>'
+        for rest in and_more(len(rows), limit, "row")
     ]
     return (
         f"<table><caption>{escape(printable(caption))}</caption>"
@@ -99,12 +96,12 @@ def table_html(columns: Columns, limit: int = 50) -> str:
     )
 
 
-def _cells(columns: Columns, row: Folded, held: int) -> tuple[str, ...]:
+def _cells(columns: Columns, row: Folded, device_bytes: int) -> tuple[str, ...]:
     kind = columns.kinds[row.group]
     spec = problem_shown(kind) or placement_shown(kind)
     shape = "-" if kind.shape is None else str(kind.shape)
     return (row.pattern, f"{len(row.rows):,}", shape, dtype_shown(kind), spec, decided_shown(kind),
-            bytes_shown(held))  # fmt: skip
+            bytes_shown(device_bytes))  # fmt: skip
 
 
 def _line(cells: tuple[str, ...], tag: str) -> str:

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -169,12 +169,12 @@ class Leaves:
         """The row of each path."""
         return {path: row for row, path in enumerate(self.paths)}
 
-    @property
+    @cached_property
     def path_rules(self) -> Rules | None:
         """The rules, if they are for paths; None for logical rules."""
         return self.rules if isinstance(self.rules, Rules) else None
 
-    @property
+    @cached_property
     def paths_dialect(self) -> Dialect:
         """The dialect that spells the paths."""
         return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
@@ -379,6 +379,7 @@ def refused(losses: Sequence[Loss]) -> tuple[str, str]:
     return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
+@lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     """The axes in a spec."""
     if isinstance(spec, Fsdp):
@@ -396,14 +397,21 @@ def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
     """Whether the axis could cut a dimension of these leaves further, and does not cut any."""
     if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
         return False
-    entries = [*entries_of(kind.spec), *[None] * (len(kind.shape) - len(kind.spec))]
-    named = [entry_axes(entry) for entry in entries]
-    return not any(axis in axes for axes in named) and any(
+    if axis in axes_named(kind.spec):
+        return False
+    dims = [*_axes_of_dims(kind.spec), *[()] * (len(kind.shape) - len(kind.spec))]
+    return any(
         size > 0
-        and size % prod(axis_sizes.get(one, 1) for one in (*axes, axis)) == 0
-        and not is_unconstrained(entry)
-        for size, axes, entry in zip(kind.shape, named, entries, strict=True)
+        and axes is not None
+        and size % prod(axis_sizes.get(name, 1) for name in (*axes, axis)) == 0
+        for size, axes in zip(kind.shape, dims, strict=True)
     )
+
+
+@lru_cache(maxsize=4096)
+def _axes_of_dims(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
+    """Return the axes of each entry; None for UNCONSTRAINED."""
+    return tuple(None if is_unconstrained(e) else entry_axes(e) for e in entries_of(spec))
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
@@ -452,32 +460,32 @@ class Columns:
     explicit_axes: frozenset[str] = frozenset()
     """The mesh axes of type Explicit; those of a dict are of type Auto."""
 
-    @property
+    @cached_property
     def rules(self) -> Rules | LogicalRules:
         """The rules that decide the leaves."""
         return self.leaves.rules
 
-    @property
+    @cached_property
     def paths(self) -> list[str]:
         """Column: the leaves' paths."""
         return self.leaves.paths
 
-    @property
+    @cached_property
     def sources(self) -> list[str]:
         """Column: the paths that the rules meet."""
         return self.leaves.sources
 
-    @property
+    @cached_property
     def kind_of(self) -> npt.NDArray[np.int32]:
         """Column, int32: index of the leaf's kind in `kinds`."""
         return self.leaves.kind_of
 
-    @property
+    @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
         """Per kind, int64: how many leaves are of it."""
         return self.leaves.counts
 
-    @property
+    @cached_property
     def folded(self) -> list[Folded]:
         """The leaves with siblings folded, a kind each."""
         return self.leaves.folded
@@ -509,7 +517,7 @@ class Columns:
         """Devices of the mesh."""
         return prod(self.axis_sizes.values())
 
-    @property
+    @cached_property
     def held(self) -> list[Held]:
         """Per kind, what the devices hold of one leaf."""
         return [kind._held for kind in self.kinds]
