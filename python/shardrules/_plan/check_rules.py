@@ -1,4 +1,4 @@
-"""Checks of rules: unmatched, dead and shadowed ones, specs that do not fit, axes that go unused."""
+"""Checks of rules: unmatched, dead and shadowed ones, specs that do not fit, unused mesh axes."""
 
 from __future__ import annotations
 
