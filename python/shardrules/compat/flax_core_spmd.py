@@ -2,7 +2,7 @@
 
 The same signatures and results, without flax. If flax is loaded, both share the rules in force.
 Costs a few dict look-ups per array beyond JAX's own costs. Must not know about boxes. The
-differences are in docs/migration/flax.md.
+differences are in docs/guides/linen.md.
 """
 
 from __future__ import annotations
