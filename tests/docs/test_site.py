@@ -14,7 +14,7 @@ from tests.support.folders import ROOT
 MKDOCS = os.environ.get("MKDOCS") or next(
     (str(file) for file in ROOT.glob(".venv/*-docs/bin/mkdocs")), None
 )
-CLIPPED = """() => [...document.querySelectorAll(".md-content :is(pre > code, table, img)")]
+CLIPPED = """() => [...document.querySelectorAll(".md-content :is(pre, pre > code, table, img)")]
     .filter(e => e.scrollWidth > e.clientWidth + 1
         || e.getBoundingClientRect().right > document.documentElement.clientWidth)
     .map(e => e.textContent.slice(0, 80))"""
