@@ -153,7 +153,9 @@ def test_the_reference_has_each_public_name_once():
     pages = (page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
     names = re.findall(r"^::: (\S+)$", "".join(pages), re.M)
     compat = [name for name in MODULES if name.startswith("shardrules.compat.")]
-    assert sorted(names) == sorted([*compat, *(f"shardrules.{name}" for name in shardrules.__all__)])
+    assert sorted(names) == sorted(
+        [*compat, *(f"shardrules.{name}" for name in shardrules.__all__)]
+    )
 
 
 def test_the_notebook_runs(tmp_path):

@@ -18,7 +18,9 @@ CHECK, VERIFY = (
 
 def sections(*titles):
     """The headings of the third level below headings of the second."""
-    parts = [re.split(r"^## ", PAGE.partition(f"\n## {title}\n")[2], flags=re.M)[0] for title in titles]
+    parts = [
+        re.split(r"^## ", PAGE.partition(f"\n## {title}\n")[2], flags=re.M)[0] for title in titles
+    ]
     return tuple(re.findall(r"^### (\S+)$", "".join(parts), re.M))
 
 
