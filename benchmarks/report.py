@@ -1,6 +1,7 @@
 """`python -m benchmarks.report`: all measurements as Markdown and SVG, into docs/.
 
-Overwrites docs/benchmarks.md and docs/benchmarks/*.svg; takes about ten minutes.
+Overwrites docs/benchmarks.md, except for its last section, and docs/benchmarks/*.svg; takes about
+ten minutes.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from benchmarks.scaling import Row
 from shardrules._io import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
+SUGGESTED = "\n## Suggested rules\n"
+"""The heading of the section that tests/support/suggested.py writes."""
 METHOD = """
 Times are medians of interleaved runs in one process, after a check that the results are equal.
 Ratios of whole trees are medians of the rounds' ratios. *Ours* is cold: each call compiles its
 rules, as a program does once at start-up. *Identity* is `jax.tree_util.tree_map(lambda x: x, tree)`
 on the same tree. The time to free a result is not counted. The machine is shared and noisy, so
 compare ratios. [Performance](performance.md) explains the bars and the missed goals.
-`make bench-report` rewrites this page.
+`make bench-report` rewrites this page, except for the last section.
 """
 
 
@@ -62,7 +65,9 @@ def main() -> int:
         parts += [f"### {curve.title}", "", f"![{curve.title}](benchmarks/{name})", ""]
         parts += [*_curve_table(curve), ""]
         print(f"measured: {curve.title}", flush=True)
-    write_text(DOCS / "benchmarks.md", "\n".join(parts).rstrip() + "\n")
+    page = DOCS / "benchmarks.md"
+    suggested = page.read_text(encoding="utf-8").partition(SUGGESTED)[2]
+    write_text(page, "\n".join(parts).rstrip() + "\n" + SUGGESTED + suggested)
     return 0
 
 

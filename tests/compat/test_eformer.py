@@ -523,7 +523,7 @@ def test_as_many_warnings_of_corrections(mesh, shape, spec):
 
 
 class TestWhereEformerIsBroken:
-    """The table of docs/migration/eformer.md, row by row: eformer's fault first, then ours working."""
+    """The table of docs/guides/eformer.md, row by row: eformer's fault first, then ours working."""
 
     @needs_set_mesh
     def test_no_mesh_is_seen_under_set_mesh(self, mesh):

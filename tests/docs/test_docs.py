@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import shardrules
-from tests.support import docs_pages
+from tests.support import api, docs_pages
 from tests.support.docs_pages import DOCS, ROOT, blocks, commands, demo_folder, pages
 from tests.support.slow import slow
 
@@ -30,24 +30,22 @@ WITHOUT_EXAMPLES = {
 }  # fmt: skip
 # What takes more than three seconds.
 SLOW_PAGES = [
-    "docs/cookbook/equinox.md",
-    "docs/cookbook/haliax.md",
-    "docs/cookbook/keras.md",
-    "docs/cookbook/linen.md",
-    "docs/cookbook/lora.md",
-    "docs/cookbook/maxtext.md",
-    "docs/cookbook/moe.md",
-    "docs/cookbook/nnx.md",
-    "docs/cookbook/offload.md",
-    "docs/cookbook/pipeline.md",
-    "docs/cookbook/quantized.md",
-    "docs/cookbook/rl.md",
+    "docs/guides/equinox.md",
+    "docs/guides/haliax.md",
+    "docs/guides/keras.md",
+    "docs/guides/linen.md",
+    "docs/guides/lora.md",
+    "docs/guides/maxtext.md",
+    "docs/guides/moe.md",
+    "docs/guides/nnx.md",
+    "docs/guides/offload.md",
+    "docs/guides/rl.md",
 ]
 # The other pages are about today's JAX.
 FOR_EVERY_JAX = ["README.md", "docs/derivation.md"]
 NOT_RUN = {
-    "docs/migration/easylm.md": ["EasyLM is not on PyPI"] * 4,
-    "docs/migration/maxtext.md": ["MaxText's own modules are not installed"] * 2,
+    "docs/guides/eformer.md": ["EasyLM is not on PyPI"] * 4,
+    "docs/guides/maxtext.md": ["MaxText's own modules are not installed"] * 2,
     "docs/multihost.md": [
         "needs several processes; tests/support/process_worker.py is the one that runs"
     ],
@@ -151,13 +149,16 @@ def test_links_of_the_readme():
         assert (ROOT / target).is_file(), target
 
 
-def test_the_reference_has_all_modules():
-    reference = "".join(
-        (DOCS / "api" / f"{name}.md").read_text() for name in ("shardrules", "compat")
-    )
-    listed = set(re.findall(r"^::: (\S+)$", reference, re.M))
-    compat = {name for name in MODULES if name.startswith("shardrules.compat.")}
-    assert listed == {"shardrules", *compat}
+def test_the_reference_has_each_public_name_once():
+    pages = (page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    names = re.findall(r"^::: (\S+)$", "".join(pages), re.M)
+    compat = [name for name in MODULES if name.startswith("shardrules.compat.")]
+    offered = [
+        f"{module}.{name}"
+        for module in ("shardrules", *api.OFFERED)
+        for name in api.public_names(module)
+    ]
+    assert sorted(names) == sorted([*compat, *offered])
 
 
 def test_the_notebook_runs(tmp_path):

@@ -1,6 +1,6 @@
 """Suggested rules beside those that experts wrote: bytes, rules, traffic, and the least bytes.
 
-`python -m tests.support.suggested` writes the table of docs/suggest.md anew; it takes a minute.
+`python -m tests.support.suggested` writes the table of docs/benchmarks.md anew; it takes a minute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FITS = 0.9
 
 NONE = "none fits"
 _TOKENS = 2**22
-_PAGE = ROOT / "docs" / "suggest.md"
+_PAGE = ROOT / "docs" / "benchmarks.md"
 _HEAD = (
     "| model | mesh | rules | bytes | to the least | best hand-written set | its rules | bytes to its "
     "| sent to its |"

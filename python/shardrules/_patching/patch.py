@@ -226,7 +226,7 @@ class _Library:
     """Digests of the compared functions' code, by name."""
 
 
-# Only functions that are equal and faster. docs/patch.md has the reasons for the others.
+# Only functions that are equal and faster. docs/guides/patch.md has the reasons for the others.
 _LIBRARIES: Final[dict[str, _Library]] = {
     "eformer": _Library(
         module="eformer.escale.partition.constraints",
@@ -288,8 +288,8 @@ def patch(*libraries: str) -> Patch:
 
     A function is replaced in the module that defines it, and in every loaded module that imported
     it under any name. It is not replaced inside other objects, such as a functools.partial. Results
-    and errors stay the same: the original handles inputs that ours refuses. docs/patch.md lists the
-    functions.
+    and errors stay the same: the original handles inputs that ours refuses. docs/guides/patch.md
+    lists the functions.
 
     Args:
         libraries: "eformer" or "flax". They are imported if they are not yet. Libraries that are

@@ -34,7 +34,7 @@ def verify(
 ) -> Findings:
     """Finds where a compiled function differs from the plan, and what that costs.
 
-    Nothing is run. The page "Verify" says of each finding from where it is read.
+    Nothing is run. The page "Findings" says from where each finding is read.
 
     | kind | level | what |
     |---|---|---|

@@ -1,7 +1,7 @@
 """`eformer.escale.partition.constraints` of eformer 0.0.95 to 0.1.0: its 17 public functions.
 
 The same signatures and results, under every mesh context of today's JAX. They also work where
-eformer's functions are broken. The differences are in docs/migration/eformer.md. eformer itself is
+eformer's functions are broken. The differences are in docs/guides/eformer.md. eformer itself is
 not needed.
 """
 

@@ -2,7 +2,7 @@
 
 `PartitionAxis` says which mesh axes each name of `eformer_common_types` stands for, in training and
 in decoding. `PartitionManager` and `apply_logical_sharding` constrain arrays by it, in all mesh
-contexts of today's JAX. The differences are in docs/migration/eformer.md. eformer is not needed.
+contexts of today's JAX. The differences are in docs/guides/eformer.md. eformer is not needed.
 """
 
 from __future__ import annotations

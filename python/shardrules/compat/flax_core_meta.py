@@ -2,7 +2,7 @@
 
 The same signatures and results, without flax. If flax is loaded, each side's functions accept the
 other's boxes, and `nnx` Variables keep their shardings. A call costs one `jax.tree_util.tree_map`.
-The differences are in docs/migration/flax.md.
+The differences are in docs/guides/linen.md.
 """
 
 from __future__ import annotations

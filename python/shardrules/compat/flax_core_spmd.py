@@ -1,7 +1,7 @@
 """`flax.core.spmd` of flax 0.12: logical axis rules, and arrays sharded by logical axis names.
 
 The same signatures and results, without flax. If flax is loaded, both share the rules in force. The
-differences are in docs/migration/flax.md.
+differences are in docs/guides/linen.md.
 """
 
 from __future__ import annotations
