@@ -14,7 +14,7 @@ import time
 import pytest
 
 from shardrules import demo
-from shardrules._cli import loading, process
+from shardrules._cli import inputs, process
 from tests.support.command_line import ended
 from tests.support.contexts import pseudo_terminal
 from tests.support.slow import slow, some
@@ -204,7 +204,7 @@ class TestWhatMayGoWrongInside:
         def fails(*_, **__):
             raise error
 
-        monkeypatch.setattr(loading, "load_plan", fails)
+        monkeypatch.setattr(inputs, "load_plan", fails)
         monkeypatch.setattr(sys, "argv", ["shardrules", "plan", "m", "-r", "r", "-m", "tp=2"])
         code = ended()
         told = capsys.readouterr()

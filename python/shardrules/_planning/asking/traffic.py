@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._display import answer
-from shardrules._format import bytes_shown
+from shardrules._format import Column, Table, bytes_shown
 from shardrules._planning.asking.collectives.activations import (
     of_activations,
     of_experts,
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Traffic", "Transmission", "of_muon", "traffic", "why_uncounted"]
 
+_COLUMNS: Final = (
+    Column("of"),
+    Column("collective"),
+    Column("over"),
+    Column("count", is_right=True),
+    Column("payload", is_right=True),
+    Column("sent", is_right=True),
+)
 # Of optax and Keras: the state of an optimizer that multiplies whole gradients with themselves.
 _MUON: Final = re.compile(r"(^|[/.\[\]'_])muon", re.I)
 
@@ -79,26 +87,7 @@ class Traffic(tuple[Transmission, ...]):
         return dict(total)
 
     def __str__(self) -> str:
-        heads = ("of", "collective", "over", "count", "payload", "sent")
-        lines = [heads] + [
-            (
-                row.of,
-                row.collective,
-                ",".join(row.axes),
-                f"{row.count:,}",
-                bytes_shown(row.payload),
-                bytes_shown(row.sent),
-            )
-            for row in self
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join(
-                text.ljust(width) if at < 3 else text.rjust(width)
-                for at, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        table = Table(_COLUMNS, (_cells(row) for row in self)).lines()
         given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
         assumed = textwrap.wrap(
             f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
@@ -106,6 +95,11 @@ class Traffic(tuple[Transmission, ...]):
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def _cells(row: Transmission) -> tuple[str, ...]:
+    sizes = (f"{row.count:,}", bytes_shown(row.payload), bytes_shown(row.sent))
+    return (row.of, row.collective, ",".join(row.axes), *sizes)
 
 
 def why_uncounted(path: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from shardrules._arguments import MOST
 from shardrules._display import answer, record
 from shardrules._dtypes import SAFETENSORS, bits_of
-from shardrules._format import aligned, and_more, bytes_shown, counted, mesh_shown
+from shardrules._format import Column, Table, and_more, bytes_shown, counted, mesh_shown
 from shardrules._memory_kinds import is_on_host
 from shardrules._planning.asking.checks.misfits import refusals
 from shardrules._planning.asking.pairs import Pair, Pairs, paired
@@ -38,8 +38,15 @@ _MOST_LISTED: Final = 4
 _MOST_ROWS: Final = 60
 # Pairs of kinds times devices; so many take some ten seconds.
 _MOST_WORK: Final = 2**27
-_HEADS: Final = ("path", "leaves", "shape", "dtype", "spec", "received", "most by a device")
-_RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
+_COLUMNS: Final = (
+    Column("path"),
+    Column("leaves", is_right=True),
+    Column("shape"),
+    Column("dtype"),
+    Column("spec"),
+    Column("received", is_right=True),
+    Column("most by a device", is_right=True),
+)
 
 
 @record
@@ -132,7 +139,7 @@ class Transfer(NamedTuple):
             ]
         )
         moving = [row for row in self.rows if row.received or row.copied]
-        table = aligned(_HEADS, list(map(_shown, moving[:_MOST_ROWS])), _RIGHT) if moving else []
+        table = Table(_COLUMNS, map(_shown, moving[:_MOST_ROWS])).lines() if moving else []
         more = and_more(len(moving), _MOST_ROWS, "row")
         return "\n".join([head, *table, *more])
 
