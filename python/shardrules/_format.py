@@ -139,16 +139,18 @@ def elided(text: str, width: int) -> str:
     """Returns a path without its middle, between two words where that is possible."""
     if len(text) <= width:
         return text
-    room, start, end = width - 3, "", ""
+    room, start, end = width - 4, "", ""
     words = deque(_WORDS.findall(text))
     while words:
-        is_last = len(end) <= len(start)
-        if len(start) + len(end) + len(words[-1 if is_last else 0]) > room:
+        free = room - len(start) - len(end)
+        is_last = len(words[-1]) <= free and (len(end) <= len(start) or len(words[0]) > free)
+        if not is_last and len(words[0]) > free:
             break
         start, end = (start, words.pop() + end) if is_last else (start + words.popleft(), end)
-    if not end:  # a word is longer
-        start, end = text[: room // 2], text[room // 2 - room :]
-    return f"{start}...{end}"
+    if end:
+        return f"{start}.../{end}"
+    half = max(width - 3, 2) // 2  # a word is longer
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def brief(value: object) -> str:

@@ -99,12 +99,10 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Lists the commands, the most used first."""
-        return [*COMMANDS, "help"]
+        return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Makes the command of this name."""
-        if cmd_name == "help":
-            return _help
         return Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(
@@ -112,7 +110,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the command, or says which was meant."""
         name = args[0]
-        if name not in self.list_commands(ctx) and not ctx.resilient_parsing:
+        if name not in COMMANDS and not ctx.resilient_parsing:
             near = _meant(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
             raise click.UsageError(f"there is no command {name!r}{near}", ctx)
         return super().resolve_command(ctx, args)
@@ -122,17 +120,6 @@ class Group(click.Group):
         for title, rows in (("Exit codes", _EXIT_CODES), ("More", _MORE)):
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-
-@click.command("help", short_help="Shows the options of a command.", context_settings=_CONTEXT)
-@click.argument("command", required=False, type=Choice([*COMMANDS]))
-def _help(command: str | None) -> int:
-    """Shows the options of a command, or all commands."""
-    ctx = click.get_current_context().find_root()
-    if command is not None:
-        ctx = click.Context(Command(command, COMMANDS[command]), parent=ctx, info_name=command)
-    click.echo(ctx.get_help(), file=sys.stdout)
-    return 0
 
 
 def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
@@ -213,12 +200,14 @@ def run() -> int:
     What the command raises is for `exit_with`.
     """
     words = sys.argv[1:]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
         return shell_complete(APP, {}, "shardrules", _COMPLETE, instruction)
     try:
-        with APP.make_context("shardrules", words or ["--help"]) as ctx:
+        with APP.make_context("shardrules", [*words] or ["--help"]) as ctx:
             return int(APP.invoke(ctx))
     except click.exceptions.Exit as end:
         return end.exit_code if words else FAILED

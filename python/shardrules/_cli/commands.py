@@ -53,6 +53,7 @@ def plan(args: Args) -> int:
     from shardrules._atomic_write import write_text
     from shardrules._cli import inputs, show
     from shardrules._files.manifest import manifest_text
+    from shardrules._planning.showing.as_json import plan_json
 
     step, training = inputs.step(args), inputs.training(args)
     room = inputs.room(args, step["hardware"])
@@ -76,7 +77,7 @@ def plan(args: Args) -> int:
         show.hint(args, f"{args.html}: a report in one file, which works offline")
     fits = room.fits(memory)
     if args.format == "json":
-        print(show.plan_json(plan, memory, room, time))
+        print(plan_json(plan, memory, room, time))
     else:
         show.show_plan(plan)
         print(memory)
@@ -175,6 +176,7 @@ def sweep(args: Args) -> None:
     """Compares meshes for one set of rules, the best first: by the time of a step, or by bytes."""
     from shardrules._cli import inputs, show
     from shardrules._mesh_sizes import parse_mesh
+    from shardrules._planning.showing.as_json import sweep_json
 
     if args.mesh:
         inputs.refuse("the meshes are those of --mesh", args, "devices", "axes")
@@ -192,7 +194,7 @@ def sweep(args: Args) -> None:
             hbm=room.hbm, host_memory=room.host, **step, **training,
         )  # fmt: skip
     if args.format == "json":
-        print(show.sweep_json(rows))
+        print(sweep_json(rows))
     else:
         show.show_sweep(rows, args.most)
 
@@ -242,9 +244,9 @@ def suggest(args: Args) -> int:
     if args.mesh is not None:
         inputs.refuse("the mesh is that of --mesh", args, "devices", "axes")
     moments = inputs.moments(args)
-    model = inputs.load_model(args)
+    tree, about = inputs.load_model(args)
     suggestion = suggest(
-        model.tree,
+        tree,
         None if args.mesh is None else parse_mesh(args.mesh),
         devices=args.devices,
         axes=None if args.axes is None else inputs.names(args.axes),
@@ -254,9 +256,7 @@ def suggest(args: Args) -> int:
         experts_per_token=args.experts_per_token,
         hardware=None if args.hardware is None else inputs.load_hardware(args.hardware),
         head_dim=args.head_dim,
-        dialect=model.dialect,
-        like=model.to_mend,
-        names=model.names,
+        **about,
     )
     formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,7 +11,7 @@ import click
 
 from shardrules._cli.options import MOMENTS
 from shardrules._cli.show import hint, working
-from shardrules._declared import NOTHING, Declared, all_declared, compiled_replicated
+from shardrules._declared import Declared, all_declared, compiled_replicated
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import memory_within
 from shardrules._file_error import FileError
@@ -49,29 +49,23 @@ class Planned(NamedTuple):
     """A line for each pattern that `re` evaluates, with the reason."""
 
 
-class Model(NamedTuple):
-    """Model that rules are to be written for."""
-
-    tree: Any
-    names: Any
-    """The logical axis names beside it; None for rules of paths, or if they are in the tree."""
-    dialect: Dialect | LogicalDialect | None
-    """That of the rules; None if nothing says it."""
-    to_mend: Rules | None
-
-
 def load(args: Args, *, mesh: str | None = None) -> Planned:
-    """Plans the model of a command line, within the bound on memory; `mesh` is that of a sweep.
+    """Plans the model of a command line; `mesh` is that of a sweep."""
+    (planned,) = _load(args, mesh or args.mesh, args.source)
+    return planned
+
+
+def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
+    """Plans models within the bound on memory.
 
     Patterns that `re` evaluates get a note on stderr, since their time has no bound.
-
-    Raises:
-        FileError, ValueError, TypeError: One of the arguments is invalid.
-        click.UsageError: A model comes without rules or a mesh.
     """
-    with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
-        planned = load_plan(args, args.source, mesh or args.mesh)
-    _note_fallbacks(args, planned.fallbacks)
+    with working(args, f"reading {sources[0]}"), memory_within(byte_count(args.max_memory)):
+        planned = [load_plan(args, source, mesh) for source in sources]
+    patterns = dict.fromkeys(line for plan in planned for line in plan.fallbacks)
+    lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in patterns]
+    for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
+        hint(args, line)
     return planned
 
 
@@ -91,9 +85,8 @@ def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
             )
         return _locked_plan(source, declared)
     if args.rules is None or mesh is None:
-        missing = {"--rules/-r": args.rules, "--mesh/-m": mesh}
-        flags = ", ".join(flag for flag, value in missing.items() if not value)
-        raise click.UsageError(f"the following arguments are required: {flags}")
+        missing = [*(() if args.rules else ("--rules/-r",)), *(() if mesh else ("--mesh/-m",))]
+        raise click.UsageError(f"the following arguments are required: {', '.join(missing)}")
     axis_sizes = parse_mesh(mesh)
     companions = {"stacked": [*args.stacked], "companions": names(args.companions)}
     rules = read_rules(args.rules, dialect_of(args), companions)
@@ -106,14 +99,9 @@ def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
         )
     name, tree, axis_names = _tree(source, rules.rules.dialect)
     made = plan(
-        tree,
-        rules.rules,
-        axis_sizes,
-        min_size=args.min_size,
-        companions=rules.companions,
-        names=axis_names,
-        optional_axes=rules.declared["optional_axes"],
-    )
+        tree, rules.rules, axis_sizes, min_size=args.min_size, companions=rules.companions,
+        names=axis_names, optional_axes=rules.declared["optional_axes"],
+    )  # fmt: skip
     return Planned(made, name, rules, fallbacks)
 
 
@@ -126,60 +114,40 @@ def _locked_plan(source: str, declared: Declared) -> Planned:
 
 
 def load_sides(args: Args) -> list[Plan]:
-    """Plans both sides of a diff: locks, or models with rules and a mesh.
-
-    Raises:
-        As `load`. FileError if a model comes without rules or a mesh.
-    """
+    """Plans both sides of a diff: locks, or models with rules and a mesh."""
     sides = (args.before, args.after)
-    locks = [side for side in sides if is_lock(side)]
-    if len(locks) == len(sides):
+    with memory_within(byte_count(args.max_memory)):
+        locks = {side: Plan.from_lock(Path(side)) for side in sides if is_lock(side)}
+    models = [side for side in sides if side not in locks]
+    if not models:
         why = "both sides are locks, which have their own rules and mesh"
         refuse(why, args, *_OF_MODELS)
-    with working(args, "reading"), memory_within(byte_count(args.max_memory)):
-        mesh = args.mesh
-        if mesh is None and locks:
-            mesh = mesh_shown(Plan.from_lock(Path(locks[0])).axis_sizes)
-        planned = [_side(args, side, mesh) for side in sides]
-    _note_fallbacks(args, dict.fromkeys(line for side in planned for line in side.fallbacks))
-    return [side.plan for side in planned]
-
-
-def _side(args: Args, source: str, mesh: str | None) -> Planned:
-    if is_lock(source):
-        locked = Plan.from_lock(Path(source))
-        return Planned(locked, source, RuleFile(locked.rules, NOTHING, (), source), ())
+        return [locks[side] for side in sides]
+    mesh = args.mesh or next((mesh_shown(lock.axis_sizes) for lock in locks.values()), None)
     if args.rules is None or mesh is None:
-        why = "not a lock" if Path(source).exists() else "no such lock"
-        raise FileError(f"{source}: {why}; for a model, give --rules and --mesh as well")
-    return load_plan(args, source, mesh)
+        why = "not a lock" if Path(models[0]).exists() else "no such lock"
+        raise FileError(f"{models[0]}: {why}; for a model, give --rules and --mesh as well")
+    planned = zip(models, _load(args, mesh, *models), strict=True)
+    plans = locks | {side: loaded.plan for side, loaded in planned}
+    return [plans[side] for side in sides]
 
 
-def load_model(args: Args) -> Model:
-    """Reads a model that rules are to be written for.
-
-    Raises:
-        FileError, ValueError, TypeError: The model cannot be read, it has no names for the dialect,
-            or rules to mend are not for paths.
-    """
+def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
+    """Reads a model that rules are to be written for, and arguments of `suggest` about it."""
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
-        to_mend = None if args.like is None else read_rules(args.like, dialect).rules
-        if isinstance(to_mend, LogicalRules):
+        like = None if args.like is None else read_rules(args.like, dialect).rules
+        if isinstance(like, LogicalRules):
             raise TypeError(
                 f"{args.like}: it is for logical axis names; rules that are mended are for paths"
             )
-        dialect = dialect if to_mend is None else to_mend.dialect
+        dialect = dialect if like is None else like.dialect
         _, tree, axis_names = _tree(args.source, dialect)
-    return Model(tree, axis_names, dialect, to_mend)
+    return tree, {"names": axis_names, "dialect": dialect, "like": like}
 
 
 def load_hardware(text: str) -> Hardware:
-    """Reads the hardware in a TOML file, or finds that of this name.
-
-    Raises:
-        ValueError: There is no such name, or the file is invalid.
-    """
+    """Reads the hardware in a TOML file, or finds that of this name."""
     from shardrules._files.hardware import read_hardware
     from shardrules._hardware import as_hardware
 
@@ -196,18 +164,8 @@ def _fallbacks(file: RuleFile) -> Iterator[str]:
         yield f"replicated {replicated[index][0]!r} ({why})"
 
 
-def _note_fallbacks(args: Args, fallbacks: Collection[str]) -> None:
-    lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in fallbacks]
-    for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
-        hint(args, line)
-
-
 def dialect_of(args: Args) -> Dialect | LogicalDialect | None:
-    """Returns the dialect of --dialect; None without the option.
-
-    Raises:
-        ValueError: There is no such dialect.
-    """
+    """Returns the dialect of --dialect; None without the option."""
     if args.dialect is None:
         return None
     known: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
@@ -314,11 +272,7 @@ def room(args: Args, hardware: Hardware | None) -> Room:
 
 
 def memory(option: str, of: str, text: str | None) -> int | None:
-    """Returns the bytes that an option means.
-
-    Raises:
-        ValueError: They are none, or so few without a unit that gigabytes are meant.
-    """
+    """Returns the bytes that an option means; few without a unit may be meant as gigabytes."""
     count = None if text is None else byte_count(text)
     if count == 0:
         raise ValueError(f"{option} is {text!r}; {of} has memory, such as 96GB")
@@ -334,9 +288,7 @@ def levels(texts: Iterable[str]) -> dict[Any, Any]:
     for text in texts:
         kind, equals, level = text.partition("=")
         if not equals:
-            raise ValueError(
-                f"--level {text!r}: write a kind of finding and its level, as dead=off"
-            )
+            raise ValueError(f"--level {text!r}: write a kind and its level, as dead=off")
         if levels.setdefault(kind, level) != level:
             raise ValueError(f"--level gives {kind!r} two levels, {levels[kind]!r} and {level!r}")
     return levels

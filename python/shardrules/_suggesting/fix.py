@@ -10,6 +10,7 @@ import io
 import json
 import re
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,7 +25,7 @@ from shardrules._logical.rules import LogicalRules
 from shardrules._matching.rules import Rules
 from shardrules._printable import printable
 from shardrules._shape_specs import Fsdp
-from shardrules._specs import entries_of, entry_axes
+from shardrules._specs import entries_of, entry_axes, entry_of
 from shardrules._suggesting.suggest import suggest
 from shardrules._suggesting.texts import plain_pattern, python_rule, toml_logical_rule, toml_rule
 
@@ -105,11 +106,20 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
 
 
 def _added_names(rules: LogicalRules, plan: Plan, head_dim: int | None) -> _Addition:
-    """Returns the rules of logical axis names that have none."""
+    """Returns rules of logical axis names that have none, without the axes of names beside them."""
     suggestion = suggest(plan, head_dim=head_dim)
-    known = {name for name, _ in rules}
-    pairs = zip(suggestion.rules, suggestion._notes, strict=True)
-    added = [(*pair, note) for pair, note in pairs if pair[0] not in known]
+    known: dict[str, set[str]] = defaultdict(set)
+    for name, axes in rules:
+        known[name] |= {*axes_in(axes)}
+    beside: dict[str, set[str]] = defaultdict(set)
+    for kind in plan.kinds:
+        for name in kind.names or ():
+            beside[name] |= {axis for other in kind.names or () for axis in known.get(other, ())}
+    added = [
+        (name, entry_of(tuple(axis for axis in axes_in(axes) if axis not in beside[name])), note)
+        for (name, axes), note in zip(suggestion.rules, suggestion._notes, strict=True)
+        if name not in known
+    ]
     return _Addition(len(rules), added)
 
 
@@ -187,26 +197,28 @@ def _pasted(
         if is_module_form(source):
             pasted += [f"# {note}", f"{python_rule(pattern, value, is_logical=is_logical)},"]
         elif Path(source).suffix in (".yml", ".yaml"):
-            pasted += [f"# {note}", f"- {_json_rule(pattern, value)}"]
+            pasted += [f"# {note}", f"- {_json_rule(pattern, value, is_logical)}"]
         else:
-            pasted.append(f"{_json_rule(pattern, value)},")
+            pasted.append(f"{_json_rule(pattern, value, is_logical)},")
     return "\n".join([*pasted, ""])
 
 
-def _json_rule(pattern: Any, value: Any) -> str:
+def _json_rule(pattern: Any, value: Any, is_logical: bool) -> str:
     if isinstance(value, RuleSpec) and value.units:
         units = [unit or 1 for unit in value.units]
-        return _json({"pattern": plain_pattern(pattern), "spec": _spec(value), "units": units})
-    return _json([plain_pattern(pattern), _spec(value)])
+        return _json(
+            {"pattern": plain_pattern(pattern), "spec": _spec(value, False), "units": units}
+        )
+    return _json([plain_pattern(pattern), _spec(value, is_logical)])
 
 
-def _spec(value: Any) -> Any:
+def _spec(value: Any, is_logical: bool) -> Any:
     """Returns the spec of a rule as JSON has it; of a logical axis name, its mesh axes."""
+    if is_logical:
+        return axes_in(value)
     spec = rule_spec(value).spec
     if isinstance(spec, Fsdp):
         return {"fsdp": list(spec.axes)}
-    if isinstance(value, str) or value is None:
-        return axes_in(value)
     entries = [list(entry_axes(entry)) for entry in entries_of(spec)]
     return [axes[0] if len(axes) == 1 else axes for axes in entries]
 
