@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from shardrules._format import byte_count
 from shardrules._hardware import public_hardware
 from shardrules._memory_kinds import MEMORY_KINDS
 from shardrules._planning.asking.findings import LEVELS
+from tests.support import command_page
 from tests.support.command_line import invoke, options_of
 
 PLAN = {"source": "model", "mesh": "tp=2", "rules": None, "min_size": 0, "stacked": ()}
@@ -88,9 +91,16 @@ def test_each_command_has_its_help(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"demo", "verify"}))
-def test_the_example_of_each_command_is_read(name):
-    words = COMMANDS[name].example.partition(" > ")[0].split()
-    assert options_of(name, *words)
+def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = [["layers/0/wq/kernel", [4096, 4096], "F32"], ["layers/0/norm", [4096], "F32"]]
+    Path("model.json").write_text(json.dumps({"params": params}))
+    Path("rules.toml").write_text('[[rules]]\npattern = "kernel"\nspec = ["fsdp", "tp"]')
+    planned = invoke("plan", "model.json", "-r", "rules.toml", "-m", "fsdp=2", "--lock", "plan.lock")
+    assert planned.exit_code == 0
+    done = invoke(name, *COMMANDS[name].example.partition(" > ")[0].split())
+    assert (done.exit_code, done.stderr) == (1 if name == "check" else 0, "")
+    assert done.stdout
 
 
 def test_the_help_names_what_there_is():
@@ -126,6 +136,11 @@ def test_the_overview_is_the_help_of_all():
 
 def test_the_version_is_told():
     assert invoke("--version").stdout == f"shardrules {__version__}\n"
+
+
+def test_the_page_of_commands_is_theirs():
+    text = command_page.PAGE.read_text()
+    assert text == command_page.written(text), "python -m tests.support.command_page writes it anew"
 
 
 @pytest.mark.parametrize(
