@@ -40,7 +40,11 @@ def _section(name: str) -> str:
 
 
 def _table(head: str, rows: list[tuple[str, str]]) -> list[str]:
-    return [f"| {head} | meaning |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in rows)]
+    return [
+        f"| {head} | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {text} |" for name, text in rows),
+    ]
 
 
 def _option(option: click.Parameter) -> tuple[str, str]:
