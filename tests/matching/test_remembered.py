@@ -202,6 +202,7 @@ MAKING_RULES = {
     "_moving/trees.py": "made once",
     "_suggesting/proving.py": "patterns that are being written",
     "_suggesting/writing.py": "the same",
+    "_suggesting/fix.py": "the same",
     "demo.py": "shown as a user's own",
 }
 

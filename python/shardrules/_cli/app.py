@@ -38,7 +38,7 @@ _MORE: Final = [
 ]
 
 
-class Choice(click.Choice):  # type: ignore[type-arg]
+class OneOf(click.Choice):  # type: ignore[type-arg]
     """A choice whose error is a line like those of other values."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -138,7 +138,7 @@ def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
     if value == "NUMBER":
         attributes["type"] = click.IntRange(min=attributes.pop("least"))
     if value.startswith("{"):
-        attributes["type"] = Choice(value[1:-1].split(","))
+        attributes["type"] = OneOf(value[1:-1].split(","))
     attributes |= {"metavar": value.removesuffix("..."), "multiple": value.endswith("...")}
     return click.Option([name, *flags], **attributes)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace as Args
 from typing import Any, Final, NamedTuple
 
+from shardrules._cli.process import hint, working
+
 Function = Callable[[Args], int | None]
 
 
@@ -74,7 +76,7 @@ def plan(args: Args) -> int:
         write_text(Path(args.manifest), shapes)
     if report:
         write_text(Path(args.html), report)
-        show.hint(args, f"{args.html}: a report in one file, which works offline")
+        hint(args, f"{args.html}: a report in one file, which works offline")
     fits = room.fits(memory)
     if args.format == "json":
         print(plan_json(plan, memory, room, time))
@@ -188,7 +190,7 @@ def sweep(args: Args) -> None:
     axes, fixed = inputs.sweep_axes(args.axes or "")
     first = args.mesh[0] if meshes else f"{axes[0]}={args.devices}"
     plan = inputs.load(args, mesh=first).plan
-    with show.working(args, "trying meshes"):
+    with working(args, "trying meshes"):
         rows = plan.sweep(
             meshes or None, devices=args.devices, axes=axes, fixed=fixed,
             hbm=room.hbm, host_memory=room.host, **step, **training,
@@ -235,7 +237,7 @@ def suggest(args: Args) -> int:
 
     Exits with 1 if check warns of them.
     """
-    from shardrules._cli import inputs, show
+    from shardrules._cli import inputs
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._suggesting.suggest import suggest
 
@@ -261,7 +263,7 @@ def suggest(args: Args) -> int:
     formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))
     for warning in suggestion.warnings if args.format != "text" else ():
-        show.hint(args, str(warning))
+        hint(args, str(warning))
     return 1 if suggestion.warnings else 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from shardrules._cli.options import MOMENTS
-from shardrules._cli.show import hint, working
+from shardrules._cli.process import hint, working
 from shardrules._declared import Declared, all_declared, compiled_replicated
 from shardrules._dtypes import numpy_name
 from shardrules._file_content import memory_within

@@ -6,14 +6,15 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 
-from shardrules._cli.process import note
+from shardrules._cli.inputs import Planned, dialect_of
+from shardrules._cli.process import hint, working
 from shardrules._format import and_more, brief
 from shardrules._planning.asking.defaults import DEFAULT_LARGE
 from shardrules._planning.kinds import is_replicated
@@ -23,7 +24,6 @@ from shardrules._printable import is_command, printable
 if TYPE_CHECKING:
     from types import SimpleNamespace as Args
 
-    from shardrules._cli.inputs import Planned
     from shardrules._format import Table
     from shardrules._planning.asking.budget import Room
     from shardrules._planning.asking.findings import Findings, Level
@@ -42,25 +42,6 @@ _ADDED: Final = frozenset({"unmatched", "catch-all"})
 """Kinds of findings that --fix writes rules for."""
 # Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
 _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
-
-
-def hint(args: Args, text: str) -> None:
-    """Writes a line to stderr, unless --quiet is given."""
-    if not args.quiet:
-        note(printable(text))
-
-
-@contextmanager
-def working(args: Args, what: str) -> Iterator[None]:
-    """Shows this text on a terminal while the body runs."""
-    if args.quiet or not sys.stderr.isatty():
-        yield
-        return
-    print(f"{printable(what)} ...", end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def _print(text: str) -> None:
@@ -150,7 +131,6 @@ def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequen
 
 def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
     """Prints the rules that a rule file lacks, and returns the exit code."""
-    from shardrules._cli.inputs import dialect_of
     from shardrules._suggesting.fix import fix
 
     text = fix(

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrules._format import counted
 from shardrules._planning.asking.checks.queries import Queries, finding, rules_listed
-from shardrules._planning.asking.checks.tables import TABLES
+from shardrules._planning.asking.checks.tables import tables
 from shardrules._planning.fold import fold
 
 if TYPE_CHECKING:
@@ -61,6 +61,6 @@ def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
     """The companions by table. Most records of the package's own tables find nothing, by design."""
     sets: dict[str, list[Companion]] = defaultdict(list)
     for companion in companions:
-        name = next((name for name, table in TABLES.items() if companion in table), None)
+        name = next((name for name, table in tables().items() if companion in table), None)
         sets[name or f"the companion {companion.pattern!r}"].append(companion)
     return sets

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardrules._matching.rules import Rules
 from shardrules._planning.asking.checks.queries import Queries, finding
 from shardrules._planning.companion import base_path, fits_rank
-from shardrules._planning.companions import LORA, QUANTIZED
 from shardrules._planning.path_rules import first_rules
 
 if TYPE_CHECKING:
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from shardrules._planning.companion import Companion
     from shardrules._planning.fold import Folded
 
-__all__ = ["TABLES", "advice", "cut_ranks"]
-
-TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
-"""The package's own tables, by name."""
+__all__ = ["advice", "cut_ranks", "tables"]
 
 
 class _Missed(NamedTuple):
@@ -36,11 +32,19 @@ class _Missed(NamedTuple):
     """The rule that their base's path meets."""
 
 
+@cache
+def tables() -> Mapping[str, tuple[Companion, ...]]:
+    """Returns the package's own tables by name, imported where leaves may be theirs."""
+    from shardrules._planning.companions import LORA, QUANTIZED
+
+    return {"LORA": LORA, "QUANTIZED": QUANTIZED}
+
+
 def advice(queries: Queries, folded: Sequence[Folded]) -> str:
     """How many of these leaves a table's records would lead to a rule, as a part of a fix."""
     leaves = {
         name: sum(len(one.folded.rows) for one in _missed(queries, folded, table))
-        for name, table in TABLES.items()
+        for name, table in tables().items()
     }
     return "".join(
         f"; or give companions=shardrules.{name}: {count:,} of them then follow other leaves' rules"
@@ -53,8 +57,8 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
     """Factors of LoRA that a rule for their kernel decides, as if they were the kernel."""
     kinds = queries.columns.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = (one for one in queries.columns.folded if "lora_" in "".join(one.parts))
-    for one in _missed(queries, named, LORA):
+    named = [one for one in queries.columns.folded if "lora_" in "".join(one.parts)]
+    for one in _missed(queries, named, tables()["LORA"]) if named else ():
         kind, dims = kinds[one.folded.group], one.companion.dims
         if kind.rule == one.rule and kind.spec is not None and not callable(dims):
             entries = zip(dims, kind.spec, strict=False)
