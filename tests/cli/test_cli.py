@@ -980,3 +980,14 @@ def test_load_needs_dry_run():
     result = run(*LOAD[:-1])
     assert result.exit_code == 2
     assert "give --dry-run; arrays are loaded in Python, by shardrules.load" in result.stderr
+
+
+def test_warnings_of_suggested_rules_are_lines(tmp_path):
+    model = tmp_path / "m.json"
+    model.write_text(json.dumps({"params": [["up/kernel", [4096, 8192], "F32"]]}))
+    result = run("suggest", model, "-m", "fsdp=3")
+    assert result.exit_code == 1
+    assert "\nwarning[unused-axis]: " in result.stderr
+    assert "u000a" not in result.stderr
+    quiet = run("suggest", model, "-m", "fsdp=3", "-q")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")

@@ -39,7 +39,7 @@ _MORE: Final = [
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg]
-    """A choice whose error is a line like those of other values."""
+    """Choice whose error is a line like those of other values."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Checks that the value is one of the choices."""
@@ -50,7 +50,7 @@ class OneOf(click.Choice):  # type: ignore[type-arg]
 
 
 class Argument(click.Argument):
-    """An argument with a line of help."""
+    """Argument with a line of help."""
 
     line = ""
 
@@ -60,7 +60,7 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command whose function takes the options as one record."""
+    """Command whose function takes the options as one record."""
 
     def __init__(self, name: str, entry: Entry) -> None:
         parameters = [_parameter(name, entry.changes.get(name, {})) for name in entry.options]
@@ -95,7 +95,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """All commands, of which only those that are asked for are made."""
+    """Group of all commands, of which only those that are asked for are made."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Lists the commands, the most used first."""

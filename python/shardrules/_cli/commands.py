@@ -263,7 +263,8 @@ def suggest(args: Args) -> int:
     formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
     print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))
     for warning in suggestion.warnings if args.format != "text" else ():
-        hint(args, str(warning))
+        for line in str(warning).splitlines():
+            hint(args, line)
     return 1 if suggestion.warnings else 0
 
 

@@ -98,11 +98,11 @@ def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
             f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
         )
     name, tree, axis_names = _tree(source, rules.rules.dialect)
-    made = plan(
+    result = plan(
         tree, rules.rules, axis_sizes, min_size=args.min_size, companions=rules.companions,
         names=axis_names, optional_axes=rules.declared["optional_axes"],
     )  # fmt: skip
-    return Planned(made, name, rules, fallbacks)
+    return Planned(result, name, rules, fallbacks)
 
 
 def _locked_plan(source: str, declared: Declared) -> Planned:
@@ -136,14 +136,14 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
     """Reads a model that rules are to be written for, and arguments of `suggest` about it."""
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
-        like = None if args.like is None else read_rules(args.like, dialect).rules
-        if isinstance(like, LogicalRules):
+        rules = None if args.like is None else read_rules(args.like, dialect).rules
+        if isinstance(rules, LogicalRules):
             raise TypeError(
                 f"{args.like}: it is for logical axis names; rules that are mended are for paths"
             )
-        dialect = dialect if like is None else like.dialect
+        dialect = dialect if rules is None else rules.dialect
         _, tree, axis_names = _tree(args.source, dialect)
-    return tree, {"names": axis_names, "dialect": dialect, "like": like}
+    return tree, {"names": axis_names, "dialect": dialect, "like": rules}
 
 
 def load_hardware(text: str) -> Hardware:
@@ -168,15 +168,15 @@ def dialect_of(args: Args) -> Dialect | LogicalDialect | None:
     """Returns the dialect of --dialect; None without the option."""
     if args.dialect is None:
         return None
-    known: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
-    if args.dialect.lower() not in known:
-        names = ", ".join(sorted(known))
+    dialects: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
+    if args.dialect.lower() not in dialects:
+        names = ", ".join(sorted(dialects))
         raise ValueError(f"there is no dialect {args.dialect!r}; there are {names}")
-    return known[args.dialect.lower()]
+    return dialects[args.dialect.lower()]
 
 
 def is_lock(text: str) -> bool:
-    """Whether the file of this name is a lock."""
+    """Tells whether the file of this name is a lock."""
     path = Path(text)
     if not path.is_file() or path.suffix == ".gz":
         return False
@@ -271,11 +271,11 @@ def room(args: Args, hardware: Hardware | None) -> Room:
     return Room(hbm, memory("--host-memory", "a host", args.host_memory))
 
 
-def memory(option: str, of: str, text: str | None) -> int | None:
+def memory(option: str, owner: str, text: str | None) -> int | None:
     """Returns the bytes that an option means; few without a unit may be meant as gigabytes."""
     count = None if text is None else byte_count(text)
     if count == 0:
-        raise ValueError(f"{option} is {text!r}; {of} has memory, such as 96GB")
+        raise ValueError(f"{option} is {text!r}; {owner} has memory, such as 96GB")
     is_bare = text is not None and text.strip()[-1:].isdigit()
     if is_bare and count is not None and count < _LEAST_WITHOUT_UNIT:
         raise ValueError(f"{option} {text}: that is {count:,} bytes; write {text}GB")

@@ -1,4 +1,4 @@
-"""The process around a command: its streams, its signals and its exit code.
+"""Process around a command: its streams, its signals and its exit code.
 
 Exit codes: 0 is success; 1 findings or differences; 2 any error; 128 + N an end by signal N, as in
 shells. A closed pipe counts as SIGPIPE.
@@ -34,7 +34,7 @@ _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, Recu
 
 
 class _EndedError(BaseException):
-    """A signal that ends the process, as an exception, so that `finally` clauses run.
+    """Signal that ends the process, as an exception, so that `finally` clauses run.
 
     It is not a SystemExit, because a user's module that raises SystemExit is reported as an error.
     """
@@ -61,7 +61,7 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code for an exception that ended a command; prints a line about an error to stderr.
+    """Returns the exit code for an exception, and prints a line about an error to stderr.
 
     In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
     """

@@ -108,17 +108,17 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
 def _added_names(rules: LogicalRules, plan: Plan, head_dim: int | None) -> _Addition:
     """Returns rules of logical axis names that have none, without the axes of names beside them."""
     suggestion = suggest(plan, head_dim=head_dim)
-    known: dict[str, set[str]] = defaultdict(set)
+    axes_of: dict[str, set[str]] = defaultdict(set)
     for name, axes in rules:
-        known[name] |= {*axes_in(axes)}
-    beside: dict[str, set[str]] = defaultdict(set)
+        axes_of[name] |= {*axes_in(axes)}
+    taken: dict[str, set[str]] = defaultdict(set)
     for kind in plan.kinds:
         for name in kind.names or ():
-            beside[name] |= {axis for other in kind.names or () for axis in known.get(other, ())}
+            taken[name].update(*(axes_of.get(neighbour, ()) for neighbour in kind.names or ()))
     added = [
-        (name, entry_of(tuple(axis for axis in axes_in(axes) if axis not in beside[name])), note)
+        (name, entry_of(tuple(axis for axis in axes_in(axes) if axis not in taken[name])), note)
         for (name, axes), note in zip(suggestion.rules, suggestion._notes, strict=True)
-        if name not in known
+        if name not in axes_of
     ]
     return _Addition(len(rules), added)
 

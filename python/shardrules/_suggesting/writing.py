@@ -114,7 +114,7 @@ def written(
     )
     cuts = with_followers(units, cuts, axis_sizes)
     if siblings:
-        cuts = [_copied(unit, siblings) or own for unit, own in zip(units, cuts, strict=True)]
+        cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
     spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
     labels = [_label(unit, of, spared, entries or {}) for unit, of in zip(units, cuts, strict=True)]
     units, labels = _told_apart(units, labels, dialect)
@@ -238,8 +238,8 @@ def _copied(unit: Unit, siblings: Mapping[Any, set[Cuts]]) -> Cuts | None:
     """Returns the cuts that all siblings of a leaf have; None if there are several, or none."""
     if not unit.dims.is_known:
         return None
-    alike = {cuts for key in _sibling_keys(unit) for cuts in siblings.get(key, ())}
-    return alike.pop() if len(alike) == 1 else None
+    copies = {cuts for key in _sibling_keys(unit) for cuts in siblings.get(key, ())}
+    return copies.pop() if len(copies) == 1 else None
 
 
 def _sibling_keys(unit: Unit) -> list[Any]:
