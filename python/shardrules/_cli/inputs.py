@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 _MOST_FALLBACKS: Final = 5
 # A device or a host has more.
 _LEAST_WITHOUT_UNIT: Final = 10**6
-_OF_MODELS: Final = (
-    "rules", "mesh", "dialect", "min_size", "no_fallbacks", "stacked", "companions",
-)  # fmt: skip
 
 
 class Planned(NamedTuple):
@@ -121,7 +118,8 @@ def load_sides(args: Args) -> list[Plan]:
     models = [side for side in sides if side not in locks]
     if not models:
         why = "both sides are locks, which have their own rules and mesh"
-        refuse(why, args, *_OF_MODELS)
+        options = ("rules", "mesh", "dialect", "min_size", "no_fallbacks", "stacked", "companions")
+        refuse(why, args, *options)
         return [locks[side] for side in sides]
     mesh = args.mesh or next((mesh_shown(lock.axis_sizes) for lock in locks.values()), None)
     if args.rules is None or mesh is None:
