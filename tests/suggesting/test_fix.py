@@ -275,6 +275,13 @@ def test_units_of_heads_are_in_the_patch(where):
         assert "units" in result.stdout
 
 
+def test_tables_that_cannot_be_found_get_tables_to_paste(where):
+    (where / "r.toml").write_text('[["rules"]]\npattern = "gone"\nspec = []\n')
+    head, *lines = check(where, "r.toml", "--fix").stdout.splitlines()
+    assert head == "r.toml: 3 rules to paste at the end of the list:"
+    assert lines[1:4] == ["[[rules]]", "pattern = 'layers/\\d+/(wq|wo)'", 'spec = ["tp", "fsdp"]']
+
+
 def test_leaves_that_follow_others_are_refused(where):
     (where / "r.toml").write_text('stacked = ["layers"]\n' + TOML)
     result = check(where, "r.toml", "--fix")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardrules._matching.dialects import Dialect
     from shardrules._planning.plan import Plan
 
+_TABLE: Final = re.compile(r"""^\s*\[\[\s*["']?rules\b""", re.MULTILINE)
 # [rules.spec] belongs to the rule above.
 _OTHER_TABLE: Final = re.compile(r"\s*\[(?!\[?\s*rules\b)")
 _NO_LINE_END: Final = "\n\\ No newline at end of file\n"
@@ -192,11 +193,15 @@ def _pasted(
         begins = lines[min(place, len(lines) - 1)]
         where += f" (line {begins})" if place < len(lines) else f" (its last at line {begins})"
     is_logical = isinstance(rules, LogicalRules)
+    suffix = "" if is_module_form(source) else Path(source).suffix
+    has_tables = suffix == ".toml" and _TABLE.search(Path(source).read_text("utf-8"))
     pasted = [printable(f"{source}: {count} to paste {where}:")]
     for pattern, value, note in addition.rules:
-        if is_module_form(source):
+        if has_tables:
+            pasted += [*(toml_logical_rule if is_logical else toml_rule)(pattern, value, note), ""]
+        elif is_module_form(source):
             pasted += [f"# {note}", f"{python_rule(pattern, value, is_logical=is_logical)},"]
-        elif Path(source).suffix in (".yml", ".yaml"):
+        elif suffix in (".yml", ".yaml"):
             pasted += [f"# {note}", f"- {_json_rule(pattern, value, is_logical)}"]
         else:
             pasted.append(f"{_json_rule(pattern, value, is_logical)},")
