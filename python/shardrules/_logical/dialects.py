@@ -52,7 +52,9 @@ class LogicalDialect:
         check_type("name", self.name, str, "a string")
         check_type("correction", self.correction, Correction, "a Correction")
         for field in ("last_wins", "keeps_unknown", "tries_next", "keeps_size_one"):
-            object.__setattr__(self, field, boolean(field, getattr(self, field)))
+            value = getattr(self, field)
+            if type(value) is not bool:
+                object.__setattr__(self, field, boolean(field, value))
 
 
 LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)
