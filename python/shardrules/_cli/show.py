@@ -101,7 +101,8 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
         for finding in findings:
             label, message, *lines = finding_lines(finding)
             _print(f"{click.style(label, **_STYLES[finding.level])}: {message}")
-            _print(click.style("\n".join(lines), dim=finding.level == "info" or None))
+            text = "\n".join(lines)
+            _print(click.style(text, dim=True) if finding.level == "info" else text)
         if not args.quiet:
             _print(click.style(conclusion(findings), bold=True))
             kinds = {finding.kind for finding in findings.at_least("warning")}
