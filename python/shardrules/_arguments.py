@@ -94,7 +94,9 @@ def check_choices(record: Any) -> None:
         ValueError: One has another value; the message names the field and lists the choices.
     """
     for name, choices in _choices_of(record.__class__).items():
-        check_choice(name, getattr(record, name), choices)
+        value = getattr(record, name)
+        if type(value) is not str or value not in choices:
+            check_choice(name, value, choices)
 
 
 @functools.cache
@@ -184,7 +186,8 @@ def each(name: str, values: tuple[Any, ...], types: type | UnionType, what: str)
         TypeError: One is not; the message has its position.
     """
     for position, value in enumerate(values):
-        check_type(f"{name}[{position}]", value, types, what)
+        if not isinstance(value, types):
+            check_type(f"{name}[{position}]", value, types, what)
     return values
 
 

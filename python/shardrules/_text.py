@@ -12,9 +12,10 @@ import heapq
 import json
 import re
 import reprlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 # GitHub's runner obeys ::name:: at the beginning of a line, after white space. It and the runners
 # of Azure and TeamCity obey ##[name], ##vso[ and ##teamcity[ anywhere.
@@ -72,6 +73,9 @@ _COMPARED: Final = 100
 _VOWELS: Final = ("a", "e", "i", "o", "A", "E", "I", "O", "nd")  # an ndarray
 # Wider cells, such as names of a megabyte, stand out of their column: all others are not padded.
 _WIDEST: Final = 200
+# Of a path; a cell that is elided keeps so many characters.
+_WORDS: Final = re.compile(r"[^/]*/|[^/]+")
+_LEAST_CELL: Final = 24
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _BYTES_OF: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -94,19 +98,97 @@ class _Start(reprlib.Repr):
 _start: Final = _Start()
 
 
-def aligned(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str]
-) -> list[str]:
-    """Return the lines of a table, with the columns under these heads aligned to the right."""
-    lines = [heads, *rows]
-    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if head in right else text.ljust(width)
-            for head, text, width in zip(heads, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+class Column(NamedTuple):
+    """Column of a table."""
+
+    head: str
+    is_right: bool = False
+    is_elided: bool = False
+    """Whether long cells lose their middle where lines must be narrow."""
+    is_optional: bool = False
+    """Whether it goes where lines must be narrow, the last one first."""
+
+
+class Table:
+    """Table of texts, as aligned lines or HTML."""
+
+    def __init__(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+        self.columns = [*columns]
+        self.rows = [*rows]
+
+    def lines(self) -> list[str]:
+        """Returns the heads and a line for each row, in aligned columns."""
+        widths = self._widths()
+        return [
+            "  ".join(
+                text.rjust(width) if column.is_right else text.ljust(width)
+                for text, column, width in zip(line, self.columns, widths, strict=True)
+            ).rstrip()
+            for line in ([column.head for column in self.columns], *self.rows)
+        ]
+
+    def html(self, caption: str, last: str = "") -> str:
+        """Returns an HTML table, with a last line if there is one; texts are escaped."""
+        from html import escape
+
+        def line(tag: str, cells: Iterable[str]) -> str:
+            marked = (f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells)
+            return f"<tr>{''.join(marked)}</tr>"
+
+        body = "".join(line("td", row) for row in self.rows)
+        if last:
+            body += f'<tr><td colspan="{len(self.columns)}">{escape(printable(last))}</td></tr>'
+        return (
+            f"<table><caption>{escape(printable(caption))}</caption>"
+            f"<thead>{line('th', (column.head for column in self.columns))}</thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+    def narrow(self, width: int) -> Table:
+        """Returns the table for lines of this width, without columns and middles that lack room."""
+        columns, rows = self.columns, self.rows
+        least = [
+            min(size, _LEAST_CELL) if column.is_elided else size
+            for column, size in zip(columns, self._widths(), strict=True)
+        ]
+        kept = [*range(len(columns))]
+        for number in reversed(range(len(columns))):
+            if columns[number].is_optional and _line_width(least[n] for n in kept) > width:
+                kept.remove(number)
+        for number in kept:
+            if columns[number].is_elided:
+                others = _line_width(least[n] for n in kept) - least[number]
+                room = max(width - others, least[number])
+                rows = [
+                    [*row[:number], elided(row[number], room), *row[number + 1 :]] for row in rows
+                ]
+        return Table([columns[n] for n in kept], ([row[n] for n in kept] for row in rows))
+
+    def _widths(self) -> list[int]:
+        lines = ([column.head for column in self.columns], *self.rows)
+        return [min(_WIDEST, max(map(len, cells))) for cells in zip(*lines, strict=True)]
+
+
+def _line_width(widths: Iterable[int]) -> int:
+    return sum(width + 2 for width in widths) - 2
+
+
+def elided(text: str, width: int) -> str:
+    """Returns a path without its middle, between two words where that is possible."""
+    if len(text) <= width:
+        return text
+    room, start, end = width - 4, "", ""
+    words = deque(_WORDS.findall(text))
+    while words:
+        free = room - len(start) - len(end)
+        is_last = len(words[-1]) <= free and (len(end) <= len(start) or len(words[0]) > free)
+        if not is_last and len(words[0]) > free:
+            break
+        start, end = (start, words.pop() + end) if is_last else (start + words.popleft(), end)
+    if end:
+        return f"{start}.../{end}"
+    half = max(width - 3, 2) // 2  # a word is longer
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def brief(value: object) -> str:

@@ -15,9 +15,7 @@ import pytest
 
 import shardrules as sr
 from shardrules import demo
-from shardrules._cli import show
 from tests.support import corpus
-from tests.support.command_line import ended
 from tests.support.command_line import invoke as run
 from tests.support.contexts import pseudo_terminal
 
@@ -330,7 +328,7 @@ def test_a_lock_is_asked_by_itself(small, lock, command):
     model, rules = small
     whole = run(command, model, *path, "-r", rules, "-m", "fsdp=2,tp=4")
     assert told.exit_code == whole.exit_code
-    lines = set(whole.stdout.splitlines()) - {"--fix prints a patch of the rules"}
+    lines = set(whole.stdout.splitlines()) - {"--fix prints the missing rules"}
     assert set(told.stdout.splitlines()) == lines
     for words in (["-r", rules], ["-m", "tp=2"], ["--dialect", "nnx"], ["--min-size", "3"]):
         refused = run(command, lock, *path, *words)
@@ -351,7 +349,7 @@ def test_a_lock_of_corrections_tells_them(tmp_path):
 
 def test_what_a_lock_is_no_model_for(lock):
     assert "this is a lock of a plan; give the model" in run("suggest", lock, "-m", "tp=2").stderr
-    assert "--fix patches a rule file" in run("check", lock, "--fix").stderr
+    assert "--fix adds to a rule file" in run("check", lock, "--fix").stderr
 
 
 def test_a_lock_beside_a_model_says_the_mesh(small, lock):
@@ -387,7 +385,7 @@ def test_a_few_bytes_of_memory_are_gigabytes_without_a_unit(small, command):
 def test_the_text_names_the_option_that_mends_rules(small):
     model, rules = small
     args = (model, "-r", rules, "-m", "fsdp=2,tp=4")
-    assert run("check", *args).stdout.splitlines()[-1] == "--fix prints a patch of the rules"
+    assert run("check", *args).stdout.splitlines()[-1] == "--fix prints the missing rules"
     for more in (["--replicated", "embed"], ["--format", "json"], ["--companions", "lora"]):
         assert "--fix" not in run("check", *args, *more).stdout
 
@@ -556,21 +554,11 @@ def many_leaves(folder):
     return model, rules
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("plan", "-m", "fsdp=2,tp=4"),
-        ("check", "-m", "fsdp=2,tp=4,dp=2"),
-        ("sweep", "--devices", "8", "--axes", "fsdp,tp", "--most", "2", "--hbm", "100kB"),
-    ],
-)
-def test_a_terminal_is_shown_what_a_pipe_gets_but_for_colours(words, tmp_path):
-    pytest.importorskip("rich")
-    command, *more = words
-    model, rules = many_leaves(tmp_path)
-    line = [sys.executable, "-m", "shardrules", command, model, "-r", rules, *more]
+def on_terminal(*words, columns, **environment):
+    """What the command line writes on a terminal, without what it has wiped out."""
     ours, theirs = pseudo_terminal()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    line = [sys.executable, "-m", "shardrules", *map(str, words)]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **environment}
     with subprocess.Popen(line, stdout=theirs, stderr=theirs, env=environment):
         os.close(theirs)
         chunks = []
@@ -578,28 +566,83 @@ def test_a_terminal_is_shown_what_a_pipe_gets_but_for_colours(words, tmp_path):
             while chunk := os.read(ours, 1 << 16):
                 chunks.append(chunk)
     os.close(ours)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(chunks).decode()).replace("\r", "")
-    piped = subprocess.run(line, capture_output=True, text=True, check=False)
-    # On a terminal what is being done stands on stderr, and is wiped out.
-    assert [text.rstrip() for text in shown.splitlines() if "trying meshes" not in text][
-        -len(piped.stdout.splitlines()) :
-    ] == piped.stdout.splitlines()
+    text = re.sub(r"[^\r\n]*\r\x1b\[K", "", b"".join(chunks).decode())
+    return text.replace("\r\n", "\n")
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+SHOWN = [
+    ("plan", "-m", "fsdp=2,tp=4"),
+    ("check", "-m", "fsdp=2,tp=4,dp=2"),
+    ("sweep", "--devices", "8", "--axes", "fsdp,tp", "--most", "2", "--hbm", "100kB"),
+]
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_wide_terminal_is_shown_what_a_pipe_gets_but_for_colours(words, tmp_path):
+    command, *more = words
+    model, rules = many_leaves(tmp_path)
+    shown = on_terminal(command, model, "-r", rules, *more, columns=200)
+    piped = run(command, model, "-r", rules, *more).stdout
+    assert (plain(shown), "\x1b[" in shown, "\x1b[" in piped) == (piped, True, False)
+    assert plain(shown) == on_terminal(
+        command, model, "-r", rules, *more, columns=200, NO_COLOR="1"
+    )
     if command == "plan":
-        assert piped.stdout.count("/kernel ") == 100
+        assert piped.count("/kernel ") == 100
     if command == "sweep":
-        assert "... and 2 more meshes" in piped.stdout
+        assert "... and 2 more meshes" in piped
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "sweep"])
-def test_a_terminal_without_rich_is_shown_what_a_pipe_gets(small, command, monkeypatch, capsys):
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_table_fits_a_terminal(columns, tmp_path):
+    model, rules = tmp_path / "m.json", tmp_path / "r.json"
+    long = "model/layers/{}/self_attention/projections/query_projection/kernel"
+    arrays = [[long.format(n), [4, 512, 512], "BF16"] for n in range(3)]
+    arrays.append(["a_single_word_that_is_longer_than_any_column_of_a_terminal_may_be", [8], "F32"])
+    model.write_text(json.dumps({"params": arrays}))
+    rules.write_text(json.dumps([["kernel", [None, "fsdp", "tp"]], [".*", []]]))
+    for words in (("plan", "-m", "fsdp=2,tp=4"), ("sweep", "--devices", 8, "--axes", "fsdp,tp")):
+        lines = plain(on_terminal(words[0], model, "-r", rules, *words[1:], columns=columns))
+        table = lines.splitlines()[words[0] == "plan" :]
+        assert max(map(len, table[:3])) <= columns
+        assert any("..." in line for line in table) or words[0] == "sweep"
+    plan = plain(on_terminal("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", columns=columns))
+    (path,) = (line.split()[0] for line in plan.splitlines() if "kernel" in line)
+    assert {"...", "kernel"} <= {*path.replace("...", "/.../").split("/")}
+    assert {*path.replace("...", "/").split("/")} <= {*long.format("{0..2}").split("/"), ""}
+    assert ("... without" in plan) == (columns == 80)
+    assert long.format("{0..2}") in run("plan", model, "-r", rules, "-m", "fsdp=2,tp=4").stdout
+
+
+def test_colours_are_chosen(small):
     model, rules = small
-    words = [command, str(model), "-r", str(rules), "-m", "fsdp=2,tp=4"]
-    monkeypatch.setattr(show, "find_spec", {}.get)
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["shardrules", *words])
-    ended()
-    assert capsys.readouterr().out == run(*words).stdout
+    words = ("plan", model, "-r", rules, "-m", "fsdp=2,tp=4", "--color")
+    always, never, auto = (run(*words, choice).stdout for choice in ("always", "never", "auto"))
+    assert "\x1b[31m" in always
+    assert plain(always) == never == auto
+    assert "\x1b[" not in on_terminal(*words, "never", columns=200)
+    refused = run(*words, "pink")
+    assert "--color is 'pink'; it must be one of auto, always, never" in refused.stderr
+
+
+def test_quiet_leaves_the_result(small, tmp_path):
+    model, rules = small
+    words = (model, "-r", rules, "-m", "fsdp=2,tp=4", "-q")
+    report = tmp_path / "plan.html"
+    done = run("plan", *words, "--html", report)
+    assert (done.exit_code, done.stderr, report.exists()) == (0, "", True)
+    loud, quiet = run("check", *words[:-1]), run("check", *words)
+    assert (loud.exit_code, quiet.exit_code) == (1, 1)
+    hints = ["1 error, 0 warnings, 0 info", "--fix prints the missing rules"]
+    assert loud.stdout.splitlines() == [*quiet.stdout.splitlines(), *hints]
+    rules.write_text('[[rules]]\npattern = "(?=w)"\nspec = []\n[[rules]]\npattern = ""\nspec = []')
+    assert run("plan", *words[:-1]).stderr.startswith("note: `re`")
+    assert run("plan", *words).stderr == ""
+    assert run("plan", *words, "--hbm", "0").stderr.startswith("error: ")
 
 
 def test_the_rules_of_a_file_are_those_of_the_library(small):
@@ -937,3 +980,14 @@ def test_load_needs_dry_run():
     result = run(*LOAD[:-1])
     assert result.exit_code == 2
     assert "give --dry-run; arrays are loaded in Python, by shardrules.load" in result.stderr
+
+
+def test_warnings_of_suggested_rules_are_lines(tmp_path):
+    model = tmp_path / "m.json"
+    model.write_text(json.dumps({"params": [["up/kernel", [4096, 8192], "F32"]]}))
+    result = run("suggest", model, "-m", "fsdp=3")
+    assert result.exit_code == 1
+    label, path, _ = result.stderr.splitlines()
+    assert (label.partition(":")[0], path) == ("warning[replicated]", "    up/kernel")
+    quiet = run("suggest", model, "-m", "fsdp=3", "-q")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, result.stdout, "")

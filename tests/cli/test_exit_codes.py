@@ -14,7 +14,7 @@ import time
 import pytest
 
 from shardrules import demo
-from shardrules._cli import loading, process
+from shardrules._cli import inputs, process
 from tests.support.command_line import ended
 from tests.support.contexts import pseudo_terminal
 from tests.support.slow import slow, some
@@ -204,7 +204,7 @@ class TestWhatMayGoWrongInside:
         def fails(*_, **__):
             raise error
 
-        monkeypatch.setattr(loading, "load_plan", fails)
+        monkeypatch.setattr(inputs, "load_plan", fails)
         monkeypatch.setattr(sys, "argv", ["shardrules", "plan", "m", "-r", "r", "-m", "tp=2"])
         code = ended()
         told = capsys.readouterr()
@@ -268,7 +268,7 @@ CONTRADICTIONS = [
     (["plan", "-m", "tp=2", "--optimizer", "sgd", "--optimizer-dtype", "bf16"], "leave out --optimizer-dtype"),
     (["plan", "-m", "tp=2", "--lock", "x", "--html", "x"], "--html x would replace --lock"),
     (["plan", "-m", "tp=2", "--lock", "model.json"], "--lock model.json would replace"),
-    (["plan", "-m", "tp=2", "--html", "./rules.json"], "--html rules.json would replace"),
+    (["plan", "-m", "tp=2", "--html", "./rules.json"], "--html ./rules.json would replace"),
     (["plan", "-m", "tp=-1"], "it must be an integer from 1"),
     (["plan", "-m", "tp=nan"], "not an integer"),
     (["plan", "-m", "tp=inf"], "not an integer"),

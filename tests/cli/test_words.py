@@ -1,112 +1,170 @@
-"""Words of a command line into the arguments of a command's function."""
+"""Words of a command line: options and arguments, what is refused, the help, and completion."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from importlib import import_module
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 
 from shardrules import __version__
-from shardrules._cli.app import COMMANDS
-from shardrules._cli.arguments import Argument, Option, UsageError, parser_of
+from shardrules._cli.commands import COMMANDS
+from shardrules._cli.options import GROUP_OF, GROUPS
+from shardrules._correction import MEMORY_KINDS
+from shardrules._files.logical import LOGICAL_DIALECTS
+from shardrules._files.rules import DIALECTS, TABLES
 from shardrules._hardware import public_hardware
-from tests.support.command_line import invoke
+from shardrules._io import DEFAULT_MEMORY
+from shardrules._plan.findings import LEVELS
+from shardrules._text import byte_count
+from tests.support import command_page
+from tests.support.command_line import invoke, options_of
 
-
-def command(
-    source: Annotated[str, Argument(help="A model.")],
-    mesh: Annotated[str, Option("--mesh", "-m", help="A mesh.")],
-    least: Annotated[int, Option(min=1, help="An integer.")] = 20,
-    lock: Annotated[Path | None, Option(help="A file, 100% of it.")] = None,
-    stacked: Annotated[list[str] | None, Option(help="Several. Default: none.")] = None,
-    dry_run: Annotated[bool, Option(help="A flag.")] = False,
-) -> None:
-    """Do nothing."""
-
-
-DEFAULTS = {"least": 20, "lock": None, "stacked": None, "dry_run": False}
+PLAN = {"source": "model", "mesh": "tp=2", "rules": None, "min_size": 0, "stacked": ()}
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "options"),
     [
         ("model -m tp=2", {}),
         ("-m tp=2 model", {}),
-        ("--mesh=tp=2 model --least 3", {"least": 3}),
-        ("model -m tp=2 --lock -x", {"lock": Path("-x")}),
-        ("model -mtp=2 --stacked a --dry-run --stacked=-b", {"stacked": ["a", "-b"], "dry_run": True}),
+        ("--mesh=tp=2 model --min-size 3", {"min_size": 3}),
+        ("model -m tp=2 --lock -x", {"lock": "-x"}),
+        ("model -mtp=2 --hbm -5GB", {"hbm": "-5GB"}),
+        ("model -m tp=2 --stacked a --must-fit --stacked=-b", {"stacked": ("a", "-b"), "must_fit": True}),
+        ("-m tp=2 -q -- model", {"quiet": True}),
+        ("- -m tp=2", {"source": "-"}),
     ],
 )  # fmt: skip
-def test_words_are_arguments(words, found):
-    given = {"source": "model", "mesh": "tp=2"}
-    assert parser_of("x", command).parse(words.split()) == given | DEFAULTS | found
+def test_words_are_options(words, options):
+    got = vars(options_of("plan", *words.split()))
+    assert got | PLAN | options == got
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model", "required: --mesh/-m"),
-        ("-m tp=2", "required: SOURCE"),
-        ("model -m", "--mesh/-m: expected one argument"),
-        ("model -m tp=2 --lea 3", "there is no option --lea (did you mean --least?)"),
-        ("--mash fsdp=8", "there is no option --mash (did you mean --mesh?)"),
-        ("model -m tp=2 --dry-rnu", "there is no option --dry-rnu (did you mean --dry-run?)"),
-        ("model -m tp=2 --zzzzzzzz=3", "there is no option --zzzzzzzz"),
-        ("-m tp=2 -- --mesh-file --x", "unrecognized arguments: --x"),
-        ("model -m tp=2 --least 0", "--least: 0 is below 1"),
-        ("model -m tp=2 --least 1.5", "--least: '1.5' is not a whole number"),
-        ("model another -m tp=2", "unrecognized arguments: another"),
+        ("plan", "the following arguments are required: SOURCE"),
+        ("sweep", "the following arguments are required: SOURCE, --rules/-r"),
+        ("sweep m", "the following arguments are required: --rules/-r"),
+        ("explain -r x", "the following arguments are required: SOURCE, PATH"),
+        ("plan m", "the following arguments are required: --rules/-r, --mesh/-m"),
+        ("plan m -m", "option '-m' requires an argument"),
+        ("plan m --must-fit=3", "option '--must-fit' does not take a value"),
+        ("plan --mash fsdp=8", "there is no option --mash (did you mean --mesh?)"),
+        ("check --replicatd norm", "there is no option --replicatd (did you mean --replicated?)"),
+        ("load --dry-rnu", "there is no option --dry-rnu (did you mean --dry-run?)"),
+        ("plan m --zzzzzzzz=3", "there is no option --zzzzzzzz"),
+        ("plan m -z", "there is no option -z"),
+        ("plan -- m --x", "got unexpected extra argument (--x)"),
+        ("plan m --min-size -1", "invalid value for '--min-size': -1 is not in the range x>=0"),
+        ("plan m --min-size 1.5", "invalid value for '--min-size': '1.5' is not a valid integer range"),
+        ("chek", "there is no command 'chek' (did you mean check?)"),
+        ("help chek", "there is no command 'chek' (did you mean check?)"),
+        ("zzz", f"there is no command 'zzz'; there are {', '.join(COMMANDS)}"),
+        ("--nothing", "there is no option --nothing"),
     ],
-)
+)  # fmt: skip
 def test_other_words_are_refused(words, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parser_of("x", command).parse(words.split())
-
-
-def test_help_has_defaults_once(capsys):
-    assert parser_of("x", command).parse(["--help"]) is None
-    told = " ".join(capsys.readouterr().out.split())
-    assert "usage: shardrules x [-h] --mesh TEXT [--least INTEGER] [--lock PATH]" in told
-    assert "An integer. Default: 20." in told
-    assert "A file, 100% of it. --stacked TEXT Several. Default: none. --dry-run" in told
+    refused = invoke(*words.split())
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: {message}; see --help\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_its_help(name):
-    function = import_module(f"shardrules._cli.commands.{name}").command
-    told = invoke(name, "--help")
-    assert (told.exit_code, told.stderr) == (0, "")
-    for parameter in inspect.signature(function).parameters.values():
-        option = "--" + parameter.name.strip("_").replace("_", "-")
-        assert option in told.stdout or parameter.name.upper() in told.stdout
+    shown = invoke(name, "--help")
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert invoke("help", name) == shown == invoke(name, "-h")
+    text = " ".join(shown.stdout.split())
+    for option in COMMANDS[name].options:
+        usage = (
+            COMMANDS[name].changes.get(option, {}).get("usage", GROUPS[GROUP_OF[option]][option][0])
+        )
+        assert usage.removesuffix("...").replace(" --", ", --") in text
+        assert f" {GROUP_OF[option]}: " in text
+    assert f"Example: shardrules {name} {COMMANDS[name].example}".strip() in text
 
 
-def test_the_help_names_all_devices():
-    """As a text, since their figures are in a file that few commands need."""
-    told = " ".join(invoke("plan", "--help").stdout.split())
-    assert f"The devices: {', '.join(public_hardware())}; or" in told
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"demo", "verify"}))
+def test_the_example_of_each_command_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = [["layers/0/wq/kernel", [4096, 4096], "F32"], ["layers/0/norm", [4096], "F32"]]
+    Path("model.json").write_text(json.dumps({"params": params}))
+    rules = [["kernel", ["fsdp", "tp"]], ["norm", []]]
+    Path("rules.toml").write_text(f"rules = {json.dumps(rules)}")
+    planned = invoke(
+        "plan", "model.json", "-r", "rules.toml", "-m", "fsdp=2", "--lock", "plan.lock"
+    )
+    assert planned.exit_code == 0
+    done = invoke(name, *COMMANDS[name].example.partition(" > ")[0].split())
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_the_help_names_what_there_is():
+    """As a text, since it must not import the modules that have it."""
+    shown = " ".join(invoke("plan", "--help").stdout.split())
+    assert f"The devices: {', '.join(public_hardware())}; or" in shown
+    assert f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical" in shown
+    assert f"of logical rules {', '.join(LOGICAL_DIALECTS)}. Default" in shown
+    assert f"Leaves that follow others: {', '.join(TABLES)}." in shown
+    assert f"--optimizer-memory {{{','.join(MEMORY_KINDS)}}}" in shown
+    assert byte_count(options_of("plan", "x").max_memory) == DEFAULT_MEMORY
+    assert f"--fail-on {{{','.join(LEVELS)},never}}" in invoke("check", "-h").stdout
+
+
+def test_the_help_has_defaults_once():
+    shown = " ".join(invoke("suggest", "--help").stdout.split())
+    assert "Count the state of this optimizer. [default: adam] --optimizer-dtype" in shown
+    assert "moments. Default: float32. --hbm" in shown
 
 
 def test_the_overview_is_the_help_of_all():
-    told = invoke("--help")
-    assert told.exit_code == 0
-    for name, line in COMMANDS.items():
-        assert f"    {name} " in told.stdout
-        assert line in " ".join(told.stdout.split())
-    assert invoke() == told._replace(exit_code=2)
-    assert "there is no option --nothing; see --help" in invoke("--nothing").stderr
-    assert "required: COMMAND; see --help" in invoke("-x").stderr
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    for name, entry in COMMANDS.items():
+        assert f"  {name} " in shown.stdout
+        line = " ".join(entry.function.__doc__.partition("\n\n")[0].split())
+        assert line in " ".join(shown.stdout.split())
+    for text in ("Exit codes:", "128 + N", "docs/command-line.md", "--version"):
+        assert text in shown.stdout
+    assert invoke() == shown._replace(exit_code=2)
+    assert invoke("help") == shown
 
 
 def test_the_version_is_told():
     assert invoke("--version").stdout == f"shardrules {__version__}\n"
-    assert "--version" in invoke("--help").stdout
 
 
-def test_the_help_of_suggest_has_one_default_for_the_optimizer():
-    told = " ".join(invoke("suggest", "--help").stdout.split())
-    assert "lion, adam, adamw. Default: adam. --optimizer-dtype" in told
+def test_the_page_of_commands_is_theirs():
+    text = command_page.PAGE.read_text()
+    assert text == command_page.written(text), "python -m tests.support.command_page writes it anew"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("shardrules ch", {"plain,check"}),
+        ("shardrules check x --fail", {"plain,--fail-on"}),
+        ("shardrules check x --fail-on w", {"plain,warning"}),
+        ("shardrules check x --format ", {"plain,text", "plain,json", "plain,github"}),
+        ("shardrules check x --rules ", {"file,"}),
+        ("shardrules check ", {"file,"}),
+    ],
+)
+def test_a_shell_completes(line, words):
+    count = line.count(" ")
+    environment = {
+        **os.environ, "_SHARDRULES_COMPLETE": "bash_complete", "COMP_WORDS": line,
+        "COMP_CWORD": str(count),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "shardrules"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(done.stdout.splitlines()) == words
+    source = {**environment, "_SHARDRULES_COMPLETE": "zsh_source"}
+    done = subprocess.run(command, env=source, capture_output=True, text=True, check=True)
+    assert "#compdef shardrules" in done.stdout

@@ -193,6 +193,7 @@ MAKING_RULES = {
     "_checkpoint/trees.py": "made once",
     "_suggest/choose.py": "patterns that are being written",
     "_suggest/writing.py": "the same",
+    "_suggest/fix.py": "the same",
     "demo.py": "shown as a user's own",
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._estimate import roles as roles_module
+from shardrules._plan import roles as roles_module
 from shardrules._estimate.schedule import Schedule
 from shardrules._estimate.step_time import flops
 from shardrules._estimate.traffic import traffic

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-from shardrules._cli.app import run
+from shardrules._cli.app import APP, run
 from shardrules._cli.process import code_of
 
 
@@ -51,3 +52,10 @@ def ended() -> int:
         return run()
     except BaseException as error:
         return code_of(error)
+
+
+def options_of(command: str, *words: object) -> SimpleNamespace:
+    """The options of a command, as its function gets them."""
+    with APP.make_context("shardrules", [command, *map(str, words)]) as ctx:
+        name, found, rest = APP.resolve_command(ctx, [command, *map(str, words)])
+        return SimpleNamespace(**found.make_context(name, rest, parent=ctx).params)

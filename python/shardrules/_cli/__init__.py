@@ -1,8 +1,4 @@
-"""The command line, `shardrules`, whose commands are in `app.py`.
-
-Reads a model and rules, makes a plan, and shows it. rich, of the extra `[cli]`, colours that on a
-terminal. Must not decide anything about a sharding.
-"""
+"""`main`, the entry point of the command `shardrules`; click's commands are in `app.py`."""
 
 from __future__ import annotations
 
@@ -13,13 +9,11 @@ from typing import Final
 from shardrules._cli.app import run
 from shardrules._cli.process import exit_with
 
-__all__ = ["main"]
-
 _ALLOCATIONS: Final = 1_000_000
 
 
 def main() -> None:
-    """The entry point of `shardrules`. The exit codes are in `_cli/process.py`."""
+    """Runs the command that the process's arguments name."""
     # Else numpy's BLAS would start a thread for each core; a plan multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Else the collector would visit all leaves again and again; commands make few cycles.

@@ -1,38 +1,197 @@
-"""`shardrules`: its commands, of which it imports the one that runs, and its exit code.
-
-`shardrules --help` costs argparse, and nothing of what the commands do. Must not know what they do.
-"""
+"""`shardrules` as a click group: commands made of their tables, help and usage errors."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable
-from importlib import import_module
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
+
+import click
 
 from shardrules import __version__
-from shardrules._cli.arguments import Parser, UsageError, meant, parser_of
+from shardrules._cli.commands import COMMANDS, Entry
+from shardrules._cli.options import GROUP_OF, GROUPS
 from shardrules._cli.process import FAILED, note
 from shardrules._io import FileError
 from shardrules._text import printable
 
-__all__ = ["COMMANDS", "run"]
-
-COMMANDS: Final = {
-    "plan": "Show the spec of every array, its bytes on each device, and the time of a step.",
-    "check": "Find mistakes in the rules. Exits with 1 for findings of at least the level "
-    "--fail-on.",
-    "verify": "Compare a compiled function with its plan. Exits as check does.",
-    "explain": "Explain the spec of one array: the rules that match it, and each correction.",
-    "sweep": "Compare meshes for one set of rules, the best first: by the time of a step, or by "
-    "bytes.",
-    "load": "Tell what shardrules.load would read: bytes per process and device, in flight, time.",
-    "suggest": "Write rules for a model on standard output. Exits with 1 if check warns of them.",
-    "diff": "Show the differences between two plans. Exits with 1 if there are any.",
-    "demo": "Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report.",
+_COMPLETE: Final = "_SHARDRULES_COMPLETE"
+_CONTEXT: Final = {
+    "help_option_names": ["-h", "--help"],
+    "show_default": True,
+    "max_content_width": 100,
 }
-"""What each module of `commands` does, as its docstring says it: `--help` imports none of them."""
+_EXIT_CODES: Final = [
+    ("0", "Success, without findings or differences."),
+    ("1", "Findings, differences, rules to add, or no room: each command says which."),
+    ("2", "An error, such as bad input; its message is on stderr."),
+    ("128 + N", "An end by signal N."),
+]
+_MORE: Final = [
+    ("shardrules help COMMAND", "The options of a command, with an example."),
+    (f'eval "$({_COMPLETE}=bash_source shardrules)"', "Completion in bash; zsh and fish alike."),
+    ("docs/command-line.md", "All commands, as a page of the documentation."),
+]
+
+
+class OneOf(click.Choice):  # type: ignore[type-arg]
+    """Choice whose error is a line like those of other values."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Checks that the value is one of the choices."""
+        if value not in self.choices:
+            option = param.opts[-1] if param else "it"
+            raise ValueError(f"{option} is {value!r}; it must be one of {', '.join(self.choices)}")
+        return value
+
+
+class Argument(click.Argument):
+    """Argument with a line of help."""
+
+    line = ""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Returns the name of the argument and its help."""
+        return str(self.metavar), self.line
+
+
+class Command(click.Command):
+    """Command whose function takes the options as one record."""
+
+    def __init__(self, name: str, entry: Entry) -> None:
+        parameters = [_parameter(name, entry.changes.get(name, {})) for name in entry.options]
+        about = inspect.cleandoc(entry.function.__doc__ or "")
+        line = about.partition("\n\n")[0]
+        super().__init__(name, _CONTEXT, params=parameters, help=about, short_help=line)
+        self.entry = entry
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Runs the command, and returns its exit code."""
+        args = SimpleNamespace(**ctx.params)
+        ctx.color = _color(args.color)
+        try:
+            return self.entry.function(args) or 0
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, FileError):  # whose words are those of a file
+                error.args = tuple(_with_options(text, ctx.params) for text in error.args)
+            raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options by group, and the example."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            group = GROUP_OF.get(str(parameter.name), "General")
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+        with formatter.section("Example"):
+            formatter.write_text(f"shardrules {self.name} {self.entry.example}".rstrip())
+
+
+class Group(click.Group):
+    """Group of all commands, of which only those that are asked for are made."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Lists the commands, the most used first."""
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Makes the command of this name."""
+        return Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command, or says which was meant."""
+        name = args[0]
+        if name not in COMMANDS and not ctx.resilient_parsing:
+            near = _meant(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"there is no command {name!r}{near}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the exit codes, and where there is more."""
+        for title, rows in (("Exit codes", _EXIT_CODES), ("More", _MORE)):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
+    """Makes a parameter for click, from its flags and value as `GROUPS` has them."""
+    usage, text, defaults = GROUPS[GROUP_OF[name]][name]
+    attributes: dict[str, Any] = {"help": text, **defaults, **changes}
+    *flags, value = attributes.pop("usage", usage).split()
+    if value.startswith("-"):
+        return click.Option([name, *flags, value], is_flag=True, **attributes)
+    if not flags:
+        argument = Argument([name], metavar=value, type=click.Path(readable=False))
+        argument.line = attributes["help"]
+        return argument
+    if value == "FILE":
+        attributes["type"] = click.Path(readable=False)  # whose names shells complete
+    if value == "NUMBER":
+        attributes["type"] = click.IntRange(min=attributes.pop("least"))
+    if value.startswith("{"):
+        attributes["type"] = OneOf(value[1:-1].split(","))
+    attributes |= {"metavar": value.removesuffix("..."), "multiple": value.endswith("...")}
+    return click.Option([name, *flags], **attributes)
+
+
+def _color(choice: str) -> bool | None:
+    """Returns whether output is coloured; None if the stream decides."""
+    if choice == "auto":
+        return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+    return choice == "always"
+
+
+def _usage(error: click.UsageError) -> str:
+    """Returns the message of wrong words, as one line."""
+    if isinstance(error, click.NoSuchOption):
+        options = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+        names = [name for option in options for name in option.opts if option.opts != [option.name]]
+        return f"there is no option {error.option_name}{_meant(error.option_name, names)}"
+    if isinstance(error, click.MissingParameter) and error.ctx is not None:
+        # Those that are there were read before.
+        missing = (
+            option for option in error.ctx.command.params
+            if option.required and option.name not in error.ctx.params
+        )  # fmt: skip
+        names = [option.human_readable_name if isinstance(option, Argument)
+                 else "/".join(reversed(option.opts)) for option in missing]  # fmt: skip
+        return f"the following arguments are required: {', '.join(names)}"
+    text = error.format_message().rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _meant(word: str, words: Iterable[str]) -> str:
+    """Returns the end of a message on an unknown word: which of these was meant."""
+    from shardrules._text import nearest
+
+    near = nearest(word, words)
+    return f" (did you mean {near}?)" if near else ""
+
+
+def _with_options(text: object, parameters: Iterable[str]) -> object:
+    """Returns a message of the library with options in the place of parameters."""
+    for name in parameters:
+        if "_" in name and isinstance(text, str):
+            option = "--" + name.replace("_", "-")
+            text = re.sub(rf"\b{name}\b", option, re.sub(rf"\b{name}=", f"{option} ", text))
+    return text
+
+
+APP: Final = Group(
+    "shardrules",
+    help="Plan, check and budget the sharding of a JAX model's arrays, without a device.",
+    context_settings=_CONTEXT,
+)
+click.version_option(__version__, message="%(prog)s %(version)s")(APP)
 
 
 def run() -> int:
@@ -40,48 +199,18 @@ def run() -> int:
 
     What the command raises is for `exit_with`.
     """
+    words = sys.argv[1:]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if instruction := os.environ.get(_COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(APP, {}, "shardrules", _COMPLETE, instruction)
     try:
-        return _run(*sys.argv[1:])
-    except UsageError as error:
-        note(f"error: {printable(str(error))}; see --help")
+        with APP.make_context("shardrules", [*words] or ["--help"]) as ctx:
+            return int(APP.invoke(ctx))
+    except click.exceptions.Exit as end:
+        return end.exit_code if words else FAILED
+    except click.UsageError as error:
+        note(f"error: {printable(_usage(error))}; see --help")
         return FAILED
-
-
-def _run(name: str = "", *words: str) -> int:
-    if name in COMMANDS:
-        command = import_module(f"shardrules._cli.commands.{name}").command
-        given = parser_of(name, command).parse(words)
-        try:
-            return 0 if given is None else command(**given) or 0
-        except (TypeError, ValueError) as error:
-            if not isinstance(error, FileError):  # whose words are those of a file
-                error.args = tuple(_with_options(one, given or ()) for one in error.args)
-            raise
-    if name == "--version":
-        print(f"shardrules {__version__}")
-        return 0
-    if name and not name.startswith("-"):
-        near = meant(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise UsageError(f"there is no command {name!r}{near}")
-    _overview().parse([name or "--help", *words])
-    return 0 if name else FAILED
-
-
-def _with_options(text: object, parameters: Iterable[str]) -> object:
-    """A message of the library with options in the place of parameters, as people write them."""
-    for name in parameters:
-        if "_" in name.strip("_") and isinstance(text, str):
-            option = "--" + name.replace("_", "-")
-            text = re.sub(rf"\b{name}\b", option, re.sub(rf"\b{name}=", f"{option} ", text))
-    return text
-
-
-def _overview() -> Parser:
-    """The parser that knows commands by their names and lines of help alone."""
-    about = "Plan, check and budget the sharding of a JAX model's arrays, without a device."
-    parser = Parser(prog="shardrules", description=about)
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, line in COMMANDS.items():
-        commands.add_parser(name, help=line, add_help=False)
-    return parser

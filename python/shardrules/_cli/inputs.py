@@ -1,48 +1,41 @@
-"""From the arguments of a command line to a plan. Costs what reading and planning cost.
-
-Must not print: wrong input raises an exception.
-"""
+"""Plans, models and values from the options of a command line; wrong ones raise an exception."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace as Args
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardrules._cli.arguments import UsageError
+import click
+
+from shardrules._cli.options import MOMENTS
+from shardrules._cli.process import hint, working
+from shardrules._dtypes import numpy_name
 from shardrules._files.logical import LOGICAL_DIALECTS
 from shardrules._files.models import nested, read_arrays
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._files.rules import DIALECTS, RuleFile, read_rules
-from shardrules._io import FileError
+from shardrules._io import FileError, memory_within
 from shardrules._mesh_sizes import parse_mesh
-from shardrules._plan.findings import NOTHING, Declared, all_declared, compiled_replicated
+from shardrules._plan.findings import Declared, all_declared, compiled_replicated
+from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
 from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect, key_separator
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
+from shardrules._text import and_more, byte_count, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._hardware import Hardware
 
-__all__ = [
-    "MOMENTS",
-    "Model",
-    "Planned",
-    "is_lock",
-    "load_hardware",
-    "load_model",
-    "load_patch",
-    "load_plan",
-    "load_side",
-]
-
-# Optimizers, with the number of moments that each keeps per parameter.
-MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+_MOST_FALLBACKS: Final = 5
+# A device or a host has more.
+_LEAST_WITHOUT_UNIT: Final = 10**6
 
 
 class Planned(NamedTuple):
-    """A plan with the model and the rules that it was made from."""
+    """Plan with the model and the rules that it was made from."""
 
     plan: Plan
     model: str
@@ -51,84 +44,106 @@ class Planned(NamedTuple):
     """A line for each pattern that `re` evaluates, with the reason."""
 
 
-def load_plan(
-    source: str,
-    rules: str | None,
-    mesh: str | None,
-    dialect: str | None = None,
-    min_size: int = 0,
-    *,
-    no_fallbacks: bool,
-    companions: Mapping[str, list[str]],
-    declared: Declared = NOTHING,
-) -> Planned:
-    """The plan of a model under rules on a mesh.
+def load(args: Args, *, mesh: str | None = None) -> Planned:
+    """Plans the model of a command line; `mesh` is that of a sweep."""
+    (planned,) = _load(args, mesh or args.mesh, args.source)
+    return planned
 
-    Args:
-        source: A file of arrays, or `package.module:function` that returns a tree; or a lock,
-            which has rules and a mesh of its own.
-        rules: A rule file, or `package.module:NAME`.
-        mesh: Axis sizes, such as dp=8,tp=4.
-        dialect: The name of a dialect. Default: the rule file's dialect, or else eformer.
-        min_size: As in `plan`.
-        no_fallbacks: Whether a pattern that `re` has to evaluate is an error.
-        companions: Companions beside those of the rule file, by its keys.
-        declared: Declarations beside those of the rule file.
 
-    Raises:
-        FileError, ValueError, TypeError: One of the arguments is invalid.
-        UsageError: A model comes without rules or a mesh.
+def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
+    """Plans models within the bound on memory.
+
+    Patterns that `re` evaluates get a note on stderr, since their time has no bound.
     """
+    with working(args, f"reading {sources[0]}"), memory_within(byte_count(args.max_memory)):
+        planned = [load_plan(args, source, mesh) for source in sources]
+    patterns = dict.fromkeys(line for plan in planned for line in plan.fallbacks)
+    lines = [f"note: `re`, not the automaton, evaluates {pattern}" for pattern in patterns]
+    for line in lines[:_MOST_FALLBACKS] + and_more(len(lines), _MOST_FALLBACKS, "pattern"):
+        hint(args, line)
+    return planned
+
+
+def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
+    """Plans a model under the rules of the command line on a mesh; or takes the plan of a lock."""
+    declared = Declared(
+        replicated=tuple(getattr(args, "replicated", ())),
+        optional_axes=tuple(names(getattr(args, "optional_axes", None))),
+        data_axes=tuple(names(getattr(args, "data_axes", None))),
+    )
     if is_lock(source):
-        given = (rules, mesh, dialect, min_size or None, *companions.values())
-        if any(given):
+        options = (args.rules, mesh, args.dialect, args.min_size, args.stacked, args.companions)
+        if any(options):
             raise FileError(
                 f"{source}: a lock has its own rules and mesh, so leave out --rules, --mesh and "
                 "what else says how to plan; or give the model"
             )
         return _locked_plan(source, declared)
-    if rules is None or mesh is None:
-        missing = [
-            option for option, value in (("--rules/-r", rules), ("--mesh/-m", mesh)) if not value
-        ]
-        raise UsageError(f"the following arguments are required: {', '.join(missing)}")
+    if args.rules is None or mesh is None:
+        missing = [*(() if args.rules else ("--rules/-r",)), *(() if mesh else ("--mesh/-m",))]
+        raise click.UsageError(f"the following arguments are required: {', '.join(missing)}")
     axis_sizes = parse_mesh(mesh)
-    chosen = None if dialect is None else _dialect_of(dialect)
-    loaded = read_rules(rules, chosen, companions)
-    loaded = loaded._replace(declared=all_declared(loaded.declared, declared))
-    fallbacks = tuple(dict.fromkeys(_fallbacks(loaded)))
-    if fallbacks and no_fallbacks:
+    companions = {"stacked": [*args.stacked], "companions": names(args.companions)}
+    rules = read_rules(args.rules, dialect_of(args), companions)
+    rules = rules._replace(declared=all_declared(rules.declared, declared))
+    fallbacks = tuple(dict.fromkeys(_fallbacks(rules)))
+    if fallbacks and args.no_fallbacks:
         raise FileError(
-            f"{rules}: --no-fallbacks, but the automaton cannot evaluate {'; '.join(fallbacks)}: "
-            "rewrite the pattern, or leave out --no-fallbacks"
+            f"{args.rules}: --no-fallbacks, but the automaton cannot evaluate "
+            f"{'; '.join(fallbacks)}: rewrite the pattern, or leave out --no-fallbacks"
         )
-    name, tree, names = _tree(source, loaded.rules.dialect)
-    planned = plan(
-        tree,
-        loaded.rules,
-        axis_sizes,
-        min_size=min_size,
-        companions=loaded.companions,
-        names=names,
-        optional_axes=loaded.declared["optional_axes"],
-    )
-    return Planned(planned, name, loaded, fallbacks)
+    name, tree, axis_names = _tree(source, rules.rules.dialect)
+    result = plan(
+        tree, rules.rules, axis_sizes, min_size=args.min_size, companions=rules.companions,
+        names=axis_names, optional_axes=rules.declared["optional_axes"],
+    )  # fmt: skip
+    return Planned(result, name, rules, fallbacks)
 
 
 def _locked_plan(source: str, declared: Declared) -> Planned:
-    """The plan of a lock, planned anew if that gives the same: a lock holds no corrections."""
+    """Returns the plan of a lock, planned anew if that is the same: a lock has no corrections."""
     locked = Plan.from_lock(Path(source))
     fresh = locked.with_rules(locked.rules)
     same = fresh if fresh.fingerprint() == locked.fingerprint() else locked
     return Planned(same, source, RuleFile(locked.rules, declared, (), source), ())
 
 
-def load_hardware(text: str) -> Hardware:
-    """The hardware in a TOML file, or with this name.
+def load_sides(args: Args) -> list[Plan]:
+    """Plans both sides of a diff: locks, or models with rules and a mesh."""
+    sides = (args.before, args.after)
+    with memory_within(byte_count(args.max_memory)):
+        locks = {side: Plan.from_lock(Path(side)) for side in sides if is_lock(side)}
+    models = [side for side in sides if side not in locks]
+    if not models:
+        why = "both sides are locks, which have their own rules and mesh"
+        options = ("rules", "mesh", "dialect", "min_size", "no_fallbacks", "stacked", "companions")
+        refuse(why, args, *options)
+        return [locks[side] for side in sides]
+    mesh = args.mesh or next((mesh_shown(lock.axis_sizes) for lock in locks.values()), None)
+    if args.rules is None or mesh is None:
+        why = "not a lock" if Path(models[0]).exists() else "no such lock"
+        raise FileError(f"{models[0]}: {why}; for a model, give --rules and --mesh as well")
+    planned = zip(models, _load(args, mesh, *models), strict=True)
+    plans = locks | {side: loaded.plan for side, loaded in planned}
+    return [plans[side] for side in sides]
 
-    Raises:
-        ValueError: There is no such name, or the file is invalid.
-    """
+
+def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
+    """Reads a model that rules are to be written for, and arguments of `suggest` about it."""
+    with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
+        dialect = dialect_of(args)
+        rules = None if args.like is None else read_rules(args.like, dialect).rules
+        if isinstance(rules, LogicalRules):
+            raise TypeError(
+                f"{args.like}: it is for logical axis names; rules that are mended are for paths"
+            )
+        dialect = dialect if rules is None else rules.dialect
+        _, tree, axis_names = _tree(args.source, dialect)
+    return tree, {"names": axis_names, "dialect": dialect, "like": rules}
+
+
+def load_hardware(text: str) -> Hardware:
+    """Reads the hardware in a TOML file, or finds that of this name."""
     from shardrules._files.hardware import read_hardware
     from shardrules._hardware import as_hardware
 
@@ -136,88 +151,28 @@ def load_hardware(text: str) -> Hardware:
     return read_hardware(text) if is_file else as_hardware("--hardware", text)
 
 
-class Model(NamedTuple):
-    """A model that rules are to be written for."""
-
-    tree: Any
-    names: Any
-    """The logical axis names beside it; None for rules of paths, or if they are in the tree."""
-    dialect: Dialect | LogicalDialect | None
-    """That of the rules; None if nothing says it."""
-    to_mend: Rules | None
-
-
-def load_model(source: str, dialect: str | None, like: str | None) -> Model:
-    """A model that rules are to be written for.
-
-    Raises:
-        FileError, ValueError, TypeError: The model cannot be read, it has no names for the dialect,
-            or rules to mend are not for paths.
-    """
-    chosen = None if dialect is None else _dialect_of(dialect)
-    to_mend = None if like is None else read_rules(like, chosen).rules
-    if isinstance(to_mend, LogicalRules):
-        raise TypeError(
-            f"{like}: it is for logical axis names; rules that are mended are for paths"
-        )
-    used = chosen if to_mend is None else to_mend.dialect
-    _, tree, names = _tree(source, used)
-    return Model(tree, names, used, to_mend)
-
-
-def load_patch(source: str, planned: Planned, dialect: str | None, head_dim: int | None) -> str:
-    """The patch that mends the rules of a plan in their file; "" if they are right.
-
-    Raises:
-        As `rule_patch`.
-    """
-    from shardrules._suggest.rule_patch import rule_patch
-
-    chosen = None if dialect is None else _dialect_of(dialect)
-    read_in = chosen if isinstance(chosen, Dialect) else None
-    return rule_patch(source, planned.rules, planned.plan, dialect=read_in, head_dim=head_dim)
-
-
-def load_side(
-    text: str, rules: str | None, mesh: str | None, **options: Any
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan and the fallbacks of one side of a diff: a lock, or a model with rules and a mesh.
-
-    Raises:
-        As `load_plan`. FileError if a model comes without rules or a mesh.
-    """
-    if is_lock(text):
-        return Plan.from_lock(Path(text)), ()
-    if rules is None or mesh is None:
-        why = "not a lock" if Path(text).exists() else "no such lock"
-        raise FileError(f"{text}: {why}; for a model, give --rules and --mesh as well")
-    planned = load_plan(text, rules, mesh, **options)
-    return planned.plan, planned.fallbacks
-
-
-def _fallbacks(loaded: RuleFile) -> Iterator[str]:
-    if isinstance(loaded.rules, Rules):
-        for rule, why in loaded.rules.fallbacks:
-            yield f"rule {rule} {loaded.rules[rule][0]!r} ({why})"
-    replicated = compiled_replicated(loaded.declared["replicated"])
+def _fallbacks(file: RuleFile) -> Iterator[str]:
+    if isinstance(file.rules, Rules):
+        for rule, why in file.rules.fallbacks:
+            yield f"rule {rule} {file.rules[rule][0]!r} ({why})"
+    replicated = compiled_replicated(file.declared["replicated"])
     for index, why in replicated.fallbacks:
         yield f"replicated {replicated[index][0]!r} ({why})"
 
 
-def _dialect_of(name: str) -> Dialect | LogicalDialect:
-    """The dialect of this name.
-
-    Raises:
-        ValueError: There is no such dialect.
-    """
-    known: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
-    if name.lower() not in known:
-        raise ValueError(f"there is no dialect {name!r}; there are {', '.join(sorted(known))}")
-    return known[name.lower()]
+def dialect_of(args: Args) -> Dialect | LogicalDialect | None:
+    """Returns the dialect of --dialect; None without the option."""
+    if args.dialect is None:
+        return None
+    dialects: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
+    if args.dialect.lower() not in dialects:
+        names = ", ".join(sorted(dialects))
+        raise ValueError(f"there is no dialect {args.dialect!r}; there are {names}")
+    return dialects[args.dialect.lower()]
 
 
 def is_lock(text: str) -> bool:
-    """Whether the file of this name is a lock."""
+    """Tells whether the file of this name is a lock."""
     path = Path(text)
     if not path.is_file() or path.suffix == ".gz":
         return False
@@ -226,11 +181,9 @@ def is_lock(text: str) -> bool:
 
 
 def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, Any, Any]:
-    """(the model's name, its tree, the logical axis names beside it or None).
+    """Reads (the model's name, its tree, the logical axis names beside it or None).
 
-    Args:
-        source: As in `load_plan`.
-        dialect: The dialect of the rules for it. Default: one for names if the file has them.
+    Without a dialect of the rules for it, they are for names if the file has them.
     """
     if is_module_form(source):
         return source, load_object(source), None
@@ -252,3 +205,93 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
         or key_separator(dialect) != dialect.separator
     )
     return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None
+
+
+def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:
+    """Returns the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
+    parts = names(text)
+    free = [part for part in parts if "=" not in part]
+    fixed = ",".join(part for part in parts if "=" in part)
+    if text and not free:
+        raise ValueError(f"--axes {text!r}: give at least one axis without a size")
+    return free, parse_mesh(fixed) if fixed else {}
+
+
+def names(text: str | None) -> list[str]:
+    """Returns the parts of a text with commas."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def moments(args: Args) -> tuple[str, ...] | None:
+    """Returns the dtypes of the optimizer's moments; None without --optimizer."""
+    count = MOMENTS.get(args.optimizer or "", 0)
+    if not count:
+        why = "--optimizer names no optimizer with moments"
+        refuse(why, args, "optimizer_dtype", "optimizer_memory")
+    dtype = numpy_name(args.optimizer_dtype or "float32")
+    return None if args.optimizer is None else (dtype,) * count
+
+
+def training(args: Args) -> dict[str, Any]:
+    """Returns the arguments of `Plan.bytes_per_device` for gradients and moments."""
+    gradients = args.gradients
+    return {
+        "gradients": gradients == "same" or (gradients and numpy_name(gradients)),
+        "optimizer": moments(args),
+        "optimizer_memory_kind": args.optimizer_memory,
+    }
+
+
+def step(args: Args) -> dict[str, Any]:
+    """Returns the arguments of `Plan.sweep` for the time of a step."""
+    device = None if args.hardware is None else load_hardware(args.hardware)
+    if args.tokens is None:
+        why = "without --tokens there is no time of a step"
+        refuse(why, args, "axes_over_dcn", "experts_per_token")
+        return {"hardware": device}
+    if device is None:
+        raise ValueError("--tokens: the time of a step needs --hardware, such as v5p")
+    return {
+        "tokens": args.tokens,
+        "hardware": device,
+        "axes_over_dcn": tuple(names(args.axes_over_dcn)),
+        "schedule": {"experts_per_token": args.experts_per_token},
+    }
+
+
+def room(args: Args, hardware: Hardware | None) -> Room:
+    """Returns the memory of --hbm, or else of the hardware, and of --host-memory."""
+    hbm = memory("--hbm", "a device", args.hbm)
+    if hbm is None and hardware is not None:
+        hbm = hardware.memory_bytes
+    return Room(hbm, memory("--host-memory", "a host", args.host_memory))
+
+
+def memory(option: str, owner: str, text: str | None) -> int | None:
+    """Returns the bytes that an option means; few without a unit may be meant as gigabytes."""
+    count = None if text is None else byte_count(text)
+    if count == 0:
+        raise ValueError(f"{option} is {text!r}; {owner} has memory, such as 96GB")
+    is_bare = text is not None and text.strip()[-1:].isdigit()
+    if is_bare and count is not None and count < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{option} {text}: that is {count:,} bytes; write {text}GB")
+    return count
+
+
+def levels(texts: Iterable[str]) -> dict[Any, Any]:
+    """Returns levels by kind; that these exist is for `Plan.check` to say."""
+    levels: dict[str, str] = {}
+    for text in texts:
+        kind, equals, level = text.partition("=")
+        if not equals:
+            raise ValueError(f"--level {text!r}: write a kind and its level, as dead=off")
+        if levels.setdefault(kind, level) != level:
+            raise ValueError(f"--level gives {kind!r} two levels, {levels[kind]!r} and {level!r}")
+    return levels
+
+
+def refuse(why: str, args: Args, *options: str) -> None:
+    """Checks that none of these options is given, since they would be ignored."""
+    flags = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name, None)]
+    if flags:
+        raise ValueError(f"{why}, so leave out {', '.join(flags)}")

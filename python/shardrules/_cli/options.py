@@ -1,150 +1,119 @@
-"""The arguments and options that several commands share, with their help.
-
-Must not know what a command does with them.
-"""
+"""Options and arguments of all commands: in groups, by name, each with its flags and help."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Any, Final
 
-from shardrules._cli.arguments import Argument, Option
-from shardrules._cli.inputs import MOMENTS
-from shardrules._correction import MEMORY_KINDS
-from shardrules._files.logical import LOGICAL_DIALECTS
-from shardrules._files.rules import DIALECTS, TABLES
-from shardrules._io import DEFAULT_MEMORY
-from shardrules._rules.dialects import EFORMER, LINEN, MAXTEXT
+MOMENTS: Final = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+"""Optimizers, with the number of moments that each keeps per parameter."""
 
-__all__ = [
-    "MAX_MEMORY",
-    "AxesOverDcn",
-    "Companions",
-    "DialectName",
-    "ExpertsPerToken",
-    "FailOn",
-    "FindingsFormat",
-    "Gradients",
-    "HardwareName",
-    "Hbm",
-    "HeadDim",
-    "HostMemory",
-    "MaxMemory",
-    "Mesh",
-    "MinSize",
-    "NoFallbacks",
-    "Optimizer",
-    "OptimizerDtype",
-    "OptimizerMemory",
-    "RulesFile",
-    "Source",
-    "Stacked",
-    "Tokens",
-]
-
-MAX_MEMORY: Final = f"{DEFAULT_MEMORY >> 20}MiB"
-"""The default of --max-memory."""
-
-Source = Annotated[
-    str,
-    Argument(
-        help="The model: a safetensors file, index or directory; an orbax checkpoint; a JSON "
-        "manifest, also gzipped; - for a manifest on standard input; or package.module:function, "
-        "which returns a tree. plan, check and explain take a lock too."
-    ),
-]
-RulesFile = Annotated[
-    str,
-    Option(
-        "--rules",
-        "-r",
-        help="The rules: a TOML or JSON file, MaxText's YAML, or package.module:NAME. Needed for a "
-        "model.",
-    ),
-]
-Mesh = Annotated[
-    str,
-    Option(
-        "--mesh",
-        "-m",
-        help="Devices per mesh axis, such as dp=8,fsdp=16,tp=4. Needed for a model.",
-    ),
-]
-DialectName = Annotated[
-    str | None,
-    Option(
-        "--dialect",
-        help=f"Semantics of the rules: {', '.join(sorted(DIALECTS))}; of logical rules "
-        f"{', '.join(LOGICAL_DIALECTS)}. Default: the rule file's "
-        f"dialect, or else {EFORMER.name}, {LINEN.name} or, in YAML, {MAXTEXT.name}.",
-    ),
-]
-MinSize = Annotated[int, Option(min=0, help="Replicate leaves with fewer elements.")]
-MaxMemory = Annotated[
-    str,
-    Option(help="Maximum memory for reading a file, beyond the file's size, such as 2GB."),
-]
-NoFallbacks = Annotated[
-    bool,
-    Option(
-        "--no-fallbacks",
-        help="Refuse patterns that only Python's backtracking `re` can match, path by path.",
-    ),
-]
-Gradients = Annotated[
-    str | None,
-    Option(help="Count gradients of this dtype; 'same' is the parameters' own dtypes."),
-]
-Optimizer = Annotated[
-    str | None,
-    Option(help=f"Count the state of this optimizer: {', '.join(MOMENTS)}."),
-]
-OptimizerDtype = Annotated[
-    str | None, Option(help="The dtype of the optimizer's moments. Default: float32.")
-]
-Stacked = Annotated[
-    list[str] | None,
-    Option(
-        help="Path of a stack of layers, for rules of single layers; repeatable. Beside those of "
-        "the rule file."
-    ),
-]
-Companions = Annotated[
-    str | None,
-    Option(help=f"Leaves that follow others: {', '.join(TABLES)}. Beside those of the rule file."),
-]
-OptimizerMemory = Annotated[
-    str | None,
-    Option(
-        help=f"The memory of the optimizer's moments: {', '.join(MEMORY_KINDS)}. Default: that of "
-        "their parameters."
-    ),
-]
-HeadDim = Annotated[
-    int | None,
-    Option(
-        min=1,
-        help="Size of an attention head. Default: that of a q_norm or k_norm, if there is one.",
-    ),
-]
-Hbm = Annotated[str | None, Option(help="Memory of one device, such as 96GB or 80GiB.")]
-HostMemory = Annotated[
-    str | None, Option(help="The host's memory for each of its devices, such as 256GB.")
-]
-FindingsFormat = Annotated[str, Option("--format", help="Output format: text, json or github.")]
-FailOn = Annotated[
-    str,
-    Option(help="Minimum level that makes the exit code 1: error, warning, info, never."),
-]
-Tokens = Annotated[int | None, Option(min=1, help="Tokens of a step, to estimate its time.")]
-HardwareName = Annotated[
-    str | None,
-    Option(
-        "--hardware",
-        help="The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, B200; or a TOML file. Without "
-        "--hbm, their memory counts.",
-    ),
-]
-AxesOverDcn = Annotated[str | None, Option(help="Mesh axes between slices or nodes, such as dp.")]
-ExpertsPerToken = Annotated[
-    int | None, Option(min=1, help="Experts of a layer that each token is sent to.")
-]
+# (flags and value, help, defaults): a value such as FILE, {one,of,these} or several...; no value
+# for a flag, no flags for an argument; a NUMBER has a least one. Names of dialects, tables,
+# memories and devices are text here, which tests compare: help imports no modules that have them.
+GROUPS: Final[dict[str, dict[str, tuple[str, str, dict[str, Any]]]]] = {
+    "Arguments": {
+        "source": ("SOURCE", "The model: a safetensors file, index or directory; an orbax "
+            "checkpoint; a JSON manifest, also gzipped; - for a manifest on standard input; or "
+            "package.module:function, which returns a tree. plan, check and explain take a lock "
+            "too.", {}),
+        "path": ("PATH", "The path of the array; or what several arrays that are alike have in "
+            "common: a folded path, a glob such as 'layers/*/wq', or the end of their paths.", {}),
+        "function": ("FUNCTION", "package.module:function, which returns (compiled, inputs, "
+            "outputs) or (compiled, inputs), as shardrules.verify takes them.", {}),
+        "before": ("BEFORE", "A lockfile or a model.", {}),
+        "after": ("AFTER", "A lockfile or a model.", {}),
+    },
+    "Plan": {
+        "rules": ("-r --rules FILE", "The rules: a TOML or JSON file, MaxText's YAML, or "
+            "package.module:NAME. Needed for a model.", {}),
+        "mesh": ("-m --mesh MESH", "Devices per mesh axis, such as dp=8,fsdp=16,tp=4. Needed for a "
+            "model.", {}),
+        "devices": ("--devices NUMBER", "Choose a mesh of this many devices.", {"least": 1}),
+        "axes": ("--axes AXES", "Axes of the chosen mesh, such as fsdp,tp. Default: fsdp,tp, and "
+            "ep if there are stacks of experts.", {}),
+        "dialect": ("--dialect NAME", "Semantics of the rules: big_vision, easylm, eformer, "
+            "jaxseq, keras, nnx, spectrax, transformers, windows; of logical rules linen, "
+            "flax.core, maxtext, haliax. Default: the rule file's dialect, or else eformer, linen "
+            "or, in YAML, maxtext.", {}),
+        "like": ("--like FILE", "A rule file to mend: its rules that decide arrays stay, and "
+            "others are added.", {}),
+        "stacked": ("--stacked PATH...", "Path of a stack of layers, for rules of single layers; "
+            "repeatable. Beside those of the rule file.", {}),
+        "companions": ("--companions NAMES", "Leaves that follow others: lora, quantized. Beside "
+            "those of the rule file.", {}),
+        "min_size": ("--min-size NUMBER", "Replicate leaves with fewer elements.",
+            {"least": 0, "default": 0}),
+        "head_dim": ("--head-dim NUMBER", "Size of an attention head. Default: that of a q_norm or "
+            "k_norm, if there is one.", {"least": 1}),
+    },
+    "Reading": {
+        "max_memory": ("--max-memory BYTES", "Maximum memory for reading a file, beyond the file's "
+            "size, such as 2GB.", {"default": "512MiB"}),
+        "no_fallbacks": ("--no-fallbacks", "Refuse patterns that only Python's backtracking `re` "
+            "can match, path by path.", {}),
+    },
+    "Memory": {
+        "gradients": ("--gradients DTYPE", "Count gradients of this dtype; 'same' is the "
+            "parameters' own dtypes.", {}),
+        "optimizer": (f"--optimizer {{{','.join(MOMENTS)}}}", "Count the state of this optimizer.",
+            {}),
+        "optimizer_dtype": ("--optimizer-dtype DTYPE", "The dtype of the optimizer's moments. "
+            "Default: float32.", {}),
+        "optimizer_memory": ("--optimizer-memory {device,pinned_host,unpinned_host}", "The memory "
+            "of the optimizer's moments. Default: that of their parameters.", {}),
+        "hbm": ("--hbm BYTES", "Memory of one device, such as 96GB or 80GiB.", {}),
+        "host_memory": ("--host-memory BYTES", "The host's memory for each of its devices, such as "
+            "256GB.", {}),
+        "must_fit": ("--must-fit", "Exit with 1 if the bytes do not fit into --hbm.", {}),
+    },
+    "Time of a step": {
+        "tokens": ("--tokens NUMBER", "Tokens of a step, to estimate its time.", {"least": 1}),
+        "hardware": ("--hardware NAME", "The devices: v4, v5e, v5p, v6e, 7x, A100, H100, H200, "
+            "B200; or a TOML file. Without --hbm, their memory counts.", {}),
+        "axes_over_dcn": ("--axes-over-dcn AXES", "Mesh axes between slices or nodes, such as dp.",
+            {}),
+        "experts_per_token": ("--experts-per-token NUMBER", "Experts of a layer that each token is "
+            "sent to.", {"least": 1}),
+    },
+    "Loading": {
+        "dry_run": ("--dry-run", "Required, as this command loads nothing: shardrules.load does, "
+            "in Python.", {}),
+        "processes": ("--processes NUMBER", "Processes that share the mesh's devices in their "
+            "order.", {"least": 1, "default": 1}),
+        "bandwidth": ("--bandwidth BYTES", "Bytes that a process reads in a second.",
+            {"default": "2GB"}),
+        "in_flight": ("--in-flight BYTES", "Maximum bytes in flight, such as 512MiB. Default: "
+            "2GiB.", {}),
+    },
+    "Findings": {
+        "fail_on": ("--fail-on {error,warning,info,never}", "Minimum level that makes the exit "
+            "code 1.", {"default": "error"}),
+        "large": ("--large BYTES", "Minimum bytes per device for a replicated leaf to be a "
+            "warning.", {"default": "16MiB"}),
+        "replicated": ("--replicated PATTERN...", "Pattern of paths that are replicated on "
+            "purpose; repeatable.", {}),
+        "optional_axes": ("--optional-axes AXES", "Axes of the rules that a mesh may lack, such as "
+            "sp,ep.", {}),
+        "data_axes": ("--data-axes AXES", "Mesh axes that shard only batches, and no leaf, such as "
+            "dp.", {}),
+        "level": ("--level KIND=LEVEL...", "Level for a kind of finding: dead=off, siblings=error; "
+            "repeatable.", {}),
+        "fix": ("--fix", "Print the rules that are missing, instead of findings: as a patch of a "
+            "TOML file, or to paste into another. Exits with 1 if there are some.", {}),
+    },
+    "Output": {
+        "format": ("--format {text,json}", "Output format.", {"default": "text"}),
+        "lock": ("--lock FILE", "Write a lockfile to this path.", {}),
+        "html": ("--html FILE", "Write an HTML report to this path; it works offline.", {}),
+        "manifest": ("--manifest FILE", "Write the model's shapes to this path, as a model for "
+            "later commands.", {}),
+        "most": ("--most NUMBER", "Maximum number of rows to show.", {"least": 1, "default": 20}),
+    },
+    "General": {
+        "quiet": ("-q --quiet", "Write the result and errors alone: no notes, hints or progress.",
+            {}),
+        "color": ("--color {auto,always,never}", "Colours: by default on a terminal, unless "
+            "NO_COLOR is set.", {"default": "auto"}),
+    },
+}  # fmt: skip
+GROUP_OF: Final = {name: group for group, options in GROUPS.items() for name in options}

@@ -1,7 +1,7 @@
-"""The process around a command: its streams, its signals and its exit code.
+"""Process around a command: its streams, its signals and its exit code.
 
 Exit codes: 0 is success; 1 findings or differences; 2 any error; 128 + N an end by signal N, as in
-shells. A closed pipe counts as SIGPIPE. Costs a few system calls. Must not know what commands do.
+shells. A closed pipe counts as SIGPIPE.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from types import SimpleNamespace as Args
 from typing import Final, NoReturn
 
 from shardrules._io import FileError
 from shardrules._text import printable
-
-__all__ = ["FAILED", "code_of", "exit_with", "note"]
 
 FAILED: Final = 2
 """The exit code of a command that has no result."""
@@ -35,7 +34,7 @@ _BAD_INPUT: Final = (ValueError, TypeError, KeyError, OSError, ImportError, Recu
 
 
 class _EndedError(BaseException):
-    """A signal that ends the process, as an exception, so that `finally` clauses run.
+    """Signal that ends the process, as an exception, so that `finally` clauses run.
 
     It is not a SystemExit, because a user's module that raises SystemExit is reported as an error.
     """
@@ -62,7 +61,7 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code for an exception that ended a command; prints a line about an error to stderr.
+    """Returns the exit code for an exception, and prints a line about an error to stderr.
 
     In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
     """
@@ -82,6 +81,25 @@ def note(text: str) -> None:
     """Writes a line to stderr. A stderr that takes no text is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr)
+
+
+def hint(args: Args, text: str) -> None:
+    """Writes a line to stderr, unless --quiet is given."""
+    if not args.quiet:
+        note(printable(text))
+
+
+@contextmanager
+def working(args: Args, what: str) -> Iterator[None]:
+    """Shows this text on a terminal while the body runs."""
+    if args.quiet or not sys.stderr.isatty():
+        yield
+        return
+    print(f"{printable(what)} ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
 def _message(error: BaseException) -> str:

@@ -1,54 +1,59 @@
-"""Plans, findings and sweeps as output: the same text everywhere, with colours on a terminal.
-
-Imports rich only for a terminal, and does without if it is not installed. Must
-not know where a plan comes from.
-"""
+"""Plans, findings, sweeps and reports as output, in the colours and width of a terminal."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import stat
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from shardrules._plan.show import heading, lines
-from shardrules._plan.table import DEFAULT_LARGE, dtype_shown, is_replicated, problem_shown
-from shardrules._specs import spec_shown
-from shardrules._text import and_more, printable, printable_json
+import click
+
+from shardrules._cli.inputs import Planned, dialect_of
+from shardrules._cli.process import hint, working
+from shardrules._plan.show import heading, plan_table
+from shardrules._plan.table import DEFAULT_LARGE, is_replicated
+from shardrules._text import and_more, brief, is_command, printable
 
 if TYPE_CHECKING:
-    from shardrules._estimate.step_time import StepTime
+    from types import SimpleNamespace as Args
+
     from shardrules._estimate.sweep import Sweep
-    from shardrules._plan.findings import Findings
-    from shardrules._plan.memory import DeviceBytes, Room
+    from shardrules._plan.findings import Findings, Level
+    from shardrules._plan.memory import Room
     from shardrules._plan.plan import Plan
     from shardrules._plan.table import Kind
+    from shardrules._suggest.suggestion import Suggestion
+    from shardrules._text import Table
 
-__all__ = ["plan_json", "show_findings", "show_plan", "show_sweep", "sweep_json", "working"]
+_STYLES: Final[dict[str, dict[str, Any]]] = {
+    "error": {"fg": "red", "bold": True},
+    "warning": {"fg": "yellow"},
+    "info": {"fg": "cyan"},
+}
+_MOST_BARS: Final = 40
+_ADDED: Final = frozenset({"unmatched", "catch-all"})
+"""Kinds of findings that --fix writes rules for."""
+# Set by the runners of GitHub, Azure and TeamCity, which take commands from a job's output.
+_RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
-_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows a spinner with this text on a terminal while the body runs."""
-    if not _is_styled(sys.stderr):
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(_plain(what)):
-        yield
+def _print(text: str) -> None:
+    """Prints lines, with their colours where the stream or --color has them."""
+    click.echo(text, file=sys.stdout)
 
 
 def show_plan(plan: Plan) -> None:
     """Prints the heading and all folded paths."""
     columns = plan._columns
     print(heading(columns))
-    head, *rows = lines(columns)
-    kinds = [columns.kinds[folded.group] for folded in columns.folded]
-    _print_table(head, rows, [_is_alarming(kind, columns.axis_sizes) for kind in kinds])
+    kinds = [columns.kinds[row.group] for row in columns.folded]
+    alarming = [_is_alarming(kind, columns.axis_sizes) for kind in kinds]
+    _print_table(plan_table(columns, columns.folded), alarming)
 
 
 def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
@@ -56,110 +61,137 @@ def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
     return kind.status != "placed" or is_large
 
 
-def _print_table(head: str, rows: list[str], alarming: list[bool]) -> None:
-    """Prints the same lines everywhere; on a terminal the head is bold and some rows are red."""
-    if not _is_styled(sys.stdout):
-        print("\n".join([head, *rows]))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(_plain(head), style="bold")
-    for row, is_red in zip(rows, alarming, strict=True):
-        console.print(_plain(row), style="red" if is_red else None)
-
-
-def show_findings(findings: Findings) -> None:
-    """Prints all findings and their number."""
-    if not _is_styled(sys.stdout):
-        print(findings)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    from shardrules._plan.findings import conclusion, finding_lines
-
-    console = Console(highlight=False, soft_wrap=True)
-    for finding in findings:
-        label, message, *lines = finding_lines(finding)
-        console.print(Text.assemble((label, _STYLES[finding.level]), ": ", message))
-        console.print(Text("\n".join(lines)), style="dim" if finding.level == "info" else None)
-    console.print(_plain(conclusion(findings)), style="bold")
+def _print_table(table: Table, alarming: Sequence[bool]) -> None:
+    """Prints a table, on a terminal within its width; the head is bold and some rows are red."""
+    heads = [column.head for column in table.columns]
+    width = shutil.get_terminal_size().columns
+    if sys.stdout.isatty():
+        table = table.narrow(width)
+    head, *rows = table.lines()
+    lines = [click.style(head, bold=True)]
+    lines += (
+        click.style(row, fg="red") if is_red else row
+        for row, is_red in zip(rows, alarming, strict=True)
+    )
+    if gone := [head for head in heads if head not in {column.head for column in table.columns}]:
+        lines.append(click.style(f"... without {', '.join(gone)}, in {width} columns", dim=True))
+    _print("\n".join(lines))
 
 
-def show_sweep(found: Sweep, most: int) -> None:
+def show_sweep(rows: Sweep, most: int) -> None:
     """Prints the first `most` rows, how many more there are, and the assumptions."""
     from shardrules._estimate.sweep import table
 
-    head, *rows = table(found[:most])
-    _print_table(head, rows, [row.fits is False for row in found[:most]])
-    for line in (*and_more(len(found), most, "mesh"), *found.notes):
+    _print_table(table(rows[:most]), [row.fits is False for row in rows[:most]])
+    for line in (*and_more(len(rows), most, "mesh"), *rows.notes):
         print(printable(line))
 
 
-def sweep_json(found: Sweep) -> str:
-    """The sweep as a JSON object: a row for each mesh, the best first, and the assumptions."""
-    rows = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in found]
-    return printable_json({"rows": rows, "assumptions": found.assumptions})
+def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:
+    """Shows findings in the format of the options, and returns the exit code."""
+    from shardrules._plan.findings import conclusion, finding_lines
+
+    if args.format == "json":
+        print(findings.to_json())
+    elif args.format == "github":
+        print(findings.to_github(*_rule_lines(args, planned)) or conclusion(findings))
+    else:
+        for finding in findings:
+            label, message, *lines = finding_lines(finding)
+            _print(f"{click.style(label, **_STYLES[finding.level])}: {message}")
+            text = "\n".join(lines)
+            _print(click.style(text, dim=True) if finding.level == "info" else text)
+        if not args.quiet:
+            _print(click.style(conclusion(findings), bold=True))
+            kinds = {finding.kind for finding in findings.at_least("warning")}
+            if planned and args.rules and not planned.rules.companions and kinds & _ADDED:
+                print("--fix prints the missing rules")
+    return _code(args, findings)
 
 
-def _time_content(time: StepTime) -> dict[str, Any]:
-    content = time._asdict()
-    del content["assumptions"]
-    sent = [{"axes": axes, "seconds": seconds} for axes, seconds in time.sent.items()]
-    return {**content, "sent": sent, "dominant": time.dominant}
+def _code(args: Args, findings: Findings) -> int:
+    """Returns 1 if there are findings of at least the level --fail-on."""
+    return 1 if args.fail_on != "never" and findings.at_least(cast("Level", args.fail_on)) else 0
 
 
-def plan_json(plan: Plan, held: DeviceBytes, room: Room, time: StepTime | None) -> str:
-    """The plan as a JSON object, with a row for each folded path.
+def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequence[int]]:
+    """Returns the rule file from the root of GitHub's checkout, and the lines of its rules."""
+    from shardrules._files.rule_places import rule_places
 
-    Args:
-        plan: The plan.
-        held: Its bytes on each device.
-        room: The memory that there is, for the key "fits". Without any there is no such key.
-        time: The time of a step, for the key "time"; None for no such key.
+    if planned is None or args.rules is None:
+        return None, ()
+    file, lines = rule_places(args.rules, len(planned.plan.rules))
+    root = os.environ.get("GITHUB_WORKSPACE")
+    if file and root:
+        path, top = Path(file).resolve(), Path(root).resolve()
+        file = path.relative_to(top).as_posix() if path.is_relative_to(top) else file
+    return file, lines
+
+
+def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
+    """Prints the rules that a rule file lacks, and returns the exit code."""
+    from shardrules._suggest.fix import fix
+
+    text = fix(
+        args.rules, planned.rules, planned.plan, dialect=dialect_of(args), head_dim=args.head_dim
+    )
+    if not text:
+        if findings.at_least("warning"):
+            hint(args, f"no rule is to be added; check without --fix: {findings.summary}")
+        return _code(args, findings)
+    _check_obeyed(text)
+    # As bytes: a file's line ends and characters, whatever those of standard output are.
+    sys.stdout.buffer.write(text.encode())
+    return 0 if args.fail_on == "never" else 1
+
+
+def _check_obeyed(patch: str) -> None:
+    """Checks that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
+
+    Raises:
+        ValueError: It would.
     """
-    leaves = [
-        {
-            "path": one.pattern,
-            "leaves": len(one.rows),
-            "shape": kind.shape,
-            "dtype": dtype_shown(kind),
-            "rule": kind.rule,
-            **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
-            "spec": spec_shown(kind.spec),
-            "memory_kind": kind.memory_kind,
-            "problem": problem_shown(kind),
-            "bytes": kind.bytes * len(one.rows),
-            "device_bytes": kind.device_bytes * len(one.rows),
-            "lost": [loss.message for loss in kind.losses],
-        }
-        for one in plan.folded
-        for kind in (plan.kinds[one.group],)
-    ]
-    parts = {name: int(part.max()) for name, part in zip(held._fields, held, strict=True)}
-    content: dict[str, Any] = {
-        "mesh": plan.axis_sizes,
-        "leaves": len(plan),
-        "bytes": plan.total_bytes,
-        "device_bytes": {"total": held.max, **parts},
-        "fingerprint": plan.fingerprint(),
-        "folded": leaves,
-    }
-    if (fits := room.fits(held)) is not None:
-        content["fits"] = fits
-    if time is not None:
-        content["time"] = {**_time_content(time), "assumptions": time.assumptions}
-    return printable_json(content)
+    if not any(name in os.environ for name in _RUNNERS):
+        return
+    with suppress(OSError):  # a stream without a number
+        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+            return
+    if line := next(filter(is_command, patch.splitlines()), ""):
+        raise ValueError(
+            f"--fix: the CI's runner would obey a line of the patch, {brief(line)}; write the "
+            "patch to a file: shardrules check ... --fix > fix.patch"
+        )
 
 
-def _is_styled(stream: TextIO) -> bool:
-    """Whether rich writes to the stream."""
-    return stream.isatty() and find_spec("rich") is not None
+def report(
+    args: Args, planned: Planned, room: Room, training: dict[str, Any], step: dict[str, Any]
+) -> str:
+    """Returns the HTML report: the plan, its findings, meshes and suggested rules to compare."""
+    from shardrules._estimate.sweep import Sweep
+
+    plan = planned.plan
+    findings = plan.check(**planned.rules.declared)
+    memory = {"hbm": room.hbm, "host_memory": room.host, **training}
+    fixed = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
+    with working(args, "trying meshes"):
+        rows = plan.sweep(fixed=fixed, **step, **memory) if plan.devices > 1 else None
+        suggestion = _suggestion(args, planned)
+    chart = rows and Sweep(rows[:_MOST_BARS])
+    return plan.to_html(
+        findings=findings, sweep=chart, title=planned.model, suggestion=suggestion, **memory
+    )
 
 
-def _plain(line: str) -> Any:
-    """The line as rich text, without markup or emoji codes."""
-    from rich.text import Text
+def _suggestion(args: Args, planned: Planned) -> Suggestion | None:
+    """Writes rules for the same arrays and mesh; None, with a note, if it cannot."""
+    from shardrules._rules.logical_rules import LogicalRules
+    from shardrules._suggest.suggest import suggest
 
-    return Text(printable(line).replace("::", r"\u003a:"))
+    rules = planned.rules.rules
+    if isinstance(rules, LogicalRules):
+        return None
+    try:
+        return suggest(planned.plan, dialect=rules.dialect)
+    except ValueError as error:
+        hint(args, f"note: the report has no suggested rules: {error}")
+        return None

@@ -13,7 +13,16 @@ from shardrules._mesh_sizes import check_bounds
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import axes_used
-from shardrules._text import aligned, answer, bytes_shown, counted, mesh_shown, printable, record
+from shardrules._text import (
+    Column,
+    Table,
+    answer,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+    record,
+)
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
@@ -25,11 +34,16 @@ _MOST_MESHES: Final = 10_000
 # Bytes and times that differ by less than this part are a tie, and so are bytes that differ by less
 # than this part of a device's memory: activations take more, and no estimate is as near.
 _TIE: Final = 0.05
-_HEADS: Final = (
-    "mesh", "devices", "a step", "per device", "replicated", "corrections", "memory",
-    "largest replicated leaf",
-)  # fmt: skip
-_RIGHT: Final = frozenset({"devices", "per device", "replicated", "corrections"})
+_COLUMNS: Final = (
+    Column("mesh"),
+    Column("devices", is_right=True, is_optional=True),
+    Column("a step"),
+    Column("per device", is_right=True),
+    Column("replicated", is_right=True, is_optional=True),
+    Column("corrections", is_right=True, is_optional=True),
+    Column("memory"),
+    Column("largest replicated leaf", is_elided=True),
+)
 
 
 @record
@@ -82,18 +96,18 @@ class Sweep(tuple[SweepRow, ...]):
         return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
 
     def __str__(self) -> str:
-        return "\n".join([*table(self), *self.notes])
+        return "\n".join([*table(self).lines(), *self.notes])
 
 
-def table(rows: Sequence[SweepRow]) -> list[str]:
-    """Return the lines of a table: the heads, and a line for each mesh."""
+def table(rows: Sequence[SweepRow]) -> Table:
+    """Returns a row for each mesh, without the columns that no row has."""
     if not rows:
-        return ["no meshes"]
+        return Table([Column("no meshes")], [])
     has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
-    hidden = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
-    kept = [place for place, head in enumerate(_HEADS) if head not in hidden]
-    cells = ([_cells(row)[place] for place in kept] for row in rows)
-    return aligned([_HEADS[place] for place in kept], cells, _RIGHT)
+    absent = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
+    kept = [n for n, column in enumerate(_COLUMNS) if column.head not in absent]
+    cells = map(_cells, rows)
+    return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
 
 
 def _cells(row: SweepRow) -> tuple[str, ...]:

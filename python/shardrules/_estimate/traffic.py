@@ -19,11 +19,19 @@ from shardrules._estimate.collectives import (
 )
 from shardrules._estimate.schedule import Schedule, Transmission, merged
 from shardrules._plan.table import axes_used
-from shardrules._text import answer, bytes_shown, printable
+from shardrules._text import Column, Table, answer, bytes_shown, printable
 
 if TYPE_CHECKING:
     from shardrules._plan.table import Columns
 
+_COLUMNS: Final = (
+    Column("of"),
+    Column("collective"),
+    Column("over"),
+    Column("count", is_right=True),
+    Column("payload", is_right=True),
+    Column("sent", is_right=True),
+)
 # Of optax and Keras: the state of an optimizer that multiplies whole gradients with themselves.
 _MUON: Final = re.compile(r"(^|[/.\[\]'_])muon", re.I)
 
@@ -71,33 +79,19 @@ class Traffic(tuple[Transmission, ...]):
         return dict(total)
 
     def __str__(self) -> str:
-        heads = ("of", "collective", "over", "count", "payload", "sent")
-        lines = [heads] + [
-            (
-                row.of,
-                row.collective,
-                ",".join(row.axes),
-                f"{row.count:,}",
-                bytes_shown(row.payload),
-                bytes_shown(row.sent),
-            )
-            for row in self
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join(
-                text.ljust(width) if at < 3 else text.rjust(width)
-                for at, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        notes = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        table = Table(_COLUMNS, (_cells(row) for row in self)).lines()
+        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
         assumed = textwrap.wrap(
-            f"assumed: {', '.join(notes)}", 88, break_long_words=False, break_on_hyphens=False
+            f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
         )
         missing = [f"not counted, since {why_uncounted(path)}: {path}" for path in self.uncounted]
         sent = f"each device sends {bytes_shown(self.sent)} in a step"
         return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
+
+
+def _cells(row: Transmission) -> tuple[str, ...]:
+    sizes = (f"{row.count:,}", bytes_shown(row.payload), bytes_shown(row.sent))
+    return (row.of, row.collective, ",".join(row.axes), *sizes)
 
 
 def why_uncounted(path: str) -> str:

@@ -18,7 +18,8 @@ from shardrules._plan.table import Kind, dtype_shown, placement_shown
 from shardrules._plan.trees import placement_errors
 from shardrules._specs import Entries, entries_of, is_unconstrained
 from shardrules._text import (
-    aligned,
+    Column,
+    Table,
     and_more,
     answer,
     bytes_shown,
@@ -40,8 +41,15 @@ _MOST_LISTED: Final = 4
 _MOST_ROWS: Final = 60
 # Pairs of kinds times devices; so many take some ten seconds.
 _MOST_WORK: Final = 2**27
-_HEADS: Final = ("path", "leaves", "shape", "dtype", "spec", "received", "most by a device")
-_RIGHT: Final = frozenset({"leaves", "received", "most by a device"})
+_COLUMNS: Final = (
+    Column("path"),
+    Column("leaves", is_right=True),
+    Column("shape"),
+    Column("dtype"),
+    Column("spec"),
+    Column("received", is_right=True),
+    Column("most by a device", is_right=True),
+)
 
 
 @record
@@ -130,9 +138,9 @@ class Transfer(NamedTuple):
             ]
         )
         moving = [row for row in self.rows if row.received or row.copied]
-        table = aligned(_HEADS, list(map(_shown, moving[:_MOST_ROWS])), _RIGHT) if moving else []
-        rest = and_more(len(moving), _MOST_ROWS, "row")
-        return "\n".join([head, *table, *rest])
+        table = Table(_COLUMNS, map(_shown, moving[:_MOST_ROWS])).lines() if moving else []
+        more = and_more(len(moving), _MOST_ROWS, "row")
+        return "\n".join([head, *table, *more])
 
 
 def _shown(row: TransferRow) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shardrules._correction import is_on_host
-from shardrules._plan.companions import LORA, QUANTIZED, base_path, fits_rank
+from shardrules._plan.companions import base_path, fits_rank
 from shardrules._plan.findings import Finding, at_stake
 from shardrules._plan.fold import Folded, fold
 from shardrules._plan.memory import by_class
@@ -75,13 +75,17 @@ def _sets_of(companions: Iterable[Companion]) -> dict[str, list[Companion]]:
     """
     sets: dict[str, list[Companion]] = defaultdict(list)
     for companion in companions:
-        name = next((name for name, table in TABLES.items() if companion in table), None)
+        name = next((name for name, table in tables().items() if companion in table), None)
         sets[name or f"the companion {companion.pattern!r}"].append(companion)
     return sets
 
 
-TABLES: Final[Mapping[str, tuple[Companion, ...]]] = {"LORA": LORA, "QUANTIZED": QUANTIZED}
-"""The package's own tables, by name."""
+@cache
+def tables() -> Mapping[str, tuple[Companion, ...]]:
+    """Return the package's own tables by name, imported where leaves may be theirs."""
+    from shardrules._plan.companions import LORA, QUANTIZED
+
+    return {"LORA": LORA, "QUANTIZED": QUANTIZED}
 
 
 class _Missed(NamedTuple):
@@ -97,7 +101,7 @@ def advice(queries: Queries, folded: Sequence[Folded]) -> str:
     """Return the part of a fix that counts the leaves that a table would lead to a rule."""
     leaves = {
         name: sum(len(missed.folded.rows) for missed in _missed(queries, folded, table))
-        for name, table in TABLES.items()
+        for name, table in tables().items()
     }
     return "".join(
         f"; or give companions=shardrules.{name}: {count:,} of them then follow other leaves' rules"
@@ -111,8 +115,8 @@ def cut_ranks(queries: Queries) -> Iterator[Finding]:
     """Factor of LoRA that a rule for their kernel decides, as if they were the kernel."""
     kinds = queries.columns.kinds
     cut: dict[int, list[Folded]] = defaultdict(list)
-    named = (missed for missed in queries.columns.folded if "lora_" in "".join(missed.parts))
-    for missed in _missed(queries, named, LORA):
+    named = [missed for missed in queries.columns.folded if "lora_" in "".join(missed.parts)]
+    for missed in _missed(queries, named, tables()["LORA"]) if named else ():
         kind, dims = kinds[missed.folded.group], missed.companion.dims
         if kind.rule == missed.rule and kind.spec is not None and not callable(dims):
             entries = zip(dims, kind.spec, strict=False)

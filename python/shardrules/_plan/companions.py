@@ -67,11 +67,13 @@ class Companion:
         check_type("base", self.base, str, "a string")
         re.sub(self.pattern, self.base, "")
         if not callable(self.dims):
-            object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
+            if type(self.dims) is not tuple:
+                object.__setattr__(self, "dims", listed("dims", self.dims, "dimensions"))
             check_dims(self.dims)
-        blocks = listed("blocks", self.blocks, "integers")
-        checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
-        object.__setattr__(self, "blocks", tuple(checked))
+        if type(self.blocks) is not tuple or self.blocks:
+            blocks = listed("blocks", self.blocks, "integers")
+            checked = (integer(f"blocks[{i}]", block, 1) for i, block in enumerate(blocks))
+            object.__setattr__(self, "blocks", tuple(checked))
 
 
 class Step(NamedTuple):
@@ -114,7 +116,7 @@ def check_dims(dims: Dims) -> None:
         ValueError: One is not.
     """
     for position, dim in enumerate(dims):
-        if not _is_dim(dim) and not (dim is ... and position == len(dims) - 1):
+        if dim is not None and not _is_dim(dim) and not (dim is ... and position == len(dims) - 1):
             raise ValueError(
                 f"dims has {shown(dim)}; it has dimensions from 0 on, None and mesh axes, and "
                 "at its end there may be an ellipsis"

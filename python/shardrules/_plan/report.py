@@ -24,9 +24,10 @@ from shardrules._plan.table import (
     problem_shown,
 )
 from shardrules._specs import spec_shown
-from shardrules._text import printable_lines, seconds_shown
+from shardrules._text import printable_json, printable_lines, seconds_shown
 
 if TYPE_CHECKING:
+    from shardrules._estimate.step_time import StepTime
     from shardrules._estimate.sweep import Sweep, SweepRow
     from shardrules._plan.findings import Findings
     from shardrules._plan.memory import DeviceBytes, Room
@@ -282,3 +283,59 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(key): _printable(item) for key, item in value.items()}
     return [*map(_printable, value)] if isinstance(value, list | tuple) else value
+
+
+def sweep_json(rows: Sweep) -> str:
+    """Returns the sweep as a JSON object: a row for each mesh, the best first; assumptions."""
+    contents = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in rows]
+    return printable_json({"rows": contents, "assumptions": rows.assumptions})
+
+
+def _time_content(time: StepTime) -> dict[str, Any]:
+    content = time._asdict()
+    del content["assumptions"]
+    sent = [{"axes": axes, "seconds": seconds} for axes, seconds in time.sent.items()]
+    return {**content, "sent": sent, "dominant": time.dominant}
+
+
+def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:
+    """Returns the plan as a JSON object, with a row for each folded path.
+
+    Args:
+        columns: The plan.
+        memory: Its bytes on each device.
+        room: The memory that there is, for the key "fits". Without any there is no such key.
+        time: The time of a step, for the key "time"; None for no such key.
+    """
+    leaves = [
+        {
+            "path": row.pattern,
+            "leaves": len(row.rows),
+            "shape": kind.shape,
+            "dtype": dtype_shown(kind),
+            "rule": kind.rule,
+            **({} if kind.names is None else {"names": kind.names, "rules": kind.dim_rules}),
+            "spec": spec_shown(kind.spec),
+            "memory_kind": kind.memory_kind,
+            "problem": problem_shown(kind),
+            "bytes": kind.bytes * len(row.rows),
+            "device_bytes": kind.device_bytes * len(row.rows),
+            "lost": [loss.message for loss in kind.losses],
+        }
+        for row in columns.folded
+        for kind in (columns.kinds[row.group],)
+    ]
+    parts = {name: int(part.max()) for name, part in memory._asdict().items()}
+    content: dict[str, Any] = {
+        "mesh": columns.axis_sizes,
+        "leaves": len(columns.paths),
+        "bytes": columns.total_bytes,
+        "device_bytes": {"total": memory.max, **parts},
+        "fingerprint": fingerprint(columns),
+        "folded": leaves,
+    }
+    if (fits := room.fits(memory)) is not None:
+        content["fits"] = fits
+    if time is not None:
+        content["time"] = {**_time_content(time), "assumptions": time.assumptions}
+    return printable_json(content)

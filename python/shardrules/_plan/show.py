@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from html import escape
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 from shardrules._plan.memory import by_class
 from shardrules._plan.table import decided_shown, dtype_shown, placement_shown, problem_shown
-from shardrules._text import aligned, and_more, bytes_shown, counted, mesh_shown, printable
+from shardrules._text import (
+    Column,
+    Table,
+    and_more,
+    bytes_shown,
+    counted,
+    mesh_shown,
+    printable,
+)
 
 if TYPE_CHECKING:
     from shardrules._plan.fold import Folded
     from shardrules._plan.table import Columns
 
 _MOST_ROWS: Final = 60
-HEADS: Final = ("path", "leaves", "shape", "dtype", "rule", "spec", "bytes", "per device")
-"""Heads of the columns of `rows`."""
-_RIGHT: Final = frozenset({"leaves", "rule", "bytes", "per device"})
-
-
-class Row(NamedTuple):
-    """A row of a plan's table: texts for people."""
-
-    path: str
-    leaves: str
-    shape: str
-    dtype: str
-    rule: str
-    spec: str
-    bytes: str
-    device_bytes: str
+_COLUMNS: Final = (
+    Column("path", is_elided=True),
+    Column("leaves", is_right=True, is_optional=True),
+    Column("shape"),
+    Column("dtype", is_optional=True),
+    Column("rule", is_right=True, is_optional=True),
+    Column("spec"),
+    Column("bytes", is_right=True, is_optional=True),
+    Column("per device", is_right=True),
+)
 
 
 def heading(columns: Columns) -> str:
-    """Return the plan in a line."""
+    """Returns the plan in a line."""
     return printable(
         f"{counted(len(columns.paths), 'leaf')}, {bytes_shown(columns.total_bytes)} on "
         f"{mesh_shown(columns.axis_sizes)} ({counted(columns.devices, 'device')}): "
@@ -41,69 +43,41 @@ def heading(columns: Columns) -> str:
     )
 
 
-def rows(columns: Columns, most: int | None = None) -> list[Row]:
-    """Return a row for each folded path, in the order of the tree; for the first `most` of them."""
-    return [_row(columns, part) for part in columns.folded[:most]]
-
-
 def table(columns: Columns) -> str:
-    """Return the heading, and the first rows in aligned columns."""
-    rest = and_more(len(columns.folded), _MOST_ROWS, "row")
-    return "\n".join([heading(columns), *lines(columns, _MOST_ROWS), *rest])
+    """Returns the heading, and the first rows in aligned columns."""
+    more = and_more(len(columns.folded), _MOST_ROWS, "row")
+    rows = plan_table(columns, columns.folded[:_MOST_ROWS])
+    return "\n".join([heading(columns), *rows.lines(), *more])
 
 
-def lines(columns: Columns, most: int | None = None) -> list[str]:
-    """Return the heads, and a line for each folded path; for the first `most` of them."""
-    return aligned(HEADS, rows(columns, most), _RIGHT)
+def plan_table(columns: Columns, folded: Iterable[Folded]) -> Table:
+    """Returns a row for each of these folded paths, as texts for people."""
+    return Table(_COLUMNS, (_row(columns, row) for row in folded))
 
 
-def _row(columns: Columns, folded: Folded) -> Row:
+def _row(columns: Columns, folded: Folded) -> tuple[str, ...]:
     kind, leaves = columns.kinds[folded.group], len(folded.rows)
-    return Row(
-        path=printable(folded.pattern),
-        leaves=f"{leaves:,}",
-        shape="-" if kind.shape is None else str(list(kind.shape)),
-        dtype=printable(dtype_shown(kind)),
-        rule=printable(decided_shown(kind)),
-        spec=printable(problem_shown(kind) or placement_shown(kind)),
-        bytes=bytes_shown(kind.bytes * leaves),
-        device_bytes=bytes_shown(kind.device_bytes * leaves),
+    return (
+        printable(folded.pattern),
+        f"{leaves:,}",
+        "-" if kind.shape is None else str(list(kind.shape)),
+        printable(dtype_shown(kind)),
+        printable(decided_shown(kind)),
+        printable(problem_shown(kind) or placement_shown(kind)),
+        bytes_shown(kind.bytes * leaves),
+        bytes_shown(kind.device_bytes * leaves),
     )
 
 
-_HEADINGS: Final = ("path", "leaves", "shape", "dtype", "spec", "rule", "bytes per device")
-
-
 def table_html(columns: Columns, limit: int = 50) -> str:
-    """Return the rows with most bytes on each device as an HTML table; names are escaped."""
-    device_bytes = {
-        id(row): len(row.rows) * columns.kinds[row.group].device_bytes for row in columns.folded
-    }
-    rows = sorted(columns.folded, key=lambda row: -device_bytes[id(row)])
+    """Returns the rows with most bytes on each device as an HTML table; names are escaped."""
+    rows = sorted(
+        columns.folded,
+        key=lambda row: -len(row.rows) * columns.kinds[row.group].device_bytes,
+    )
     mesh = mesh_shown(columns.axis_sizes)
     caption = (
         f"{counted(len(columns.paths), 'leaf')} on {mesh or 'one device'}: {by_class(columns)}"
     )
-    lines = [_line(_cells(columns, row, device_bytes[id(row)]), "td") for row in rows[:limit]]
-    lines += [
-        f'<tr><td colspan="{len(_HEADINGS)}">{rest}; Plan.to_html shows all</td></tr>'
-        for rest in and_more(len(rows), limit, "row")
-    ]
-    return (
-        f"<table><caption>{escape(printable(caption))}</caption>"
-        f"<thead>{_line(_HEADINGS, 'th')}</thead>"
-        f"<tbody>{''.join(lines)}</tbody></table>"
-    )
-
-
-def _cells(columns: Columns, row: Folded, device_bytes: int) -> tuple[str, ...]:
-    kind = columns.kinds[row.group]
-    spec = problem_shown(kind) or placement_shown(kind)
-    shape = "-" if kind.shape is None else str(kind.shape)
-    return (row.pattern, f"{len(row.rows):,}", shape, dtype_shown(kind), spec, decided_shown(kind),
-            bytes_shown(device_bytes))  # fmt: skip
-
-
-def _line(cells: tuple[str, ...], tag: str) -> str:
-    marked = (f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells)
-    return f"<tr>{''.join(marked)}</tr>"
+    more = "".join(f"{line}; Plan.to_html shows all" for line in and_more(len(rows), limit, "row"))
+    return plan_table(columns, rows[:limit]).html(caption, more)

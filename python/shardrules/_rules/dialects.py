@@ -78,10 +78,14 @@ class Dialect:
         check_type("separator", self.separator, str, "a string")
         check_type("hidden_key", self.hidden_key, str | None, "a string or None")
         check_type("correction", self.correction, Correction, "a Correction")
-        object.__setattr__(self, "match", texts("match", self.match))
         check_choices(self)
-        for mode in self.match:
-            check_choice("match", mode, get_args(ModeName))
+        modes = get_args(ModeName)
+        if type(self.match) is not tuple or not all(
+            type(mode) is str and mode in modes for mode in self.match
+        ):
+            object.__setattr__(self, "match", texts("match", self.match))
+            for mode in self.match:
+                check_choice("match", mode, modes)
         if not self.match:
             raise ValueError("match is empty; give at least one match mode")
         if len({MATCH_MODES[mode].method == "window" for mode in self.match}) != 1:
@@ -205,7 +209,9 @@ class LogicalDialect:
         check_type("name", self.name, str, "a string")
         check_type("correction", self.correction, Correction, "a Correction")
         for field in ("last_wins", "keeps_unknown", "tries_next", "keeps_size_one"):
-            object.__setattr__(self, field, boolean(field, getattr(self, field)))
+            value = getattr(self, field)
+            if type(value) is not bool:
+                object.__setattr__(self, field, boolean(field, value))
 
 
 LINEN: Final = LogicalDialect("linen", last_wins=False, keeps_unknown=False)

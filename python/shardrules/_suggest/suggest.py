@@ -97,7 +97,8 @@ def suggest(
         dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
             Default: `LINEN` for names, or that of the Plan; `EFORMER` for paths.
         like: Rules of paths in this dialect, to be mended: those that decide leaves stay, in their
-            order; dead ones and catch-alls go; rules for all other leaves come after them.
+            order; dead ones and catch-alls go; rules for all other leaves come after them, and cut
+            these as the rules of their siblings do.
         names: The logical axis names of the arrays, as in `plan`. Default: those in the tree's
             boxes, nnx Variables or haliax arrays, or of the Plan.
 

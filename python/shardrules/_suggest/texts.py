@@ -54,7 +54,7 @@ def toml_text(
     if not len(rules):
         lines.append("rules = []")
     for (pattern, value), note in zip(rules, notes, strict=True):
-        write = _toml_logical_rule if is_logical else toml_rule
+        write = toml_logical_rule if is_logical else toml_rule
         lines += ["", *write(pattern, value, note)]
     return "\n".join(lines) + "\n"
 
@@ -84,7 +84,8 @@ def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
     return [f"# {note}", "[[rules]]", written, *_toml_spec(value)]
 
 
-def _toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
+def toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
+    """Returns the lines of a rule for a logical axis name, with a note above it."""
     written = axes if isinstance(axes, str) else axes_in(axes)
     return [f"# {note}", "[[rules]]", f"name = {_toml(name)}", f"axes = {toml_list(written)}"]
 
@@ -136,23 +137,24 @@ def _toml_character(character: str) -> str:
 
 def python_text(rules: Rules | LogicalRules, heading: str, notes: Sequence[str]) -> str:
     """See `Suggestion.to_python`."""
-    if isinstance(rules, LogicalRules):
-        pairs = zip(rules, notes, strict=True)
-        listed = [
-            line
-            for (name, axes), note in pairs
-            for line in (f"    # {note}", f"    ({_python(name)}, {_python(axes)}),")
-        ]
-        return "\n".join([f"# {heading}", "rules = [", *listed, "]"]) + "\n"
-    _check_sayable("to_python", rules)
-    values = [_python_spec(value) for _, value in rules]
-    imports = ["from jax.sharding import PartitionSpec as P"]
-    if any(value.startswith("sr.") for value in values):
+    is_logical = isinstance(rules, LogicalRules)
+    if not isinstance(rules, LogicalRules):
+        _check_sayable("to_python", rules)
+    written = [python_rule(*rule, is_logical=is_logical) for rule in rules]
+    imports = [] if is_logical else ["from jax.sharding import PartitionSpec as P"]
+    if not is_logical and any("sr." in rule for rule in written):
         imports.append("import shardrules as sr")
-    lines = [f"# {heading}", *imports, "", "rules = ["]
-    for (pattern, _), value, note in zip(rules, values, notes, strict=True):
-        lines += [f"    # {note}", f"    ({_python_pattern(pattern)}, {value}),"]
+    lines = [f"# {heading}", *imports, *["" for _ in imports[:1]], "rules = ["]
+    for rule, note in zip(written, notes, strict=True):
+        lines += [f"    # {note}", f"    {rule},"]
     return "\n".join([*lines, "]"]) + "\n"
+
+
+def python_rule(pattern: Any, value: Any, *, is_logical: bool) -> str:
+    """Returns a rule as Python code."""
+    if is_logical:
+        return f"({_python(pattern)}, {_python(value)})"
+    return f"({_python_pattern(pattern)}, {_python_spec(value)})"
 
 
 def _python_pattern(pattern: Pattern) -> str:

@@ -19,7 +19,7 @@ from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.patterns import MATCH_MODES
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, entry_axes, fsdp
+from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, fsdp
 from shardrules._suggest.choose import Array, Cuts, choose, listed, proven, with_followers
 from shardrules._suggest.dims import Unit, parted, with_rows
 from shardrules._suggest.patterns import NUMBER, AmbiguousError, Label, phrases
@@ -84,7 +84,9 @@ def written(
     axis_sizes: Mapping[str, int],
     dialect: Dialect,
     tightness: int = 0,
+    *,
     entries: Mapping[tuple[str, ...], Any] | None = None,
+    siblings: Mapping[Any, set[Cuts]] | None = None,
 ) -> Written:
     """Rules for leaves that have none.
 
@@ -95,6 +97,7 @@ def written(
         tightness: How tight patterns must be, as in `pattern_of`.
         entries: How other rules of the list write an entry of these axes: beside them they may name
             axes of one device, which are larger elsewhere.
+        siblings: How other rules cut leaves, by `_sibling_keys`: those of one module are cut alike.
 
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart.
@@ -104,6 +107,8 @@ def written(
         [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
     )
     cuts = with_followers(units, cuts, axis_sizes)
+    if siblings:
+        cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
     spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
     labels = [_label(unit, of, spared, entries or {}) for unit, of in zip(units, cuts, strict=True)]
     units, labels = _told_apart(units, labels, dialect)
@@ -172,13 +177,18 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
     ]
     decided = np.isin(columns.rule, kept)
     left = [part for unit in units for part in with_rows(unit, ~decided)]
-    more = written(
-        left, columns.axis_sizes, rules.dialect, tightness, _entries_of(rules, kept, columns)
-    )
     of_kept = [
         tuple(part for unit in units for part in with_rows(unit, columns.rule == rule))
         for rule in kept
     ]
+    more = written(
+        left,
+        columns.axis_sizes,
+        rules.dialect,
+        tightness,
+        entries=_entries_of(rules, kept, columns),
+        siblings=_cuts_of_siblings(rules, kept, of_kept),
+    )
     pairs = [*(rules[rule] for rule in kept), *more.rules]
     return Written(Rules(pairs, rules.dialect), [*of_kept, *more.units], more.unknown)
 
@@ -190,14 +200,48 @@ def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[tuple[s
     """
     counted: dict[tuple[str, ...], Counter[Any]] = defaultdict(Counter)
     for rule in kept:
-        spec = plain_spec(rules[rule][1])
-        for entry in spec if isinstance(spec, Entries) else ():
+        for entry in _entries_in(rules[rule][1]):
             axes = tuple(entry_axes(entry))
             if all(axis in columns.axis_sizes for axis in axes):
                 used = tuple(axis for axis in axes if columns.axis_sizes[axis] > 1)
                 counted[used][entry] += columns.coverage.won[rule]
     most = {used: entries.most_common(1)[0][0] for used, entries in counted.items() if used}
     return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
+
+
+def _cuts_of_siblings(
+    rules: Rules, kept: list[int], of_kept: list[tuple[Unit, ...]]
+) -> dict[Any, set[Cuts]]:
+    """Returns how rules cut their leaves, by what siblings of these have in common."""
+    siblings: dict[Any, set[Cuts]] = defaultdict(set)
+    for rule, units in zip(kept, of_kept, strict=True):
+        cuts = tuple(tuple(entry_axes(entry)) for entry in _entries_in(rules[rule][1]))
+        for unit in units if cuts else ():
+            for key in _sibling_keys(unit):
+                siblings[key].add(cuts + ((),) * (len(unit.part.shape) - len(cuts)))
+    return siblings
+
+
+def _entries_in(value: Any) -> tuple[Any, ...]:
+    """Returns the entries of a rule's spec; none if the shape decides."""
+    spec = plain_spec(value)
+    return () if spec is None or isinstance(spec, Fsdp) else tuple(entries_of(spec))
+
+
+def _copied(unit: Unit, siblings: Mapping[Any, set[Cuts]]) -> Cuts | None:
+    """Returns the cuts that all siblings of a leaf have; None if there are several, or none."""
+    if not unit.dims.is_known:
+        return None
+    copies = {cuts for key in _sibling_keys(unit) for cuts in siblings.get(key, ())}
+    return copies.pop() if len(copies) == 1 else None
+
+
+def _sibling_keys(unit: Unit) -> list[Any]:
+    """Returns the path without its name, and without that of its module; shape and sides."""
+    words = [word.text for word in unit.words]
+    places = [place for place in (-1, -2) if len(words) >= -place and NUMBER not in words[place]]
+    array = (unit.part.shape, unit.dims.sides)
+    return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
 def _place(unit: Unit) -> int:

@@ -1,0 +1,295 @@
+"""Commands of `shardrules`: for each a function of its options, with their names and an example.
+
+Functions import what they need, so that the help of all commands costs no more than their names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace as Args
+from typing import Any, Final, NamedTuple
+
+from shardrules._cli.process import hint, working
+
+Function = Callable[[Args], int | None]
+
+
+class Entry(NamedTuple):
+    """Command before click knows it."""
+
+    function: Function
+    example: str
+    options: tuple[str, ...]
+    """Names in `GROUPS`."""
+    changes: dict[str, dict[str, Any]]
+    """Attributes of options that differ in this command."""
+
+
+COMMANDS: Final[dict[str, Entry]] = {}
+_PLAN: Final = "source rules mesh dialect stacked companions min_size max_memory no_fallbacks"
+_TRAINING: Final = "gradients optimizer optimizer_dtype optimizer_memory hbm host_memory"
+_STEP: Final = "tokens hardware axes_over_dcn experts_per_token"
+_NEEDED: Final = {"required": True}
+_FINDINGS: Final = {"usage": "--format {text,json,github}"}
+
+
+def _command(example: str, *options: str, **changes: dict[str, Any]) -> Callable[[Function], None]:
+    def register(function: Function) -> None:
+        names = (*" ".join(options).split(), "quiet", "color")
+        COMMANDS[function.__name__] = Entry(function, example, names, changes)
+
+    return register
+
+
+@_command(
+    "model.json -r rules.toml -m fsdp=8,tp=4 --optimizer adam --hbm 96GB",
+    _PLAN, _TRAINING, "must_fit", _STEP, "format lock html manifest",
+)  # fmt: skip
+def plan(args: Args) -> int:
+    """Shows the spec of every array, its bytes on each device, and the time of a step.
+
+    Exits with 1 if the bytes do not fit and --must-fit is given.
+    """
+    from shardrules._cli import inputs, show
+    from shardrules._files.models import manifest_text
+    from shardrules._io import write_text
+    from shardrules._plan.report import plan_json
+
+    step, training = inputs.step(args), inputs.training(args)
+    room = inputs.room(args, step["hardware"])
+    if args.must_fit and not any(room):
+        raise ValueError("--must-fit: give the memory that it must fit into, as --hbm 96GB")
+    targets = {"--lock": args.lock, "--html": args.html, "--manifest": args.manifest}
+    _check_targets(targets, filter(None, (args.source, args.rules)))
+    planned = inputs.load(args)
+    plan = planned.plan
+    memory = plan.bytes_per_device(**training)
+    time = None if args.tokens is None else plan.step_time(**step, **training)
+    # Made before anything is written: a failure leaves no file behind.
+    report = args.html and show.report(args, planned, room, training, step)
+    shapes = args.manifest and manifest_text(plan, planned.model)
+    if args.lock:
+        plan.lock(args.lock)
+    if shapes:
+        write_text(Path(args.manifest), shapes)
+    if report:
+        write_text(Path(args.html), report)
+        hint(args, f"{args.html}: a report in one file, which works offline")
+    fits = room.fits(memory)
+    if args.format == "json":
+        print(plan_json(plan._columns, memory, room, time))
+    else:
+        show.show_plan(plan)
+        print(memory)
+        if fits is not None:
+            print(f"{'fits' if fits else 'DOES NOT FIT'} into {room}")
+        if time is not None:
+            print(time)
+    return 1 if args.must_fit and not fits else 0
+
+
+def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) -> None:
+    """Checks that no output replaces an input or another output."""
+    names = {os.path.realpath(source): source for source in sources}
+    for option, path in outputs.items():
+        if path is not None:
+            name = names.setdefault(os.path.realpath(path), option)
+            if name != option:
+                raise ValueError(f"{option} {path} would replace {name}; give it another name")
+
+
+@_command(
+    "model.json -r rules.toml -m fsdp=8,tp=4 --fail-on warning",
+    _PLAN, "head_dim hbm fail_on large replicated optional_axes data_axes level fix format",
+    format=_FINDINGS,
+)  # fmt: skip
+def check(args: Args) -> int:
+    """Finds mistakes in the rules.
+
+    Exits with 1 for findings of at least the level --fail-on.
+    """
+    from shardrules._cli import inputs, show
+    from shardrules._text import byte_count
+
+    if args.fix and args.format != "text":
+        raise ValueError("--fix prints rules, so leave out --format")
+    if args.fix and args.rules is None:
+        raise ValueError("--fix adds to a rule file, so give a model, and --rules")
+    large, levels = byte_count(args.large), inputs.levels(args.level)
+    hbm = inputs.memory("--hbm", "a device", args.hbm)
+    planned = inputs.load(args)
+    findings = planned.plan.check(
+        **planned.rules.declared, large=large, head_dim=args.head_dim, hbm=hbm, levels=levels
+    )
+    if args.fix:
+        return show.show_fix(args, planned, findings)
+    return show.show_findings(args, findings, planned)
+
+
+@_command(
+    "my_package.train:compiled_step --hbm 96GB",
+    "function large hbm fail_on format",
+    format=_FINDINGS,
+    large={"help": "Minimum bytes on a device of a gathered array to be reported."},
+)
+def verify(args: Args) -> int:
+    """Compares a compiled function with its plan.
+
+    Exits with 1 for findings of at least the level --fail-on.
+    """
+    from shardrules._cli import inputs, show
+    from shardrules._files.modules import load_object
+    from shardrules._io import FileError
+    from shardrules._text import byte_count, shown
+    from shardrules._verify.verify import verify
+
+    large, hbm = byte_count(args.large), inputs.memory("--hbm", "a device", args.hbm)
+    step = load_object(args.function)
+    if not isinstance(step, tuple) or len(step) not in (2, 3):
+        raise FileError(
+            f"{args.function}: this gives {shown(step)}; it must be (compiled, inputs, outputs) or "
+            "(compiled, inputs)"
+        )
+    return show.show_findings(args, verify(*step, large=large, hbm=hbm))
+
+
+@_command(
+    "model.json layers/0/wq/kernel -r rules.toml -m fsdp=8,tp=4",
+    _PLAN.replace(" ", " path ", 1),
+)
+def explain(args: Args) -> None:
+    """Explains the spec of one array: the rules that match it, and each correction."""
+    from shardrules._cli import inputs
+
+    print(inputs.load(args).plan.explain(args.path))
+
+
+@_command(
+    "model.json -r rules.toml --devices 512 --axes fsdp,tp --hbm 96GB",
+    _PLAN, "devices axes", _TRAINING, _STEP, "format most",
+    rules=_NEEDED,
+    mesh={"usage": "-m --mesh MESH...", "help": "A mesh to compare; repeatable."},
+    devices={"help": "Compare all meshes of this many devices."},
+    axes={"help": "Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."},
+)  # fmt: skip
+def sweep(args: Args) -> None:
+    """Compares meshes for one set of rules, the best first: by the time of a step, or by bytes."""
+    from shardrules._cli import inputs, show
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._plan.report import sweep_json
+
+    if args.mesh:
+        inputs.refuse("the meshes are those of --mesh", args, "devices", "axes")
+    elif args.devices is None or args.axes is None:
+        raise ValueError("give meshes with --mesh, or --devices and --axes for all factorizations")
+    step, training = inputs.step(args), inputs.training(args)
+    room = inputs.room(args, step["hardware"])
+    meshes = [parse_mesh(mesh) for mesh in args.mesh]
+    axes, fixed = inputs.sweep_axes(args.axes or "")
+    first = args.mesh[0] if meshes else f"{axes[0]}={args.devices}"
+    plan = inputs.load(args, mesh=first).plan
+    with working(args, "trying meshes"):
+        rows = plan.sweep(
+            meshes or None, devices=args.devices, axes=axes, fixed=fixed,
+            hbm=room.hbm, host_memory=room.host, **step, **training,
+        )  # fmt: skip
+    if args.format == "json":
+        print(sweep_json(rows))
+    else:
+        show.show_sweep(rows, args.most)
+
+
+@_command(
+    "model.json -r rules.toml -m fsdp=8,tp=4 --dry-run --processes 4",
+    _PLAN, "dry_run processes bandwidth in_flight",
+    rules=_NEEDED,
+    mesh=_NEEDED,
+)  # fmt: skip
+def load(args: Args) -> None:
+    """Tells what shardrules.load would read: bytes per process and device, in flight, time."""
+    from shardrules._checkpoint.filling import forecast
+    from shardrules._cli import inputs
+    from shardrules._text import byte_count
+
+    if not args.dry_run:
+        raise ValueError("give --dry-run; arrays are loaded in Python, by shardrules.load")
+    speed = byte_count(args.bandwidth)
+    if not speed:
+        raise ValueError(f"--bandwidth is {args.bandwidth!r}; give bytes per second, such as 2GB")
+    most = None if args.in_flight is None else byte_count(args.in_flight)
+    columns = inputs.load(args).plan._columns
+    print(forecast(columns, processes=args.processes, in_flight=most, bandwidth=speed))
+
+
+@_command(
+    "model.json --devices 512 --hbm 96GB > rules.toml",
+    "source mesh devices axes like dialect head_dim max_memory optimizer optimizer_dtype hbm",
+    _STEP.replace("axes_over_dcn ", ""), "format",
+    mesh={"help": "The mesh, such as fsdp=64,tp=8."},
+    optimizer={"default": "adam"},
+    format={"usage": "--format {toml,python,text}", "default": "toml",
+            "help": "Output format; text has the reasons."},
+)  # fmt: skip
+def suggest(args: Args) -> int:
+    """Writes rules for a model on standard output.
+
+    Exits with 1 if check warns of them.
+    """
+    from shardrules._cli import inputs
+    from shardrules._mesh_sizes import parse_mesh
+    from shardrules._suggest.suggest import suggest
+
+    if args.mesh is None and args.devices is None:
+        raise ValueError("give a mesh with --mesh, or --devices to have one chosen")
+    if args.mesh is not None:
+        inputs.refuse("the mesh is that of --mesh", args, "devices", "axes")
+    moments = inputs.moments(args)
+    tree, about = inputs.load_model(args)
+    suggestion = suggest(
+        tree,
+        None if args.mesh is None else parse_mesh(args.mesh),
+        devices=args.devices,
+        axes=None if args.axes is None else inputs.names(args.axes),
+        hbm=inputs.memory("--hbm", "a device", args.hbm),
+        optimizer=moments,
+        tokens=args.tokens,
+        experts_per_token=args.experts_per_token,
+        hardware=None if args.hardware is None else inputs.load_hardware(args.hardware),
+        head_dim=args.head_dim,
+        **about,
+    )
+    formats = {"toml": suggestion.to_toml, "python": suggestion.to_python}
+    print(formats.get(args.format, suggestion.__str__)().rstrip("\n"))
+    for warning in suggestion.warnings if args.format != "text" else ():
+        for line in str(warning).splitlines():
+            hint(args, line)
+    return 1 if suggestion.warnings else 0
+
+
+@_command(
+    "plan.lock model.json -r rules.toml",
+    "before after", _PLAN.removeprefix("source "),
+    rules={"help": "Rules for models."},
+    mesh={"help": "Mesh for models. Default: that of a lock."},
+)  # fmt: skip
+def diff(args: Args) -> int:
+    """Shows the differences between two plans.
+
+    Exits with 1 if there are any.
+    """
+    from shardrules._cli import inputs
+
+    before, after = inputs.load_sides(args)
+    differences = before.diff(after)
+    print(differences)
+    return 1 if differences else 0
+
+
+@_command("", "")
+def demo(_: Args) -> int:
+    """Plans DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
+    from shardrules.demo import main
+
+    return main()
