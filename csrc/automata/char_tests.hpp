@@ -64,9 +64,7 @@ class Alphabet {
   public:
     Alphabet(CharTests tests, Oracle oracle);
 
-    CharClass class_of(char32_t c) {
-        return c < kAsciiEnd ? ascii_[c] : non_ascii_class(c);
-    }
+    CharClass class_of(char32_t c) { return c < kAsciiEnd ? ascii_[c] : non_ascii_class(c); }
     const CharClass* ascii() const { return ascii_.data(); }
     std::size_t class_count() const { return classes_.size(); }
 

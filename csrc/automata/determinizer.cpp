@@ -30,9 +30,7 @@ std::optional<std::uint16_t> consume(std::uint16_t ahead, const CharFacts& c) {
     return (ahead & kLastNewline) ? kTextEnd : kNothing;
 }
 
-bool holds_at_end(std::uint16_t ahead) {
-    return !(ahead & (kWord | kAsciiWord | kSomething));
-}
+bool holds_at_end(std::uint16_t ahead) { return !(ahead & (kWord | kAsciiWord | kSomething)); }
 
 std::uint16_t boundary(bool wanted, bool word_behind, std::uint16_t word, std::uint16_t not_word) {
     return wanted != word_behind ? word : not_word;
@@ -40,7 +38,9 @@ std::uint16_t boundary(bool wanted, bool word_behind, std::uint16_t word, std::u
 
 // What the root accepts, it has accepted at the start.
 bool has_late_events(const Program& program) {
-    const auto is_late = [](const EpsilonEdge& edge) { return edge.assertion != Assertion::kBegin; };
+    const auto is_late = [](const EpsilonEdge& edge) {
+        return edge.assertion != Assertion::kBegin;
+    };
     return !program.class_edges(kRoot).empty() ||
            std::ranges::any_of(program.epsilon_edges(kRoot), is_late);
 }
@@ -63,8 +63,7 @@ void Determinizer::start(Frontier& out) {
 }
 
 inline bool Determinizer::visit(NodeId node, std::uint16_t ahead) {
-    if (ahead != kNothing)
-        return constrained_.insert((std::uint64_t{node} << 16) | ahead).second;
+    if (ahead != kNothing) return constrained_.insert((std::uint64_t{node} << 16) | ahead).second;
     if (marks_[node] == round_) return false;
     marks_[node] = round_;
     return true;
@@ -226,8 +225,8 @@ void Determinizer::cross(const EpsilonEdge& edge, const Thread& at) {
         case Assertion::kEnd: ahead |= kTextEnd; break;
         case Assertion::kWordBoundary:
         case Assertion::kNotWordBoundary:
-            ahead |= boundary(edge.assertion == Assertion::kWordBoundary, last.word, kWord,
-                              kNotWord);
+            ahead |=
+                boundary(edge.assertion == Assertion::kWordBoundary, last.word, kWord, kNotWord);
             break;
         case Assertion::kAsciiWordBoundary:
         case Assertion::kNotAsciiWordBoundary:

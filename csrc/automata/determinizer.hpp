@@ -30,7 +30,7 @@ struct Thread {
 struct Frontier {
     // Threads at the node, its suffix, that one's suffix, ..., and the root, along literal edges.
     NodeId literal = kRoot;
-    RuleId best = kNoRule;         // Search::kFirst
+    RuleId best = kNoRule;          // Search::kFirst
     std::vector<RuleId> matched{};  // Search::kAll; ascending
     std::vector<Thread> threads{};  // the others; in canonical form sorted, without duplicates
     bool operator==(const Frontier&) const = default;

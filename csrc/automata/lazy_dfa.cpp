@@ -13,8 +13,8 @@ namespace {
 // them each time that it is stepped through (see kCostOfState), so it pays after 4 to 19 steps. RE2
 // has 10 as well.
 constexpr std::uint64_t kStepsThatPayForAState = 10;
-// What one state takes beside its own members: two allocations of 16 bytes of bookkeeping each, and a
-// node (40 bytes) and bucket (8) of the index; rounded up.
+// What one state takes beside its own members: two allocations of 16 bytes of bookkeeping each, and
+// a node (40 bytes) and bucket (8) of the index; rounded up.
 constexpr std::size_t kStateOverhead = 96;
 
 std::size_t bytes_held(const Frontier& frontier) {
@@ -134,7 +134,8 @@ void LazyDfa::enter_like_last(Text text) {
 
 // How many of the text's characters the trail's states cover.
 std::size_t LazyDfa::shared_prefix(const Text& text) const {
-    if (trail_.from != position() || trail_.epoch != epoch() || trail_.width != text.width) return 0;
+    if (trail_.from != position() || trail_.epoch != epoch() || trail_.width != text.width)
+        return 0;
     const std::size_t width = static_cast<std::size_t>(text.width);
     const std::size_t most = std::min(trail_.states.size(), text.length) * width;
     const auto* bytes = static_cast<const unsigned char*>(text.data);
@@ -227,8 +228,8 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
     const auto id = static_cast<StateId>(states_.size());
     const std::size_t row = std::size_t{1} << shift_;
     const bool decided = determinizer_.decided(frontier);
-    states_.push_back({frontier, determinizer_.at_end(frontier), decided,
-                       determinizer_.quiet(frontier)});
+    states_.push_back(
+        {frontier, determinizer_.at_end(frontier), decided, determinizer_.quiet(frontier)});
     // What is decided stays where it is, whatever follows.
     table_.resize(table_.size() + row, decided ? id : kUnknown);
     index_.insert(id);

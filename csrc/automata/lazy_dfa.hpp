@@ -1,8 +1,8 @@
 // The rules' automaton made deterministic on demand, and a cursor into a tree of paths. A step
 // over a known transition is one table look-up. A transition is worth a state only once it has been
-// met a few times, not too far apart; until then it is simulated, as everything is when the memory budget is spent
-// and clearing the states does not pay (linear in text times program, never exponential). One user
-// at a time: DfaPool lends them out.
+// met a few times, not too far apart; until then it is simulated, as everything is when the memory
+// budget is spent and clearing the states does not pay (linear in text times program, never
+// exponential). One user at a time: DfaPool lends them out.
 #pragma once
 
 #include <array>
@@ -58,8 +58,9 @@ class LazyDfa {
     void enter_like_last(Text text);
     void extend(Text text);  // not at the bottom, from where later searches begin
     void leave() { path_.pop_back(); }
-    // Whether leaving has led to a position, one without a state, that the memory budget had no room
-    // for: before anything else is asked of it, replay() has to be told all the text down to here.
+    // Whether leaving has led to a position, one without a state, that the memory budget had no
+    // room for: before anything else is asked of it, replay() has to be told all the text down to
+    // here.
     bool forgotten() const { return path_.back().forgotten; }
     void replay(Text text);
     // kNoState if the position is not worth one so far.
@@ -92,9 +93,10 @@ class LazyDfa {
     static constexpr StateId kLastState = kUnknown - 1;
 
     // An unknown transition that was met. What has cost as much as a state becomes one, if it comes
-    // back before others take its place: states that are met once in ten thousand leaves would leave
-    // the processor's caches before they are met again, and then cost more than steps. A set has room
-    // for several, the last one met first, so that two which take turns do not drive each other out.
+    // back before others take its place: states that are met once in ten thousand leaves would
+    // leave the processor's caches before they are met again, and then cost more than steps. A set
+    // has room for several, the last one met first, so that two which take turns do not drive each
+    // other out.
     struct Candidate {
         std::uint32_t transition = 0;
         std::uint32_t cost = 0;

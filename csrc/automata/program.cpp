@@ -192,7 +192,8 @@ void ProgramBuilder::link_literal_trie() {
                 target = program_.literal_child(suffix, test);
             }
             nodes[node].suffix = target == kNoNode ? kRoot : target;
-            nodes[node].eventful = program_.has_more(node) ? node : nodes[nodes[node].suffix].eventful;
+            nodes[node].eventful =
+                program_.has_more(node) ? node : nodes[nodes[node].suffix].eventful;
             found.push_back(node);
         }
     }
@@ -202,9 +203,9 @@ bool ProgramBuilder::is_class(const Syntax& syntax) const {
     return syntax.kind == Syntax::Kind::kChar && !program_.tests_.is_literal(syntax.test);
 }
 
-// An edge to a node from which a single epsilon edge leads on may as well lead there. This ends: where
-// epsilon edges go round in a circle, one of the nodes has a way out of it. Nodes of the literal trie
-// stay where they are.
+// An edge to a node from which a single epsilon edge leads on may as well lead there. This ends:
+// where epsilon edges go round in a circle, one of the nodes has a way out of it. Nodes of the
+// literal trie stay where they are.
 void ProgramBuilder::cut_short_edges() {
     for (NodeId n = 0; n < program_.node_count(); ++n) {
         const Program::Node& node = program_.nodes_[n];

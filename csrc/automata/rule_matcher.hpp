@@ -1,7 +1,7 @@
 // The one door to the automata: a list of encoded rules, compiled, and asked which of them match a
-// text. Compiling is linear in the unrolled size of the patterns; a question costs one table look-up
-// for each character, once its states are known. Safe to use from any thread. Knows nothing of trees,
-// nor of how a pattern was written.
+// text. Compiling is linear in the unrolled size of the patterns; a question costs one table
+// look-up for each character, once its states are known. Safe to use from any thread. Knows nothing
+// of trees, nor of how a pattern was written.
 #pragma once
 
 #include <cstddef>
@@ -34,9 +34,10 @@ class RuleMatcher {
 
     // oracle: asked for the members of classes outside ASCII.
     // memory_budget: bytes of states, of each DFA.
-    // std::invalid_argument if a pattern's code is malformed; std::length_error if the program would
-    // be larger than kMaxNodes.
-    RuleMatcher(const EncodedRules& rules, Oracle oracle, std::size_t memory_budget, Poll poll = {});
+    // std::invalid_argument if a pattern's code is malformed; std::length_error if the program
+    // would be larger than kMaxNodes.
+    RuleMatcher(const EncodedRules& rules, Oracle oracle, std::size_t memory_budget,
+                Poll poll = {});
 
     // The first rule that matches the text, or kNoRule.
     RuleId first(Text text);

@@ -41,9 +41,7 @@ class Decoder {
                 out.kind = Kind::kAssert;
                 out.assertion = assertion(word());
                 return out;
-            case Op::kNever:
-                out.kind = Kind::kNever;
-                return out;
+            case Op::kNever: out.kind = Kind::kNever; return out;
             case Op::kAlternate:
                 out.kind = Kind::kAlternate;
                 children(out, word(), depth);
@@ -110,8 +108,7 @@ void trim(Syntax& syntax, End end) {
             return;
         case Kind::kChar:
         case Kind::kAssert:
-        case Kind::kNever:
-            return;
+        case Kind::kNever: return;
     }
 }
 

@@ -26,8 +26,9 @@ enum class Assertion : std::uint8_t {
 };
 inline constexpr std::uint32_t kLastAssertion = 9;
 
-// Leading words of the encoding (prefix form, 32-bit words); python/shardrules/_matching/patterns.py
-// writes it. A code point is the literal; operations come behind the last one.
+// Leading words of the encoding (prefix form, 32-bit words);
+// python/shardrules/_matching/patterns.py writes it. A code point is the literal; operations come
+// behind the last one.
 enum class Op : std::uint32_t {
     kClass = kCodePointEnd,  // number of a class given to CharTests::add_class
     kAssert,                 // Assertion

@@ -1,5 +1,5 @@
-// Shows a bound class to the garbage collector, for objects that hold Python objects: a cycle through
-// one, as of rules whose payload refers to them, is collected like any other.
+// Shows a bound class to the garbage collector, for objects that hold Python objects: a cycle
+// through one, as of rules whose payload refers to them, is collected like any other.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,8 +8,8 @@
 
 namespace shardrules::bind {
 
-// Includes whole(). The class needs int traverse(visitproc, void*) const and void clear(), after which its methods may
-// fail but not crash.
+// Includes whole(). The class needs int traverse(visitproc, void*) const and void clear(), after
+// which its methods may fail but not crash.
 template <class Held>
 pybind11::custom_type_setup collectable() {
     return pybind11::custom_type_setup([](PyHeapTypeObject* heap_type) {

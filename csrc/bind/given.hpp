@@ -1,6 +1,6 @@
-// An argument that came from a user and that Python's side has checked. It is converted by hand, so that
-// a wrong one that slips through gets a short error: pybind11's own has the repr of all arguments, the
-// tree included.
+// An argument that came from a user and that Python's side has checked. It is converted by hand, so
+// that a wrong one that slips through gets a short error: pybind11's own has the repr of all
+// arguments, the tree included.
 #pragma once
 
 #include <pybind11/pybind11.h>

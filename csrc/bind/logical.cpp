@@ -37,23 +37,22 @@ const char* name_of(Loss loss) {
 }
 
 std::unique_ptr<LogicalRuleSet> logical_rules(const std::vector<Rule>& rules,
-                                            const Given<std::vector<std::int64_t>>& axis_sizes,
-                                            bool last_wins, const std::string& indivisible) {
+                                              const Given<std::vector<std::int64_t>>& axis_sizes,
+                                              bool last_wins, const std::string& indivisible) {
     std::vector<sharding::LogicalRule> taken;
     taken.reserve(rules.size());
     for (const auto& [name, axes] : rules) taken.push_back({name, axes});
     const auto precedence =
         last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
-    return std::make_unique<LogicalRuleSet>(std::move(taken), axis_sizes.as("axis_sizes"), precedence,
-                                          misfit(indivisible));
+    return std::make_unique<LogicalRuleSet>(std::move(taken), axis_sizes.as("axis_sizes"),
+                                            precedence, misfit(indivisible));
 }
 
 // A dimension's size, which may be no number that C++ has; null without one.
 sharding::Divides divisors_of(const py::object& size) {
     if (size.is_none()) return nullptr;
-    return [dimension = resolution::dimension_from(Ref::borrow(size.ptr()))](std::uint64_t divisor) {
-        return resolution::is_multiple(dimension, divisor);
-    };
+    return [dimension = resolution::dimension_from(Ref::borrow(size.ptr()))](
+               std::uint64_t divisor) { return resolution::is_multiple(dimension, divisor); };
 }
 
 py::tuple resolve(const LogicalRuleSet& rules, const Given<std::vector<Dim>>& dims) {
@@ -103,9 +102,8 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
 py::object values_beside(const py::object& rows, const py::object& values, std::size_t leaves) {
     py::list found(leaves);
     for (std::size_t i = 0; i < leaves; ++i) found[i] = py::none();
-    const bool fits = translated([&] {
-        return pytree::values_beside(rows.ptr(), values.ptr(), found.ptr());
-    });
+    const bool fits =
+        translated([&] { return pytree::values_beside(rows.ptr(), values.ptr(), found.ptr()); });
     return fits ? py::object(found) : py::object(py::none());
 }
 

@@ -6,8 +6,8 @@
 
 namespace {
 
-// Where Python has no memory for an object, pybind11 throws a std::runtime_error over the MemoryError
-// that is set: the caller gets the MemoryError.
+// Where Python has no memory for an object, pybind11 throws a std::runtime_error over the
+// MemoryError that is set: the caller gets the MemoryError.
 void keep_memory_errors(std::exception_ptr thrown) {
     try {
         std::rethrow_exception(thrown);

@@ -47,9 +47,10 @@ py::tuple to_python(const resolution::Listing& listing) {
     return py::make_tuple(listing.count, to_python(listing.shown));
 }
 
-resolution::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
-                           const std::optional<py::str>& hidden_key, bool unique,
-                           bool scalars_need_rules, bool size_one_is_scalar, bool min_size_first) {
+resolution::Choices choices_of(const py::str& separator, const py::str& shown_separator,
+                               bool keystr, const std::optional<py::str>& hidden_key, bool unique,
+                               bool scalars_need_rules, bool size_one_is_scalar,
+                               bool min_size_first) {
     return {.path_style = {.separator = Ref::borrow(separator.ptr()),
                            .shown_separator = Ref::borrow(shown_separator.ptr()),
                            .keystr = keystr,
@@ -81,7 +82,9 @@ std::optional<std::uint32_t> class_number(int number) {
 
 // Lets other threads and Ctrl-C through, where one key of a path takes long.
 void let_others() {
-    { const py::gil_scoped_release released; }
+    {
+        const py::gil_scoped_release released;
+    }
     pytree::check(PyErr_CheckSignals());
 }
 
@@ -114,11 +117,10 @@ automata::RuleMatcher RuleSet::compile(const py::sequence& patterns, const py::s
                                        int word_class, int ascii_word_class,
                                        bool empty_text_has_no_non_boundary,
                                        std::size_t memory_budget) const {
-    automata::EncodedRules rules{
-        .patterns = {},
-        .word_class = class_number(word_class),
-        .ascii_word_class = class_number(ascii_word_class),
-        .empty_text_has_no_non_boundary = empty_text_has_no_non_boundary};
+    automata::EncodedRules rules{.patterns = {},
+                                 .word_class = class_number(word_class),
+                                 .ascii_word_class = class_number(ascii_word_class),
+                                 .empty_text_has_no_non_boundary = empty_text_has_no_non_boundary};
     for (const auto& members : classes) rules.classes.push_back(ascii_set(members.ptr()));
     rules.patterns.reserve(patterns.size());
     for (const auto& pattern : patterns) rules.patterns.push_back(encoded(pattern.ptr()));
@@ -127,13 +129,12 @@ automata::RuleMatcher RuleSet::compile(const py::sequence& patterns, const py::s
     return automata::RuleMatcher(rules, oracle(), memory_budget, let_others);
 }
 
-// Owns nothing, so that the one reference to `accepts` is the collector's to see; the DFAs that ask it
-// live no longer than this object.
+// Owns nothing, so that the one reference to `accepts` is the collector's to see; the DFAs that ask
+// it live no longer than this object.
 automata::Oracle RuleSet::oracle() const {
     return [this](std::uint32_t number, char32_t c) {
-        const Ref answer = Ref::checked(
-            PyObject_CallFunction(accepts_.get(), "IN", number,
-                                  PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
+        const Ref answer = Ref::checked(PyObject_CallFunction(
+            accepts_.get(), "IN", number, PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
         const int accepted = PyObject_IsTrue(answer.get());
         pytree::check(accepted);
         return accepted == 1;
@@ -147,7 +148,7 @@ int RuleSet::traverse(visitproc visit, void* arg) const {
 }
 
 void RuleSet::clear() {
-    accepts_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    accepts_ = Ref::borrow(Py_None);                    // not null: a call after all is a TypeError
     const auto dropped = std::exchange(searched_, {});  // its objects may come here when they go
 }
 
@@ -180,8 +181,8 @@ py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers, G
     return translated([&] {
         const auto dfa = matcher_.lend(search());
         resolution::MatchLeaves leaves(answers, searched_, modes_, choices_,
-                                   {strict.as("strict"), min_size.ptr(), replicated.ptr(), unmatched.ptr(),
-                                    ambiguous.ptr(), record_events});
+                                       {strict.as("strict"), min_size.ptr(), replicated.ptr(),
+                                        unmatched.ptr(), ambiguous.ptr(), record_events});
         const Ref matched = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
                               to_python(leaves.ambiguous()), to_python(leaves.misfits()),
@@ -196,12 +197,12 @@ py::tuple RuleSet::survey(const py::object& tree, resolution::Answers& answers,
     return translated([&] {
         const auto dfa = matcher_.lend(search());
         resolution::MatchLeaves decisions(answers, searched_, modes_, choices_,
-                                      {.strict = true,
-                                       .min_size = min_size.ptr(),
-                                       .replicated = replicated.ptr(),
-                                       .unmatched = unmatched.ptr(),
-                                       .ambiguous = ambiguous.ptr(),
-                                       .record_events = false});
+                                          {.strict = true,
+                                           .min_size = min_size.ptr(),
+                                           .replicated = replicated.ptr(),
+                                           .unmatched = unmatched.ptr(),
+                                           .ambiguous = ambiguous.ptr(),
+                                           .record_events = false});
         resolution::SurveyLeaves leaves(decisions);
         const Ref numbered = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(numbered), to_python(leaves.paths()),
@@ -233,11 +234,11 @@ py::tuple RuleSet::counters() const {
 }
 
 void register_rule_set(py::module_& module) {
-    py::class_<resolution::Choices>(module, "Choices", whole())
-        .def(py::init(&choices_of));
+    py::class_<resolution::Choices>(module, "Choices", whole()).def(py::init(&choices_of));
     py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, Given<std::size_t>, std::size_t, const resolution::Choices&>())
+                      const py::sequence&, Given<std::size_t>, std::size_t,
+                      const resolution::Choices&>())
         .def("first_match", &RuleSet::first_match)
         .def("all_matches", &RuleSet::all_matches)
         .def("match", &RuleSet::match)

@@ -19,24 +19,23 @@ class RuleSet {
     // classes: per class its ASCII members, as an int with bit c for character c.
     // accepts(number, character): whether the class has a non-ASCII member.
     // searched: (number, search) for each pattern given as None, ascending.
-    // modes: the number of the dialect's match modes. `patterns` has all rules for the first mode, then
-    // all for the next one.
+    // modes: the number of the dialect's match modes. `patterns` has all rules for the first mode,
+    // then all for the next one.
     RuleSet(const pybind11::sequence& patterns, const pybind11::sequence& classes,
             const pybind11::object& accepts, int word_class, int ascii_word_class,
             bool empty_text_has_no_non_boundary, const pybind11::sequence& searched,
-            Given<std::size_t> memory_budget, std::size_t modes, const resolution::Choices& choices);
+            Given<std::size_t> memory_budget, std::size_t modes,
+            const resolution::Choices& choices);
 
     pybind11::object first_match(Given<pybind11::str> path);
     pybind11::list all_matches(Given<pybind11::str> path);
     pybind11::tuple match(const pybind11::object& tree, resolution::Answers& answers,
-                          Given<bool> strict,
-                          const pybind11::object& min_size, const pybind11::object& replicated,
-                          const pybind11::object& unmatched,
+                          Given<bool> strict, const pybind11::object& min_size,
+                          const pybind11::object& replicated, const pybind11::object& unmatched,
                           const pybind11::object& ambiguous, bool record_events);
     pybind11::tuple survey(const pybind11::object& tree, resolution::Answers& answers,
-                           const pybind11::object& min_size,
-                           const pybind11::object& replicated, const pybind11::object& unmatched,
-                           const pybind11::object& ambiguous);
+                           const pybind11::object& min_size, const pybind11::object& replicated,
+                           const pybind11::object& unmatched, const pybind11::object& ambiguous);
     pybind11::tuple count_matches(const pybind11::object& tree, Given<bool> strict);
     pybind11::tuple counters() const;
 

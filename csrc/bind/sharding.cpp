@@ -30,24 +30,22 @@ Corrector corrector(const Given<SpecDims>& dims, const std::string& absent,
 void register_sharding(py::module_& module) {
     py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector", whole())
         .def(py::init(&corrector))
-        .def(
-            "kept",
-            [](const Corrector& self, const Given<py::tuple>& given) {
-                const py::tuple shape = given.as("shape");
-                return translated([&] {
-                    return resolution::kept_axes(self, shape.ptr(),
+        .def("kept", [](const Corrector& self, const Given<py::tuple>& given) {
+            const py::tuple shape = given.as("shape");
+            return translated([&] {
+                return resolution::kept_axes(self, shape.ptr(),
                                              static_cast<Py_ssize_t>(shape.size()));
-                });
             });
+        });
     py::class_<ShardingTable, resolution::Answers>(module, "ShardingTable",
-                                               collectable<ShardingTable>())
+                                                   collectable<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
                          std::vector<std::uint32_t> spec_of, const py::object& make,
                          const py::object& make_for_shape) {
-                 return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
-                                      pytree::Ref::borrow(make.ptr()),
-                                      pytree::Ref::borrow(make_for_shape.ptr()));
-             }));
+            return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
+                                 pytree::Ref::borrow(make.ptr()),
+                                 pytree::Ref::borrow(make_for_shape.ptr()));
+        }));
 }
 
 }  // namespace shardrules::bind

@@ -15,11 +15,10 @@ void register_spec_table(py::module_& module) {
     py::class_<SpecTable, resolution::Answers>(module, "SpecTable", collectable<SpecTable>())
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {
-                 std::vector<pytree::Ref> known;
-                 for (const auto& spec : specs)
-                     known.push_back(pytree::Ref::borrow(spec.ptr()));
-                 return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
-             }));
+            std::vector<pytree::Ref> known;
+            for (const auto& spec : specs) known.push_back(pytree::Ref::borrow(spec.ptr()));
+            return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
+        }));
 }
 
 }  // namespace shardrules::bind

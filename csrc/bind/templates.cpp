@@ -25,8 +25,8 @@ std::string_view utf8(PyObject* path, Ref& kept) {
 }
 
 py::str from_utf8(std::string_view text) {
-    const Ref made = Ref::checked(PyUnicode_DecodeUTF8(
-        text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass"));
+    const Ref made = Ref::checked(
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass"));
     return py::reinterpret_borrow<py::str>(made.get());
 }
 
@@ -53,8 +53,6 @@ py::tuple templates(const py::list& paths) {
 
 }  // namespace
 
-void register_templates(py::module_& module) {
-    module.def("templates", &templates);
-}
+void register_templates(py::module_& module) { module.def("templates", &templates); }
 
 }  // namespace shardrules::bind

@@ -1,6 +1,6 @@
-// Paths as templates with holes for their numbers: `layers/7/w` is the template `layers/#/w` and the
-// number 7, so sibling layers share a template. One pass over the text of a path and a look-up. Knows
-// nothing of trees or Python.
+// Paths as templates with holes for their numbers: `layers/7/w` is the template `layers/#/w` and
+// the number 7, so sibling layers share a template. One pass over the text of a path and a look-up.
+// Knows nothing of trees or Python.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace shardrules::folding {
 
 class Templates {
   public:
-    // The path is in UTF-8. Its numbers are what str(int) writes; digits with leading zeros, more than
-    // 18 of them, and those behind 16 other numbers are a part of the name.
+    // The path is in UTF-8. Its numbers are what str(int) writes; digits with leading zeros, more
+    // than 18 of them, and those behind 16 other numbers are a part of the name.
     void add(std::string_view path);
 
     // Each template once. A hole is a NUL and #; a NUL of the path itself is a NUL and 0.

@@ -1,5 +1,5 @@
-// A cursor that goes up and down a tree of paths, in DFAs of every memory budget at once: all know at
-// each place what the reference finds in the whole path.
+// A cursor that goes up and down a tree of paths, in DFAs of every memory budget at once: all know
+// at each place what the reference finds in the whole path.
 #include <list>
 
 #include "generate.hpp"

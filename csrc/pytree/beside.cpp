@@ -46,7 +46,8 @@ class Filler {
     bool fill_sequence(PyObject* rows, PyObject* values, int levels) {
         if (PySequence_Fast_GET_SIZE(rows) != PySequence_Fast_GET_SIZE(values)) return false;
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(rows); ++i) {
-            if (i >= PySequence_Fast_GET_SIZE(values)) return false;  // a look-up may run Python code
+            if (i >= PySequence_Fast_GET_SIZE(values))
+                return false;  // a look-up may run Python code
             const Ref row = Ref::borrow(PySequence_Fast_GET_ITEM(rows, i));
             const Ref value = Ref::borrow(PySequence_Fast_GET_ITEM(values, i));
             if (!fill(row.get(), value.get(), levels)) return false;

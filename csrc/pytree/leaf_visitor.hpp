@@ -1,10 +1,12 @@
 // How a walk shows a leaf to a visitor, and when it may give the visitor's answer to another leaf
 // without a visit (small_dicts.hpp does). The contract:
 //
-// - An answer is given again only where the automaton is in the same state and the reuse key is the same.
-// - The key holds everything that the visitor read of the leaf and of its path. It cannot lack a thing:
-//   a visitor sees them through Leaf alone, which notes each read. The state stands for the rest of the
-//   path, and what is the same for all leaves of a walk (options, rules, answers) is in no key.
+// - An answer is given again only where the automaton is in the same state and the reuse key is the
+// same.
+// - The key holds everything that the visitor read of the leaf and of its path. It cannot lack a
+// thing:
+//   a visitor sees them through Leaf alone, which notes each read. The state stands for the rest of
+//   the path, and what is the same for all leaves of a walk (options, rules, answers) is in no key.
 // - A visit that does more than answer, as one that counts or lists the leaf, returns no key.
 #pragma once
 

@@ -40,9 +40,8 @@ NodeType named_tuple(PyTypeObject* type) {
 
 NodeType registered(PyObject* example, PyTypeObject* type) {
     PyObject* object = reinterpret_cast<PyObject*>(type);
-    const Ref known = Ref::checked(
-        PyObject_CallMethod(imported("shardrules._node_types").get(), "registration", "OO", object,
-                            example));
+    const Ref known = Ref::checked(PyObject_CallMethod(imported("shardrules._node_types").get(),
+                                                       "registration", "OO", object, example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};
     NodeType out{.kind = NodeKind::kRegistered, .type = Ref::borrow(object)};
@@ -65,7 +64,8 @@ NodeType classify(PyObject* object, PyTypeObject* type) {
 
 // Kept as long as the process.
 PyObject* default_dict_type() {
-    static PyObject* const type = attribute(imported("_collections").get(), "defaultdict").release();
+    static PyObject* const type =
+        attribute(imported("_collections").get(), "defaultdict").release();
     return type;
 }
 

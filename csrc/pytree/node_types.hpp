@@ -1,6 +1,6 @@
 // What kind of pytree node an object is, by its exact type, as JAX's default registry sees it.
-// Types are remembered for one walk (a type may be registered between two walks); a look-up is O(1).
-// Knows nothing of rules or paths.
+// Types are remembered for one walk (a type may be registered between two walks); a look-up is
+// O(1). Knows nothing of rules or paths.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ enum class NodeKind : std::uint8_t {
 
 struct NodeType {
     NodeKind kind = NodeKind::kLeaf;
-    Ref type{};                      // kept: no address is used for another type during the walk
-    Ref fields{};                    // kNamedTuple: their names
+    Ref type{};                         // kept: no address is used for another type during the walk
+    Ref fields{};                       // kNamedTuple: their names
     bool constructor_is_tuple = false;  // kNamedTuple: its constructor only fills a tuple
-    Ref unflatten{};                 // kRegistered: f(auxiliary, children), if it is known
+    Ref unflatten{};                    // kRegistered: f(auxiliary, children), if it is known
     std::optional<RecordType> record{};  // kRegistered, if it is one
 };
 

@@ -11,9 +11,7 @@ namespace {
 // A run of Refs is an argument vector.
 static_assert(sizeof(Ref) == sizeof(PyObject*) && std::is_standard_layout_v<Ref>);
 
-PyObject* const* arguments(const Ref* values) {
-    return reinterpret_cast<PyObject* const*>(values);
-}
+PyObject* const* arguments(const Ref* values) { return reinterpret_cast<PyObject* const*>(values); }
 
 // The Python function that calling the type comes down to, after object.__new__; or empty.
 Ref init_alone(PyTypeObject* type) {
@@ -95,8 +93,7 @@ bool RecordType::read_attributes(PyObject* node, std::vector<Ref>& values) const
     if (!dict) clear_if_ordinary();
     if (!dict || PyDict_GET_SIZE(dict.get()) != PyTuple_GET_SIZE(names_.get())) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i) {
-        PyObject* value =
-            PyDict_GetItemWithError(dict.get(), PyTuple_GET_ITEM(names_.get(), i));
+        PyObject* value = PyDict_GetItemWithError(dict.get(), PyTuple_GET_ITEM(names_.get(), i));
         if (value == nullptr) {
             if (PyErr_Occurred() != nullptr) throw PythonError{};
             return false;
@@ -134,8 +131,7 @@ Ref RecordType::make(Ref* values) const {
 Ref RecordType::variable(Ref* values) const {
     static PyObject* const name = interned("_trace_state");
     if (!trace_state_) {
-        Ref node =
-            Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
+        Ref node = Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
         trace_state_ = Ref::checked(PyObject_GenericGetAttr(node.get(), name));
         return node;
     }
@@ -148,8 +144,7 @@ Ref RecordType::call(Ref* values) const {
     // A constructor with **keywords sees their order.
     std::rotate(values + 1, values + 1 + keys_.size(), values + 1 + PyTuple_GET_SIZE(names_.get()));
     PyObject* names = call_names_.get();
-    if (!init_)
-        return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names));
+    if (!init_) return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names));
     values[0] = new_object();
     const Ref returned =
         Ref::checked(PyObject_Vectorcall(init_.get(), arguments(values), 1, names));

@@ -42,8 +42,8 @@ class RecordType {
     Ref call_names_;  // kCall: the same in JAX's order, in which the children come last
     Ref init_;        // kCall: the type's __init__, if calling the type does no more than that
     Ref new_;         // kVariable: the type's _new
-    // kVariable: what _new has put into the slot _trace_state. It says where the walk was called, so
-    // one object serves all nodes of the walk.
+    // kVariable: what _new has put into the slot _trace_state. It says where the walk was called,
+    // so one object serves all nodes of the walk.
     mutable Ref trace_state_;
 };
 

@@ -46,8 +46,8 @@ inline void check(int status) {
     if (status < 0) throw PythonError{};
 }
 
-// For a function's static: a name that is kept as long as the process. If it cannot be made, the next
-// call tries again.
+// For a function's static: a name that is kept as long as the process. If it cannot be made, the
+// next call tries again.
 inline PyObject* interned(const char* name) {
     return Ref::checked(PyUnicode_InternFromString(name)).release();
 }

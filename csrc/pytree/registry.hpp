@@ -12,8 +12,8 @@ struct KeyedChildren {
     Ref auxiliary;  // what the type needs to rebuild the node
 };
 
-// Whether JAX is in the process. If it is not, nobody can have registered a type, and it need not be
-// imported to ask.
+// Whether JAX is in the process. If it is not, nobody can have registered a type, and it need not
+// be imported to ask.
 bool registry_exists();
 // The node's children by default_registry.flatten_one_level_with_keys; without pairs if the
 // registry holds the object to be a leaf.

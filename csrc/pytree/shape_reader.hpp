@@ -1,6 +1,6 @@
-// Reads the .shape of leaves. Where a type keeps it in a slot, as jax.ShapeDtypeStruct does, the slot
-// is read directly (a load instead of an attribute look-up); otherwise it is an attribute like any
-// other. What is known about a type is kept for one walk. Knows nothing of what a shape means.
+// Reads the .shape of leaves. Where a type keeps it in a slot, as jax.ShapeDtypeStruct does, the
+// slot is read directly (a load instead of an attribute look-up); otherwise it is an attribute like
+// any other. What is known about a type is kept for one walk. Knows nothing of what a shape means.
 #pragma once
 
 #include "ref.hpp"
@@ -17,8 +17,8 @@ class ShapeReader {
         return Ref::borrow(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(leaf) + slot_));
     }
 
-    // The shape without running Python, borrowed: null unless `object` has the last leaf's type, and
-    // that type a slot for it.
+    // The shape without running Python, borrowed: null unless `object` has the last leaf's type,
+    // and that type a slot for it.
     PyObject* peek(PyObject* object) const {
         if (slot_ == 0 || Py_TYPE(object) != type_) return nullptr;
         return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot_);

@@ -1,7 +1,8 @@
-// Memo of a walk: (DFA state, keys, reuse key of each leaf) -> output dict. Correct because a visitor's
-// reuse key contains everything it read besides the state (leaf_visitor.hpp). It pays because the blocks
-// of a model repeat: comparing a block with the last one in its state and copying that one's output is
-// cheaper than walking it and filling a new dict. One entry per state, up to a bound. Runs no Python code.
+// Memo of a walk: (DFA state, keys, reuse key of each leaf) -> output dict. Correct because a
+// visitor's reuse key contains everything it read besides the state (leaf_visitor.hpp). It pays
+// because the blocks of a model repeat: comparing a block with the last one in its state and
+// copying that one's output is cheaper than walking it and filling a new dict. One entry per state,
+// up to a bound. Runs no Python code.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +21,11 @@ namespace shardrules::pytree {
 class SmallDict : public std::enable_shared_from_this<SmallDict> {
   public:
     static constexpr std::size_t kMostKeys = 8;
-    // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
+    // Up to there a new dict with inserted keys is cheaper than a copy whose values are
+    // overwritten.
     static constexpr std::size_t kMostInserted = 3;
-    // The levels of a copy are not counted against the bounds of the walk's depth, so it is made far
-    // above them.
+    // The levels of a copy are not counted against the bounds of the walk's depth, so it is made
+    // far above them.
     static constexpr std::size_t kDeepest = 64;
 
     // Without a reuse key this dict cannot be reused.
@@ -38,7 +40,8 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
         levels_ = std::max(levels_, dict->levels_ + 1);
         keys_ += dict->keys_;
         if (add(key))
-            children_.push_back({Ref::borrow(key), {}, Ref::borrow(Py_None), dict->shared_from_this()});
+            children_.push_back(
+                {Ref::borrow(key), {}, Ref::borrow(Py_None), dict->shared_from_this()});
     }
     void add_other() { known_ = false; }
     // Whether it can be reused, as far as it has been walked.
@@ -58,8 +61,8 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
         return true;
     }
 
-    // A new output dict. It is not copied from one that users have got: a node's own unflatten function
-    // may change the dicts that it gets.
+    // A new output dict. It is not copied from one that users have got: a node's own unflatten
+    // function may change the dicts that it gets.
     Ref answer() const {
         const bool is_copied = levels_ == 1 || children_.size() > kMostInserted;
         if (is_copied && !answers_) answers_ = answers();
@@ -74,7 +77,8 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     }
 
   private:
-    // A dict that differs only in its last leaf costs one useless comparison per level; hence the bounds.
+    // A dict that differs only in its last leaf costs one useless comparison per level; hence the
+    // bounds.
     static constexpr std::size_t kMostLevels = 4, kMostKeysInAll = 48;
 
     struct Child {
@@ -98,15 +102,16 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     bool known_ = true;
     std::size_t levels_ = 1, keys_ = 0;  // of this dict and those in it
     std::vector<Child> children_;
-    mutable Ref answers_;  // the output dict to copy, with None for each dict in it; made on first use
+    // The output dict to copy, with None for each dict in it; made on first use.
+    mutable Ref answers_;
 };
 
 class SmallDicts {
   public:
     using StateId = automata::LazyDfa::StateId;
 
-    // The entry of the automaton's state, if the dict is like it; else null. Valid until something is
-    // remembered.
+    // The entry of the automaton's state, if the dict is like it; else null. Valid until something
+    // is remembered.
     const SmallDict* like(PyObject* dict, const automata::LazyDfa& dfa, const ShapeReader& shapes) {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return nullptr;
@@ -117,7 +122,8 @@ class SmallDicts {
         return is_like ? entry.dict.get() : nullptr;
     }
 
-    // Whether to remember the next dict of the automaton's state: not each, where they keep differing.
+    // Whether to remember the next dict of the automaton's state: not each, where they keep
+    // differing.
     bool wants(const automata::LazyDfa& dfa) const {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return state < kMostStates;

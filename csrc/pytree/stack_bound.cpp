@@ -11,7 +11,8 @@ namespace shardrules::pytree {
 namespace {
 
 constexpr std::size_t kKiB = 1024;
-// Half of a small stack, and of a large one as much as any level's Python code has been seen to need.
+// Half of a small stack, and of a large one as much as any level's Python code has been seen to
+// need.
 constexpr std::size_t kMostKept = 256 * kKiB;
 // Where a thread's stack is not known: there is this much in every thread that runs Python.
 constexpr std::size_t kAssumed = 128 * kKiB;

@@ -1,6 +1,6 @@
 // How far a recursion may go down the C stack of its thread, which may be a small one
-// (threading.stack_size, a native pool's). Asking costs a comparison; making a bound, an address that is
-// kept per thread.
+// (threading.stack_size, a native pool's). Asking costs a comparison; making a bound, an address
+// that is kept per thread.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace shardrules::pytree {
 class StackBound {
   public:
     StackBound();
-    // Whether as much of the stack is used as a recursion may use. The rest is for what a level calls:
-    // Python code, as a leaf's `.shape`, and the unwinding of all levels.
+    // Whether as much of the stack is used as a recursion may use. The rest is for what a level
+    // calls: Python code, as a leaf's `.shape`, and the unwinding of all levels.
     bool is_reached() const { return here() < lowest_; }
 
   private:

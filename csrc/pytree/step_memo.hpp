@@ -19,11 +19,12 @@ class StepMemo {
         Ref key;
         std::uint64_t epoch = 0;
         StateId from = 0, to = 0;
-        StateId below = automata::LazyDfa::kNoState;  // behind the separator after the key, once known
+        // Behind the separator that follows the key, once known.
+        StateId below = automata::LazyDfa::kNoState;
     };
 
-    // dfa.enter() of the text of the path's last key. What is remembered of it, or null; valid until
-    // the next call.
+    // dfa.enter() of the text of the path's last key. What is remembered of it, or null; valid
+    // until the next call.
     Step* enter(automata::LazyDfa& dfa, const TreePath& path) {
         const Key& key = path.last();
         const StateId from = dfa.position();
@@ -39,7 +40,8 @@ class StepMemo {
         if (dfa.decided()) return dfa.enter(from), nullptr;
         Step& step = slot(from, key.object);
         const std::uint64_t epoch = dfa.epoch();
-        if (step.from == from && step.epoch == epoch && step.key && same_key(step.key.get(), key.object)) {
+        if (step.from == from && step.epoch == epoch && step.key &&
+            same_key(step.key.get(), key.object)) {
             dfa.enter(step.to);
             return &step;
         }

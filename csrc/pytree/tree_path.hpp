@@ -54,7 +54,8 @@ inline Py_hash_t hash_of(PyObject* unicode) {
 // Whether two keys are the same object, or str of the same text.
 inline bool same_key(PyObject* a, PyObject* b) {
     if (a == b) return true;
-    if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b) || hash_of(a) != hash_of(b)) return false;
+    if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b) || hash_of(a) != hash_of(b))
+        return false;
     const automata::Text text = text_of(a), other = text_of(b);
     const std::size_t bytes = text.length * static_cast<std::size_t>(text.width);
     return text.length == other.length && text.width == other.width &&

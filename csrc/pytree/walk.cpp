@@ -125,8 +125,9 @@ class Walk {
     Ref node(PyObject* object, const NodeType& type) {
         if (path_.depth() > kMaxTreeDepth) throw TooDeep{};
         if (stack_.is_reached())
-            throw TooDeep{", which is all that the C stack of this thread has room for: "
-                          "threading.stack_size() gives new threads a larger one"};
+            throw TooDeep{
+                ", which is all that the C stack of this thread has room for: "
+                "threading.stack_size() gives new threads a larger one"};
         if (Py_EnterRecursiveCall(" while walking a pytree") != 0) {
             PyErr_Clear();
             throw TooDeep{};
@@ -273,8 +274,8 @@ class Walk {
         }
         const std::size_t base = values_.size();
         for (Py_ssize_t i = 0; i < size; ++i)
-            values_.push_back(child(attribute_key(PyTuple_GET_ITEM(fields, i)),
-                                    PyTuple_GET_ITEM(object, i)));
+            values_.push_back(
+                child(attribute_key(PyTuple_GET_ITEM(fields, i)), PyTuple_GET_ITEM(object, i)));
         Ref out;
         if (type.constructor_is_tuple) {
             PyTypeObject* exact = Py_TYPE(object);
@@ -320,8 +321,8 @@ class Walk {
         const Ref children = tuple_from(base);
         values_.resize(base);
         if (!type.unflatten) return with_children(object, children.get());
-        return Ref::checked(PyObject_CallFunctionObjArgs(
-            type.unflatten.get(), flat.auxiliary.get(), children.get(), nullptr));
+        return Ref::checked(PyObject_CallFunctionObjArgs(type.unflatten.get(), flat.auxiliary.get(),
+                                                         children.get(), nullptr));
     }
 
     static Key attribute_key(PyObject* name) { return {.object = name, .is_attribute = true}; }

@@ -10,8 +10,8 @@
 
 #include "choices.hpp"
 #include "match_modes.hpp"
-#include "searched_rules.hpp"
 #include "pytree/walk.hpp"
+#include "searched_rules.hpp"
 
 namespace shardrules::resolution {
 

@@ -2,9 +2,9 @@
 
 namespace shardrules::resolution {
 
-using pytree::PythonError;
 using pytree::check;
 using pytree::clear_if_ordinary;
+using pytree::PythonError;
 
 namespace {
 

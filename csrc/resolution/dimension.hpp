@@ -1,5 +1,6 @@
-// A dimension of a shape: a number of 64 bits, or, where that is not enough, Python's own object, which
-// is asked instead: a larger int, or a symbolic dimension of jax.export. Knows nothing of axes.
+// A dimension of a shape: a number of 64 bits, or, where that is not enough, Python's own object,
+// which is asked instead: a larger int, or a symbolic dimension of jax.export. Knows nothing of
+// axes.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Reads the .dtype of leaves, for what depends on their bytes. Costs an attribute look-up. Knows nothing
-// of what a dtype is.
+// Reads the .dtype of leaves, for what depends on their bytes. Costs an attribute look-up. Knows
+// nothing of what a dtype is.
 #pragma once
 
 #include "pytree/ref.hpp"

@@ -2,9 +2,9 @@
 
 namespace shardrules::resolution {
 
+using pytree::check;
 using pytree::ShapeReader;
 using pytree::TreePath;
-using pytree::check;
 
 namespace {
 
@@ -28,7 +28,8 @@ bool is_less(PyObject* left, PyObject* right) {
 }  // namespace
 
 MatchLeaves::MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
-                         const MatchModes& modes, const Choices& choices, const MatchOptions& options)
+                         const MatchModes& modes, const Choices& choices,
+                         const MatchOptions& options)
     : answers_(answers),
       searched_(searched),
       modes_(modes),
@@ -49,8 +50,7 @@ Ref MatchLeaves::answer(Leaf& leaf) {
     const automata::RuleId decided = decide(leaf);
     if (decided >= kSeveral) return undecided(decided, leaf);
     if (size_last_ && leaf.shape() && too_small(leaf.shape().get())) {
-        if (options_.record_events)
-            report(events_, PY_SSIZE_T_MAX, leaf, Ref::borrow(Py_None));
+        if (options_.record_events) report(events_, PY_SSIZE_T_MAX, leaf, Ref::borrow(Py_None));
         return Ref::borrow(options_.replicated);
     }
     const automata::RuleId rule = modes_.rule_of(decided);

@@ -1,6 +1,6 @@
-// The decision for one leaf: whether it needs a rule, and which answer it gets; and lists of the leaves
-// that no rule matches, or too many. The choices are the dialect's. Reads a leaf's .shape and nothing
-// else.
+// The decision for one leaf: whether it needs a rule, and which answer it gets; and lists of the
+// leaves that no rule matches, or too many. The choices are the dialect's. Reads a leaf's .shape
+// and nothing else.
 #pragma once
 
 #include <vector>
@@ -22,7 +22,7 @@ struct MatchOptions {
     PyObject* min_size;    // a number; leaves with fewer elements are replicated
     PyObject* replicated;  // what a leaf gets that needs no rule, or is too small
     PyObject* unmatched;   // what a leaf gets that no rule matches; None: it is listed
-    PyObject* ambiguous;   // what a leaf gets that several match, where only one may; None: it is listed
+    PyObject* ambiguous;   // the same where several match and only one may
     bool record_events;
 };
 
@@ -36,8 +36,8 @@ class MatchLeaves final : public LeafVisitor {
   public:
     static constexpr Py_ssize_t kUnmatchedShown = 10, kMisfitsShown = 20;
 
-    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const MatchModes& modes,
-                const Choices& choices, const MatchOptions& options);
+    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched,
+                const MatchModes& modes, const Choices& choices, const MatchOptions& options);
     Visited visit(Leaf& leaf) override { return {answer(leaf), leaf.reuse_key()}; }
 
     const Listing& unmatched() const { return unmatched_; }  // shape, or None

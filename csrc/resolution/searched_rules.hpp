@@ -1,5 +1,5 @@
-// The rules outside the automaton, which `re` evaluates path by path, and how their answers join the
-// automaton's. Each costs a call of Python for each path that it is asked about.
+// The rules outside the automaton, which `re` evaluates path by path, and how their answers join
+// the automaton's. Each costs a call of Python for each path that it is asked about.
 #pragma once
 
 #include <algorithm>

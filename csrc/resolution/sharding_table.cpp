@@ -8,8 +8,8 @@
 
 namespace shardrules::resolution {
 
-using pytree::PythonError;
 using pytree::check;
+using pytree::PythonError;
 
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
     return corrector.kept(static_cast<std::size_t>(rank),

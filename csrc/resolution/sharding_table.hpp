@@ -1,7 +1,8 @@
 // One object per distinct (spec, rank, axes kept), made by Python on first sight and shared by all
-// leaves afterwards: the NamedShardings of a rule list on a mesh. A look-up costs a division for each
-// sharded dimension. A spec that is made from shapes has one object per distinct (shape, dtype); there a
-// look-up costs the hash of a shape. Guarded by the GIL. Knows nothing of what a sharding is.
+// leaves afterwards: the NamedShardings of a rule list on a mesh. A look-up costs a division for
+// each sharded dimension. A spec that is made from shapes has one object per distinct (shape,
+// dtype); there a look-up costs the hash of a shape. Guarded by the GIL. Knows nothing of what a
+// sharding is.
 #pragma once
 
 #include <memory>
@@ -45,11 +46,12 @@ class ShardingTable final : public Answers {
     };
     struct KeyHash {
         std::size_t operator()(const Key& key) const {
-            return std::hash<sharding::Kept>{}(key.kept ^ (static_cast<sharding::Kept>(key.rank) << 48));
+            return std::hash<sharding::Kept>{}(key.kept ^
+                                               (static_cast<sharding::Kept>(key.rank) << 48));
         }
     };
-    struct Shapes {  // where there is no corrector
-        Ref of_dtypes;  // {dtype: {shape: object}}
+    struct Shapes {       // where there is no corrector
+        Ref of_dtypes;    // {dtype: {shape: object}}
         Ref dtype, made;  // the last of these; hashing a dtype takes longer than all else
     };
     struct Spec {
@@ -68,8 +70,8 @@ class ShardingTable final : public Answers {
     Ref make_, make_for_shape_;
 };
 
-// The axes kept by an array of this shape, a sequence of sizes; TypeError or ValueError if it is not
-// one.
+// The axes kept by an array of this shape, a sequence of sizes; TypeError or ValueError if it is
+// not one.
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank);
 
 }  // namespace shardrules::resolution

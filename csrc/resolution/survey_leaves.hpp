@@ -1,6 +1,7 @@
 // What a plan keeps of a tree: of each leaf its path and its kind, and of each kind, once, what its
 // leaves have in common: the rule, the shape and the dtype. A model of 10^5 leaves has some hundred
-// kinds, so whatever comes after costs per kind. Costs a match, a path's text and a look-up per leaf.
+// kinds, so whatever comes after costs per kind. Costs a match, a path's text and a look-up per
+// leaf.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ class SurveyLeaves final : public LeafVisitor {
     // The leaf's row: how many leaves came before it.
     Visited visit(Leaf& leaf) override;
 
-    const Ref& paths() const { return paths_; }                          // list of str
-    const Ref& kinds() const { return kinds_; }                          // {(rule, shape, dtype): number}
+    const Ref& paths() const { return paths_; }  // list of str
+    const Ref& kinds() const { return kinds_; }  // {(rule, shape, dtype): number}
     const std::vector<std::int32_t>& numbers() const { return numbers_; }  // per leaf
 
   private:

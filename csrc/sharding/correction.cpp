@@ -8,7 +8,8 @@
 namespace shardrules::sharding {
 namespace {
 
-// Sticks at the largest number, which divides no size of 64 bits but zero, as the true product would.
+// Sticks at the largest number, which divides no size of 64 bits but zero, as the true product
+// would.
 std::uint64_t product(std::uint64_t a, std::uint64_t b) {
     constexpr std::uint64_t kLargest = std::numeric_limits<std::uint64_t>::max();
     return a > kLargest / b ? kLargest : a * b;
@@ -56,8 +57,7 @@ std::vector<Corrector::Axis> Corrector::present(const std::vector<Axis>& axes, M
     return rest;
 }
 
-Kept Corrector::fewer(const Dim& dim,
-                      const Divides& divides) const {
+Kept Corrector::fewer(const Dim& dim, const Divides& divides) const {
     if (indivisible_ == Misfit::kDrop) return 0;
     if (indivisible_ == Misfit::kKeep) return dim.fitting;
     Kept prefix = 0, greedy = 0;  // the longest prefix that fits; what fits, axis by axis

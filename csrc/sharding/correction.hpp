@@ -1,6 +1,6 @@
 // Which mesh axes of a spec an array of a given shape can have. One bit for each axis that the spec
-// names, so what an array gets is a look-up by those bits. A corrector is immutable; asking it costs
-// one division for each sharded dimension. Knows nothing of names or of Python.
+// names, so what an array gets is a look-up by those bits. A corrector is immutable; asking it
+// costs one division for each sharded dimension. Knows nothing of names or of Python.
 #pragma once
 
 #include <cstddef>
@@ -74,7 +74,7 @@ class Corrector {
         std::vector<Axis> axes;  // without those that go because of an absent one
         std::uint64_t unit;
         std::uint64_t divisor;  // what a size must be a multiple of to keep them all
-        Kept fitting;          // all of them
+        Kept fitting;           // all of them
     };
     static std::vector<Axis> present(const std::vector<Axis>& axes, Misfit absent);
     Kept fewer(const Dim& dim, const Divides& divides) const;

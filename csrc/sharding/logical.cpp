@@ -6,8 +6,8 @@
 namespace shardrules::sharding {
 
 LogicalRuleSet::LogicalRuleSet(std::vector<LogicalRule> rules,
-                           const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
-                           Misfit indivisible)
+                               const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
+                               Misfit indivisible)
     : rules_(std::move(rules)), axis_count_(axis_sizes.size()), precedence_(precedence) {
     for (std::uint32_t index = 0; index < rules_.size(); ++index) {
         const LogicalRule& rule = rules_[index];

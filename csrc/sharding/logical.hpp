@@ -1,8 +1,9 @@
 // Logical axis names to mesh axes. By priority, as flax.linen does it: the rules are tried in their
-// order; a rule gives its mesh axes to the dimension of its name if that has none yet and all of them
-// are free in this array; of axes that do not divide the dimension, those that the policy leaves, and a
-// rule that it leaves none loses. Or the last rule for a name wins, as in flax.core's dict. Costs one look at
-// each rule whose name the array has. Immutable once made, knows names and axes as numbers only.
+// order; a rule gives its mesh axes to the dimension of its name if that has none yet and all of
+// them are free in this array; of axes that do not divide the dimension, those that the policy
+// leaves, and a rule that it leaves none loses. Or the last rule for a name wins, as in flax.core's
+// dict. Costs one look at each rule whose name the array has. Immutable once made, knows names and
+// axes as numbers only.
 #pragma once
 
 #include <cstddef>
@@ -53,13 +54,13 @@ struct Resolution {
 
 class LogicalRuleSet {
   public:
-    // axis_sizes[id]: devices along the axis; neither they nor the policy for axes that do not divide
-    // are looked at for dimensions without a size.
+    // axis_sizes[id]: devices along the axis; neither they nor the policy for axes that do not
+    // divide are looked at for dimensions without a size.
     LogicalRuleSet(std::vector<LogicalRule> rules, const std::vector<std::int64_t>& axis_sizes,
-                 Precedence precedence, Misfit indivisible);
+                   Precedence precedence, Misfit indivisible);
 
-    // By priority, the names of an array must differ from each other, and a rule may lose; as a dict,
-    // neither sizes nor other dimensions matter.
+    // By priority, the names of an array must differ from each other, and a rule may lose; as a
+    // dict, neither sizes nor other dimensions matter.
     Resolution resolve(std::span<const NamedDim> dims) const;
 
   private:

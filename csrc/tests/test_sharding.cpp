@@ -120,10 +120,9 @@ std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
                 free = free && !used[axis];
                 axes.push_back(sizes[axis]);
             }
-            const Kept kept =
-                dim_sizes[dim] >= 0
-                    ? restated(axes, 1, {Misfit::kKeep, indivisible}, dim_sizes[dim])
-                    : ~Kept{0};
+            const Kept kept = dim_sizes[dim] >= 0
+                                  ? restated(axes, 1, {Misfit::kKeep, indivisible}, dim_sizes[dim])
+                                  : ~Kept{0};
             if (!free || (!axes.empty() && kept == 0)) continue;
             winners[dim] = index;
             for (std::size_t i = 0; i < axes.size(); ++i)
@@ -153,7 +152,9 @@ void logical_rules_by_priority() {
         for (std::size_t dim = 0; dim < dims.size(); ++dim) {
             if (random(2) != 0) continue;
             const std::int64_t size = dim_sizes[dim] = random(25);
-            dims[dim].divides = [size](std::uint64_t divisor) { return is_multiple(size, divisor); };
+            dims[dim].divides = [size](std::uint64_t divisor) {
+                return is_multiple(size, divisor);
+            };
         }
         constexpr Misfit kPolicies[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix,
                                         Misfit::kKeep};
@@ -173,8 +174,8 @@ void logical_rules_by_priority() {
     expect(one.resolve(std::vector<NamedDim>{{0, {}, {}}, {kNone, {0}, {}}}).rules[0] == kNone,
            "an axis that another dimension has already");
     const LogicalRuleSet last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
-    const Resolution result = last.resolve(
-        std::vector<NamedDim>{{0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
+    const Resolution result = last.resolve(std::vector<NamedDim>{
+        {0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
     expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");
 }
 
