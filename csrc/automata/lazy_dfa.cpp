@@ -1,7 +1,6 @@
 #include "lazy_dfa.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
