@@ -256,8 +256,7 @@ void Determinizer::drop_losers(RuleId best_before, Frontier& out) const {
 void Determinizer::canonicalize(Frontier& frontier) {
     std::vector<Thread>& threads = frontier.threads;
     std::ranges::sort(threads);
-    const auto duplicates = std::ranges::unique(threads);
-    threads.erase(duplicates.begin(), duplicates.end());
+    threads.erase(std::unique(threads.begin(), threads.end()), threads.end());
 }
 
 }  // namespace shardrules::automata

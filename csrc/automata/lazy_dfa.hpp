@@ -1,22 +1,20 @@
-// The lazy DFA: finds the rules that match a path, one table look-up per character.
+// The lazy DFA: finds the rules that match a path, with one table look-up per character.
 //
-// All rules are one nondeterministic automaton, the Program. After a part of a text it can be at
-// many of its nodes at once. The set of these nodes, with the rules that have matched, is a
-// Frontier, and whatever follows depends on the frontier alone. A deterministic automaton (DFA)
-// gives each frontier a number, its state, and has a table of the next state for each state and
-// character. But there may be exponentially many frontiers, of which real texts reach few. So this
-// DFA is lazy: it begins with the start state, and computes an entry of the table, and the state
-// there, when a text comes to it.
+// All rules are one nondeterministic automaton (program.hpp). After a prefix of a text it can be at
+// many of its nodes at once. The set of these nodes, with the rules that have matched, is called a
+// frontier (determinizer.hpp), and everything that follows depends on the frontier alone. A
+// deterministic automaton (DFA) gives each frontier a number, its state, and has a table: state and
+// character -> next state. There may be exponentially many frontiers, but real texts reach few. So
+// this DFA is lazy: it begins with the start state only, and computes a state, and the entry of the
+// table that leads to it, when a text gets there.
 //
-// To make a state takes as long as 5 to 16 steps without one. So a transition gets a state only
-// when texts have come to it that often; until then the step is simulated: the next frontier is
-// computed, and not stored. The states have a memory budget. When it is spent, all but those in use
-// are dropped, and if that was before they paid for themselves, the rest of the search is
+// A state takes as long to make as 5 to 16 steps without one, so a transition gets a state only
+// after several texts have taken it. Until then the step is simulated: the next frontier is
+// computed, and not stored. The states have a memory budget. When it is spent, all states but those
+// in use are dropped, and if that was before they paid for themselves, the rest of the search is
 // simulated. So the worst case is linear in text times program, never exponential. The cursor is a
-// stack, because paths of one tree share their fronts: it goes down a key and comes back up without
-// reading anything again.
-//
-// One user at a time; a DfaPool lends DFAs out.
+// stack, because the paths of a tree share their prefixes: it goes down a key, and comes back up
+// without reading anything again. One user at a time; a DfaPool lends DFAs out.
 #pragma once
 
 #include <array>

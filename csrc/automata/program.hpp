@@ -1,6 +1,6 @@
-// All rules as one automaton (NFA): a trie over the elements of the patterns, so that a front that
-// rules share is in it once, with loops and alternatives as further nodes. The literal trie, which
-// is the nodes that are reached from the root through literals alone, has Aho-Corasick links.
+// All rules as one nondeterministic automaton: a trie over the elements of the patterns, so that a
+// prefix that rules share is in it once, with loops and alternatives as further nodes. The nodes
+// that are reached from the root through literals alone, the literal trie, have Aho-Corasick links.
 // Building is linear in the unrolled size of the patterns. A Program is immutable and may be shared
 // between threads. Knows nothing of how a search steps through it.
 #pragma once

@@ -2,12 +2,12 @@
 // positional arguments alone, since pybind11 3.1 crashes on a keyword if Python has no memory for
 // its name.
 //
-// The core needs the GIL, and says so: a free-threaded Python turns it on again when it imports
-// this module. SpecTable and ShardingTable are filled by whichever call comes first, without a
-// lock; the walk borrows items of users' containers, and reads slots and hashes of their objects,
-// where nothing but the GIL keeps other threads from changing them; JaxTrees
-// (csrc/pytree/registry.cpp) is made on first use. What is safe without it: csrc/automata, whose
-// DFAs are lent out under a mutex to one call each, and csrc/sharding, which is immutable.
+// The core needs the GIL. It does not declare py::mod_gil_not_used, so a free-threaded Python turns
+// the GIL on again when it imports this module. SpecTable and ShardingTable are filled by whichever
+// call comes first, without a lock; the walk borrows items of users' containers, and reads slots
+// and hashes of their objects, where nothing but the GIL keeps other threads from changing them;
+// JaxTrees (csrc/pytree/registry.cpp) is made on first use. What is safe without it: csrc/automata,
+// whose DFAs are lent out under a mutex to one call each, and csrc/sharding, which is immutable.
 #include <pybind11/pybind11.h>
 
 #include <utility>

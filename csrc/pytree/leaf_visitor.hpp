@@ -2,8 +2,7 @@
 // leaf without a visit, as small_dicts.hpp does. The contract:
 //
 // - An answer is reused only in the same state of the automaton and for the same reuse key.
-// - The key contains everything that the visitor read of the leaf and of its path. It is complete,
-// because
+// - The key contains everything that the visitor read of the leaf and of its path. It is complete:
 //   a visitor sees them only through Leaf, which records each read. The state stands for the rest
 //   of the path. What is the same for all leaves of a walk (options, rules, answers) is in no key.
 // - A visit that does more than answer, such as counting or listing the leaf, returns no key.

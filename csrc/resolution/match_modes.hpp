@@ -23,8 +23,7 @@ class MatchModes {
         if (numbered.empty() || numbered.back() < rules_) return;
         for (automata::RuleId& rule : numbered) rule = rule_of(rule);
         std::ranges::sort(numbered);
-        const auto duplicates = std::ranges::unique(numbered);
-        numbered.erase(duplicates.begin(), duplicates.end());
+        numbered.erase(std::unique(numbered.begin(), numbered.end()), numbered.end());
     }
     // Of ascending numbers: the end of the mode of the first of them; kNoRule without numbers.
     automata::RuleId end_of_first_mode(const std::vector<automata::RuleId>& numbered) const {
