@@ -46,9 +46,11 @@ test-cpp: cpp-test
 # the C++ tests, for the DFA cache's sake, under ThreadSanitizer.
 sanitize: test-asan cpp-tsan
 
-build-%: $(VENV)/dependencies
+configure-%: $(VENV)/dependencies
 	VIRTUAL_ENV=$(abspath $(VENV)) CMAKE_PREFIX_PATH="$$($(VENV)/bin/python -m pybind11 --cmakedir)" \
 	  $(VENV)/bin/cmake --preset $* --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja)
+
+build-%: configure-%
 	$(VENV)/bin/cmake --build build/$*
 
 cpp-%: build-%
@@ -101,13 +103,17 @@ bench-report: $(VENV)/installed
 docs: $(DOCS)/dependencies
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
-lint: $(VENV)/installed
+CPP_FILES := $(shell find benchmarks csrc -name '*.?pp')
+lint: $(VENV)/installed configure-lint
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy tests/typing
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m mypy.stubtest --allowlist .stubtest-allowlist shardrules._core
+	$(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -p build/lint \
+	  -clang-tidy-binary $(abspath $(VENV)/bin/clang-tidy)
 
 # The sdist, and this Python's wheel made from it, in dist/.
 dist: dist/.built-$(VERSION)
@@ -148,6 +154,7 @@ api: $(VENV)/installed
 format: $(VENV)/dependencies
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
 $(VENV)/fuzzers: $(VENV)/dependencies
 	$(VENV)/bin/python -m pip $(INSTALL) --group fuzz

@@ -30,6 +30,6 @@ static PyObject* clone(PyObject*, PyObject* args) {
 }
 
 static PyMethodDef methods[] = {{"clone", clone, METH_VARARGS, nullptr}, {}};
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "floor_clone", nullptr, -1, methods,
-                             nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "floor_clone", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit_floor_clone() { return PyModule_Create(&module); }

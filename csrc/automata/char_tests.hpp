@@ -1,7 +1,7 @@
-// The character tests that the patterns use (a literal, or a class such as [^/] or \w), and the
-// alphabet: characters that no test tells apart are one CharClass. ASCII is sorted into classes
-// once; any other code point is asked about the first time that it is met, through an Oracle, so
-// no Unicode table lives here. Lookups are O(1). One user at a time.
+// The character tests of the patterns (a literal, or a class such as [^/] or \w), and the alphabet:
+// characters for which all tests agree are one CharClass. The class of an ASCII character is
+// computed once, that of another one when it first occurs, by asking an Oracle, so no Unicode table
+// is needed here. Look-ups are O(1). One user at a time.
 #pragma once
 
 #include <array>
@@ -25,8 +25,8 @@ inline constexpr char32_t kAsciiEnd = 128;
 inline constexpr char32_t kCodePointEnd = 0x110000;
 using AsciiSet = std::bitset<kAsciiEnd>;
 
-// Does class `number` (as numbered by CharTests::add_class) accept this non-ASCII character?
-// May throw; the alphabet is unchanged then.
+// Whether class `number` of CharTests::add_class accepts this non-ASCII character. May throw, which
+// leaves the alphabet unchanged.
 using Oracle = std::function<bool(std::uint32_t number, char32_t c)>;
 
 class CharTests {
@@ -37,7 +37,7 @@ class CharTests {
     TestId class_test(std::uint32_t number) const;  // std::invalid_argument when unknown
     bool is_literal(TestId test) const { return tests_[test].literal != kCodePointEnd; }
 
-    // The tests that assertions look through; unused ones do not split the alphabet.
+    // The tests of assertions. Those that no pattern uses do not split the alphabet.
     void use_newline() { newline_ = literal(U'\n'); }
     void use_word(std::uint32_t number) { word_ = class_test(number); }
     void use_ascii_word(std::uint32_t number) { ascii_word_ = class_test(number); }
@@ -55,7 +55,7 @@ class CharTests {
     std::optional<TestId> newline_, word_, ascii_word_;
 };
 
-// What assertions ask of a character.
+// What assertions test.
 struct CharFacts {
     bool newline = false, word = false, ascii_word = false;
 };
@@ -64,16 +64,14 @@ class Alphabet {
   public:
     Alphabet(CharTests tests, Oracle oracle);
 
-    CharClass class_of(char32_t c) {
-        return c < kAsciiEnd ? ascii_[c] : non_ascii_class(c);
-    }
+    CharClass class_of(char32_t c) { return c < kAsciiEnd ? ascii_[c] : non_ascii_class(c); }
     const CharClass* ascii() const { return ascii_.data(); }
     std::size_t class_count() const { return classes_.size(); }
 
     bool accepts(CharClass c, TestId test) const {
         return (classes_[c].accepted[test / 64] >> (test % 64)) & 1;
     }
-    // The literal that the class consists of, or kNoTest.
+    // The test of the class's only character, or kNoTest.
     TestId literal_of(CharClass c) const { return classes_[c].literal; }
     // The tests that accept the class, ascending.
     const std::vector<TestId>& tests_of(CharClass c) const { return classes_[c].tests; }

@@ -6,8 +6,9 @@
 namespace shardrules::automata {
 namespace {
 
-// What must follow. Assertions look one character ahead, or to the end over one final newline.
-enum Ahead : std::uint16_t {
+// Conditions on the text ahead. Assertions look at one character, or at a final newline and the
+// end.
+enum Ahead : std::uint8_t {
     kNothing = 0,
     kWord = 1,
     kNotWord = 2,  // or the end
@@ -19,7 +20,7 @@ enum Ahead : std::uint16_t {
     kSomething = 128,  // not the end
 };
 
-// What is left to demand once a character is consumed; nullopt if it is the wrong one.
+// The condition that remains after a character; nullopt if the character violates it.
 std::optional<std::uint16_t> consume(std::uint16_t ahead, const CharFacts& c) {
     if (ahead == kNothing) return kNothing;
     const bool wrong = (ahead & kTextEnd) || ((ahead & kWord) && !c.word) ||
@@ -30,17 +31,19 @@ std::optional<std::uint16_t> consume(std::uint16_t ahead, const CharFacts& c) {
     return (ahead & kLastNewline) ? kTextEnd : kNothing;
 }
 
-bool holds_at_end(std::uint16_t ahead) {
-    return !(ahead & (kWord | kAsciiWord | kSomething));
+bool holds_at_end(std::uint16_t ahead) { return !(ahead & (kWord | kAsciiWord | kSomething)); }
+
+std::uint16_t boundary(bool is_boundary, bool word_behind, std::uint16_t word,
+                       std::uint16_t not_word) {
+    return is_boundary != word_behind ? word : not_word;
 }
 
-std::uint16_t boundary(bool wanted, bool word_behind, std::uint16_t word, std::uint16_t not_word) {
-    return wanted != word_behind ? word : not_word;
-}
-
-// What the root accepts, it has accepted at the start.
+// Whether the root does more than read literals after the start of the text. Rules that it accepts
+// have matched at the start.
 bool has_late_events(const Program& program) {
-    const auto is_late = [](const EpsilonEdge& edge) { return edge.assertion != Assertion::kBegin; };
+    const auto is_late = [](const EpsilonEdge& edge) {
+        return edge.assertion != Assertion::kBegin;
+    };
     return !program.class_edges(kRoot).empty() ||
            std::ranges::any_of(program.epsilon_edges(kRoot), is_late);
 }
@@ -63,14 +66,13 @@ void Determinizer::start(Frontier& out) {
 }
 
 inline bool Determinizer::visit(NodeId node, std::uint16_t ahead) {
-    if (ahead != kNothing)
-        return constrained_.insert((std::uint64_t{node} << 16) | ahead).second;
+    if (ahead != kNothing) return constrained_.insert((std::uint64_t{node} << 16) | ahead).second;
     if (marks_[node] == round_) return false;
     marks_[node] = round_;
     return true;
 }
 
-// A thread. Most are at a node that does nothing but wait for a character.
+// Adds a thread. Most are at a node that only reads a character.
 inline void Determinizer::add(NodeId node, std::uint16_t ahead, Frontier& out) {
     if (program_.first_rule(node) >= out.best) return;
     if (!program_.only_reads(node))
@@ -79,7 +81,8 @@ inline void Determinizer::add(NodeId node, std::uint16_t ahead, Frontier& out) {
         out.threads.push_back({node, ahead, 0});
 }
 
-// Where the character leads from a thread; in the literal trie, literals are not its business.
+// Visits the nodes that the character leads to from the node, without literal edges of the literal
+// trie.
 template <class Visit>
 void Determinizer::each_target(NodeId node, CharClass c, Visit visit) const {
     const TestId literal = alphabet_.literal_of(c);
@@ -94,7 +97,7 @@ void Determinizer::each_target(NodeId node, CharClass c, Visit visit) const {
             if (alphabet_.accepts(c, edge.test)) visit(edge.target);
         return;
     }
-    // A wide node: look the few accepting tests up instead.
+    // Many edges: look up the few tests that accept the character.
     for (const TestId test : tests) {
         auto edge = std::ranges::lower_bound(edges, test, {}, &CharEdge::test);
         for (; edge != edges.end() && edge->test == test; ++edge) visit(edge->target);
@@ -123,9 +126,9 @@ void Determinizer::step(const Frontier& from, CharClass c, Frontier& out) {
     drop_losers(from.best, out);
 }
 
-bool Determinizer::step_quietly(Frontier& at, CharClass c) const {
+bool Determinizer::step_in_literals(Frontier& at, CharClass c) const {
     const NodeId to = next_literal(at.literal, c);
-    if (program_.eventful(to) != kRoot || program_.first_rule(to) >= at.best) return false;
+    if (program_.output_link(to) != kRoot || program_.first_rule(to) >= at.best) return false;
     at.literal = to;
     return true;
 }
@@ -148,7 +151,7 @@ void Determinizer::all_at_end(const Frontier& frontier, std::vector<RuleId>& rul
 void Determinizer::new_round(const Behind& behind) {
     behind_ = behind;
     if (++round_ == 0) {  // wrapped: old marks would look new
-        std::fill(marks_.begin(), marks_.end(), 0);
+        std::ranges::fill(marks_, 0);
         round_ = 1;
     }
     if (!constrained_.empty()) constrained_.clear();
@@ -161,10 +164,10 @@ void Determinizer::accept(RuleId rule, Frontier& out) const {
         add_rule(rule, out.matched);
 }
 
-// The rule, and those of the same pattern.
+// Adds the rule and those of the same pattern.
 void Determinizer::add_rule(RuleId rule, std::vector<RuleId>& rules) const {
     for (; rule != kNoRule; rule = program_.also_accepts(rule)) {
-        const auto place = std::lower_bound(rules.begin(), rules.end(), rule);
+        const auto place = std::ranges::lower_bound(rules, rule);
         if (place == rules.end() || *place != rule) rules.insert(place, rule);
     }
 }
@@ -179,17 +182,17 @@ NodeId Determinizer::next_literal(NodeId from, CharClass c) const {
     }
 }
 
-// At a node of the literal trie, hence at its suffixes and, as a search may begin anywhere, at the
-// root.
+// Adds the threads at a node of the literal trie, at its suffixes, and at the root, since a match
+// may begin anywhere.
 void Determinizer::arrive(NodeId literal, Frontier& out) {
     out.literal = literal;
-    NodeId node = program_.eventful(literal);
-    for (; node != kRoot; node = program_.eventful(program_.suffix(node)))
+    NodeId node = program_.output_link(literal);
+    for (; node != kRoot; node = program_.output_link(program_.suffix(node)))
         add_closure(node, kNothing, out);
     if (behind_.start || restarts_) add_closure(kRoot, kNothing, out);
 }
 
-// A thread and its epsilon closure: everything that it reaches without consuming a character.
+// Adds a thread and all that it reaches without consuming a character.
 void Determinizer::add_closure(NodeId node, std::uint16_t ahead, Frontier& out) {
     stack_.push_back({node, ahead, 0});
     while (!stack_.empty()) {
@@ -226,8 +229,8 @@ void Determinizer::cross(const EpsilonEdge& edge, const Thread& at) {
         case Assertion::kEnd: ahead |= kTextEnd; break;
         case Assertion::kWordBoundary:
         case Assertion::kNotWordBoundary:
-            ahead |= boundary(edge.assertion == Assertion::kWordBoundary, last.word, kWord,
-                              kNotWord);
+            ahead |=
+                boundary(edge.assertion == Assertion::kWordBoundary, last.word, kWord, kNotWord);
             break;
         case Assertion::kAsciiWordBoundary:
         case Assertion::kNotAsciiWordBoundary:
@@ -242,7 +245,7 @@ void Determinizer::cross(const EpsilonEdge& edge, const Thread& at) {
     stack_.push_back({edge.target, ahead, 0});
 }
 
-// What was added before the best rule was known may be unable to win by now.
+// Drops threads that were added before the best rule was known and cannot win.
 void Determinizer::drop_losers(RuleId best_before, Frontier& out) const {
     const auto lost = [&](NodeId node) { return program_.first_rule(node) >= out.best; };
     while (out.literal != kRoot && lost(out.literal)) out.literal = program_.suffix(out.literal);
@@ -252,7 +255,7 @@ void Determinizer::drop_losers(RuleId best_before, Frontier& out) const {
 
 void Determinizer::canonicalize(Frontier& frontier) {
     std::vector<Thread>& threads = frontier.threads;
-    std::sort(threads.begin(), threads.end());
+    std::ranges::sort(threads);
     threads.erase(std::unique(threads.begin(), threads.end()), threads.end());
 }
 

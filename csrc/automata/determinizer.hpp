@@ -1,7 +1,7 @@
-// One step of all rules at once, written once and used to build states and to go without them: from
-// what is alive before a character to what is alive after it. The threads inside the literal trie
-// are one node, Aho and Corasick's; every other thread is listed. A step costs at most the size of
-// the program; memory is one mark per node. One user at a time. Knows nothing of caches.
+// Steps all rules over one character: from the frontier before it to the frontier after it. LazyDfa
+// uses it to build states and to simulate. The threads in the literal trie are one node, by Aho and
+// Corasick; every other thread is listed. A step costs at most the size of the program; memory is
+// one mark per node. One user at a time. Knows nothing of states.
 #pragma once
 
 #include <compare>
@@ -14,25 +14,25 @@
 
 namespace shardrules::automata {
 
-// Which rules are looked for: the first that matches, or all.
+// Which matching rules a search finds.
 enum class Search : std::uint8_t { kFirst, kAll };
 
-// A position in the program, with what the text ahead of it must still be for it to count.
+// A position in the program, and a condition on the text ahead.
 struct Thread {
     NodeId node;
     std::uint16_t ahead;      // Ahead bits
-    std::uint16_t accepting;  // 1: only waits for `ahead`, then its node accepts
+    std::uint16_t accepting;  // 1: the node accepts once `ahead` is known to hold
     auto operator<=>(const Thread&) const = default;
 };
 
-// What is known after some prefix of a path: the threads of the rules that could still win, and
-// the rules that have matched already.
+// All that is known after some prefix of a text: the threads of the rules that can still win, and
+// the rules that have matched.
 struct Frontier {
-    // Threads at the node, its suffix, that one's suffix, ..., and the root, along literal edges.
+    // Stands for threads at this node, its suffix, the suffix of that, ..., and the root.
     NodeId literal = kRoot;
-    RuleId best = kNoRule;         // Search::kFirst
+    RuleId best = kNoRule;          // Search::kFirst
     std::vector<RuleId> matched{};  // Search::kAll; ascending
-    std::vector<Thread> threads{};  // the others; in canonical form sorted, without duplicates
+    std::vector<Thread> threads{};  // the others; canonical: sorted, without duplicates
     bool operator==(const Frontier&) const = default;
 };
 
@@ -42,22 +42,22 @@ class Determinizer {
 
     void start(Frontier& out);
     void step(const Frontier& from, CharClass c, Frontier& out);  // &from != &out
-    // Brings it into the form that equal ones share.
+    // Equal frontiers have one canonical form.
     static void canonicalize(Frontier& frontier);
-    // Whether there is only the literal trie to step through.
-    bool quiet(const Frontier& f) const { return !restarts_ && f.threads.empty(); }
-    // A step from a quiet frontier, in place, if nothing happens there; or false, and nothing is
-    // done.
-    bool step_quietly(Frontier& at, CharClass c) const;
-    // Nothing that follows can change what has matched.
+    // Whether all threads are in the literal trie.
+    bool only_literals(const Frontier& f) const { return !restarts_ && f.threads.empty(); }
+    // A step in place, if the frontier is only_literals() before and after it and no rule matches;
+    // else false, and no step.
+    bool step_in_literals(Frontier& at, CharClass c) const;
+    // Whether no further text can change what matches.
     bool decided(const Frontier& f) const { return program_.first_rule(kRoot) >= f.best; }
-    // The winner if the text ends here (Search::kFirst).
+    // With Search::kFirst: the first rule that matches if the text ends here.
     RuleId at_end(const Frontier& frontier) const;
-    // All rules that match if the text ends here, ascending (Search::kAll).
+    // With Search::kAll: all rules that match if the text ends here, ascending.
     void all_at_end(const Frontier& frontier, std::vector<RuleId>& rules) const;
 
   private:
-    struct Behind {  // what lies before the position
+    struct Behind {  // the text before the position
         bool start = false;
         CharFacts last{};
     };
@@ -77,8 +77,9 @@ class Determinizer {
     const Program& program_;
     const Alphabet& alphabet_;
     Search search_;
-    bool restarts_;  // the root has more to it, later than at the start, than literal edges
-    std::vector<std::uint32_t> marks_;  // per node: the round that visited it with nothing ahead
+    bool restarts_;  // whether the root does more than read literals, after the start of the text
+    std::vector<std::uint32_t>
+        marks_;  // per node: the last round that visited it with nothing ahead
     std::uint32_t round_ = 0;
     Behind behind_;
     std::unordered_set<std::uint64_t> constrained_;  // visited with something ahead

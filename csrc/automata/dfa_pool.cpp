@@ -22,14 +22,14 @@ DfaPool::DfaPool(std::shared_ptr<const Program> program, Oracle oracle, Search s
 }
 
 DfaStats DfaPool::stats() const {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     return total_;
 }
 
 DfaPool::Lease::Lease(DfaPool& owner)
     : owner_(owner), exceptions_before_(std::uncaught_exceptions()) {
     {
-        const std::lock_guard lock(owner.mutex_);
+        const std::scoped_lock lock(owner.mutex_);
         if (!owner.idle_.empty()) {
             dfa_ = std::move(owner.idle_.back());
             owner.idle_.pop_back();
@@ -48,7 +48,7 @@ DfaPool::Lease::~Lease() {
     // A search that failed may have stopped in the middle of a change to its DFA.
     const bool failed = std::uncaught_exceptions() > exceptions_before_;
     const DfaStats& after = dfa_->stats();
-    const std::lock_guard lock(owner_.mutex_);
+    const std::scoped_lock lock(owner_.mutex_);
     owner_.total_.states_built += after.states_built - before_.states_built;
     owner_.total_.cache_clears += after.cache_clears - before_.cache_clears;
     owner_.total_.simulated_steps += after.simulated_steps - before_.simulated_steps;

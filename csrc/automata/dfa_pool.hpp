@@ -1,6 +1,6 @@
-// The lazy DFAs of one program: a search borrows one for itself, so searches may nest, and overlap
-// between threads, without a lock while they run; what a DFA has learnt stays for the next search.
-// Borrowing costs one lock. Safe to use from any thread.
+// The lazy DFAs of one program. Each search borrows one, so searches may nest, and overlap between
+// threads, without a lock while they run. The states of a DFA stay for the next search. Borrowing
+// costs one lock. Safe to use from any thread.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@ namespace shardrules::automata {
 
 class DfaPool {
   public:
-    // memory_budget: bytes of states, of each DFA.
+    // memory_budget: that of each DFA.
     DfaPool(std::shared_ptr<const Program> program, Oracle oracle, Search search,
             std::size_t memory_budget, Poll poll = {});
 

@@ -1,23 +1,21 @@
 #include "lazy_dfa.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 namespace shardrules::automata {
 namespace {
 
-// A cache that is cleared before each of its states was stepped through this often, on average,
-// does not pay for itself: a state takes about 1,300 instructions to make, and spares 70 to 360 of
-// them each time that it is stepped through (see kCostOfState), so it pays after 4 to 19 steps. RE2
-// has 10 as well.
+// Unless as many characters were read per state built, on average, a cleared cache did not pay: a
+// state takes about 1,300 instructions to make, and spares 70 to 360 at each step through it (see
+// kCostOfState), so it pays after 4 to 19 steps. RE2 has 10 as well.
 constexpr std::uint64_t kStepsThatPayForAState = 10;
-// What one state takes beside its own members: two allocations of 16 bytes of bookkeeping each, and a
-// node (40 bytes) and bucket (8) of the index; rounded up.
+// Bytes of a state besides its members: 16 for each of two allocations, a node (40) and a bucket
+// (8) of the index; rounded up.
 constexpr std::size_t kStateOverhead = 96;
 
-std::size_t bytes_held(const Frontier& frontier) {
+std::size_t bytes_in(const Frontier& frontier) {
     return frontier.threads.capacity() * sizeof(Thread) +
            frontier.matched.capacity() * sizeof(RuleId);
 }
@@ -56,8 +54,8 @@ void LazyDfa::begin() {
     if (cursor_bytes_ > budget_) forget_all_but(0);
 }
 
-// A new position on top, where the one below it is. One that is left for the second time is worth
-// a state.
+// Adds a position at the same place as the top. A place that is entered from twice is worth a
+// state.
 void LazyDfa::push() {
     const std::size_t top = path_.size() - 1;
     if (path_[top].state == kNoState && path_[top].entered_from && !only_simulate_) {
@@ -74,11 +72,11 @@ void LazyDfa::push() {
     }
 }
 
-// What is below the top stays as it is until the cursor comes back.
+// Positions below the top do not change until the cursor comes back.
 void LazyDfa::count(Simulated& position) {
-    const std::size_t held = bytes_held(position.frontier);
-    cursor_bytes_ += held - position.counted;
-    position.counted = held;
+    const std::size_t bytes = bytes_in(position.frontier);
+    cursor_bytes_ += bytes - position.counted;
+    position.counted = bytes;
 }
 
 void LazyDfa::forget_all_but(std::size_t top) {
@@ -132,18 +130,19 @@ void LazyDfa::enter_like_last(Text text) {
     if (trail_.epoch != epoch()) trail_.from = kNoState;
 }
 
-// How many of the text's characters the trail's states cover.
+// The number of characters at the text's front whose states the trail has.
 std::size_t LazyDfa::shared_prefix(const Text& text) const {
-    if (trail_.from != position() || trail_.epoch != epoch() || trail_.width != text.width) return 0;
-    const std::size_t width = static_cast<std::size_t>(text.width);
+    if (trail_.from != position() || trail_.epoch != epoch() || trail_.width != text.width)
+        return 0;
+    const auto width = static_cast<std::size_t>(text.width);
     const std::size_t most = std::min(trail_.states.size(), text.length) * width;
     const auto* bytes = static_cast<const unsigned char*>(text.data);
     const auto differs = std::mismatch(bytes, bytes + most, trail_.text.begin());
     return static_cast<std::size_t>(differs.first - bytes) / width;
 }
 
-// Moves the top from its state as far as transitions are known or worth knowing, and simulates the
-// rest. The states along the way go to the trail.
+// Steps the top through known transitions and those that are worth a state, and simulates the rest.
+// The states are appended to the trail.
 template <class Unit>
 void LazyDfa::run(const Unit* text, const Unit* end, std::vector<StateId>* trail) {
     StateId at = position();
@@ -182,10 +181,10 @@ bool LazyDfa::worth_building(std::size_t transition, const State& from) {
     const auto number = static_cast<std::uint32_t>(transition);
     Candidates& set = candidates_[number * 0x9E3779B1U >> 24];
     const auto is_it = [&](const Candidate& candidate) { return candidate.transition == number; };
-    const auto found = std::find_if(set.begin(), set.end() - 1, is_it);
-    if (!is_it(*found)) *found = {number, 0};
-    std::rotate(set.begin(), found, found + 1);
-    set.front().cost += from.quiet ? kCostOfQuietStep : kCostOfStep;
+    const auto candidate = std::find_if(set.begin(), set.end() - 1, is_it);
+    if (!is_it(*candidate)) *candidate = {number, 0};
+    std::rotate(set.begin(), candidate, candidate + 1);
+    set.front().cost += from.only_literals ? kCostOfLiteralStep : kCostOfStep;
     return set.front().cost >= kCostOfState;
 }
 
@@ -196,7 +195,7 @@ void LazyDfa::simulate(const Unit* text, const Unit* end) {
     for (; text != end && !determinizer_.decided(*at); ++text) {
         const CharClass c = alphabet_.class_of(static_cast<char32_t>(*text));
         ++stats_.simulated_steps;
-        if (determinizer_.quiet(*at) && determinizer_.step_quietly(*at, c)) continue;
+        if (determinizer_.only_literals(*at) && determinizer_.step_in_literals(*at, c)) continue;
         determinizer_.step(*at, c, *next);
         std::swap(at, next);
         worked(1 + at->threads.size());
@@ -210,7 +209,7 @@ LazyDfa::StateId LazyDfa::build_transition(StateId from, CharClass c) {
     worked(1 + scratch_.threads.size());
     const std::uint64_t clears = stats_.cache_clears;
     const StateId to = intern(scratch_);
-    // A clear has renumbered the states; then the transition is simply not remembered.
+    // After a clear, `from` is another state's number.
     if (stats_.cache_clears == clears) table_[(std::size_t{from} << shift_) | c] = to;
     return to;
 }
@@ -227,9 +226,9 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
     const auto id = static_cast<StateId>(states_.size());
     const std::size_t row = std::size_t{1} << shift_;
     const bool decided = determinizer_.decided(frontier);
-    states_.push_back({frontier, determinizer_.at_end(frontier), decided,
-                       determinizer_.quiet(frontier)});
-    // What is decided stays where it is, whatever follows.
+    states_.push_back(
+        {frontier, determinizer_.at_end(frontier), decided, determinizer_.only_literals(frontier)});
+    // A decided state leads to itself.
     table_.resize(table_.size() + row, decided ? id : kUnknown);
     index_.insert(id);
     bytes_ += sizeof(State) + frontier.threads.size() * sizeof(Thread) +
@@ -239,8 +238,8 @@ LazyDfa::StateId LazyDfa::add_state(const Frontier& frontier) {
     return id;
 }
 
-// Forgets every state but those that the cursor stands on, and those of them that are left the last
-// if they alone are too many.
+// Drops every state except those of the cursor's positions. If these are too many, the lower ones
+// are dropped, too, and their positions forgotten.
 void LazyDfa::clear_cache() {
     only_simulate_ = read_since_clear_ < kStepsThatPayForAState * built_since_clear_;
     std::vector<Frontier> kept;

@@ -1,8 +1,20 @@
-// The rules' automaton made deterministic on demand, and a cursor into a tree of paths. A step
-// over a known transition is one table look-up. A transition is worth a state only once it has been
-// met a few times, not too far apart; until then it is simulated, as everything is when the memory budget is spent
-// and clearing the states does not pay (linear in text times program, never exponential). One user
-// at a time: DfaPool lends them out.
+// The lazy DFA: finds the rules that match a path, with one table look-up per character.
+//
+// All rules are one nondeterministic automaton (program.hpp). After a prefix of a text it can be at
+// many of its nodes at once. The set of these nodes, with the rules that have matched, is called a
+// frontier (determinizer.hpp), and everything that follows depends on the frontier alone. A
+// deterministic automaton (DFA) gives each frontier a number, its state, and has a table: state and
+// character -> next state. There may be exponentially many frontiers, but real texts reach few. So
+// this DFA is lazy: it begins with the start state only, and computes a state, and the entry of the
+// table that leads to it, when a text gets there.
+//
+// A state takes as long to make as 5 to 16 steps without one, so a transition gets a state only
+// after several texts have taken it. Until then the step is simulated: the next frontier is
+// computed, and not stored. The states have a memory budget. When it is spent, all states but those
+// in use are dropped, and if that was before they paid for themselves, the rest of the search is
+// simulated. So the worst case is linear in text times program, never exponential. The cursor is a
+// stack, because the paths of a tree share their prefixes: it goes down a key, and comes back up
+// without reading anything again. One user at a time; a DfaPool lends DFAs out.
 #pragma once
 
 #include <array>
@@ -25,7 +37,7 @@ struct Text {
     int width;
 };
 
-// Called now and then while a search goes on, if it is long. May throw, which ends the search.
+// Called about every 10 ms of a long search. May throw, which ends the search.
 using Poll = std::function<void()>;
 
 struct DfaStats {
@@ -39,46 +51,47 @@ class LazyDfa {
     using StateId = std::uint32_t;
     static constexpr StateId kNoState = 0xFFFFFFFF;
 
-    // memory_budget: bytes of states; and as many for what the cursor's positions hold beside them.
+    // memory_budget: bytes for states, and as many for the cursor's positions that have no state.
     LazyDfa(std::shared_ptr<const Program> program, Oracle oracle, Search search,
             std::size_t memory_budget, Poll poll = {});
 
-    // The cursor: a stack of positions, each some text further than the one below. At the bottom,
-    // which begin() makes, nothing has been read.
+    // The cursor: a stack of positions, each further in the text than the one below. begin() leaves
+    // the bottom alone, where nothing has been read.
     void begin();
     void enter(Text text) {
         push();
         extend(text);
     }
-    // Enters a state that position() showed here in the same epoch, after the same text.
+    // Enters the state that position() returned after the same text, from here, in this epoch.
     void enter(StateId known) { path_.push_back({known}); }
-    // The same without entering, after an extension.
+    // The same instead of extend().
     void move_to(StateId known) { path_.back().state = known; }
-    // The same as enter(text), for a text that begins as the one before it did.
+    // As enter(text), and fast if the text begins like the one of the last call.
     void enter_like_last(Text text);
     void extend(Text text);  // not at the bottom, from where later searches begin
     void leave() { path_.pop_back(); }
-    // Whether leaving has led to a position, one without a state, that the memory budget had no room
-    // for: before anything else is asked of it, replay() has to be told all the text down to here.
+    // Whether leave() has come back to a position that had no state, and whose frontier was dropped
+    // for the memory budget. Then replay() must get the whole text down to here before any other
+    // call.
     bool forgotten() const { return path_.back().forgotten; }
     void replay(Text text);
-    // kNoState if the position is not worth one so far.
+    // kNoState if the position is simulated.
     StateId position() const { return path_.back().state; }
     // States are renumbered when it changes.
     std::uint64_t epoch() const { return stats_.cache_clears; }
-    // No further text can change what matches at this position.
+    // Whether no further text can change what matches.
     bool decided() const {
         const StateId at = position();
         return at == kNoState ? determinizer_.decided(simulated_[path_.size() - 1].frontier)
                               : states_[at].decided;
     }
-    // Search::kFirst: the first rule that matches if the text ends here, or kNoRule.
+    // With Search::kFirst: the first rule that matches if the text ends here, or kNoRule.
     RuleId winner() const {
         const StateId at = position();
         return at == kNoState ? determinizer_.at_end(simulated_[path_.size() - 1].frontier)
                               : states_[at].at_end;
     }
-    // Search::kAll: all of them, ascending.
+    // With Search::kAll: all rules that match if the text ends here, ascending.
     void matches(std::vector<RuleId>& rules) const {
         const StateId at = position();
         determinizer_.all_at_end(
@@ -91,41 +104,43 @@ class LazyDfa {
     static constexpr StateId kUnknown = 0xFFFFFFFF;  // in the table
     static constexpr StateId kLastState = kUnknown - 1;
 
-    // An unknown transition that was met. What has cost as much as a state becomes one, if it comes
-    // back before others take its place: states that are met once in ten thousand leaves would leave
-    // the processor's caches before they are met again, and then cost more than steps. A set has room
-    // for several, the last one met first, so that two which take turns do not drive each other out.
+    // A transition that was simulated, and what that has cost. It gets a state once it has cost as
+    // much as a state, if other candidates have not taken its place before: a state that is needed
+    // once in ten thousand leaves is in no cache of the processor when it is needed again, and
+    // slower than steps. A set has room for four, the latest first, so that two that alternate
+    // stay.
     struct Candidate {
         std::uint32_t transition = 0;
         std::uint32_t cost = 0;
     };
     using Candidates = std::array<Candidate, 4>;
     static constexpr std::size_t kCandidateSets = 256;  // a power of two
-    // The unit is some 80 instructions: by callgrind a quiet step takes 79, another one 280 to 370.
-    static constexpr std::uint32_t kCostOfQuietStep = 1, kCostOfStep = 3, kCostOfState = 16;
+    // The unit is 80 instructions. By callgrind a step among literals takes 79, another one 280 to
+    // 370.
+    static constexpr std::uint32_t kCostOfLiteralStep = 1, kCostOfStep = 3, kCostOfState = 16;
 
-    // In threads, of some 140 instructions each: a poll every 10 ms or so.
+    // In threads, of about 140 instructions each.
     static constexpr std::size_t kWorkPerPoll = std::size_t{1} << 18;
 
     struct Position {
         StateId state;
-        bool entered_from = false;  // by kNoState positions
-        bool forgotten = false;     // without state; its frontier is gone, too
+        bool entered_from = false;  // whether another position was entered from it
+        bool forgotten = false;     // whether it has neither a state nor a frontier
     };
     struct Simulated {
         Frontier frontier;
-        std::size_t counted = 0;  // its share of cursor_bytes_
+        std::size_t counted = 0;  // bytes of it in cursor_bytes_
     };
     struct State {
         Frontier frontier;
         RuleId at_end;
         bool decided;
-        bool quiet;
+        bool only_literals;
     };
-    struct ByFrontier {  // hashes and compares states by what they hold
+    struct ByFrontier {  // hashes and compares states by their frontiers
         using is_transparent = void;
         const LazyDfa* dfa;
-        const Frontier& of(const Frontier& frontier) const { return frontier; }
+        static const Frontier& of(const Frontier& frontier) { return frontier; }
         const Frontier& of(StateId s) const { return dfa->states_[s].frontier; }
         template <class A>
         std::size_t operator()(const A& a) const {
@@ -137,7 +152,7 @@ class LazyDfa {
         }
         static std::size_t hash(const Frontier& frontier);
     };
-    // The states along the text that enter_like_last() saw last.
+    // The states along the last text of enter_like_last().
     struct Trail {
         StateId from = kNoState;
         std::uint64_t epoch = 0;
@@ -180,13 +195,13 @@ class LazyDfa {
     std::unordered_set<StateId, ByFrontier, ByFrontier> index_;
     std::size_t bytes_ = 0;
     Stack<Position> path_;
-    std::vector<Simulated> simulated_;  // of the positions in path_ without a state
-    std::size_t cursor_bytes_ = 0;      // in simulated_, without the top
+    std::vector<Simulated> simulated_;  // per position of path_; used if that has no state
+    std::size_t cursor_bytes_ = 0;      // of simulated_, except the top
     Poll poll_;
     std::size_t work_left_ = kWorkPerPoll;  // until the next poll
     Trail trail_;
 
-    bool has_room_ = false;  // the budget is for more than the start
+    bool has_room_ = false;  // for more states than the start
     bool only_simulate_ = false;
     std::uint64_t read_since_clear_ = 0;
     std::uint64_t built_since_clear_ = 0;

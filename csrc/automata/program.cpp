@@ -39,7 +39,7 @@ void ProgramBuilder::accept(NodeId node) {
 NodeId ProgramBuilder::new_node() {
     if (program_.nodes_.size() >= kMaxNodes)
         throw std::length_error("the rules unroll to too many states");
-    // Rules come in order, so the rule that makes a node is the first one to pass through it.
+    // Rules come in order, so the first rule through a node is the one that makes it.
     program_.nodes_.push_back({.first_rule = rule_});
     drafts_.emplace_back();
     return static_cast<NodeId>(program_.nodes_.size() - 1);
@@ -179,7 +179,7 @@ void ProgramBuilder::lay_out_edges() {
 // Aho and Corasick's suffix links, breadth first.
 void ProgramBuilder::link_literal_trie() {
     std::vector<Program::Node>& nodes = program_.nodes_;
-    nodes[kRoot].suffix = nodes[kRoot].eventful = kRoot;
+    nodes[kRoot].suffix = nodes[kRoot].output_link = kRoot;
     std::vector<NodeId> found{kRoot};
     for (std::size_t next = 0; next < found.size(); ++next) {
         const NodeId parent = found[next];
@@ -192,7 +192,8 @@ void ProgramBuilder::link_literal_trie() {
                 target = program_.literal_child(suffix, test);
             }
             nodes[node].suffix = target == kNoNode ? kRoot : target;
-            nodes[node].eventful = program_.has_more(node) ? node : nodes[nodes[node].suffix].eventful;
+            nodes[node].output_link =
+                program_.has_output(node) ? node : nodes[nodes[node].suffix].output_link;
             found.push_back(node);
         }
     }
@@ -202,9 +203,9 @@ bool ProgramBuilder::is_class(const Syntax& syntax) const {
     return syntax.kind == Syntax::Kind::kChar && !program_.tests_.is_literal(syntax.test);
 }
 
-// An edge to a node from which a single epsilon edge leads on may as well lead there. This ends: where
-// epsilon edges go round in a circle, one of the nodes has a way out of it. Nodes of the literal trie
-// stay where they are.
+// An edge to a node that has only one epsilon edge leads to the end of that edge instead. This
+// ends: of the nodes of a circle of epsilon edges, one has another edge. Nodes of the literal trie
+// are not skipped.
 void ProgramBuilder::cut_short_edges() {
     for (NodeId n = 0; n < program_.node_count(); ++n) {
         const Program::Node& node = program_.nodes_[n];

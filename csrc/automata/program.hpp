@@ -1,7 +1,7 @@
-// All rules as one automaton (NFA): a trie over the elements of the patterns, so that what rules
-// share at their front exists once, with loops and alternatives hanging off it. The nodes that
-// literals alone lead to from the root (the literal trie) carry Aho-Corasick links. Building is
-// linear in the unrolled size of the patterns; the built Program is immutable and may be shared
+// All rules as one nondeterministic automaton: a trie over the elements of the patterns, so that a
+// prefix that rules share is in it once, with loops and alternatives as further nodes. The nodes
+// that are reached from the root through literals alone, the literal trie, have Aho-Corasick links.
+// Building is linear in the unrolled size of the patterns. A Program is immutable and may be shared
 // between threads. Knows nothing of how a search steps through it.
 #pragma once
 
@@ -38,7 +38,7 @@ struct EpsilonEdge {
 
 class Program {
   public:
-    // The lowest rule that can be reached from the node; rules before it cannot.
+    // The lowest rule that can be reached from the node.
     RuleId first_rule(NodeId n) const { return nodes_[n].first_rule; }
     // The first rule that matches on arrival at the node, or kNoRule.
     RuleId accepts(NodeId n) const { return nodes_[n].accepts; }
@@ -62,21 +62,21 @@ class Program {
         return {edges_.data() + nodes_[n].classes, edges_.data() + nodes_[n + 1].edges};
     }
     bool has_edges(NodeId n) const { return nodes_[n].edges != nodes_[n + 1].edges; }
-    // Whether more can happen at the node than that a literal is read.
-    bool has_more(NodeId n) const {
+    // Whether the node does more than read a literal.
+    bool has_output(NodeId n) const {
         return accepts(n) != kNoRule || !class_edges(n).empty() || !epsilon_edges(n).empty();
     }
-    // Whether the node is outside the literal trie, and does nothing but wait for a character.
+    // Whether the node is outside the literal trie and only reads a character.
     bool only_reads(NodeId n) const {
         return !in_literal_trie(n) && accepts(n) == kNoRule && epsilon_edges(n).empty();
     }
     bool in_literal_trie(NodeId n) const { return nodes_[n].suffix != kNoNode; }
-    // In the literal trie: the node of the longest proper suffix of what leads to this one. The
-    // root's is the root.
+    // In the literal trie, Aho-Corasick's suffix link: the node of the longest proper suffix of
+    // this node's text. The root's is the root.
     NodeId suffix(NodeId n) const { return nodes_[n].suffix; }
-    // In the literal trie: the first of the node, its suffix, that one's suffix, ..., that has more
-    // to it than literal edges; the root if none before it has.
-    NodeId eventful(NodeId n) const { return nodes_[n].eventful; }
+    // In the literal trie, Aho-Corasick's output link: the first of the node, its suffix, the
+    // suffix of that, ... that has_output(); else the root.
+    NodeId output_link(NodeId n) const { return nodes_[n].output_link; }
     std::span<const EpsilonEdge> epsilon_edges(NodeId n) const {
         return {epsilon_edges_.data() + nodes_[n].epsilon_edges,
                 epsilon_edges_.data() + nodes_[n + 1].epsilon_edges};
@@ -95,7 +95,7 @@ class Program {
         std::uint32_t classes = 0;  // start of the others in edges_
         std::uint32_t epsilon_edges = 0;
         NodeId suffix = kNoNode;
-        NodeId eventful = kNoNode;
+        NodeId output_link = kNoNode;
     };
     std::vector<Node> nodes_;
     std::vector<CharEdge> edges_;
@@ -117,11 +117,11 @@ class ProgramBuilder {
 
     void add_literal(std::u32string_view text);
     void add_pattern(Syntax pattern);
-    void skip();  // a rule that this automaton does not decide
+    void skip();  // a rule that is not searched here
     Program build() &&;
 
   private:
-    static constexpr NodeId kNowhere = kNoNode;  // behind an element that matches nothing
+    static constexpr NodeId kNowhere = kNoNode;  // after an element that matches nothing
     template <class T>
     struct Link {
         T value;
@@ -140,7 +140,7 @@ class ProgramBuilder {
     NodeId insert_char(NodeId from, TestId test);
     NodeId insert_alternate(NodeId from, const Syntax& syntax);
     NodeId insert_repeat(NodeId from, const Syntax& syntax);
-    // The node behind a shared element of `from`, and whether it is new.
+    // The node after an element of `from` that rules share, and whether it is new.
     std::pair<NodeId, bool> element(NodeId from, const Syntax& syntax);
     void add_epsilon_edge(NodeId from, NodeId to, Assertion assertion = Assertion::kNone);
     void lay_out_edges();

@@ -1,5 +1,5 @@
-// A stack of plain values for inner loops: a push is a comparison and a store. That of std::vector is a
-// call, which costs a walk over a tree 50 instructions for each node and leaf.
+// A stack of plain values for inner loops. A push is a comparison and a store; std::vector's is a
+// call, which costs a walk 50 instructions per node and leaf.
 #pragma once
 
 #include <algorithm>

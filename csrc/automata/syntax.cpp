@@ -10,10 +10,10 @@ class Decoder {
   public:
     Decoder(std::span<const std::uint32_t> code, CharTests& tests) : code_(code), tests_(tests) {}
 
-    Syntax whole() {
-        Syntax pattern = item(0);
+    Syntax pattern() {
+        Syntax root = item(0);
         if (at_ != code_.size()) throw std::invalid_argument("pattern code: words left over");
-        return pattern;
+        return root;
     }
 
   private:
@@ -41,9 +41,7 @@ class Decoder {
                 out.kind = Kind::kAssert;
                 out.assertion = assertion(word());
                 return out;
-            case Op::kNever:
-                out.kind = Kind::kNever;
-                return out;
+            case Op::kNever: out.kind = Kind::kNever; return out;
             case Op::kAlternate:
                 out.kind = Kind::kAlternate;
                 children(out, word(), depth);
@@ -58,7 +56,7 @@ class Decoder {
             case Op::kSequence:
                 children(out, word(), depth);
                 if (out.children.size() != 1) return out;
-                return Syntax(std::move(out.children.front()));
+                return std::move(out.children.front());
         }
         throw std::invalid_argument("pattern code: unknown operation");
     }
@@ -90,7 +88,7 @@ void trim(Syntax& syntax, End end) {
     using Kind = Syntax::Kind;
     switch (syntax.kind) {
         case Kind::kRepeat:
-            // Of k copies at the edge, the search needs the innermost `min` only.
+            // A search needs only `min` copies at the edge.
             syntax.max = syntax.min;
             return;
         case Kind::kAlternate:
@@ -110,15 +108,14 @@ void trim(Syntax& syntax, End end) {
             return;
         case Kind::kChar:
         case Kind::kAssert:
-        case Kind::kNever:
-            return;
+        case Kind::kNever: return;
     }
 }
 
 }  // namespace
 
 Syntax decode(std::span<const std::uint32_t> code, CharTests& tests) {
-    return Decoder(code, tests).whole();
+    return Decoder(code, tests).pattern();
 }
 
 void trim_for_search(Syntax& pattern) {

@@ -1,6 +1,6 @@
-// The syntax tree of one pattern, as the automata see it: characters are tests by number, groups
-// are gone, and everything left is regular. Decoding and trimming are linear in the encoded size
-// and bounded in depth. Knows nothing of Python or of how a pattern was written.
+// The syntax tree of one regular pattern: characters are numbers of tests, and there are no groups.
+// Decoding and trimming are linear in the encoded size and bounded in depth. Knows nothing of
+// Python or of regex syntax.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace shardrules::automata {
 
-// What must hold between two characters of the text. The numbers are part of the encoding.
+// A condition between two characters of the text. The numbers are part of the encoding.
 enum class Assertion : std::uint8_t {
     kNone = 0,
     kBegin = 1,            // \A, and ^ without MULTILINE
@@ -26,8 +26,9 @@ enum class Assertion : std::uint8_t {
 };
 inline constexpr std::uint32_t kLastAssertion = 9;
 
-// Leading words of the encoding (prefix form, 32-bit words); python/shardrules/_rules/patterns.py
-// writes it. A code point is the literal; operations come behind the last one.
+// First words of items in the encoding (prefix form, 32-bit words), which
+// python/shardrules/_rules/patterns.py writes. A literal is its code point; operations have the
+// numbers after the last code point.
 enum class Op : std::uint32_t {
     kClass = kCodePointEnd,  // number of a class given to CharTests::add_class
     kAssert,                 // Assertion
@@ -58,11 +59,11 @@ struct Syntax {
 // Throws std::invalid_argument on a code that is malformed or deeper than kMaxDepth.
 Syntax decode(std::span<const std::uint32_t> code, CharTests& tests);
 
-// Drops what a search can do without: an optional repeat at either end of the pattern. Whether
-// `.*kernel.*` is found somewhere is whether `kernel` is.
+// Drops optional repeats at both ends of the pattern: a search finds `.*kernel.*` where it finds
+// `kernel`.
 void trim_for_search(Syntax& pattern);
 
-// Words that two syntax trees share exactly if they are the same tree.
+// Appends words that are equal exactly for equal trees.
 void append_key(const Syntax& syntax, std::vector<std::uint32_t>& key);
 
 }  // namespace shardrules::automata

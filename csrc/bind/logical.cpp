@@ -4,14 +4,11 @@
 #include <memory>
 #include <string>
 
-#include "errors.hpp"
-#include "given.hpp"
-#include "misfit.hpp"
-#include "pytree/beside.hpp"
+#include "pybind_extras.hpp"
+#include "pytree/aligned_values.hpp"
 #include "register.hpp"
 #include "resolution/dimension.hpp"
 #include "sharding/logical.hpp"
-#include "whole.hpp"
 
 namespace py = pybind11;
 
@@ -36,32 +33,31 @@ const char* name_of(Loss loss) {
     return "";
 }
 
-std::unique_ptr<LogicalRuleSet> logical_rules(const std::vector<Rule>& rules,
-                                            const Given<std::vector<std::int64_t>>& axis_sizes,
-                                            bool last_wins, const std::string& indivisible) {
-    std::vector<sharding::LogicalRule> taken;
-    taken.reserve(rules.size());
-    for (const auto& [name, axes] : rules) taken.push_back({name, axes});
+std::unique_ptr<LogicalRuleSet> logical_rule_set(
+    const std::vector<Rule>& rules, const Argument<std::vector<std::int64_t>>& axis_sizes,
+    bool last_wins, const std::string& indivisible) {
+    std::vector<sharding::LogicalRule> logical_rules;
+    logical_rules.reserve(rules.size());
+    for (const auto& [name, axes] : rules) logical_rules.push_back({name, axes});
     const auto precedence =
         last_wins ? sharding::Precedence::kLast : sharding::Precedence::kPriority;
-    return std::make_unique<LogicalRuleSet>(std::move(taken), axis_sizes.as("axis_sizes"), precedence,
-                                          misfit(indivisible));
+    return std::make_unique<LogicalRuleSet>(std::move(logical_rules), axis_sizes.as("axis_sizes"),
+                                            precedence, sharding::axis_policy(indivisible));
 }
 
-// A dimension's size, which may be no number that C++ has; null without one.
-sharding::Divides divisors_of(const py::object& size) {
+// Of a dimension's size, which may be larger than an int64, or symbolic; null for None.
+sharding::Divides divides(const py::object& size) {
     if (size.is_none()) return nullptr;
-    return [dimension = resolution::dimension_from(Ref::borrow(size.ptr()))](std::uint64_t divisor) {
-        return resolution::is_multiple(dimension, divisor);
-    };
+    return [dimension = resolution::dimension_from(Ref::borrow(size.ptr()))](
+               std::uint64_t divisor) { return resolution::is_multiple(dimension, divisor); };
 }
 
-py::tuple resolve(const LogicalRuleSet& rules, const Given<std::vector<Dim>>& dims) {
-    const sharding::Resolution result = translated([&] {
-        std::vector<sharding::NamedDim> taken;
+py::tuple resolve(const LogicalRuleSet& rules, const Argument<std::vector<Dim>>& dims) {
+    const sharding::Resolution result = with_python_errors([&] {
+        std::vector<sharding::NamedDim> named;
         for (const auto& [name, axes, size] : dims.as("dims"))
-            taken.push_back({name.value_or(sharding::kNone), axes, divisors_of(size)});
-        return rules.resolve(taken);
+            named.push_back({name.value_or(sharding::kNone), axes, divides(size)});
+        return rules.resolve(named);
     });
     const auto or_none = [](std::uint32_t number) {
         return number == sharding::kNone ? py::object(py::none()) : py::object(py::int_(number));
@@ -73,7 +69,7 @@ py::tuple resolve(const LogicalRuleSet& rules, const Given<std::vector<Dim>>& di
     return py::make_tuple(winners, lost);
 }
 
-// One crossing for all leaves; `memo` has the answer of each (names, shape) that was seen before.
+// One call for all leaves; `memo` has the answers for earlier (names, shape).
 py::list resolve_all(const py::list& names, const py::object& shapes, const py::dict& memo,
                      const py::function& make) {
     const bool has_shapes = !shapes.is_none();
@@ -82,41 +78,39 @@ py::list resolve_all(const py::list& names, const py::object& shapes, const py::
         throw std::invalid_argument("not one shape for each leaf");
     const std::size_t leaves = names.size();
     py::list answers;
-    for (std::size_t i = 0; i < leaves; ++i) {  // making one may change the lists: an IndexError
+    for (std::size_t i = 0; i < leaves; ++i) {  // an IndexError if `make` shortens the lists
         const py::object leaf = names[i];
         const py::object shape = has_shapes ? py::object(shape_list[i]) : py::object(py::none());
         const py::object key = has_shapes ? py::object(py::make_tuple(leaf, shape)) : leaf;
-        PyObject* known = PyDict_GetItemWithError(memo.ptr(), key.ptr());
-        if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
-        if (known != nullptr) {
-            answers.append(py::reinterpret_borrow<py::object>(known));
-            continue;
+        auto answer =
+            py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(memo.ptr(), key.ptr()));
+        if (!answer) {
+            if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+            answer = make(leaf, shape);
+            memo[key] = answer;
         }
-        const py::object made = make(leaf, shape);
-        memo[key] = made;
-        answers.append(made);
+        answers.append(answer);
     }
     return answers;
 }
 
-// The value beside each leaf, by row; or None, where JAX has to look. See csrc/pytree/beside.hpp.
-py::object values_beside(const py::object& rows, const py::object& values, std::size_t leaves) {
-    py::list found(leaves);
-    for (std::size_t i = 0; i < leaves; ++i) found[i] = py::none();
-    const bool fits = translated([&] {
-        return pytree::values_beside(rows.ptr(), values.ptr(), found.ptr());
-    });
-    return fits ? py::object(found) : py::object(py::none());
+// The values by row; None where only JAX can tell. See csrc/pytree/aligned_values.hpp.
+py::object aligned_values(const py::object& rows, const py::object& values, std::size_t leaves) {
+    py::list by_row(leaves);
+    for (std::size_t i = 0; i < leaves; ++i) by_row[i] = py::none();
+    const bool is_aligned = with_python_errors(
+        [&] { return pytree::aligned_values(rows.ptr(), values.ptr(), by_row.ptr()); });
+    return is_aligned ? py::object(by_row) : py::object(py::none());
 }
 
 }  // namespace
 
 void register_logical(py::module_& module) {
-    py::class_<LogicalRuleSet>(module, "LogicalRuleSet", whole())
-        .def(py::init(&logical_rules))
+    py::class_<LogicalRuleSet>(module, "LogicalRuleSet", initialized())
+        .def(py::init(&logical_rule_set))
         .def("resolve", &resolve);
     module.def("resolve_all", &resolve_all);
-    module.def("values_beside", &values_beside);
+    module.def("values_beside", &aligned_values);
 }
 
 }  // namespace shardrules::bind

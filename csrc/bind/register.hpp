@@ -1,4 +1,4 @@
-// What module.cpp lists, each defined beside the thing that it binds.
+// The registrations that module.cpp calls, each defined in the file of what it binds.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,6 +6,7 @@
 namespace shardrules::bind {
 
 void register_logical(pybind11::module_& module);
+void register_record_layout(pybind11::module_& module);
 void register_rule_set(pybind11::module_& module);
 void register_sharding(pybind11::module_& module);
 void register_spec_table(pybind11::module_& module);

@@ -7,9 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "collectable.hpp"
-#include "columns.hpp"
-#include "errors.hpp"
+#include "pybind_extras.hpp"
 #include "register.hpp"
 #include "resolution/count_matches.hpp"
 #include "resolution/survey_leaves.hpp"
@@ -44,12 +42,13 @@ automata::AsciiSet ascii_set(py::handle members) {
 py::object to_python(const Ref& ref) { return py::reinterpret_borrow<py::object>(ref.get()); }
 
 py::tuple to_python(const resolution::Listing& listing) {
-    return py::make_tuple(listing.count, to_python(listing.shown));
+    return py::make_tuple(listing.count, to_python(listing.first));
 }
 
-resolution::Choices choices_of(const py::str& separator, const py::str& shown_separator, bool keystr,
-                           const std::optional<py::str>& hidden_key, bool unique,
-                           bool scalars_need_rules, bool size_one_is_scalar, bool min_size_first) {
+resolution::DialectOptions dialect_options(const py::str& separator, const py::str& shown_separator,
+                                           bool keystr, const std::optional<py::str>& hidden_key,
+                                           bool unique, bool scalars_need_rules,
+                                           bool size_one_is_scalar, bool min_size_first) {
     return {.path_style = {.separator = Ref::borrow(separator.ptr()),
                            .shown_separator = Ref::borrow(shown_separator.ptr()),
                            .keystr = keystr,
@@ -63,11 +62,12 @@ resolution::Choices choices_of(const py::str& separator, const py::str& shown_se
 automata::EncodedPattern encoded(py::handle pattern) {
     if (pattern.is_none()) return std::monostate{};
     if (PyUnicode_Check(pattern.ptr())) return code_points(pattern);
-    const auto listed = pattern.cast<py::list>();
-    std::vector<std::uint32_t> words(listed.size());
+    const auto list = pattern.cast<py::list>();
+    std::vector<std::uint32_t> words(list.size());
     for (std::size_t i = 0; i < words.size(); ++i) {
-        const unsigned long word = PyLong_AsUnsignedLong(PyList_GET_ITEM(listed.ptr(), i));
-        if (PyErr_Occurred()) throw py::error_already_set();
+        const unsigned long word =
+            PyLong_AsUnsignedLong(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)));
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
         if (word > 0xFFFFFFFF) throw std::invalid_argument("a word of a pattern has over 32 bits");
         words[i] = static_cast<std::uint32_t>(word);
     }
@@ -79,9 +79,11 @@ std::optional<std::uint32_t> class_number(int number) {
     return static_cast<std::uint32_t>(number);
 }
 
-// Lets other threads and Ctrl-C through, where one key of a path takes long.
-void let_others() {
-    { const py::gil_scoped_release released; }
+// Lets other threads run and Ctrl-C interrupt, while one key of a path takes long.
+void yield_gil() {
+    {
+        const py::gil_scoped_release released;
+    }
     pytree::check(PyErr_CheckSignals());
 }
 
@@ -95,18 +97,18 @@ automata::RuleId rules_per_mode(std::size_t patterns, std::size_t modes) {
 
 RuleSet::RuleSet(const py::sequence& patterns, const py::sequence& classes,
                  const py::object& accepts, int word_class, int ascii_word_class,
-                 bool empty_text_has_no_non_boundary, const py::sequence& searched,
-                 Given<std::size_t> memory_budget, std::size_t modes,
-                 const resolution::Choices& choices)
+                 bool empty_text_has_no_non_boundary, const py::sequence& fallbacks,
+                 Argument<std::size_t> memory_budget, std::size_t modes,
+                 resolution::DialectOptions dialect)
     : accepts_(Ref::borrow(accepts.ptr())),
       matcher_(compile(patterns, classes, word_class, ascii_word_class,
                        empty_text_has_no_non_boundary, memory_budget.as("memory_budget"))),
       modes_(rules_per_mode(patterns.size(), modes)),
-      choices_(choices) {
-    for (const auto& entry : searched) {
+      dialect_(std::move(dialect)) {
+    for (const auto& entry : fallbacks) {
         const auto [rule, search] = entry.cast<std::pair<automata::RuleId, py::object>>();
         if (rule >= patterns.size()) throw std::invalid_argument("a search for no pattern");
-        searched_.push_back({rule, Ref::borrow(search.ptr())});
+        fallbacks_.push_back({rule, Ref::borrow(search.ptr())});
     }
 }
 
@@ -114,26 +116,24 @@ automata::RuleMatcher RuleSet::compile(const py::sequence& patterns, const py::s
                                        int word_class, int ascii_word_class,
                                        bool empty_text_has_no_non_boundary,
                                        std::size_t memory_budget) const {
-    automata::EncodedRules rules{
-        .patterns = {},
-        .word_class = class_number(word_class),
-        .ascii_word_class = class_number(ascii_word_class),
-        .empty_text_has_no_non_boundary = empty_text_has_no_non_boundary};
+    automata::EncodedRules rules{.patterns = {},
+                                 .word_class = class_number(word_class),
+                                 .ascii_word_class = class_number(ascii_word_class),
+                                 .empty_text_has_no_non_boundary = empty_text_has_no_non_boundary};
     for (const auto& members : classes) rules.classes.push_back(ascii_set(members.ptr()));
     rules.patterns.reserve(patterns.size());
     for (const auto& pattern : patterns) rules.patterns.push_back(encoded(pattern.ptr()));
-    // Long with many rules, and nobody's object is touched any more.
+    // Takes long for many rules, and touches no Python object.
     const py::gil_scoped_release released;
-    return automata::RuleMatcher(rules, oracle(), memory_budget, let_others);
+    return {rules, oracle(), memory_budget, yield_gil};
 }
 
-// Owns nothing, so that the one reference to `accepts` is the collector's to see; the DFAs that ask it
-// live no longer than this object.
+// Borrows `this`, so that the only reference to `accepts` is the one that traverse() shows. The
+// DFAs that call the oracle do not outlive this object.
 automata::Oracle RuleSet::oracle() const {
     return [this](std::uint32_t number, char32_t c) {
-        const Ref answer = Ref::checked(
-            PyObject_CallFunction(accepts_.get(), "IN", number,
-                                  PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
+        const Ref answer = Ref::checked(PyObject_CallFunction(
+            accepts_.get(), "IN", number, PyUnicode_FromKindAndData(PyUnicode_4BYTE_KIND, &c, 1)));
         const int accepted = PyObject_IsTrue(answer.get());
         pytree::check(accepted);
         return accepted == 1;
@@ -142,47 +142,47 @@ automata::Oracle RuleSet::oracle() const {
 
 int RuleSet::traverse(visitproc visit, void* arg) const {
     Py_VISIT(accepts_.get());
-    for (const resolution::SearchedRule& searched : searched_) Py_VISIT(searched.search.get());
+    for (const resolution::FallbackRule& fallback : fallbacks_) Py_VISIT(fallback.search.get());
     return 0;
 }
 
 void RuleSet::clear() {
-    accepts_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
-    const auto dropped = std::exchange(searched_, {});  // its objects may come here when they go
+    accepts_ = Ref::borrow(Py_None);                     // not null: a later call is a TypeError
+    const auto dropped = std::exchange(fallbacks_, {});  // their destructors may call this object
 }
 
-py::object RuleSet::first_match(Given<py::str> given) {
-    const py::str path = given.as("path");
-    const automata::RuleId rule = translated([&] {
-        return resolution::first_match(matcher_.first(pytree::text_of(path.ptr())), searched_,
-                                       [&] { return Ref::borrow(path.ptr()); });
+py::object RuleSet::first_match(Argument<py::str> path) {
+    const py::str text = path.as("path");
+    const automata::RuleId rule = with_python_errors([&] {
+        return resolution::first_match(matcher_.first(pytree::text_of(text.ptr())), fallbacks_,
+                                       [&] { return Ref::borrow(text.ptr()); });
     });
     if (rule == automata::kNoRule) return py::none();
     return py::int_(modes_.rule_of(rule));
 }
 
-py::list RuleSet::all_matches(Given<py::str> given) {
-    const py::str path = given.as("path");
+py::list RuleSet::all_matches(Argument<py::str> path) {
+    const py::str text = path.as("path");
     std::vector<automata::RuleId> rules;
-    translated([&] {
-        matcher_.all(pytree::text_of(path.ptr()), rules);
-        resolution::add_matches(searched_, [&] { return Ref::borrow(path.ptr()); }, rules);
+    with_python_errors([&] {
+        matcher_.all(pytree::text_of(text.ptr()), rules);
+        resolution::add_matches(fallbacks_, [&] { return Ref::borrow(text.ptr()); }, rules);
     });
     modes_.fold(rules);
     return py::cast(rules);
 }
 
-py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers, Given<bool> strict,
-                         const py::object& min_size, const py::object& replicated,
-                         const py::object& unmatched, const py::object& ambiguous,
-                         bool record_events) {
+py::tuple RuleSet::match(const py::object& tree, resolution::Answers& answers,
+                         Argument<bool> strict, const py::object& min_size,
+                         const py::object& replicated, const py::object& unmatched,
+                         const py::object& ambiguous, bool record_events) {
     check_answers(answers);
-    return translated([&] {
+    return with_python_errors([&] {
         const auto dfa = matcher_.lend(search());
-        resolution::MatchLeaves leaves(answers, searched_, modes_, choices_,
-                                   {strict.as("strict"), min_size.ptr(), replicated.ptr(), unmatched.ptr(),
-                                    ambiguous.ptr(), record_events});
-        const Ref matched = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
+        resolution::MatchLeaves leaves(answers, fallbacks_, modes_, dialect_,
+                                       {strict.as("strict"), min_size.ptr(), replicated.ptr(),
+                                        unmatched.ptr(), ambiguous.ptr(), record_events});
+        const Ref matched = pytree::map_tree(tree.ptr(), dialect_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(matched), to_python(leaves.unmatched()),
                               to_python(leaves.ambiguous()), to_python(leaves.misfits()),
                               to_python(leaves.events()));
@@ -193,19 +193,19 @@ py::tuple RuleSet::survey(const py::object& tree, resolution::Answers& answers,
                           const py::object& min_size, const py::object& replicated,
                           const py::object& unmatched, const py::object& ambiguous) {
     check_answers(answers);
-    return translated([&] {
+    return with_python_errors([&] {
         const auto dfa = matcher_.lend(search());
-        resolution::MatchLeaves decisions(answers, searched_, modes_, choices_,
-                                      {.strict = true,
-                                       .min_size = min_size.ptr(),
-                                       .replicated = replicated.ptr(),
-                                       .unmatched = unmatched.ptr(),
-                                       .ambiguous = ambiguous.ptr(),
-                                       .record_events = false});
+        resolution::MatchLeaves decisions(answers, fallbacks_, modes_, dialect_,
+                                          {.strict = true,
+                                           .min_size = min_size.ptr(),
+                                           .replicated = replicated.ptr(),
+                                           .unmatched = unmatched.ptr(),
+                                           .ambiguous = ambiguous.ptr(),
+                                           .record_events = false});
         resolution::SurveyLeaves leaves(decisions);
-        const Ref numbered = pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, leaves);
+        const Ref numbered = pytree::map_tree(tree.ptr(), dialect_.path_style, *dfa, leaves);
         return py::make_tuple(to_python(numbered), to_python(leaves.paths()),
-                              to_python(leaves.kinds()), column(leaves.numbers()));
+                              to_python(leaves.kinds()), bytes_of(leaves.numbers()));
     });
 }
 
@@ -214,11 +214,11 @@ void RuleSet::check_answers(const resolution::Answers& answers) const {
         throw std::invalid_argument("the answers are of another rule list");
 }
 
-py::tuple RuleSet::count_matches(const py::object& tree, Given<bool> strict) {
-    resolution::CountMatches counts(modes_, searched_, choices_, strict.as("strict"));
-    translated([&] {
+py::tuple RuleSet::count_matches(const py::object& tree, Argument<bool> strict) {
+    resolution::CountMatches counts(modes_, fallbacks_, dialect_, strict.as("strict"));
+    with_python_errors([&] {
         const auto dfa = matcher_.lend(automata::Search::kAll);
-        pytree::map_tree(tree.ptr(), choices_.path_style, *dfa, counts);
+        pytree::map_tree(tree.ptr(), dialect_.path_style, *dfa, counts);
     });
     py::list lost;
     for (const auto& [rules, leaves] : counts.lost())
@@ -233,11 +233,12 @@ py::tuple RuleSet::counters() const {
 }
 
 void register_rule_set(py::module_& module) {
-    py::class_<resolution::Choices>(module, "Choices", whole())
-        .def(py::init(&choices_of));
-    py::class_<RuleSet>(module, "RuleSet", collectable<RuleSet>())
+    py::class_<resolution::DialectOptions>(module, "Choices", initialized())
+        .def(py::init(&dialect_options));
+    py::class_<RuleSet>(module, "RuleSet", initialized_and_collected<RuleSet>())
         .def(py::init<const py::sequence&, const py::sequence&, const py::object&, int, int, bool,
-                      const py::sequence&, Given<std::size_t>, std::size_t, const resolution::Choices&>())
+                      const py::sequence&, Argument<std::size_t>, std::size_t,
+                      const resolution::DialectOptions&>())
         .def("first_match", &RuleSet::first_match)
         .def("all_matches", &RuleSet::all_matches)
         .def("match", &RuleSet::match)

@@ -1,10 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "collectable.hpp"
-#include "errors.hpp"
-#include "given.hpp"
-#include "misfit.hpp"
+#include "pybind_extras.hpp"
 #include "register.hpp"
 #include "resolution/sharding_table.hpp"
 
@@ -18,36 +15,35 @@ using sharding::Corrector;
 
 using SpecDims = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
 
-Corrector corrector(const Given<SpecDims>& dims, const std::string& absent,
+Corrector corrector(const Argument<SpecDims>& dims, const std::string& absent,
                     const std::string& indivisible) {
-    std::vector<sharding::SpecDim> taken;
-    for (const auto& [axis_sizes, unit] : dims.as("dims")) taken.push_back({axis_sizes, unit});
-    return Corrector(taken, {misfit(absent), misfit(indivisible)});
+    std::vector<sharding::SpecDim> spec;
+    for (const auto& [axis_sizes, unit] : dims.as("dims")) spec.push_back({axis_sizes, unit});
+    return Corrector(spec, {.absent = sharding::axis_policy(absent),
+                            .indivisible = sharding::axis_policy(indivisible)});
 }
 
 }  // namespace
 
 void register_sharding(py::module_& module) {
-    py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector", whole())
+    py::class_<Corrector, std::shared_ptr<Corrector>>(module, "Corrector", initialized())
         .def(py::init(&corrector))
-        .def(
-            "kept",
-            [](const Corrector& self, const Given<py::tuple>& given) {
-                const py::tuple shape = given.as("shape");
-                return translated([&] {
-                    return resolution::kept_axes(self, shape.ptr(),
+        .def("kept", [](const Corrector& self, const Argument<py::tuple>& argument) {
+            const py::tuple shape = argument.as("shape");
+            return with_python_errors([&] {
+                return resolution::kept_axes(self, shape.ptr(),
                                              static_cast<Py_ssize_t>(shape.size()));
-                });
             });
+        });
     py::class_<ShardingTable, resolution::Answers>(module, "ShardingTable",
-                                               collectable<ShardingTable>())
+                                                   initialized_and_collected<ShardingTable>())
         .def(py::init([](const std::vector<std::shared_ptr<Corrector>>& correctors,
                          std::vector<std::uint32_t> spec_of, const py::object& make,
                          const py::object& make_for_shape) {
-                 return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
-                                      pytree::Ref::borrow(make.ptr()),
-                                      pytree::Ref::borrow(make_for_shape.ptr()));
-             }));
+            return ShardingTable({correctors.begin(), correctors.end()}, std::move(spec_of),
+                                 pytree::Ref::borrow(make.ptr()),
+                                 pytree::Ref::borrow(make_for_shape.ptr()));
+        }));
 }
 
 }  // namespace shardrules::bind

@@ -1,7 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "collectable.hpp"
+#include "pybind_extras.hpp"
 #include "register.hpp"
 #include "resolution/spec_table.hpp"
 
@@ -11,15 +11,15 @@ namespace shardrules::bind {
 
 void register_spec_table(py::module_& module) {
     using resolution::SpecTable;
-    py::class_<resolution::Answers>(module, "Answers", whole());
-    py::class_<SpecTable, resolution::Answers>(module, "SpecTable", collectable<SpecTable>())
+    py::class_<resolution::Answers>(module, "Answers", initialized());
+    py::class_<SpecTable, resolution::Answers>(module, "SpecTable",
+                                               initialized_and_collected<SpecTable>())
         .def(py::init([](const py::sequence& specs, const std::vector<Py_ssize_t>& lengths,
                          const py::object& make) {
-                 std::vector<pytree::Ref> known;
-                 for (const auto& spec : specs)
-                     known.push_back(pytree::Ref::borrow(spec.ptr()));
-                 return SpecTable(known, lengths, pytree::Ref::borrow(make.ptr()));
-             }));
+            std::vector<pytree::Ref> objects;
+            for (const auto& spec : specs) objects.push_back(pytree::Ref::borrow(spec.ptr()));
+            return SpecTable(objects, lengths, pytree::Ref::borrow(make.ptr()));
+        }));
 }
 
 }  // namespace shardrules::bind

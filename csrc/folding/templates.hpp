@@ -1,6 +1,6 @@
-// Paths as templates with holes for their numbers: `layers/7/w` is the template `layers/#/w` and the
-// number 7, so sibling layers share a template. One pass over the text of a path and a look-up. Knows
-// nothing of trees or Python.
+// Takes the numbers out of paths: `layers/7/w` is the template `layers/#/w` and the number 7, so
+// sibling layers share a template. A path costs one pass over its text and a look-up. Knows nothing
+// of trees or Python.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace shardrules::folding {
 
 class Templates {
   public:
-    // The path is in UTF-8. Its numbers are what str(int) writes; digits with leading zeros, more than
-    // 18 of them, and those behind 16 other numbers are a part of the name.
+    // The path is in UTF-8. A number is written as str(int) writes it. Digits with leading zeros,
+    // more than 18 digits, and all digits after the 16th number belong to the name.
     void add(std::string_view path);
 
-    // Each template once. A hole is a NUL and #; a NUL of the path itself is a NUL and 0.
+    // The distinct templates. A hole is a NUL and #; a NUL of the path itself is a NUL and 0.
     const std::vector<std::string_view>& texts() const { return texts_; }
     // For each path the index of its template.
     const std::vector<std::int32_t>& of_path() const { return of_path_; }
@@ -31,7 +31,7 @@ class Templates {
     std::vector<std::string_view> texts_;  // of the keys of known_, which do not move
     std::vector<std::int32_t> of_path_;
     std::vector<std::int64_t> numbers_;
-    std::string text_;  // of the path at hand, as a template
+    std::string text_;  // the template of the current path
 };
 
 }  // namespace shardrules::folding

@@ -1,5 +1,5 @@
-// A cursor that goes up and down a tree of paths, in DFAs of every memory budget at once: all know at
-// each place what the reference finds in the whole path.
+// A cursor that goes up and down a tree of paths, in DFAs of every memory budget at once: all know
+// at each place what the reference finds in the whole path.
 #include <list>
 
 #include "generate.hpp"
@@ -82,7 +82,7 @@ class Cursors {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     Bytes bytes({data, size});
-    const std::size_t budget = 64 * bytes.next(256);
+    const std::size_t budget = std::size_t{64} * bytes.next(256);
     std::vector<Words> rules;
     for (std::uint32_t left = 1 + bytes.next(3); left > 0; --left)
         item_from(bytes, 3, rules.emplace_back());

@@ -1,5 +1,5 @@
-// Bytes as a pattern's code, decoded, built and matched. Malformed code is refused; well-formed code
-// means what the reference says, whatever the memory budget.
+// Bytes as a pattern's code, decoded, built and matched. Malformed code is refused; well-formed
+// code means what the reference says, whatever the memory budget.
 #include <algorithm>
 #include <array>
 #include <cstring>

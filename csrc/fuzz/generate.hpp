@@ -1,5 +1,6 @@
-// Rule lists and texts out of the bytes that a fuzzer makes, and what the rules match by a reference
-// that is as plain as can be: sets of positions, a pattern's code interpreted word by word.
+// Rule lists and texts out of the bytes that a fuzzer makes, and what the rules match by a
+// reference that is as plain as can be: sets of positions, a pattern's code interpreted word by
+// word.
 #pragma once
 
 #include <algorithm>
@@ -18,12 +19,12 @@ namespace shardrules::automata::fuzz {
 using Words = std::vector<std::uint32_t>;
 
 // Unlike assert, not only in debug builds; the fuzzer keeps the input.
-#define MUST(condition)                                                        \
-    do {                                                                       \
-        if (!(condition)) {                                                    \
+#define MUST(condition)                                                         \
+    do {                                                                        \
+        if (!(condition)) {                                                     \
             std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-            std::abort();                                                      \
-        }                                                                      \
+            std::abort();                                                       \
+        }                                                                       \
     } while (false)
 
 class Bytes {
@@ -45,7 +46,9 @@ class Bytes {
 inline constexpr std::u32string_view kCharacters = U"ab/_B0\n \u00e9\u00c9\u4e00\U0001f600";
 inline constexpr std::uint32_t kClasses = 4, kWordClass = 1, kAsciiWordClass = 2;
 
-inline bool is_ascii_word(char32_t c) { return c == 'a' || c == 'b' || c == 'B' || c == '_' || c == '0'; }
+inline bool is_ascii_word(char32_t c) {
+    return c == 'a' || c == 'b' || c == 'B' || c == '_' || c == '0';
+}
 
 inline bool class_accepts(std::uint32_t number, char32_t c) {
     switch (number) {
@@ -112,8 +115,7 @@ class Reference {
         const auto op = static_cast<Op>(word);
         const std::uint32_t first = op == Op::kNever ? 0 : code[at++];
         switch (op) {
-            case Op::kClass:
-                return step(from, [&](char32_t c) { return class_accepts(first, c); });
+            case Op::kClass: return step(from, [&](char32_t c) { return class_accepts(first, c); });
             case Op::kAssert: return holding(static_cast<Assertion>(first), from);
             case Op::kNever: return 0;
             case Op::kAlternate: {
@@ -130,7 +132,8 @@ class Reference {
     }
 
     // Positions only grow, so no set changes any more after as many rounds as there are positions.
-    std::uint32_t repeat(const Words& code, std::size_t& at, std::uint32_t from, std::uint32_t min) {
+    std::uint32_t repeat(const Words& code, std::size_t& at, std::uint32_t from,
+                         std::uint32_t min) {
         constexpr std::uint32_t kEnough = 40;
         const std::uint32_t max = code[at++];
         const std::size_t body = at;

@@ -1,5 +1,5 @@
-// Runs a fuzz target over the files of directories, without libFuzzer: the seeds and the kept crashes
-// are tests with any compiler.
+// Runs a fuzz target over the files of directories, without libFuzzer: the seeds and the kept
+// crashes are tests with any compiler.
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>

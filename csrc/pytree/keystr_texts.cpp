@@ -7,13 +7,13 @@ Ref KeystrTexts::of(const Key& key) {
     if (key.is_attribute) return Ref::checked(PyUnicode_FromFormat(".%S", key.object));
     if (!PyUnicode_CheckExact(key.object) || PyUnicode_GET_LENGTH(key.object) > kLongest)
         return Ref::checked(PyUnicode_FromFormat("[%R]", key.object));
-    if (PyObject* known = PyDict_GetItemWithError(known_.get(), key.object))
-        return Ref::borrow(known);
+    if (PyObject* text = PyDict_GetItemWithError(texts_.get(), key.object))
+        return Ref::borrow(text);
     if (PyErr_Occurred() != nullptr) throw PythonError{};
-    Ref made = Ref::checked(PyUnicode_FromFormat("[%R]", key.object));
-    if (PyDict_GET_SIZE(known_.get()) >= kMostKnown) PyDict_Clear(known_.get());
-    check(PyDict_SetItem(known_.get(), key.object, made.get()));
-    return made;
+    Ref text = Ref::checked(PyUnicode_FromFormat("[%R]", key.object));
+    if (PyDict_GET_SIZE(texts_.get()) >= kMostTexts) PyDict_Clear(texts_.get());
+    check(PyDict_SetItem(texts_.get(), key.object, text.get()));
+    return text;
 }
 
 }  // namespace shardrules::pytree

@@ -1,6 +1,6 @@
-// The texts of keys as jax.tree_util.keystr has them: ['a'], [0], .attribute. Those of short dict
-// keys are remembered, for "kernel" comes back thousands of times, and as the same object costs the
-// step memo nothing to recognise.
+// The texts of keys as jax.tree_util.keystr writes them: ['a'], [0], .attribute. The texts of short
+// dict keys are kept: "kernel" comes back thousands of times, and the step memo compares one and
+// the same object by its address.
 #pragma once
 
 #include "tree_path.hpp"
@@ -9,12 +9,12 @@ namespace shardrules::pytree {
 
 class KeystrTexts {
   public:
-    KeystrTexts() : known_(Ref::checked(PyDict_New())) {}
+    KeystrTexts() : texts_(Ref::checked(PyDict_New())) {}
     Ref of(const Key& key);
 
   private:
-    static constexpr Py_ssize_t kLongest = 32, kMostKnown = 4096;
-    Ref known_;  // dict of dict keys
+    static constexpr Py_ssize_t kLongest = 32, kMostTexts = 4096;
+    Ref texts_;  // {dict key: text}
 };
 
 }  // namespace shardrules::pytree

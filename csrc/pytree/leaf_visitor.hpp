@@ -1,11 +1,11 @@
-// How a walk shows a leaf to a visitor, and when it may give the visitor's answer to another leaf
-// without a visit (small_dicts.hpp does). The contract:
+// How a visitor of a walk sees a leaf, and when the walk may reuse the visitor's answer for another
+// leaf without a visit, as small_dicts.hpp does. The contract:
 //
-// - An answer is given again only where the automaton is in the same state and the reuse key is the same.
-// - The key holds everything that the visitor read of the leaf and of its path. It cannot lack a thing:
-//   a visitor sees them through Leaf alone, which notes each read. The state stands for the rest of the
-//   path, and what is the same for all leaves of a walk (options, rules, answers) is in no key.
-// - A visit that does more than answer, as one that counts or lists the leaf, returns no key.
+// - An answer is reused only in the same state of the automaton and for the same reuse key.
+// - The key contains everything that the visitor read of the leaf and of its path. It is complete:
+//   a visitor sees them only through Leaf, which records each read. The state stands for the rest
+//   of the path. What is the same for all leaves of a walk (options, rules, answers) is in no key.
+// - A visit that does more than answer, such as counting or listing the leaf, returns no key.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace shardrules::pytree {
 
-// The rank or the shape of a leaf whose visit read no more; or none.
+// The shape of a leaf whose visit read nothing else, or only its rank; or empty.
 class ReuseKey {
   public:
     ReuseKey() = default;
@@ -26,7 +26,7 @@ class ReuseKey {
         : shape_(std::move(shape)), rank_is_enough_(rank_is_enough) {}
     explicit operator bool() const { return static_cast<bool>(shape_); }
 
-    // True only if a visit of the leaf would return this key. Says no when unsure. Runs no Python.
+    // True only if a visit of the leaf would return this key; false if unsure. Runs no Python.
     bool fits(PyObject* leaf, const ShapeReader& shapes) const {
         PyObject* shape = shapes.peek(leaf);
         if (shape == shape_.get()) return true;
@@ -36,7 +36,7 @@ class ReuseKey {
     }
 
   private:
-    // Of shapes of one rank. Sizes that are not plain ints are the same only as the same object.
+    // Of two shapes of one rank. Sizes that are not plain ints are compared by identity.
     static bool same_sizes(PyObject* shape, PyObject* other) {
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); ++i) {
             PyObject *size = PyTuple_GET_ITEM(shape, i), *other_size = PyTuple_GET_ITEM(other, i);
@@ -53,7 +53,7 @@ class ReuseKey {
     bool rank_is_enough_ = false;
 };
 
-// A leaf as a visitor sees it. Notes what is read of it, for the reuse key.
+// A leaf as a visitor sees it. Records what is read, for the reuse key.
 class Leaf {
   public:
     Leaf(PyObject* object, const automata::LazyDfa& dfa, const TreePath& path, ShapeReader& shapes)
@@ -61,7 +61,7 @@ class Leaf {
     Leaf(const Leaf&) = delete;
     Leaf& operator=(const Leaf&) = delete;
 
-    // Where the leaf's path has led. Its state is compared beside the key.
+    // At the leaf's path. Its state is compared besides the key.
     const automata::LazyDfa& dfa() const { return dfa_; }
     // The length of the shape; 0 without one.
     Py_ssize_t rank() {
@@ -82,7 +82,7 @@ class Leaf {
         return path_;
     }
 
-    // Of all that has been read so far; none if that is more than a shape, a tuple in a slot.
+    // Of all reads so far; empty if they are more than a shape, which has to be a tuple in a slot.
     ReuseKey reuse_key() const {
         const bool is_more = read_ == Read::kNothing || read_ == Read::kMore;
         if (is_more || !shape_ || shapes_.peek(object_) != shape_.get()) return {};
@@ -111,7 +111,7 @@ class Leaf {
 
 struct Visited {
     Ref answer;
-    ReuseKey reuse_key{};  // none: the answer is this leaf's alone
+    ReuseKey reuse_key{};  // empty: the answer must not be reused
 };
 
 class LeafVisitor {

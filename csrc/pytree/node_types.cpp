@@ -13,7 +13,7 @@ bool has_fields(PyTypeObject* type) {
     return static_cast<bool>(fields);
 }
 
-// Whether type(*items) runs nothing but the __new__ that collections.namedtuple generates.
+// Whether type(*items) runs only the __new__ that collections.namedtuple generates.
 bool constructor_is_tuple(PyTypeObject* type) {
     if (!Py_IS_TYPE(type, &PyType_Type) || type->tp_init != PyBaseObject_Type.tp_init ||
         type->tp_alloc != PyType_GenericAlloc)
@@ -30,7 +30,7 @@ bool constructor_is_tuple(PyTypeObject* type) {
 }
 
 NodeType named_tuple(PyTypeObject* type) {
-    PyObject* object = reinterpret_cast<PyObject*>(type);
+    auto* const object = reinterpret_cast<PyObject*>(type);
     const Ref declared = attribute(object, "_fields");
     return {.kind = NodeKind::kNamedTuple,
             .type = Ref::borrow(object),
@@ -39,10 +39,9 @@ NodeType named_tuple(PyTypeObject* type) {
 }
 
 NodeType registered(PyObject* example, PyTypeObject* type) {
-    PyObject* object = reinterpret_cast<PyObject*>(type);
-    const Ref known = Ref::checked(
-        PyObject_CallMethod(imported("shardrules._node_types").get(), "registration", "OO", object,
-                            example));
+    auto* const object = reinterpret_cast<PyObject*>(type);
+    const Ref known = Ref::checked(PyObject_CallMethod(imported("shardrules._node_types").get(),
+                                                       "registration", "OO", object, example));
     PyObject *unflatten = nullptr, *record = nullptr;
     if (!PyArg_ParseTuple(known.get(), "OO", &unflatten, &record)) throw PythonError{};
     NodeType out{.kind = NodeKind::kRegistered, .type = Ref::borrow(object)};
@@ -56,16 +55,17 @@ NodeType classify(PyObject* object, PyTypeObject* type) {
     if (!registry_exists() && !fields)
         return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
     const KeyedChildren flat = flatten_one_level(object);
-    // To JAX a tuple with fields is a node; that it says otherwise is an error that it swallowed.
+    // To JAX a tuple with fields is a node; if it says otherwise, it has swallowed an error.
     if (!flat.pairs && fields) return named_tuple(type);
     if (!flat.pairs) return {.type = Ref::borrow(reinterpret_cast<PyObject*>(type))};
     if (fields && flattened_as_namedtuple(object, flat)) return named_tuple(type);
     return registered(object, type);
 }
 
-// Kept as long as the process.
+// Owned until the process ends.
 PyObject* default_dict_type() {
-    static PyObject* const type = attribute(imported("_collections").get(), "defaultdict").release();
+    static PyObject* const type =
+        attribute(imported("_collections").get(), "defaultdict").release();
     return type;
 }
 

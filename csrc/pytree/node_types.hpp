@@ -1,6 +1,6 @@
-// What kind of pytree node an object is, by its exact type, as JAX's default registry sees it.
-// Types are remembered for one walk (a type may be registered between two walks); a look-up is O(1).
-// Knows nothing of rules or paths.
+// The kind of pytree node that JAX's default registry takes an object for, by its exact type. Types
+// are kept for one walk, because one may be registered between two walks. A look-up is O(1). Knows
+// nothing of rules or paths.
 #pragma once
 
 #include <cstdint>
@@ -25,17 +25,17 @@ enum class NodeKind : std::uint8_t {
 
 struct NodeType {
     NodeKind kind = NodeKind::kLeaf;
-    Ref type{};                      // kept: no address is used for another type during the walk
-    Ref fields{};                    // kNamedTuple: their names
-    bool constructor_is_tuple = false;  // kNamedTuple: its constructor only fills a tuple
-    Ref unflatten{};                 // kRegistered: f(auxiliary, children), if it is known
-    std::optional<RecordType> record{};  // kRegistered, if it is one
+    Ref type{};                          // owned, so that its address stays its own during the walk
+    Ref fields{};                        // kNamedTuple: their names
+    bool constructor_is_tuple = false;   // kNamedTuple: whether its constructor only fills a tuple
+    Ref unflatten{};                     // kRegistered: f(auxiliary, children), if known
+    std::optional<RecordType> record{};  // kRegistered: if it is a record
 };
 
 class NodeTypes {
   public:
     NodeTypes();
-    // May call the registered flatten function of a type that it sees for the first time.
+    // May call the type's registered flatten function, the first time.
     const NodeType& of(PyObject* object) {
         PyTypeObject* type = Py_TYPE(object);
         if (type == &PyDict_Type) return dict_;

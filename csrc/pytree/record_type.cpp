@@ -2,28 +2,26 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string_view>
 #include <type_traits>
 
 namespace shardrules::pytree {
 namespace {
 
-// A run of Refs is an argument vector.
+// An array of Refs can be passed as an argument vector.
 static_assert(sizeof(Ref) == sizeof(PyObject*) && std::is_standard_layout_v<Ref>);
 
-PyObject* const* arguments(const Ref* values) {
-    return reinterpret_cast<PyObject* const*>(values);
-}
+PyObject* const* arguments(const Ref* values) { return reinterpret_cast<PyObject* const*>(values); }
 
-// The Python function that calling the type comes down to, after object.__new__; or empty.
+// The type's __init__, if it is a Python function and a call of the type runs nothing else; or
+// empty.
 Ref init_alone(PyTypeObject* type) {
     if (!Py_IS_TYPE(type, &PyType_Type) || type->tp_new != PyBaseObject_Type.tp_new) return {};
     static PyObject* const name = interned("__init__");
-    PyObject* init = _PyType_Lookup(type, name);  // as it is: a staticmethod is no function yet
+    PyObject* init = _PyType_Lookup(type, name);  // unbound: a staticmethod is not a function
     return init != nullptr && PyFunction_Check(init) ? Ref::borrow(init) : Ref();
 }
 
-// dict(sorted(d.items())) without comparing a value; empty if a key is no str.
+// dict(sorted(d.items())) without comparing values; empty if a key is not a str.
 Ref sorted_by_key(PyObject* dict) {
     if (!PyDict_CheckExact(dict)) return {};
     PyObject *key = nullptr, *value = nullptr, *previous = nullptr;
@@ -45,39 +43,37 @@ Ref sorted_by_key(PyObject* dict) {
     return out;
 }
 
+RecordLayout layout_of(PyObject* description) {
+    const Ref layout = attribute(description, "layout");
+    const long number = PyLong_AsLong(layout.get());
+    if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+    if (number >= 0 && number <= static_cast<long>(kLastRecordLayout))
+        return static_cast<RecordLayout>(number);
+    PyErr_Format(PyExc_ValueError, "records have no layout %R", layout.get());
+    throw PythonError{};
+}
+
 }  // namespace
 
 RecordType::RecordType(PyTypeObject* type, PyObject* description)
-    : type_(reinterpret_cast<PyObject*>(type)) {
-    layout_ = layout_of(attribute(description, "layout").get());
+    : layout_(layout_of(description)), type_(reinterpret_cast<PyObject*>(type)) {
     const Ref keys = attribute(description, "keys");
     for (Py_ssize_t i = 0; i < PyTuple_Size(keys.get()); ++i)
         keys_.push_back(Ref::borrow(PyTuple_GET_ITEM(keys.get(), i)));
     const Ref children = attribute(description, "children"), rest = attribute(description, "rest");
     names_ = Ref::checked(PySequence_Concat(children.get(), rest.get()));
-    if (layout_ == Layout::kCall) {
+    if (layout_ == RecordLayout::kCall) {
         init_ = init_alone(type);
         call_names_ = Ref::checked(PySequence_Concat(rest.get(), children.get()));
     }
-    if (layout_ == Layout::kVariable) new_ = attribute(type_, "_new");
-}
-
-RecordType::Layout RecordType::layout_of(PyObject* name) {
-    const char* text = PyUnicode_AsUTF8(name);
-    if (text == nullptr) throw PythonError{};
-    const std::string_view word(text);
-    if (word == "call") return Layout::kCall;
-    if (word == "fields") return Layout::kFields;
-    if (word == "attributes") return Layout::kAttributes;
-    if (word == "variable") return Layout::kVariable;
-    PyErr_Format(PyExc_ValueError, "records have no layout %R", name);
-    throw PythonError{};
+    if (layout_ == RecordLayout::kVariable) new_ = attribute(type_, "_new");
 }
 
 bool RecordType::read(PyObject* node, std::vector<Ref>& values) const {
     const std::size_t start = values.size();
     values.emplace_back();
-    if (layout_ == Layout::kAttributes ? read_attributes(node, values) : read_values(node, values))
+    if (layout_ == RecordLayout::kAttributes ? read_attributes(node, values)
+                                             : read_values(node, values))
         return true;
     values.resize(start);
     return false;
@@ -86,7 +82,7 @@ bool RecordType::read(PyObject* node, std::vector<Ref>& values) const {
 bool RecordType::read_values(PyObject* node, std::vector<Ref>& values) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i)
         values.push_back(Ref::checked(PyObject_GetAttr(node, PyTuple_GET_ITEM(names_.get(), i))));
-    if (layout_ == Layout::kVariable) values.back() = sorted_by_key(values.back().get());
+    if (layout_ == RecordLayout::kVariable) values.back() = sorted_by_key(values.back().get());
     return static_cast<bool>(values.back());
 }
 
@@ -95,8 +91,7 @@ bool RecordType::read_attributes(PyObject* node, std::vector<Ref>& values) const
     if (!dict) clear_if_ordinary();
     if (!dict || PyDict_GET_SIZE(dict.get()) != PyTuple_GET_SIZE(names_.get())) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i) {
-        PyObject* value =
-            PyDict_GetItemWithError(dict.get(), PyTuple_GET_ITEM(names_.get(), i));
+        PyObject* value = PyDict_GetItemWithError(dict.get(), PyTuple_GET_ITEM(names_.get(), i));
         if (value == nullptr) {
             if (PyErr_Occurred() != nullptr) throw PythonError{};
             return false;
@@ -123,10 +118,10 @@ Ref RecordType::with_attributes(Ref* values) const {
 
 Ref RecordType::make(Ref* values) const {
     switch (layout_) {
-        case Layout::kCall: return call(values);
-        case Layout::kFields:
-        case Layout::kAttributes: return with_attributes(values);
-        case Layout::kVariable: return variable(values);
+        case RecordLayout::kCall: return call(values);
+        case RecordLayout::kFields:
+        case RecordLayout::kAttributes: return with_attributes(values);
+        case RecordLayout::kVariable: return variable(values);
     }
     throw std::logic_error("no such layout");
 }
@@ -134,8 +129,7 @@ Ref RecordType::make(Ref* values) const {
 Ref RecordType::variable(Ref* values) const {
     static PyObject* const name = interned("_trace_state");
     if (!trace_state_) {
-        Ref node =
-            Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
+        Ref node = Ref::checked(PyObject_Vectorcall(new_.get(), arguments(values + 1), 2, nullptr));
         trace_state_ = Ref::checked(PyObject_GenericGetAttr(node.get(), name));
         return node;
     }
@@ -145,11 +139,10 @@ Ref RecordType::variable(Ref* values) const {
 }
 
 Ref RecordType::call(Ref* values) const {
-    // A constructor with **keywords sees their order.
+    // In JAX's order, which a constructor with **keywords sees.
     std::rotate(values + 1, values + 1 + keys_.size(), values + 1 + PyTuple_GET_SIZE(names_.get()));
     PyObject* names = call_names_.get();
-    if (!init_)
-        return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names));
+    if (!init_) return Ref::checked(PyObject_Vectorcall(type_, arguments(values + 1), 0, names));
     values[0] = new_object();
     const Ref returned =
         Ref::checked(PyObject_Vectorcall(init_.get(), arguments(values), 1, names));

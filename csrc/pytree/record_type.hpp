@@ -1,7 +1,7 @@
 // A registered type whose nodes are plain records: their children are attributes with fixed names,
-// so a node is read and rebuilt without the registry's Python functions. Which types these are, and
-// how they are laid out, is python/shardrules/_node_types.py's to say. Costs an attribute look-up
-// per field and the type's constructor. Knows nothing of rules or paths.
+// so a node is read and rebuilt without the registry's Python functions. Which types are records is
+// decided in python/shardrules/_node_types.py. Costs an attribute look-up per field and the type's
+// constructor. Knows nothing of rules or paths.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,29 @@
 
 namespace shardrules::pytree {
 
+// How a node is read and rebuilt; Python's name for it is shardrules._core.RecordLayout.
+enum class RecordLayout : std::uint8_t {
+    kCall,        // type(**attributes), what is carried over first
+    kFields,      // a new object whose attributes are set, children first
+    kAttributes,  // the same, of nodes whose __dict__ is exactly these attributes
+    kVariable,    // type._new(child, metadata with sorted keys), as flax nnx Variables
+};
+inline constexpr RecordLayout kLastRecordLayout = RecordLayout::kVariable;
+
 class RecordType {
   public:
-    // description: a node_types.Record.
+    // description: a Record of _node_types.py. ValueError if its layout is unknown.
     RecordType(PyTypeObject* type, PyObject* description);
 
     // The children's texts in paths.
     const std::vector<Ref>& keys() const { return keys_; }
-    // Appends an empty place, the node's children, and what else it is made of. False, with nothing
-    // appended, if the node is not laid out like others of its type.
+    // Appends an empty slot for make(), the node's children, and what is carried over. False, with
+    // nothing appended, if the node does not have the layout of its type.
     bool read(PyObject* node, std::vector<Ref>& values) const;
-    // A new node of values as read() appends them; the place is for its own use.
+    // A new node from values as read() appends them.
     Ref make(Ref* values) const;
 
   private:
-    enum class Layout : std::uint8_t { kCall, kFields, kAttributes, kVariable };
-
-    static Layout layout_of(PyObject* name);
     bool read_values(PyObject* node, std::vector<Ref>& values) const;
     bool read_attributes(PyObject* node, std::vector<Ref>& values) const;
     Ref new_object() const;
@@ -35,15 +41,15 @@ class RecordType {
     Ref call(Ref* values) const;
     Ref variable(Ref* values) const;
 
-    Layout layout_;
+    RecordLayout layout_;
     PyObject* type_;  // borrowed: the NodeType that has this record owns it
     std::vector<Ref> keys_;
-    Ref names_;       // of all values
-    Ref call_names_;  // kCall: the same in JAX's order, in which the children come last
-    Ref init_;        // kCall: the type's __init__, if calling the type does no more than that
+    Ref names_;       // of all attributes, children first
+    Ref call_names_;  // kCall: the same in JAX's order, children last
+    Ref init_;        // kCall: the type's __init__, if a call of the type runs nothing else
     Ref new_;         // kVariable: the type's _new
-    // kVariable: what _new has put into the slot _trace_state. It says where the walk was called, so
-    // one object serves all nodes of the walk.
+    // kVariable: what _new sets in the slot _trace_state. It depends on where the walk was called,
+    // so all nodes of the walk share it.
     mutable Ref trace_state_;
 };
 

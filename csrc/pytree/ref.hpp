@@ -1,5 +1,5 @@
-// Owning references to Python objects, and Python's errors as a C++ exception. No cost over the
-// bare calls. Knows nothing of trees.
+// Owning references to Python objects, and Python's errors as a C++ exception. Costs no more than
+// the bare calls. Knows nothing of trees.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 namespace shardrules::pytree {
 
-// Thrown while a Python error is set; whoever catches it returns to Python or clears the error.
+// Thrown while a Python error is set. The handler returns to Python or clears the error.
 struct PythonError {};
 
 class Ref {
@@ -46,8 +46,8 @@ inline void check(int status) {
     if (status < 0) throw PythonError{};
 }
 
-// For a function's static: a name that is kept as long as the process. If it cannot be made, the next
-// call tries again.
+// A name for a function's static variable, owned until the process ends. After an error the next
+// call of that function tries again.
 inline PyObject* interned(const char* name) {
     return Ref::checked(PyUnicode_InternFromString(name)).release();
 }
@@ -56,8 +56,8 @@ inline Ref attribute(PyObject* object, const char* name) {
     return Ref::checked(PyObject_GetAttrString(object, name));
 }
 
-// Clears the error that is set, for a question that an error answers with no; but not one that
-// concerns the whole program: out of memory, or no Exception at all, as KeyboardInterrupt.
+// Clears the error that is set, where an error means "no". Throws PythonError if it concerns the
+// whole program: out of memory, or not an Exception, such as KeyboardInterrupt.
 inline void clear_if_ordinary() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError) || !PyErr_ExceptionMatches(PyExc_Exception))
         throw PythonError{};
@@ -66,7 +66,7 @@ inline void clear_if_ordinary() {
 
 inline Ref imported(const char* module) { return Ref::checked(PyImport_ImportModule(module)); }
 
-// For loops over what may be millions of objects: lets Ctrl-C through every few thousand of them.
+// Lets Ctrl-C interrupt a loop over millions of objects.
 class SignalChecks {
   public:
     void tick() {

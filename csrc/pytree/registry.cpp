@@ -14,7 +14,7 @@ struct KeyEntryType {
     Ref attribute{};
 };
 
-// What we use of jax.tree_util, found on first use: importing shardrules does not import JAX.
+// What we use of jax.tree_util, imported on first use: importing shardrules does not import JAX.
 struct JaxTrees {
     Ref flatten, flatten_with_keys, partial, is_not;
     std::array<KeyEntryType, 4> key_entries{{{"DictKey", "key"},
@@ -25,8 +25,8 @@ struct JaxTrees {
     JaxTrees() {
         const Ref tree_util = imported("jax.tree_util");
         flatten = attribute(tree_util.get(), "tree_flatten");
-        flatten_with_keys = Ref::checked(PyObject_CallMethod(
-            imported("shardrules._jax").get(), "node_flattener", nullptr));
+        flatten_with_keys = Ref::checked(
+            PyObject_CallMethod(imported("shardrules._jax").get(), "node_flattener", nullptr));
         partial = attribute(imported("functools").get(), "partial");
         is_not = attribute(imported("operator").get(), "is_not");
         for (KeyEntryType& entry : key_entries) {
@@ -40,8 +40,8 @@ struct JaxTrees {
         // destroyed: the interpreter may be gone when static destructors run.
         static const JaxTrees* instance = nullptr;
         if (instance == nullptr) {
-            auto made = std::make_unique<JaxTrees>();
-            if (instance == nullptr) instance = made.release();
+            auto imported_now = std::make_unique<JaxTrees>();
+            if (instance == nullptr) instance = imported_now.release();
         }
         return *instance;
     }
@@ -105,7 +105,7 @@ Ref key_entry_text(PyObject* entry) {
 }
 
 bool flattened_as_namedtuple(PyObject* node, const KeyedChildren& flat) {
-    // It shows in the auxiliary data (the type) and in the keys (attribute names).
+    // Then the auxiliary data is the type, and the keys are attribute names.
     if (flat.auxiliary.get() != reinterpret_cast<PyObject*>(Py_TYPE(node))) return false;
     const Py_ssize_t size = PyTuple_GET_SIZE(flat.pairs.get());
     if (size != PyTuple_GET_SIZE(node)) return false;

@@ -17,9 +17,9 @@ void ShapeReader::inspect(PyTypeObject* type) {
     type_ = type;
     alive_ = Ref::borrow(reinterpret_cast<PyObject*>(type));
     if (type->tp_getattro != PyObject_GenericGetAttr) return;
-    const PyObject* found = _PyType_Lookup(type, shape_name());  // as the generic look-up finds it
-    if (found == nullptr || !Py_IS_TYPE(found, &PyMemberDescr_Type)) return;
-    const auto* member = reinterpret_cast<const PyMemberDescrObject*>(found);
+    const PyObject* descriptor = _PyType_Lookup(type, shape_name());
+    if (descriptor == nullptr || !Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return;
+    const auto* member = reinterpret_cast<const PyMemberDescrObject*>(descriptor);
     const bool plain_slot = member->d_member->type == T_OBJECT_EX;
     if (plain_slot && PyType_IsSubtype(type, member->d_common.d_type))
         slot_ = member->d_member->offset;

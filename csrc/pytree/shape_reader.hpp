@@ -1,6 +1,5 @@
-// Reads the .shape of leaves. Where a type keeps it in a slot, as jax.ShapeDtypeStruct does, the slot
-// is read directly (a load instead of an attribute look-up); otherwise it is an attribute like any
-// other. What is known about a type is kept for one walk. Knows nothing of what a shape means.
+// Reads the .shape of leaves. If the type has it in a slot, as jax.ShapeDtypeStruct does, that is a
+// load instead of an attribute look-up. Knows nothing of what a shape means.
 #pragma once
 
 #include "ref.hpp"
@@ -17,8 +16,8 @@ class ShapeReader {
         return Ref::borrow(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(leaf) + slot_));
     }
 
-    // The shape without running Python, borrowed: null unless `object` has the last leaf's type, and
-    // that type a slot for it.
+    // The shape, borrowed, without running Python; null unless `object` has the type of the last
+    // leaf read, and that type a shape slot.
     PyObject* peek(PyObject* object) const {
         if (slot_ == 0 || Py_TYPE(object) != type_) return nullptr;
         return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot_);
@@ -33,9 +32,9 @@ class ShapeReader {
     void inspect(PyTypeObject* type);
     static Ref read_attribute(PyObject* leaf);
 
-    PyTypeObject* type_ = nullptr;  // the last leaf's
-    Ref alive_;                     // keeps type_'s address from being used again
-    Py_ssize_t slot_ = 0;           // offset in the object; 0: none
+    PyTypeObject* type_ = nullptr;  // of the last leaf
+    Ref alive_;                     // owns type_, so that its address is not reused
+    Py_ssize_t slot_ = 0;           // its offset in the object; 0: none
 };
 
 }  // namespace shardrules::pytree

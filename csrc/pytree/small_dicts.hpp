@@ -1,7 +1,8 @@
-// Memo of a walk: (DFA state, keys, reuse key of each leaf) -> output dict. Correct because a visitor's
-// reuse key contains everything it read besides the state (leaf_visitor.hpp). It pays because the blocks
-// of a model repeat: comparing a block with the last one in its state and copying that one's output is
-// cheaper than walking it and filling a new dict. One entry per state, up to a bound. Runs no Python code.
+// Memo of a walk: (DFA state, keys, reuse key of each leaf) -> output dict. Correct because a
+// visitor's reuse key contains everything it read besides the state (leaf_visitor.hpp). It pays
+// because the blocks of a model repeat: comparing a block with the last one in its state and
+// copying that one's output is cheaper than walking it and filling a new dict. One entry per state,
+// up to a bound. Runs no Python code.
 #pragma once
 
 #include <algorithm>
@@ -16,49 +17,52 @@
 
 namespace shardrules::pytree {
 
-// A walked dict of leaves and of other such dicts: its keys, and each leaf's reuse key and answer.
+// A walked dict of leaves and of other such dicts: its keys, and the reuse key and answer of each
+// leaf.
 class SmallDict : public std::enable_shared_from_this<SmallDict> {
   public:
     static constexpr std::size_t kMostKeys = 8;
-    // Up to there a new dict with inserted keys is cheaper than a copy whose values are overwritten.
+    // Up to there a new dict with inserted keys is cheaper than a copy whose values are
+    // overwritten.
     static constexpr std::size_t kMostInserted = 3;
-    // The levels of a copy are not counted against the bounds of the walk's depth, so it is made far
-    // above them.
+    // The levels of a copy are not counted against the bounds of the walk's depth, so it is made
+    // far above them.
     static constexpr std::size_t kDeepest = 64;
 
-    // Without a reuse key this dict cannot be reused.
+    // Without a reuse key, this dict cannot be reused.
     void add_leaf(PyObject* key, const ReuseKey& reuse_key, const Ref& answer) {
-        known_ = known_ && reuse_key;
+        is_reusable_ = is_reusable_ && reuse_key;
         if (add(key)) children_.push_back({Ref::borrow(key), reuse_key, answer, nullptr});
     }
     // Null: a dict that cannot be reused.
     void add_dict(PyObject* key, const SmallDict* dict) {
-        known_ = known_ && dict != nullptr && dict->levels_ < kMostLevels;
-        if (!known_) return;
+        is_reusable_ = is_reusable_ && dict != nullptr && dict->levels_ < kMostLevels;
+        if (!is_reusable_) return;
         levels_ = std::max(levels_, dict->levels_ + 1);
         keys_ += dict->keys_;
         if (add(key))
-            children_.push_back({Ref::borrow(key), {}, Ref::borrow(Py_None), dict->shared_from_this()});
+            children_.push_back(
+                {Ref::borrow(key), {}, Ref::borrow(Py_None), dict->shared_from_this()});
     }
-    void add_other() { known_ = false; }
-    // Whether it can be reused, as far as it has been walked.
-    bool known() const { return known_; }
+    void add_other() { is_reusable_ = false; }
+    // Whether it can be reused, from what has been added so far.
+    bool is_reusable() const { return is_reusable_; }
 
-    // Whether a walk of the dict from the same state would give this one's answer.
-    bool is_like(PyObject* dict, const ShapeReader& shapes) const {
+    // Whether a walk of `dict` from the same state would return this answer. False if unsure.
+    bool matches(PyObject* dict, const ShapeReader& shapes) const {
         if (!PyDict_CheckExact(dict)) return false;
         if (static_cast<std::size_t>(PyDict_GET_SIZE(dict)) != children_.size()) return false;
         PyObject *key = nullptr, *value = nullptr;
         Py_ssize_t at = 0;
         for (const Child& child : children_)
             if (!PyDict_Next(dict, &at, &key, &value) || !same_key(child.key.get(), key) ||
-                !(child.dict ? child.dict->is_like(value, shapes)
+                !(child.dict ? child.dict->matches(value, shapes)
                              : child.reuse_key.fits(value, shapes)))
                 return false;
         return true;
     }
 
-    // A new output dict. It is not copied from one that users have got: a node's own unflatten function
+    // A new output dict. It is never copied from one that users have: a node's unflatten function
     // may change the dicts that it gets.
     Ref answer() const {
         const bool is_copied = levels_ == 1 || children_.size() > kMostInserted;
@@ -74,7 +78,8 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     }
 
   private:
-    // A dict that differs only in its last leaf costs one useless comparison per level; hence the bounds.
+    // A dict that differs only in its last leaf costs one useless comparison per level; hence the
+    // bounds.
     static constexpr std::size_t kMostLevels = 4, kMostKeysInAll = 48;
 
     struct Child {
@@ -85,8 +90,8 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
     };
 
     bool add(PyObject* key) {
-        known_ = known_ && PyUnicode_CheckExact(key) && ++keys_ <= kMostKeysInAll;
-        return known_;
+        is_reusable_ = is_reusable_ && PyUnicode_CheckExact(key) && ++keys_ <= kMostKeysInAll;
+        return is_reusable_;
     }
     Ref answers() const {
         Ref out = Ref::checked(PyDict_New());
@@ -95,29 +100,30 @@ class SmallDict : public std::enable_shared_from_this<SmallDict> {
         return out;
     }
 
-    bool known_ = true;
+    bool is_reusable_ = true;
     std::size_t levels_ = 1, keys_ = 0;  // of this dict and those in it
     std::vector<Child> children_;
-    mutable Ref answers_;  // the output dict to copy, with None for each dict in it; made on first use
+    // The output dict to copy, with None for each dict in it; made on first use.
+    mutable Ref answers_;
 };
 
 class SmallDicts {
   public:
     using StateId = automata::LazyDfa::StateId;
 
-    // The entry of the automaton's state, if the dict is like it; else null. Valid until something is
-    // remembered.
-    const SmallDict* like(PyObject* dict, const automata::LazyDfa& dfa, const ShapeReader& shapes) {
+    // The entry of the automaton's state if the dict matches it; else null. Valid until remember().
+    const SmallDict* find(PyObject* dict, const automata::LazyDfa& dfa, const ShapeReader& shapes) {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return nullptr;
         Entry& entry = entries_[state];
         if (!entry.dict || entry.epoch != dfa.epoch()) return nullptr;
-        const bool is_like = entry.dict->is_like(dict, shapes);
-        entry.misses = is_like ? 0 : entry.misses + 1;
-        return is_like ? entry.dict.get() : nullptr;
+        const bool is_match = entry.dict->matches(dict, shapes);
+        entry.misses = is_match ? 0 : entry.misses + 1;
+        return is_match ? entry.dict.get() : nullptr;
     }
 
-    // Whether to remember the next dict of the automaton's state: not each, where they keep differing.
+    // Whether to remember the next dict in the automaton's state: of dicts that keep differing,
+    // only one in eight.
     bool wants(const automata::LazyDfa& dfa) const {
         const StateId state = dfa.position();
         if (state >= entries_.size()) return state < kMostStates;

@@ -11,13 +11,14 @@ namespace shardrules::pytree {
 namespace {
 
 constexpr std::size_t kKiB = 1024;
-// Half of a small stack, and of a large one as much as any level's Python code has been seen to need.
+// Kept free: half of a small stack; of a large one, the most that Python code of a level was seen
+// to need.
 constexpr std::size_t kMostKept = 256 * kKiB;
-// Where a thread's stack is not known: there is this much in every thread that runs Python.
+// If a thread's stack is not known: every thread that runs Python has this much.
 constexpr std::size_t kAssumed = 128 * kKiB;
 
 struct Stack {
-    std::uintptr_t lowest = 0, end = 0;  // empty: not known
+    std::uintptr_t lowest = 0, end = 0;  // zeros: not known
 };
 
 Stack stack_of_this_thread() {
@@ -41,7 +42,7 @@ Stack stack_of_this_thread() {
 
 }  // namespace
 
-StackBound::StackBound() : lowest_(0) {
+StackBound::StackBound() {
     // On Linux the first thread's stack is read from /proc, which takes as long as a small tree.
     thread_local const Stack stack = stack_of_this_thread();
     const std::uintptr_t now = here();

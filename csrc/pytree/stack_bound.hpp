@@ -1,6 +1,6 @@
-// How far a recursion may go down the C stack of its thread, which may be a small one
-// (threading.stack_size, a native pool's). Asking costs a comparison; making a bound, an address that is
-// kept per thread.
+// Bounds the C stack that a recursion may use; that of a thread may be small (threading.stack_size,
+// a native pool). A check costs one comparison, a new bound a look-up of the thread's stack, which
+// each thread does once.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace shardrules::pytree {
 class StackBound {
   public:
     StackBound();
-    // Whether as much of the stack is used as a recursion may use. The rest is for what a level calls:
-    // Python code, as a leaf's `.shape`, and the unwinding of all levels.
+    // Whether the recursion has used its share of the stack. The rest is for what a level calls
+    // (Python code, such as a leaf's `.shape`), and for unwinding all levels.
     bool is_reached() const { return here() < lowest_; }
 
   private:
-    // Of the frame itself: AddressSanitizer may keep local variables elsewhere.
+    // Of the frame, since AddressSanitizer may put local variables elsewhere.
     static std::uintptr_t here() {
 #if defined(_MSC_VER)
         return reinterpret_cast<std::uintptr_t>(_AddressOfReturnAddress());
@@ -28,7 +28,7 @@ class StackBound {
 #endif
     }
 
-    std::uintptr_t lowest_;  // stacks grow down
+    std::uintptr_t lowest_ = 0;  // stacks grow down
 };
 
 }  // namespace shardrules::pytree

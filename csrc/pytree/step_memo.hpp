@@ -1,6 +1,6 @@
-// Remembers where the automaton gets to from a state over a key: "kernel" comes back thousands of
-// times. One entry per slot, found through the hash that a dict key carries anyway; a hit costs a
-// comparison of texts, which for one and the same object is one of addresses. Grows to a bound.
+// Memo: (DFA state, key) -> DFA state after the key, since "kernel" comes back thousands of times.
+// A hash table with one entry per slot, which uses the hash that a dict key has anyway; a hit
+// compares texts, or addresses if the key is one and the same object. Grows to a bound.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +19,12 @@ class StepMemo {
         Ref key;
         std::uint64_t epoch = 0;
         StateId from = 0, to = 0;
-        StateId below = automata::LazyDfa::kNoState;  // behind the separator after the key, once known
+        // After the separator that follows the key, once known.
+        StateId below = automata::LazyDfa::kNoState;
     };
 
-    // dfa.enter() of the text of the path's last key. What is remembered of it, or null; valid until
-    // the next call.
+    // Does dfa.enter() with the text of the path's last key. Returns its entry, valid until the
+    // next call, or null.
     Step* enter(automata::LazyDfa& dfa, const TreePath& path) {
         const Key& key = path.last();
         const StateId from = dfa.position();
@@ -33,13 +34,14 @@ class StepMemo {
         }
         if (key.object == nullptr || !PyUnicode_CheckExact(key.object))
             return dfa.enter(KeyText(key).text()), nullptr;
-        // A long name, as in a flat checkpoint, is hardly met twice, but begins like the last one.
+        // A long name, as in a flat checkpoint, hardly comes back, but begins like the last one.
         if (PyUnicode_GET_LENGTH(key.object) > kLongest)
             return dfa.enter_like_last(text_of(key.object)), nullptr;
         if (dfa.decided()) return dfa.enter(from), nullptr;
         Step& step = slot(from, key.object);
         const std::uint64_t epoch = dfa.epoch();
-        if (step.from == from && step.epoch == epoch && step.key && same_key(step.key.get(), key.object)) {
+        if (step.from == from && step.epoch == epoch && step.key &&
+            same_key(step.key.get(), key.object)) {
             dfa.enter(step.to);
             return &step;
         }
@@ -57,14 +59,14 @@ class StepMemo {
         return slots_[(hash ^ (from * std::size_t{0x9E3779B1})) & (slots_.size() - 1)];
     }
 
-    Step* remember(Step made) {
+    Step* remember(Step new_step) {
         if (++remembered_ > slots_.size() / 2 && slots_.size() < kMost) {
             std::vector<Step> before = std::exchange(slots_, std::vector<Step>(slots_.size() * 4));
             for (Step& step : before)
                 if (step.key) std::swap(slot(step.from, step.key.get()), step);
         }
-        Step& step = slot(made.from, made.key.get());
-        step = std::move(made);
+        Step& step = slot(new_step.from, new_step.key.get());
+        step = std::move(new_step);
         return &step;
     }
 

@@ -1,5 +1,5 @@
-// Where a walk stands: the keys from the root to here, as objects, indices or texts. Pushing and
-// popping cost a few instructions; the path's text is built only when someone asks for it.
+// The path of a walk: the keys from the root down, as objects or indices. A push or pop costs a few
+// instructions; the path's text is built when it is needed.
 #pragma once
 
 #include <cstring>
@@ -13,10 +13,10 @@ namespace shardrules::pytree {
 
 // How the texts of keys become the text of a path.
 struct PathStyle {
-    Ref separator;        // joins them, for the rules
-    Ref shown_separator;  // joins them for people
+    Ref separator;        // between keys, for rules
+    Ref shown_separator;  // between keys, for people
     bool keystr = false;  // a key's text is as jax.tree_util.keystr has it, instead of its str()
-    Ref hidden_key{};     // left out where a node's only child, a leaf, has it; or empty
+    Ref hidden_key{};     // left out if it is the key of a node's only child, a leaf; or empty
 };
 
 // A dict key or attribute name (any object, whose str() is the text), or a sequence index.
@@ -26,7 +26,7 @@ struct Key {
     bool is_attribute = false;
 };
 
-// The text of one key, valid as long as this object.
+// The text of a key, valid as long as this object.
 class KeyText {
   public:
     explicit KeyText(const Key& key);
@@ -45,7 +45,7 @@ inline automata::Text text_of(PyObject* unicode) {  // an exact or derived str
             static_cast<int>(PyUnicode_KIND(unicode))};
 }
 
-// Of an exact str; a key of a dict knows it already.
+// Of an exact str; a dict key has it already.
 inline Py_hash_t hash_of(PyObject* unicode) {
     const Py_hash_t known = reinterpret_cast<PyASCIIObject*>(unicode)->hash;
     return known != -1 ? known : PyObject_Hash(unicode);
@@ -54,7 +54,8 @@ inline Py_hash_t hash_of(PyObject* unicode) {
 // Whether two keys are the same object, or str of the same text.
 inline bool same_key(PyObject* a, PyObject* b) {
     if (a == b) return true;
-    if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b) || hash_of(a) != hash_of(b)) return false;
+    if (!PyUnicode_CheckExact(a) || !PyUnicode_CheckExact(b) || hash_of(a) != hash_of(b))
+        return false;
     const automata::Text text = text_of(a), other = text_of(b);
     const std::size_t bytes = text.length * static_cast<std::size_t>(text.width);
     return text.length == other.length && text.width == other.width &&
@@ -69,7 +70,7 @@ class TreePath {
     ~TreePath() {
         while (!keys_.empty()) pop();
     }
-    // Keeps the key alive: after an error the path is told, when the frames that knew it are gone.
+    // Owns the key: after an error the path is written when the frames of the walk are gone.
     void push(const Key& key) {
         keys_.push_back(key);  // may fail
         Py_XINCREF(key.object);
@@ -80,14 +81,14 @@ class TreePath {
         Py_XDECREF(object);
     }
     std::size_t depth() const { return keys_.size(); }
-    // The keys' texts, joined by the separator: what rules meet.
+    // The texts of the keys, joined by the separator, as rules match it.
     Ref text() const;
-    // The same up to the last key: what has been read where the walk is about to go down.
+    // The same before the last key, including the separator.
     Ref text_before_last() const;
     const Key& last() const { return keys_.back(); }
-    // What people see.
+    // As people read it.
     Ref shown() const;
-    // The same, but short: for notes on errors in trees of any depth.
+    // The same, shortened, for notes on errors in deep trees.
     Ref shown_briefly() const;
 
   private:

@@ -12,8 +12,9 @@
 namespace shardrules::pytree {
 namespace {
 
-// A walk allocates thousands of containers and no garbage, so collecting on the way only costs:
-// several times the walk itself in a process with many live objects.
+// Turns Python's garbage collector off. A walk allocates thousands of containers and no garbage,
+// and with many live objects in the process collections would take several times as long as the
+// walk.
 class CollectorPause {
   public:
     CollectorPause() : was_enabled_(PyGC_Disable() == 1) {}
@@ -54,7 +55,7 @@ class Walk {
     }
 
   private:
-    // Becomes a RecursionError once the stack is unwound: down there Python cannot make one.
+    // Becomes a RecursionError when the stack is unwound: at the bottom Python could not make one.
     struct TooDeep {
         const char* more = "";
     };
@@ -72,11 +73,11 @@ class Walk {
         return descend({keystrs_->of(key).get()}, object);
     }
 
-    // On errors the path stays, for the note.
+    // Leaves the path as it is on errors, for the note.
     Ref descend(const Key& key, PyObject* object) {
         if (separator_waits_) {
             if (is_hidden(key, object)) return leaf(object);
-            go_on();
+            read_separator();
         }
         signals_.tick();
         path_.push(key);
@@ -96,7 +97,7 @@ class Walk {
         return result;
     }
 
-    // `step`: of the key before the separator, or null.
+    // `step`: the entry of the key before the separator, or null.
     void pass_separator(StepMemo::Step* step) {
         if (step == nullptr) return dfa_.extend(separator_);
         if (step->below != automata::LazyDfa::kNoState) return dfa_.move_to(step->below);
@@ -104,7 +105,8 @@ class Walk {
         if (step->epoch == dfa_.epoch()) step->below = dfa_.position();
     }
 
-    // Behind a hidden key there is no separator, so it waits for the key of the only child.
+    // The separator is not read yet if the node's only child may have a hidden key, which has no
+    // separator.
     static bool may_hide_its_key(PyObject* object, const NodeType& type) {
         if (type.kind == NodeKind::kDict) return PyDict_GET_SIZE(object) == 1;
         if (type.kind != NodeKind::kRegistered) return false;
@@ -117,7 +119,7 @@ class Walk {
                types_.of(object).kind == NodeKind::kLeaf;
     }
 
-    void go_on() {
+    void read_separator() {
         separator_waits_ = false;
         dfa_.extend(separator_);
     }
@@ -125,8 +127,9 @@ class Walk {
     Ref node(PyObject* object, const NodeType& type) {
         if (path_.depth() > kMaxTreeDepth) throw TooDeep{};
         if (stack_.is_reached())
-            throw TooDeep{", which is all that the C stack of this thread has room for: "
-                          "threading.stack_size() gives new threads a larger one"};
+            throw TooDeep{
+                ", which is all that the C stack of this thread has room for: "
+                "threading.stack_size() gives new threads a larger one"};
         if (Py_EnterRecursiveCall(" while walking a pytree") != 0) {
             PyErr_Clear();
             throw TooDeep{};
@@ -153,15 +156,15 @@ class Walk {
         if (hidden_key_ != nullptr || path_.depth() > SmallDict::kDeepest ||
             PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostKeys})
             return new_dict(object, nullptr);
-        if (const SmallDict* like = small_dicts_.like(object, dfa_, shapes_)) {
-            Ref out = like->answer();
-            last_dict_ = like;
+        if (const SmallDict* match = small_dicts_.find(object, dfa_, shapes_)) {
+            Ref out = match->answer();
+            last_dict_ = match;
             return out;
         }
         if (!small_dicts_.wants(dfa_)) return new_dict(object, nullptr);
         SmallDict walked;
         Ref out = new_dict(object, &walked);
-        if (walked.known()) last_dict_ = small_dicts_.remember(std::move(walked), dfa_);
+        if (walked.is_reusable()) last_dict_ = small_dicts_.remember(std::move(walked), dfa_);
         return out;
     }
 
@@ -169,7 +172,7 @@ class Walk {
         const bool copied = PyDict_GET_SIZE(object) > Py_ssize_t{SmallDict::kMostInserted};
         Ref out = Ref::checked(copied ? PyDict_Copy(object) : PyDict_New());
         map_values(copied ? out.get() : object, out.get(), walked);
-        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
+        check_size(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(out.get()), object);
         last_dict_ = nullptr;
         return out;
     }
@@ -177,13 +180,13 @@ class Walk {
     Ref default_dict(PyObject* object) {
         const Ref children = Ref::checked(PyDict_Copy(object));
         map_values(children.get(), children.get(), nullptr);
-        unchanged(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(children.get()), object);
+        check_size(PyDict_GET_SIZE(object) == PyDict_GET_SIZE(children.get()), object);
         const Ref factory = Ref::checked(PyObject_GetAttrString(object, "default_factory"));
         return Ref::checked(PyObject_CallFunctionObjArgs(
             reinterpret_cast<PyObject*>(Py_TYPE(object)), factory.get(), children.get(), nullptr));
     }
 
-    // Sets each key of `from` in `to`, which may be the same dict, to what stands for its value.
+    // Sets each key of `from` in `to`, which may be the same dict, to the output of its value.
     void map_values(PyObject* from, PyObject* to, SmallDict* walked) {
         PyObject *borrowed_key = nullptr, *borrowed_value = nullptr;
         Py_ssize_t at = 0;
@@ -197,12 +200,12 @@ class Walk {
             }
             const Ref result = child({key.get()}, value.get());
             check(PyDict_SetItem(to, key.get(), result.get()));
-            if (walked != nullptr && walked->known())
+            if (walked != nullptr && walked->is_reusable())
                 add_child(*walked, key.get(), value.get(), result);
         }
     }
 
-    // The child that has just been walked.
+    // Adds the child that was walked last.
     void add_child(SmallDict& walked, PyObject* key, PyObject* object, const Ref& result) {
         switch (types_.of(object).kind) {
             case NodeKind::kLeaf: return walked.add_leaf(key, last_reuse_key_, result);
@@ -212,7 +215,7 @@ class Walk {
     }
 
     // JAX sorts the keys of a dict, and refuses one that it cannot sort.
-    void check_sortable(PyObject* dict) {
+    static void check_sortable(PyObject* dict) {
         const Ref keys = Ref::checked(PyDict_Keys(dict));
         if (PyList_Sort(keys.get()) == 0) return;
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError{};
@@ -224,8 +227,8 @@ class Walk {
     }
 
     Ref ordered_dict(PyObject* object) {
-        // The type's own, which yields pairs; an attribute of the object may be anything.
-        PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+        // The type's method, which yields pairs; the object may have an attribute of this name.
+        auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
         const Ref items = Ref::checked(PyObject_CallMethod(type, "items", "O", object));
         const Ref pairs = Ref::checked(PySequence_List(items.get()));
         Ref out = Ref::checked(PyObject_CallNoArgs(type));
@@ -235,27 +238,27 @@ class Walk {
             const Ref result = child({key}, PyTuple_GET_ITEM(pair, 1));
             check(PyObject_SetItem(out.get(), key, result.get()));
         }
-        unchanged(PyDict_GET_SIZE(object) == PyList_GET_SIZE(pairs.get()), object);
+        check_size(PyDict_GET_SIZE(object) == PyList_GET_SIZE(pairs.get()), object);
         return out;
     }
 
     Ref list(PyObject* object) {
         const Py_ssize_t size = PyList_GET_SIZE(object);
-        Ref out = hidden(PyList_New(size));
+        Ref out = untracked(PyList_New(size));
         for (Py_ssize_t i = 0; i < size; ++i) {
-            unchanged(PyList_GET_SIZE(object) == size, object);
+            check_size(PyList_GET_SIZE(object) == size, object);
             const Ref item = Ref::borrow(PyList_GET_ITEM(object, i));
             PyList_SET_ITEM(out.get(), i, child({nullptr, i}, item.get()).release());
         }
-        unchanged(PyList_GET_SIZE(object) == size, object);
+        check_size(PyList_GET_SIZE(object) == size, object);
         PyObject_GC_Track(out.get());
         return out;
     }
 
     Ref tuple(PyObject* object) {
         const Py_ssize_t size = PyTuple_GET_SIZE(object);
-        if (size == 0) return Ref::borrow(object);  // shared by all of Python
-        Ref out = hidden(PyTuple_New(size));
+        if (size == 0) return Ref::borrow(object);  // there is only one
+        Ref out = untracked(PyTuple_New(size));
         for (Py_ssize_t i = 0; i < size; ++i)
             PyTuple_SET_ITEM(out.get(), i,
                              child({nullptr, i}, PyTuple_GET_ITEM(object, i)).release());
@@ -273,8 +276,8 @@ class Walk {
         }
         const std::size_t base = values_.size();
         for (Py_ssize_t i = 0; i < size; ++i)
-            values_.push_back(child(attribute_key(PyTuple_GET_ITEM(fields, i)),
-                                    PyTuple_GET_ITEM(object, i)));
+            values_.push_back(
+                child(attribute_key(PyTuple_GET_ITEM(fields, i)), PyTuple_GET_ITEM(object, i)));
         Ref out;
         if (type.constructor_is_tuple) {
             PyTypeObject* exact = Py_TYPE(object);
@@ -295,7 +298,7 @@ class Walk {
         for (std::size_t i = 0; i < keys.size(); ++i) {
             const Ref original = std::move(values_[base + 1 + i]);
             Ref result = child(attribute_key(keys[i].get()), original.get());
-            values_[base + 1 + i] = std::move(result);  // the stack may have moved meanwhile
+            values_[base + 1 + i] = std::move(result);  // the vector may have grown meanwhile
         }
         Ref out = type.record->make(values_.data() + base);
         values_.resize(base);
@@ -310,7 +313,7 @@ class Walk {
                          Py_TYPE(object)->tp_name);
             throw PythonError{};
         }
-        if (separator_waits_ && PyTuple_GET_SIZE(flat.pairs.get()) != 1) go_on();
+        if (separator_waits_ && PyTuple_GET_SIZE(flat.pairs.get()) != 1) read_separator();
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat.pairs.get()); ++i) {
             const Ref pair = key_and_child(object, flat.pairs.get(), i);
             PyObject* entry = PyTuple_GET_ITEM(pair.get(), 0);
@@ -320,8 +323,8 @@ class Walk {
         const Ref children = tuple_from(base);
         values_.resize(base);
         if (!type.unflatten) return with_children(object, children.get());
-        return Ref::checked(PyObject_CallFunctionObjArgs(
-            type.unflatten.get(), flat.auxiliary.get(), children.get(), nullptr));
+        return Ref::checked(PyObject_CallFunctionObjArgs(type.unflatten.get(), flat.auxiliary.get(),
+                                                         children.get(), nullptr));
     }
 
     static Key attribute_key(PyObject* name) { return {.object = name, .is_attribute = true}; }
@@ -330,7 +333,7 @@ class Walk {
         return values_[base + static_cast<std::size_t>(i)];
     }
 
-    // Moves the values from there on into a tuple.
+    // Moves the values from `base` on into a tuple.
     Ref tuple_from(std::size_t base) {
         const auto size = static_cast<Py_ssize_t>(values_.size() - base);
         Ref out = Ref::checked(PyTuple_New(size));
@@ -339,22 +342,22 @@ class Walk {
         return out;
     }
 
-    // A new list or tuple, kept from the garbage collector's eyes (and so from user code that asks
-    // it for objects) as long as it has holes.
-    static Ref hidden(PyObject* container) {
+    // A new list or tuple that is not yet filled, so the garbage collector must not show it to user
+    // code.
+    static Ref untracked(PyObject* container) {
         Ref out = Ref::checked(container);
         PyObject_GC_UnTrack(container);
         return out;
     }
 
-    static void unchanged(bool same_size, PyObject* object) {
+    static void check_size(bool same_size, PyObject* object) {
         if (same_size) return;
         PyErr_Format(PyExc_RuntimeError, "a %.200s changed size while it was walked",
                      Py_TYPE(object)->tp_name);
         throw PythonError{};
     }
 
-    // Adds "at 'a/b'" to the error that is set. A failure to add it is not worth an error.
+    // Adds a note with the path to the error that is set. If that fails, there is no note.
     void note_path() {
         PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
         PyErr_Fetch(&type, &value, &traceback);
@@ -372,7 +375,7 @@ class Walk {
 
     automata::Text separator_;
     PyObject* hidden_key_;          // borrowed; null if there is none
-    bool separator_waits_ = false;  // of the node that the walk has just come to
+    bool separator_waits_ = false;  // whether the separator after the current node is not read yet
     automata::LazyDfa& dfa_;
     LeafVisitor& visitor_;
     TreePath path_;
@@ -382,10 +385,11 @@ class Walk {
     StepMemo steps_;
     SmallDicts small_dicts_;
     ReuseKey last_reuse_key_;               // of the last visit
-    const SmallDict* last_dict_ = nullptr;  // remembered of the last dict; null: nothing
+    const SmallDict* last_dict_ = nullptr;  // of the last dict, if it was remembered
     SignalChecks signals_;
     std::optional<KeystrTexts> keystrs_;
-    std::vector<Ref> values_;  // of the records, namedtuples and flattened nodes that are open
+    std::vector<Ref> values_;  // a stack: the values of the records, namedtuples and flattened
+                               // nodes that the walk is in
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What a leaf gets from the rule that has won it. The walk asks; what the answer is made of (a spec
-// cut to a rank, a NamedSharding) is the implementation's.
+// The object that a leaf gets for its winning rule: a spec of the leaf's rank, or a NamedSharding,
+// according to the implementation.
 #pragma once
 
 #include "automata/program.hpp"
@@ -12,10 +12,10 @@ inline constexpr Py_ssize_t kAnyRank = PY_SSIZE_T_MAX;
 class Answers {
   public:
     struct Answer {
-        pytree::Ref object;  // null if the leaf cannot be given anything
-        bool truncated;      // the rule's spec is longer than the leaf's rank
+        pytree::Ref object;  // null if the rule cannot be applied to the leaf
+        bool truncated;      // whether the rule's spec is longer than the leaf's rank
     };
-    // `rank` is that of the leaf, or kAnyRank, for the rule's whole spec.
+    // `rank` is the leaf's, or kAnyRank for the rule's full spec.
     virtual Answer get(automata::RuleId rule, pytree::Leaf& leaf, Py_ssize_t rank) = 0;
     virtual std::size_t rule_count() const = 0;
     virtual ~Answers() = default;

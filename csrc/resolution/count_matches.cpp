@@ -6,7 +6,7 @@ Visited CountMatches::visit(Leaf& leaf) {
     Visited nothing{Ref::borrow(Py_None)};
     if (strict_ && needs_no_rule(leaf)) return nothing;
     leaf.dfa().matches(rules_);
-    add_matches(searched_, [&] { return leaf.path().text(); }, rules_);
+    add_matches(fallbacks_, [&] { return leaf.path().text(); }, rules_);
     if (rules_.empty()) {
         ++unmatched_;
         return nothing;
@@ -22,8 +22,8 @@ Visited CountMatches::visit(Leaf& leaf) {
 }
 
 bool CountMatches::needs_no_rule(Leaf& leaf) const {
-    if (leaf.rank() == 0) return !choices_.scalars_need_rules;
-    return choices_.size_one_is_scalar && pytree::ShapeReader::holds_one(leaf.shape().get());
+    if (leaf.rank() == 0) return !dialect_.scalars_need_rules;
+    return dialect_.size_one_is_scalar && pytree::ShapeReader::holds_one(leaf.shape().get());
 }
 
 }  // namespace shardrules::resolution

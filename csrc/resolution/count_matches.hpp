@@ -1,6 +1,6 @@
-// How the rules of a list do on a tree, counted leaf by leaf: which match, which win, and who wins
-// where another one matches. Reads a leaf's .shape and nothing else; a leaf costs what its matching
-// rules cost to count.
+// Counts leaves of a tree: per rule those that it matches and those that it wins, per pair those
+// that one rule matches and the other one wins. Reads only .shape of a leaf. Costs a few additions
+// per matching rule.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "choices.hpp"
+#include "dialect_options.hpp"
+#include "fallback_rules.hpp"
 #include "match_modes.hpp"
-#include "searched_rules.hpp"
 #include "pytree/walk.hpp"
 
 namespace shardrules::resolution {
@@ -22,22 +22,22 @@ using pytree::Visited;
 
 class CountMatches final : public LeafVisitor {
   public:
-    // strict: scalars, as the choices have it, need no rule and are not counted.
-    CountMatches(const MatchModes& modes, const std::vector<SearchedRule>& searched,
-                 const Choices& choices, bool strict)
+    // strict: leaves that need no rule, as the dialect has it, are not counted.
+    CountMatches(const MatchModes& modes, const std::vector<FallbackRule>& fallbacks,
+                 const DialectOptions& dialect, bool strict)
         : modes_(modes),
-          searched_(searched),
-          choices_(choices),
+          fallbacks_(fallbacks),
+          dialect_(dialect),
           strict_(strict),
           matched_(modes.rule_count()),
           won_(modes.rule_count()) {}
     Visited visit(Leaf& leaf) override;
 
-    // In leaves.
+    // Numbers of leaves.
     const std::vector<std::uint64_t>& matched() const { return matched_; }
     const std::vector<std::uint64_t>& won() const { return won_; }
     std::uint64_t unmatched() const { return unmatched_; }
-    // (a rule that matched, the one that won)
+    // {(matching rule, winning rule): leaves}
     const std::map<std::pair<automata::RuleId, automata::RuleId>, std::uint64_t>& lost() const {
         return lost_;
     }
@@ -46,13 +46,13 @@ class CountMatches final : public LeafVisitor {
     bool needs_no_rule(Leaf& leaf) const;
 
     const MatchModes& modes_;
-    const std::vector<SearchedRule>& searched_;
-    const Choices& choices_;
+    const std::vector<FallbackRule>& fallbacks_;
+    const DialectOptions& dialect_;
     bool strict_;
     std::vector<std::uint64_t> matched_, won_;
     std::map<std::pair<automata::RuleId, automata::RuleId>, std::uint64_t> lost_;
     std::uint64_t unmatched_ = 0;
-    std::vector<automata::RuleId> rules_;  // of the leaf at hand
+    std::vector<automata::RuleId> rules_;  // of the current leaf
 };
 
 }  // namespace shardrules::resolution

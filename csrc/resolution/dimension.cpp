@@ -2,13 +2,13 @@
 
 namespace shardrules::resolution {
 
-using pytree::PythonError;
 using pytree::check;
 using pytree::clear_if_ordinary;
+using pytree::PythonError;
 
 namespace {
 
-// By what JAX itself recognises one by.
+// By the attribute that JAX itself looks for.
 bool is_symbolic(PyObject* item) {
     if (PyIndex_Check(item)) return false;
     const Ref mark = Ref::steal(PyObject_GetAttrString(item, "dimension_as_value"));
@@ -20,10 +20,10 @@ bool is_symbolic(PyObject* item) {
 
 Dimension dimension_of(PyObject* shape, std::size_t index) {
     const auto position = static_cast<Py_ssize_t>(index);
-    Dimension found = dimension_from(PyTuple_CheckExact(shape)
-                                         ? Ref::borrow(PyTuple_GET_ITEM(shape, position))
-                                         : Ref::checked(PySequence_GetItem(shape, position)));
-    if (found.size >= 0) return found;
+    Dimension dimension = dimension_from(PyTuple_CheckExact(shape)
+                                             ? Ref::borrow(PyTuple_GET_ITEM(shape, position))
+                                             : Ref::checked(PySequence_GetItem(shape, position)));
+    if (dimension.size >= 0) return dimension;
     PyErr_Format(PyExc_ValueError, "dimension %zd of the shape %R is negative", position, shape);
     throw PythonError{};
 }

@@ -1,5 +1,5 @@
-// A dimension of a shape: a number of 64 bits, or, where that is not enough, Python's own object, which
-// is asked instead: a larger int, or a symbolic dimension of jax.export. Knows nothing of axes.
+// A dimension of a shape: an int64, or the Python object if it is larger or symbolic (jax.export).
+// Knows nothing of axes.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,7 @@ struct Dimension {
 
 // Dimension `index` of a shape, a sequence. TypeError or ValueError if it is not a size.
 Dimension dimension_of(PyObject* shape, std::size_t index);
-// The same of an item of a shape, without a check that it is not negative. TypeError if it is not a
-// number.
+// An item of a shape; it may be negative. TypeError if it is not a number.
 Dimension dimension_from(Ref item);
 
 bool is_multiple_in_python(PyObject* size, std::uint64_t divisor);

@@ -1,5 +1,4 @@
-// Reads the .dtype of leaves, for what depends on their bytes. Costs an attribute look-up. Knows nothing
-// of what a dtype is.
+// Reads the .dtype of leaves. Costs an attribute look-up.
 #pragma once
 
 #include "pytree/ref.hpp"

@@ -1,14 +1,13 @@
-// The decision for one leaf: whether it needs a rule, and which answer it gets; and lists of the leaves
-// that no rule matches, or too many. The choices are the dialect's. Reads a leaf's .shape and nothing
-// else.
+// Decides for each leaf whether it needs a rule, and which answer it gets. Lists the leaves that no
+// rule matches, or too many. Reads only .shape of a leaf.
 #pragma once
 
 #include <vector>
 
 #include "answers.hpp"
-#include "choices.hpp"
+#include "dialect_options.hpp"
+#include "fallback_rules.hpp"
 #include "match_modes.hpp"
-#include "searched_rules.hpp"
 
 namespace shardrules::resolution {
 
@@ -17,58 +16,60 @@ using pytree::LeafVisitor;
 using pytree::Ref;
 using pytree::Visited;
 
-struct MatchOptions {
-    bool strict;           // look at shapes: scalars, min_size, truncation
+struct CallOptions {
+    bool strict;           // whether shapes matter: for scalars, min_size, truncation
     PyObject* min_size;    // a number; leaves with fewer elements are replicated
-    PyObject* replicated;  // what a leaf gets that needs no rule, or is too small
-    PyObject* unmatched;   // what a leaf gets that no rule matches; None: it is listed
-    PyObject* ambiguous;   // what a leaf gets that several match, where only one may; None: it is listed
+    PyObject* replicated;  // the answer for a leaf that needs no rule, or is too small
+    PyObject* unmatched;   // the answer for a leaf that no rule matches; None: it is listed
+    PyObject* ambiguous;  // the answer for a leaf that several rules match, if unique; None: listed
     bool record_events;
 };
 
-// Leaves to report, in the order of the walk: how many, and the first of them.
+// Leaves to report, in the order of the walk: their number, and the first of them.
 struct Listing {
     Py_ssize_t count = 0;
-    Ref shown = Ref::checked(PyList_New(0));  // (path, what there is to say of it)
+    Ref first = Ref::checked(PyList_New(0));  // of (path, detail)
 };
 
 class MatchLeaves final : public LeafVisitor {
   public:
     static constexpr Py_ssize_t kUnmatchedShown = 10, kMisfitsShown = 20;
 
-    MatchLeaves(Answers& answers, const std::vector<SearchedRule>& searched, const MatchModes& modes,
-                const Choices& choices, const MatchOptions& options);
+    MatchLeaves(Answers& answers, const std::vector<FallbackRule>& fallbacks,
+                const MatchModes& modes, const DialectOptions& dialect, const CallOptions& options);
     Visited visit(Leaf& leaf) override { return {answer(leaf), leaf.reuse_key()}; }
 
-    const Listing& unmatched() const { return unmatched_; }  // shape, or None
-    // (rules, shape): several of them match, where only one may.
+    // The details are: for leaves that no rule matches, the shape, or None;
+    const Listing& unmatched() const { return unmatched_; }
+    // for leaves that several rules match, if unique, (rules, shape);
     const Listing& ambiguous() const { return ambiguous_; }
-    const Listing& misfits() const { return misfits_; }  // (rule, shape): it cannot be applied
-    // With record_events: the truncated spec, or None when the leaf was smaller than min_size.
+    // for leaves that the winning rule cannot be applied to, (rule, shape);
+    const Listing& misfits() const { return misfits_; }
+    // with record_events, the truncated spec, or None for a leaf smaller than min_size.
     const Listing& events() const { return events_; }
 
   private:
     static constexpr automata::RuleId kSeveral = automata::kNoRule - 1;
 
-    // Has no effect but reports, which name the leaf's path.
+    // Its only effects are reports, which read the leaf's path.
     Ref answer(Leaf& leaf);
     bool needs_no_rule(Leaf& leaf) const;
     bool too_small(PyObject* shape) const;
     automata::RuleId decide(Leaf& leaf);
     Ref undecided(automata::RuleId why, Leaf& leaf);
-    // The leaf's shape, or None where no shapes are looked at.
-    Ref shown_shape(Leaf& leaf) const;
-    static void report(Listing& listing, Py_ssize_t most, Leaf& leaf, const Ref& what);
+    // The leaf's shape, or None if shapes do not matter.
+    Ref reported_shape(Leaf& leaf) const;
+    static void report(Listing& listing, Py_ssize_t most, Leaf& leaf, const Ref& detail);
 
     Answers& answers_;
-    const std::vector<SearchedRule>& searched_;
+    const std::vector<FallbackRule>& fallbacks_;
     const MatchModes& modes_;
-    const Choices& choices_;
-    MatchOptions options_;
+    const DialectOptions& dialect_;
+    CallOptions options_;
     bool has_min_size_;
-    bool sizes_first_, size_last_;  // looked at before and after the match
+    bool sizes_first_, size_last_;  // whether sizes are read before the match, after it
     Listing unmatched_, ambiguous_, misfits_, events_;
-    std::vector<automata::RuleId> matches_;  // of the leaf at hand, with choices_.unique
+    std::vector<automata::RuleId> matches_;  // of the current leaf, if dialect_.unique
 };
 
 }  // namespace shardrules::resolution

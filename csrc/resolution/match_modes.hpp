@@ -1,6 +1,6 @@
-// A dialect may have several match modes ("exact", then "fullmatch"). All rules are then in the automaton
-// once for each mode: rule r of the list in mode m is number m * rules + r. Here such numbers become
-// the list's own again, which costs nothing where there is one mode.
+// A dialect may have several match modes ("exact", then "fullmatch"). The automaton then has all
+// rules once for each mode: rule r of the list in mode m is number m * rules + r. This turns such
+// numbers back into rules of the list, at no cost if there is one mode.
 #pragma once
 
 #include <algorithm>
@@ -18,21 +18,20 @@ class MatchModes {
     automata::RuleId rule_of(automata::RuleId numbered) const {
         return numbered < rules_ ? numbered : numbered % rules_;
     }
-    // Replaces these numbers by the rules that they stand for, ascending, each once.
+    // Replaces the numbers by the rules of the list, ascending, without duplicates.
     void fold(std::vector<automata::RuleId>& numbered) const {
         if (numbered.empty() || numbered.back() < rules_) return;
         for (automata::RuleId& rule : numbered) rule = rule_of(rule);
-        std::sort(numbered.begin(), numbered.end());
+        std::ranges::sort(numbered);
         numbered.erase(std::unique(numbered.begin(), numbered.end()), numbered.end());
     }
-    // Of ascending numbers: the first number that is beyond the mode of their first; kNoRule if there
-    // are none.
+    // Of ascending numbers: the end of the mode of the first of them; kNoRule without numbers.
     automata::RuleId end_of_first_mode(const std::vector<automata::RuleId>& numbered) const {
         return numbered.empty() ? automata::kNoRule : (numbered.front() / rules_ + 1) * rules_;
     }
-    // Of ascending numbers: keeps those of the first mode that has any.
+    // Of ascending numbers: keeps those in the mode of the first of them.
     void keep_first_mode(std::vector<automata::RuleId>& numbered) const {
-        const auto end = std::lower_bound(numbered.begin(), numbered.end(), end_of_first_mode(numbered));
+        const auto end = std::ranges::lower_bound(numbered, end_of_first_mode(numbered));
         numbered.erase(end, numbered.end());
     }
 

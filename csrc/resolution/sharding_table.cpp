@@ -8,8 +8,8 @@
 
 namespace shardrules::resolution {
 
-using pytree::PythonError;
 using pytree::check;
+using pytree::PythonError;
 
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank) {
     return corrector.kept(static_cast<std::size_t>(rank),
@@ -18,7 +18,7 @@ sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, 
 
 namespace {
 
-Ref none_as_null(Ref object) { return object.get() == Py_None ? Ref{} : object; }
+Ref none_as_null(Ref object) { return object.get() == Py_None ? Ref{} : std::move(object); }
 
 }  // namespace
 
@@ -51,14 +51,14 @@ PyObject* ShardingTable::make(std::uint32_t index, const Key& key) {
     if (found == spec.made.end()) {
         Ref made = Ref::checked(PyObject_CallFunction(make_.get(), "InK", index, key.rank,
                                                       static_cast<unsigned long long>(key.kept)));
-        // Making it ran Python code, which may have come here first.
+        // Python code may have added an entry meanwhile.
         found = spec.made.try_emplace(key, std::move(made)).first;
     }
     spec.last = key;
     return spec.last_made = found->second.get();
 }
 
-// A leaf without a shape, which only a dialect that wants a rule for it brings here, is a scalar.
+// A leaf without a shape counts as a scalar; only a dialect that wants a rule for it comes here.
 Ref ShardingTable::for_shape(std::uint32_t index, pytree::Leaf& leaf) {
     const Ref& shape = leaf.shape();
     // PySequence_Tuple gives a tuple itself.
@@ -71,7 +71,7 @@ Ref ShardingTable::for_shape(std::uint32_t index, pytree::Leaf& leaf) {
     const Ref made = Ref::checked(
         PyObject_CallFunction(make_for_shape_.get(), "IOO", index, sizes.get(), dtype.get()));
     if (PyDict_GET_SIZE(known.get()) >= kMostShapes) PyDict_Clear(known.get());
-    // Making it ran Python code, which may have come here first.
+    // Python code may have added an entry meanwhile.
     PyObject* kept = PyDict_SetDefault(known.get(), sizes.get(), made.get());
     return Ref::checked(Py_XNewRef(kept));
 }
@@ -87,7 +87,8 @@ Ref ShardingTable::made_for(Shapes& shapes, const Ref& dtype) {
         made = Ref::checked(PyDict_New());
         check(PyDict_SetItem(all.get(), dtype.get(), made.get()));
     }
-    const Shapes before = std::exchange(shapes, {all, dtype, made});  // what goes may come here
+    const Shapes before =
+        std::exchange(shapes, {all, dtype, made});  // its destructors may call this
     return made;
 }
 
@@ -104,12 +105,12 @@ int ShardingTable::traverse(visitproc visit, void* arg) const {
 }
 
 void ShardingTable::clear() {
-    // Not null: should they be called after all, that is a TypeError.
+    // Not null: a later call is a TypeError.
     make_ = make_for_shape_ = Ref::borrow(Py_None);
     for (Spec& spec : specs_) {
         spec.last = Key{-1, 0};
         spec.last_made = nullptr;
-        // Their objects may come here when they go.
+        // Their destructors may call this object.
         const auto dropped = std::exchange(spec.made, {});
         const auto last = std::exchange(spec.shapes, {spec.shapes.of_dtypes, {}, {}});
         if (last.of_dtypes) PyDict_Clear(last.of_dtypes.get());

@@ -1,7 +1,7 @@
-// One object per distinct (spec, rank, axes kept), made by Python on first sight and shared by all
-// leaves afterwards: the NamedShardings of a rule list on a mesh. A look-up costs a division for each
-// sharded dimension. A spec that is made from shapes has one object per distinct (shape, dtype); there a
-// look-up costs the hash of a shape. Guarded by the GIL. Knows nothing of what a sharding is.
+// The NamedShardings of a rule list on a mesh: one object per (spec, rank, kept axes), made by
+// Python when first needed and shared by all leaves. A look-up costs one division per sharded
+// dimension. A spec that is made from shapes has one object per (shape, dtype); a look-up costs the
+// hash of a shape. Guarded by the GIL. Knows nothing of what a sharding is.
 #pragma once
 
 #include <memory>
@@ -21,8 +21,8 @@ class ShardingTable final : public Answers {
 
     // correctors[spec]: null for a spec that is made from shapes.
     // spec_of[rule]: the index of its corrector.
-    // make(spec, rank, kept): what such a leaf gets, or None if it cannot have that.
-    // make_for_shape(spec, shape, dtype): the same without a corrector.
+    // make(spec, rank, kept): the object, or None if the spec cannot be applied.
+    // make_for_shape(spec, shape, dtype): the same for a spec without a corrector.
     ShardingTable(std::vector<CorrectorPtr> correctors, std::vector<std::uint32_t> spec_of,
                   Ref make, Ref make_for_shape);
 
@@ -34,7 +34,7 @@ class ShardingTable final : public Answers {
     void clear();
 
   private:
-    // Of one spec and dtype, and of one spec; then they are forgotten. The largest models have some
+    // Per (spec, dtype), and per spec; then the memo is cleared. The largest models have some
     // hundred shapes.
     static constexpr Py_ssize_t kMostShapes = 1 << 16, kMostDtypes = 64;
 
@@ -45,12 +45,13 @@ class ShardingTable final : public Answers {
     };
     struct KeyHash {
         std::size_t operator()(const Key& key) const {
-            return std::hash<sharding::Kept>{}(key.kept ^ (static_cast<sharding::Kept>(key.rank) << 48));
+            return std::hash<sharding::Kept>{}(key.kept ^
+                                               (static_cast<sharding::Kept>(key.rank) << 48));
         }
     };
-    struct Shapes {  // where there is no corrector
-        Ref of_dtypes;  // {dtype: {shape: object}}
-        Ref dtype, made;  // the last of these; hashing a dtype takes longer than all else
+    struct Shapes {       // of a spec without a corrector
+        Ref of_dtypes;    // {dtype: {shape: object}}
+        Ref dtype, made;  // the last entry, because hashing a dtype takes longer than all else
     };
     struct Spec {
         CorrectorPtr corrector;
@@ -59,8 +60,8 @@ class ShardingTable final : public Answers {
         std::unordered_map<Key, Ref, KeyHash> made;
         Shapes shapes;
     };
-    PyObject* make(std::uint32_t spec, const Key& key);
-    Ref for_shape(std::uint32_t spec, pytree::Leaf& leaf);
+    PyObject* make(std::uint32_t index, const Key& key);
+    Ref for_shape(std::uint32_t index, pytree::Leaf& leaf);
     static Ref made_for(Shapes& shapes, const Ref& dtype);
 
     std::vector<Spec> specs_;
@@ -68,8 +69,8 @@ class ShardingTable final : public Answers {
     Ref make_, make_for_shape_;
 };
 
-// The axes kept by an array of this shape, a sequence of sizes; TypeError or ValueError if it is not
-// one.
+// The axes that an array of this shape keeps. TypeError or ValueError if it is not a sequence of
+// sizes.
 sharding::Kept kept_axes(const sharding::Corrector& corrector, PyObject* shape, Py_ssize_t rank);
 
 }  // namespace shardrules::resolution

@@ -20,7 +20,7 @@ SpecTable::SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> len
 PyObject* SpecTable::make(automata::RuleId rule, Py_ssize_t entries) {
     Ref made = Ref::checked(PyObject_CallFunction(make_.get(), "In", rule, entries));
     if (made.get() == Py_None) return nullptr;
-    // Making it ran Python code, which may have come here first.
+    // Python code may have filled the slot meanwhile.
     Ref& slot = specs_[rows_[rule].start + static_cast<std::size_t>(entries)];
     if (!slot) slot = std::move(made);
     return slot.get();
@@ -33,7 +33,7 @@ int SpecTable::traverse(visitproc visit, void* arg) const {
 }
 
 void SpecTable::clear() {
-    make_ = Ref::borrow(Py_None);  // not null: should it be called after all, that is a TypeError
+    make_ = Ref::borrow(Py_None);  // not null: a later call is a TypeError
     for (Ref& spec : specs_) spec = {};
 }
 

@@ -1,5 +1,5 @@
-// One spec object per distinct (rule, rank), made by Python on first sight and shared by all leaves
-// afterwards; a look-up is O(1). Guarded by the GIL. Knows nothing of what a spec is.
+// The specs of a rule list: one object per (rule, rank), made by Python when first needed and
+// shared by all leaves. A look-up is O(1). Guarded by the GIL. Knows nothing of what a spec is.
 #pragma once
 
 #include <span>
@@ -13,10 +13,10 @@ using pytree::Ref;
 
 class SpecTable final : public Answers {
   public:
-    // specs[rule]: its spec, or None if it has to be made yet.
-    // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the spec whole.
-    // make(rule, rank): the spec for a leaf of a lower rank, or the whole one; None if such a leaf
-    // cannot be given any.
+    // specs[rule]: its spec, or None if it is not made yet.
+    // lengths[rule]: the entries of its spec; a leaf of at least that rank gets the full spec.
+    // make(rule, entries): the spec with so many entries; None if it cannot be applied to such a
+    // leaf.
     SpecTable(std::span<const Ref> specs, std::span<const Py_ssize_t> lengths, Ref make);
 
     std::size_t rule_count() const override { return rows_.size(); }

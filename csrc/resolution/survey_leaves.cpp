@@ -4,8 +4,8 @@
 
 namespace shardrules::resolution {
 
-using pytree::PythonError;
 using pytree::check;
+using pytree::PythonError;
 
 namespace {
 

@@ -1,6 +1,6 @@
-// What a plan keeps of a tree: of each leaf its path and its kind, and of each kind, once, what its
-// leaves have in common: the rule, the shape and the dtype. A model of 10^5 leaves has some hundred
-// kinds, so whatever comes after costs per kind. Costs a match, a path's text and a look-up per leaf.
+// Lists the leaves of a tree for a plan: the path and the kind of each leaf, and the rule, shape
+// and dtype of each kind. A model of 10^5 leaves has some hundred kinds, so later steps work per
+// kind. Costs a match, a path's text and a look-up per leaf.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,16 @@ using pytree::Visited;
 
 class SurveyLeaves final : public LeafVisitor {
   public:
-    // `decisions` answers with what stands for the rule in a kind.
+    // `decisions` answers with the object that stands for the rule in a kind.
     explicit SurveyLeaves(MatchLeaves& decisions)
         : decisions_(decisions),
           paths_(Ref::checked(PyList_New(0))),
           kinds_(Ref::checked(PyDict_New())) {}
-    // The leaf's row: how many leaves came before it.
+    // The answer is the leaf's row, the number of leaves before it.
     Visited visit(Leaf& leaf) override;
 
-    const Ref& paths() const { return paths_; }                          // list of str
-    const Ref& kinds() const { return kinds_; }                          // {(rule, shape, dtype): number}
+    const Ref& paths() const { return paths_; }  // list of str
+    const Ref& kinds() const { return kinds_; }  // {(rule, shape, dtype): number}
     const std::vector<std::int32_t>& numbers() const { return numbers_; }  // per leaf
 
   private:

@@ -1,33 +1,37 @@
-// Which mesh axes of a spec an array of a given shape can have. One bit for each axis that the spec
-// names, so what an array gets is a look-up by those bits. A corrector is immutable; asking it costs
-// one division for each sharded dimension. Knows nothing of names or of Python.
+// Which mesh axes of a spec an array of a given shape keeps, as one bit for each axis of the spec.
+// A corrector is immutable; a question costs one division for each sharded dimension. Knows nothing
+// of names or of Python.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 namespace shardrules::sharding {
 
-// What becomes of a dimension's axes when they do not all fit.
-enum class Misfit : std::uint8_t {
-    kDrop,      // all of them go
-    kDropAxis,  // those go that do not fit beside the ones before them
-    kPrefix,    // those go that come after the longest prefix that fits
-    kKeep,      // none goes
+// Which axes of a dimension are dropped if not all of them fit.
+enum class AxisPolicy : std::uint8_t {
+    kDrop,      // all
+    kDropAxis,  // each axis that does not fit together with the kept ones before it
+    kPrefix,    // all after the longest prefix that fits
+    kKeep,      // none
 };
 
-struct Policy {
-    Misfit absent;       // an axis that the mesh does not have
-    Misfit indivisible;  // a dimension that the axes do not divide
+// By its name in Python; std::invalid_argument for another name.
+AxisPolicy axis_policy(std::string_view name);
+
+struct Correction {
+    AxisPolicy absent;       // for an axis that the mesh does not have
+    AxisPolicy indivisible;  // for a dimension that the axes do not divide
 };
 
 inline constexpr std::int64_t kAbsentAxis = 0;  // as a size
 
-// One entry of a spec: the sizes of its axes in order, and the unit in whose multiples alone the
-// dimension may be cut (as for heads of 128).
+// One entry of a spec: the sizes of its axes in order, and the unit that a shard's size must be a
+// multiple of (128 for heads of 128).
 struct SpecDim {
     std::vector<std::int64_t> axis_sizes;
     std::int64_t unit = 1;
@@ -37,8 +41,8 @@ struct SpecDim {
 using Kept = std::uint64_t;
 inline constexpr std::size_t kMaxAxes = 64;
 
-// Whether the divisor divides the size, which is not negative. Sizes of other types, which a plain
-// number is too small for, bring their own.
+// Whether the divisor divides the size, which is not negative. Sizes that no int64 can hold, or
+// that are symbolic, bring their own is_multiple().
 inline bool is_multiple(std::int64_t size, std::uint64_t divisor) {
     return static_cast<std::uint64_t>(size) % divisor == 0;
 }
@@ -48,10 +52,10 @@ inline bool is_multiple(const Divides& divides, std::uint64_t divisor) { return 
 class Corrector {
   public:
     // Throws std::invalid_argument for more than kMaxAxes axes, or a size or unit below its least.
-    Corrector(std::span<const SpecDim> dims, const Policy& policy);
+    Corrector(std::span<const SpecDim> dims, const Correction& correction);
 
-    // The axes that an array of this rank keeps; size_of(d) is its dimension d, which is_multiple()
-    // takes. Axes of dimensions that it does not have are not kept.
+    // The axes that an array of this rank keeps; size_of(d) is its dimension d, an argument of
+    // is_multiple(). Axes of dimensions that the array does not have are dropped.
     template <class SizeOf>
     Kept kept(std::size_t rank, SizeOf size_of) const {
         Kept result = 0;
@@ -59,7 +63,7 @@ class Corrector {
             if (dim.index >= rank) break;
             const auto size = size_of(dim.index);
             const auto divides = [&](std::uint64_t divisor) { return is_multiple(size, divisor); };
-            result |= divides(dim.divisor) ? dim.fitting : fewer(dim, divides);
+            result |= divides(dim.divisor) ? dim.all : drop_indivisible(dim, divides);
         }
         return result;
     }
@@ -69,18 +73,18 @@ class Corrector {
         std::uint64_t size;
         Kept bit;
     };
-    struct Dim {  // one that has axes
+    struct Dim {  // a dimension with axes
         std::size_t index;
-        std::vector<Axis> axes;  // without those that go because of an absent one
+        std::vector<Axis> axes;  // without those that the policy for absent axes drops
         std::uint64_t unit;
-        std::uint64_t divisor;  // what a size must be a multiple of to keep them all
-        Kept fitting;          // all of them
+        std::uint64_t divisor;  // a size that it divides keeps all axes
+        Kept all;
     };
-    static std::vector<Axis> present(const std::vector<Axis>& axes, Misfit absent);
-    Kept fewer(const Dim& dim, const Divides& divides) const;
+    static std::vector<Axis> drop_absent(std::vector<Axis> axes, AxisPolicy absent);
+    Kept drop_indivisible(const Dim& dim, const Divides& divides) const;
 
     std::vector<Dim> dims_;
-    Misfit indivisible_;
+    AxisPolicy indivisible_;
 };
 
 }  // namespace shardrules::sharding

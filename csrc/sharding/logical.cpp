@@ -6,8 +6,8 @@
 namespace shardrules::sharding {
 
 LogicalRuleSet::LogicalRuleSet(std::vector<LogicalRule> rules,
-                           const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
-                           Misfit indivisible)
+                               const std::vector<std::int64_t>& axis_sizes, Precedence precedence,
+                               AxisPolicy indivisible)
     : rules_(std::move(rules)), axis_count_(axis_sizes.size()), precedence_(precedence) {
     for (std::uint32_t index = 0; index < rules_.size(); ++index) {
         const LogicalRule& rule = rules_[index];
@@ -16,29 +16,29 @@ LogicalRuleSet::LogicalRuleSet(std::vector<LogicalRule> rules,
             if (axis >= axis_count_) throw std::invalid_argument("an axis without a size");
             dim.axis_sizes.push_back(axis_sizes[axis]);
         }
-        correctors_.emplace_back(std::span(&dim, 1), Policy{Misfit::kKeep, indivisible});
+        correctors_.emplace_back(std::span(&dim, 1), Correction{AxisPolicy::kKeep, indivisible});
         if (rule.name >= by_name_.size()) by_name_.resize(rule.name + std::size_t{1});
         by_name_[rule.name].push_back(index);
     }
 }
 
 std::vector<std::uint32_t> LogicalRuleSet::rules_on(std::span<const NamedDim> dims) const {
-    std::vector<std::uint32_t> found;
+    std::vector<std::uint32_t> rules;
     for (const NamedDim& dim : dims)
         if (dim.name < by_name_.size())
-            found.insert(found.end(), by_name_[dim.name].begin(), by_name_[dim.name].end());
-    std::sort(found.begin(), found.end());
-    return found;
+            rules.insert(rules.end(), by_name_[dim.name].begin(), by_name_[dim.name].end());
+    std::ranges::sort(rules);
+    return rules;
 }
 
-std::vector<AxisId> LogicalRuleSet::fitting(std::uint32_t rule, const NamedDim& dim) const {
+std::vector<AxisId> LogicalRuleSet::fitting_axes(std::uint32_t rule, const NamedDim& dim) const {
     const std::vector<AxisId>& axes = rules_[rule].axes;
     if (!dim.divides) return axes;
     const Kept kept = correctors_[rule].kept(1, [&](std::size_t) { return dim.divides; });
-    std::vector<AxisId> left;
+    std::vector<AxisId> fitting;
     for (std::size_t i = 0; i < axes.size(); ++i)
-        if ((kept >> i & 1) != 0) left.push_back(axes[i]);
-    return left;
+        if (((kept >> i) & 1) != 0) fitting.push_back(axes[i]);
+    return fitting;
 }
 
 Resolution LogicalRuleSet::resolve(std::span<const NamedDim> dims) const {
@@ -68,12 +68,11 @@ Resolution LogicalRuleSet::by_priority(std::span<const NamedDim> dims) const {
     for (std::uint32_t dim = 0; dim < dims.size(); ++dim) use(dims[dim].axes, dim);
     for (const std::uint32_t index : rules_on(dims)) {
         const LogicalRule& rule = rules_[index];
-        const auto named = std::find_if(dims.begin(), dims.end(), [&](const NamedDim& candidate) {
-            return candidate.name == rule.name;
-        });
+        const auto named = std::ranges::find_if(
+            dims, [&](const NamedDim& candidate) { return candidate.name == rule.name; });
         const auto dim = static_cast<std::uint32_t>(named - dims.begin());
-        const auto taken = std::find_if(rule.axes.begin(), rule.axes.end(),
-                                        [&](AxisId axis) { return user[axis] != kNone; });
+        const auto taken =
+            std::ranges::find_if(rule.axes, [&](AxisId axis) { return user[axis] != kNone; });
         if (result.rules[dim] != kNone) {
             result.lost.push_back({index, dim, Loss::kDimTaken, result.rules[dim]});
             continue;
@@ -82,13 +81,13 @@ Resolution LogicalRuleSet::by_priority(std::span<const NamedDim> dims) const {
             result.lost.push_back({index, dim, Loss::kAxisTaken, user[*taken]});
             continue;
         }
-        const std::vector<AxisId> left = fitting(index, *named);
-        if (left.empty() && !rule.axes.empty()) {
+        const std::vector<AxisId> axes = fitting_axes(index, *named);
+        if (axes.empty() && !rule.axes.empty()) {
             result.lost.push_back({index, dim, Loss::kIndivisible, kNone});
             continue;
         }
         result.rules[dim] = index;
-        use(left, dim);
+        use(axes, dim);
     }
     return result;
 }

@@ -15,12 +15,12 @@ using Words = std::vector<std::uint32_t>;
 
 inline std::atomic<int> failures = 0;
 
-#define EXPECT(condition)                                                        \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);  \
-            ++failures;                                                          \
-        }                                                                        \
+#define EXPECT(condition)                                                       \
+    do {                                                                        \
+        if (!(condition)) {                                                     \
+            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+            ++failures;                                                         \
+        }                                                                       \
     } while (false)
 
 inline std::uint32_t word(Op op) { return static_cast<std::uint32_t>(op); }
@@ -32,8 +32,12 @@ inline Words joined(Words head, const std::vector<Words>& parts) {
     for (const Words& part : parts) head.insert(head.end(), part.begin(), part.end());
     return head;
 }
-inline Words sequence(const std::vector<Words>& parts) { return joined({word(Op::kSequence)}, parts); }
-inline Words alternate(const std::vector<Words>& parts) { return joined({word(Op::kAlternate)}, parts); }
+inline Words sequence(const std::vector<Words>& parts) {
+    return joined({word(Op::kSequence)}, parts);
+}
+inline Words alternate(const std::vector<Words>& parts) {
+    return joined({word(Op::kAlternate)}, parts);
+}
 inline Words repeat(std::uint32_t min, std::uint32_t max, const Words& body) {
     Words out{word(Op::kRepeat), min, max};
     out.insert(out.end(), body.begin(), body.end());

@@ -62,8 +62,8 @@ void rules_share_their_front() {
     EXPECT(two.matcher.node_count() == 1 + 7 + 2);
     // The same loop behind the same prefix exists once.
     const auto looped = [](char c) {
-        return sequence({text("l"), repeat(1, kUnbounded, cls(kAny)),
-                         literal(static_cast<char32_t>(c))});
+        return sequence(
+            {text("l"), repeat(1, kUnbounded, cls(kAny)), literal(static_cast<char32_t>(c))});
     };
     const Rules one_loop({looped('a')});
     const Rules two_loops({looped('a'), looped('b')});
@@ -88,7 +88,8 @@ void assertions_look_both_ways() {
     EXPECT(begin.first("ab") == 0);
     EXPECT(begin.first("ba") == kNoRule);
     // Nothing but assertions: the search must stay alive without a character to wait for.
-    const Rules late({sequence({assertion(Assertion::kEndLine), assertion(Assertion::kBeginLine)})});
+    const Rules late(
+        {sequence({assertion(Assertion::kEndLine), assertion(Assertion::kBeginLine)})});
     EXPECT(late.first("a\n") == 0);
     EXPECT(late.first("a") == kNoRule);
 }
@@ -158,8 +159,8 @@ void states_are_not_built_for_what_comes_back_seldom() {
     std::vector<std::string> paths;
     for (int i = 0; i < 3000; ++i) {
         paths.push_back(std::to_string(i) + "/kernel");
-        patterns.push_back(sequence({text(std::to_string(i) + "/"), repeat(0, kUnbounded, cls(kAny)),
-                                     text("l")}));
+        patterns.push_back(
+            sequence({text(std::to_string(i) + "/"), repeat(0, kUnbounded, cls(kAny)), text("l")}));
     }
     const Rules rules(patterns);
     for (int round = 0; round < 10; ++round)
@@ -173,7 +174,8 @@ void states_are_not_built_for_what_comes_back_seldom() {
 void loops_and_what_follows_them() {
     // The loop of a class is an edge of a node that may have another one for the same class.
     const Words any = repeat(0, kUnbounded, cls(kAny));
-    Rules rules({sequence({text("a"), any, cls(kAny), text("b")}), sequence({text("a"), any, text("b")}),
+    Rules rules({sequence({text("a"), any, cls(kAny), text("b")}),
+                 sequence({text("a"), any, text("b")}),
                  sequence({text("a"), repeat(1, kUnbounded, cls(kAny)), text("c")})});
     EXPECT((rules.all("ab") == std::vector<RuleId>{1}));
     EXPECT((rules.all("axb") == std::vector<RuleId>{0, 1}));
@@ -184,8 +186,9 @@ void loops_and_what_follows_them() {
 
 void texts_that_begin_alike() {
     const Rules rules({text("layers.1.b"), text("layers.1.a"), text("s.2")});
-    const char* const names[] = {"layers.1.a", "layers.1.b", "layers.1.c", "layers.2.a", "layers.1.a",
-                                 "layers.1.bb", "layers.1", "x", "layers.2.bb"};
+    const char* const names[] = {"layers.1.a", "layers.1.b", "layers.1.c",
+                                 "layers.2.a", "layers.1.a", "layers.1.bb",
+                                 "layers.1",   "x",          "layers.2.bb"};
     for (int round = 0; round < 20; ++round) {
         for (const char* const name : names) {
             const RuleId expected = rules.first(name);
@@ -228,15 +231,27 @@ void unrolling_is_bounded() {
 }
 
 void malformed_codes_are_refused() {
-    const std::uint32_t cls = word(Op::kClass), assert = word(Op::kAssert), never = word(Op::kNever),
-                        alternate = word(Op::kAlternate), repeat = word(Op::kRepeat),
-                        sequence = word(Op::kSequence);
+    const std::uint32_t cls = word(Op::kClass), assert = word(Op::kAssert),
+                        never = word(Op::kNever), alternate = word(Op::kAlternate),
+                        repeat = word(Op::kRepeat), sequence = word(Op::kSequence);
     Words deep;
     for (int i = 0; i < 1000; ++i) deep.insert(deep.end(), {sequence, 1});
     deep.insert(deep.end(), {sequence, 0});
-    const std::vector<Words> bad = {{}, {sequence + 1}, {0xFFFFFFFF}, {U'a', U'b'}, {cls}, {cls, 7}, {assert, 0},
-                                    {assert, 99}, {never, 0}, {alternate, 5}, {repeat, 2, 1, sequence, 0},
-                                    {repeat, 1, 2}, {sequence, 0, sequence, 0}, {sequence, 0xFFFFFFFF}, deep};
+    const std::vector<Words> bad = {{},
+                                    {sequence + 1},
+                                    {0xFFFFFFFF},
+                                    {U'a', U'b'},
+                                    {cls},
+                                    {cls, 7},
+                                    {assert, 0},
+                                    {assert, 99},
+                                    {never, 0},
+                                    {alternate, 5},
+                                    {repeat, 2, 1, sequence, 0},
+                                    {repeat, 1, 2},
+                                    {sequence, 0, sequence, 0},
+                                    {sequence, 0xFFFFFFFF},
+                                    deep};
     for (const Words& code : bad) {
         CharTests tests;
         bool refused = false;

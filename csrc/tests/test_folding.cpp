@@ -20,7 +20,8 @@ void expect(bool holds, const char* what) {
 
 void siblings_share_a_template() {
     Templates found;
-    for (const std::string_view path : {"layers/1/w7"sv, "layers/22/w8"sv, "head"sv, "layers/1/w7"sv})
+    for (const std::string_view path :
+         {"layers/1/w7"sv, "layers/22/w8"sv, "head"sv, "layers/1/w7"sv})
         found.add(path);
     expect(found.texts() == std::vector{"layers/\0#/w\0#"sv, "head"sv}, "the templates");
     expect(found.of_path() == std::vector<std::int32_t>{0, 0, 1, 0}, "of each path");
@@ -38,7 +39,8 @@ void texts_stay_where_they_are() {
 
 void digits_that_are_names() {
     Templates found;
-    for (const std::string_view path : {"0"sv, "00"sv, "007"sv, "999999999999999999"sv, "9999999999999999999"sv})
+    for (const std::string_view path :
+         {"0"sv, "00"sv, "007"sv, "999999999999999999"sv, "9999999999999999999"sv})
         found.add(path);
     expect(found.texts() == std::vector{"\0#"sv, "00"sv, "007"sv, "9999999999999999999"sv},
            "leading zeros, and more digits than fit");
@@ -54,7 +56,8 @@ void a_nul_of_the_path_is_no_hole() {
     Templates found;
     found.add("a\0#"sv);
     found.add("a1"sv);
-    expect(found.texts() == std::vector{"a\0" "0#"sv, "a\0#"sv}, "a NUL of the path, and a hole");
+    const std::string_view with_nul = "a\0\060#"sv;  // \060 is the digit 0
+    expect(found.texts() == std::vector{with_nul, "a\0#"sv}, "a NUL of the path, and a hole");
 }
 
 }  // namespace

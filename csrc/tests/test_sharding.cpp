@@ -19,7 +19,7 @@ void expect(bool holds, const char* what) {
 }
 
 // One dimension, by the words of the header.
-Kept restated(const std::vector<std::int64_t>& axes, std::int64_t unit, const Policy& policy,
+Kept restated(const std::vector<std::int64_t>& axes, std::int64_t unit, const Correction& policy,
               std::int64_t size) {
     const auto fits = [&](Kept chosen) {
         std::int64_t parts = 1;
@@ -31,12 +31,13 @@ Kept restated(const std::vector<std::int64_t>& axes, std::int64_t unit, const Po
     bool seen_absent = false;
     for (std::size_t i = 0; i < axes.size(); ++i) {
         seen_absent |= axes[i] == kAbsentAxis;
-        const bool goes = policy.absent == Misfit::kPrefix ? seen_absent : axes[i] == kAbsentAxis;
-        if (policy.absent == Misfit::kKeep || !goes) all |= Kept{1} << i;
+        const bool goes =
+            policy.absent == AxisPolicy::kPrefix ? seen_absent : axes[i] == kAbsentAxis;
+        if (policy.absent == AxisPolicy::kKeep || !goes) all |= Kept{1} << i;
     }
-    if (seen_absent && policy.absent == Misfit::kDrop) all = 0;
-    if (policy.indivisible == Misfit::kKeep || fits(all)) return all;
-    if (policy.indivisible == Misfit::kDrop) return 0;
+    if (seen_absent && policy.absent == AxisPolicy::kDrop) all = 0;
+    if (policy.indivisible == AxisPolicy::kKeep || fits(all)) return all;
+    if (policy.indivisible == AxisPolicy::kDrop) return 0;
     Kept prefix = 0, greedy = 0;
     for (std::size_t i = 0; i < axes.size(); ++i) {
         const Kept bit = Kept{1} << i;
@@ -45,18 +46,19 @@ Kept restated(const std::vector<std::int64_t>& axes, std::int64_t unit, const Po
         if (fits(up_to_here)) prefix = up_to_here;
         if (fits(greedy | bit)) greedy |= bit;
     }
-    return policy.indivisible == Misfit::kPrefix ? prefix : greedy;
+    return policy.indivisible == AxisPolicy::kPrefix ? prefix : greedy;
 }
 
 void all_small_cases() {
-    constexpr Misfit kAll[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix, Misfit::kKeep};
+    constexpr AxisPolicy kAll[] = {AxisPolicy::kDrop, AxisPolicy::kDropAxis, AxisPolicy::kPrefix,
+                                   AxisPolicy::kKeep};
     const std::vector<std::int64_t> sizes = {0, 1, 2, 3, 4};
     for (const std::int64_t a : sizes)
         for (const std::int64_t b : sizes)
             for (const std::int64_t c : sizes)
                 for (const std::int64_t unit : {1, 2, 3})
-                    for (const Misfit absent : kAll)
-                        for (const Misfit indivisible : kAll) {
+                    for (const AxisPolicy absent : kAll)
+                        for (const AxisPolicy indivisible : kAll) {
                             const std::vector<std::int64_t> axes = {a, b, c};
                             const SpecDim dim{axes, unit};
                             const Corrector corrector({&dim, 1}, {absent, indivisible});
@@ -69,7 +71,7 @@ void all_small_cases() {
 
 void bits_run_over_all_dimensions() {
     const std::vector<SpecDim> dims = {{{2, 3}, 1}, {{}, 1}, {{4}, 1}};
-    const Corrector corrector(dims, {Misfit::kDrop, Misfit::kDrop});
+    const Corrector corrector(dims, {AxisPolicy::kDrop, AxisPolicy::kDrop});
     const auto kept = [&](std::vector<std::int64_t> shape) {
         return corrector.kept(shape.size(), [&](std::size_t d) { return shape[d]; });
     };
@@ -83,7 +85,7 @@ void bits_run_over_all_dimensions() {
 void refuses() {
     const auto refused = [](std::vector<SpecDim> dims) {
         try {
-            const Corrector corrector(dims, {Misfit::kDrop, Misfit::kDrop});
+            const Corrector corrector(dims, {AxisPolicy::kDrop, AxisPolicy::kDrop});
         } catch (const std::invalid_argument&) {
             return true;
         }
@@ -98,7 +100,7 @@ void refuses() {
 void sizes_that_overflow() {
     const std::int64_t huge = std::int64_t{1} << 62;
     const SpecDim dim{{huge, huge}, huge};
-    const Corrector corrector({&dim, 1}, {Misfit::kDrop, Misfit::kPrefix});
+    const Corrector corrector({&dim, 1}, {AxisPolicy::kDrop, AxisPolicy::kPrefix});
     expect(corrector.kept(1, [](std::size_t) { return INT64_MAX; }) == 0, "the largest size");
     expect(corrector.kept(1, [](std::size_t) { return std::int64_t{0}; }) == 3, "an empty one");
 }
@@ -108,7 +110,7 @@ std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
                                     const std::vector<std::int64_t>& sizes,
                                     const std::vector<NamedDim>& dims,
                                     const std::vector<std::int64_t>& dim_sizes,  // -1: none
-                                    Misfit indivisible) {
+                                    AxisPolicy indivisible) {
     std::vector<std::uint32_t> winners(dims.size(), kNone);
     std::vector<bool> used(sizes.size());
     for (std::uint32_t index = 0; index < rules.size(); ++index)
@@ -122,7 +124,7 @@ std::vector<std::uint32_t> restated(const std::vector<LogicalRule>& rules,
             }
             const Kept kept =
                 dim_sizes[dim] >= 0
-                    ? restated(axes, 1, {Misfit::kKeep, indivisible}, dim_sizes[dim])
+                    ? restated(axes, 1, {AxisPolicy::kKeep, indivisible}, dim_sizes[dim])
                     : ~Kept{0};
             if (!free || (!axes.empty() && kept == 0)) continue;
             winners[dim] = index;
@@ -153,11 +155,13 @@ void logical_rules_by_priority() {
         for (std::size_t dim = 0; dim < dims.size(); ++dim) {
             if (random(2) != 0) continue;
             const std::int64_t size = dim_sizes[dim] = random(25);
-            dims[dim].divides = [size](std::uint64_t divisor) { return is_multiple(size, divisor); };
+            dims[dim].divides = [size](std::uint64_t divisor) {
+                return is_multiple(size, divisor);
+            };
         }
-        constexpr Misfit kPolicies[] = {Misfit::kDrop, Misfit::kDropAxis, Misfit::kPrefix,
-                                        Misfit::kKeep};
-        const Misfit indivisible = kPolicies[run % 4];
+        constexpr AxisPolicy kPolicies[] = {AxisPolicy::kDrop, AxisPolicy::kDropAxis,
+                                            AxisPolicy::kPrefix, AxisPolicy::kKeep};
+        const AxisPolicy indivisible = kPolicies[run % 4];
         const LogicalRuleSet compiled(rules, sizes, Precedence::kPriority, indivisible);
         const Resolution result = compiled.resolve(dims);
         expect(result.rules == restated(rules, sizes, dims, dim_sizes, indivisible),
@@ -169,12 +173,13 @@ void logical_rules_by_priority() {
         for (const std::uint32_t rule : result.rules) won += rule != kNone;
         expect(won + result.lost.size() == on_dims, "each rule on a name wins or loses");
     }
-    const LogicalRuleSet one({{0, {0}}}, {2}, Precedence::kPriority, Misfit::kDrop);
+    const LogicalRuleSet one({{0, {0}}}, {2}, Precedence::kPriority, AxisPolicy::kDrop);
     expect(one.resolve(std::vector<NamedDim>{{0, {}, {}}, {kNone, {0}, {}}}).rules[0] == kNone,
            "an axis that another dimension has already");
-    const LogicalRuleSet last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast, Misfit::kDrop);
-    const Resolution result = last.resolve(
-        std::vector<NamedDim>{{0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
+    const LogicalRuleSet last({{0, {0}}, {1, {0}}, {0, {}}}, {2}, Precedence::kLast,
+                              AxisPolicy::kDrop);
+    const Resolution result = last.resolve(std::vector<NamedDim>{
+        {0, {}, {}}, {1, {}, [](std::uint64_t) { return false; }}, {2, {}, {}}, {0, {}, {}}});
     expect(result.rules == std::vector<std::uint32_t>{2, 1, kNone, 2}, "the last rule wins");
 }
 

@@ -50,6 +50,7 @@ void many_threads_share_a_matcher(std::size_t memory_budget) {
     std::vector<std::vector<RuleId>> found(kThreads);
     std::barrier start(kThreads);
     std::vector<std::thread> threads;
+    threads.reserve(kThreads);
     for (int t = 0; t < kThreads; ++t)
         threads.emplace_back([&, t] {
             start.arrive_and_wait();

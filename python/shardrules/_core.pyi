@@ -5,11 +5,20 @@ if an int is not one of 64 bits. Takes positional arguments alone: pybind11 cras
 where there is no memory for its name.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 class Answers:
     """What a leaf gets from the rule that has won it."""
+
+class RecordLayout(enum.IntEnum):
+    """How nodes of a record type are read and rebuilt; see csrc/pytree/record_type.hpp."""
+
+    CALL = 0
+    FIELDS = 1
+    ATTRIBUTES = 2
+    VARIABLE = 3
 
 @final
 class SpecTable(Answers):
@@ -145,14 +154,14 @@ class RuleSet:
     r"""A compiled rule list.
 
     Args:
-        patterns: Per match mode and rule a literal, code words, or None where `searched` has the
-            rule.
+        patterns: Per match mode and rule a literal, code words, or None where `fallbacks` has
+            the rule.
         classes: Per character class its ASCII members, bit c for character c.
         accepts: accepts(class, character), for non-ASCII characters.
         word_class: The class that `\b` looks at, or -1.
         ascii_word_class: The same for patterns with the ASCII flag.
         empty_text_has_no_non_boundary: Whether `\B` does not match the empty string.
-        searched: (position in `patterns`, search) of those evaluated by calling search(path).
+        fallbacks: (position in `patterns`, search) of those evaluated by calling search(path).
         memory_budget: Bytes for the states of each DFA, and as many for its way down a tree.
         match_modes: How many match modes there are: `patterns` has all rules once for each. What
             matches in an earlier mode wins.
@@ -167,7 +176,7 @@ class RuleSet:
         word_class: int,
         ascii_word_class: int,
         empty_text_has_no_non_boundary: bool,
-        searched: Sequence[tuple[int, Callable[[str], object]]],
+        fallbacks: Sequence[tuple[int, Callable[[str], object]]],
         memory_budget: int,
         match_modes: int,
         choices: Choices,

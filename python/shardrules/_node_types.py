@@ -17,16 +17,14 @@ from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from shardrules._core import RecordLayout
 from shardrules._jax import node_flattener, registered_unflatten
 
 
 class Record(NamedTuple):
     """The way in which the core reads and rebuilds nodes of one type."""
 
-    layout: str
-    """call: type(**everything), what is carried over first; fields: a new object with each
-    attribute set, children first; attributes: the same, of nodes whose __dict__ is everything;
-    variable: type._new(child, metadata with sorted keys)."""
+    layout: RecordLayout
     children: tuple[str, ...]
     """Attributes that hold the children."""
     keys: tuple[str, ...]
@@ -63,8 +61,8 @@ def registration(
         if record is None or not _fits(record, example, unflatten):
             return unflatten, None
         _known[node_type] = record
-    if record.layout == "call" and _constructor_sets_fields(node_type, record):
-        record = record._replace(layout="fields")
+    if record.layout is RecordLayout.CALL and _constructor_sets_fields(node_type, record):
+        record = record._replace(layout=RecordLayout.FIELDS)
     return unflatten, record
 
 
@@ -73,7 +71,7 @@ def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
         fields = inspect.getclosurevars(unflatten).nonlocals
         children, rest = tuple(fields["data_fields"]), tuple(fields["meta_fields"])
         is_its_own = fields["nodetype"] is node_type
-        return Record("call", children, children, rest) if is_its_own else None
+        return Record(RecordLayout.CALL, children, children, rest) if is_its_own else None
     if isinstance(unflatten, functools.partial) and unflatten.args == (node_type,):
         if _is_of_equinox(unflatten.func, node_type):
             return _equinox_module(node_type)
@@ -120,14 +118,14 @@ def _equinox_module(node_type: Any) -> Record:
     static = {f.name: f.metadata.get("static", False) for f in dataclasses.fields(node_type)}
     children = tuple(name for name, is_static in static.items() if not is_static)
     rest = tuple(name for name, is_static in static.items() if is_static)
-    return Record("attributes", children, children, rest)
+    return Record(RecordLayout.ATTRIBUTES, children, children, rest)
 
 
 def _nnx_variable(node_type: type) -> Record | None:
     make = getattr(getattr(node_type, "_new", None), "__func__", None)
     if _name(make) != ("flax.nnx.variablelib", "Variable._new"):
         return None
-    return Record("variable", ("_raw_value",), ("value",), ("_var_metadata",))
+    return Record(RecordLayout.VARIABLE, ("_raw_value",), ("value",), ("_var_metadata",))
 
 
 def _name(function: object) -> tuple[Any, Any]:
@@ -145,10 +143,10 @@ def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
     if [key for key, _ in pairs] != [GetAttrKey(key) for key in record.keys]:
         return False
     children = tuple(child for _, child in pairs)
-    if record.layout == "call":  # JAX's own code; the constructor is the user's, so not tried
-        return True
+    if record.layout is RecordLayout.CALL:
+        return True  # JAX's own code; the constructor is the user's, so not tried
     again = unflatten(auxiliary, children)
-    if record.layout == "attributes":
+    if record.layout is RecordLayout.ATTRIBUTES:
         before = getattr(node, "__dict__", {})
         names = (*record.children, *record.rest)
         expected = {name: before[name] for name in names if name in before}

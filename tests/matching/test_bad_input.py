@@ -309,7 +309,8 @@ UNINITIALISED = [
 
 
 def test_every_class_of_the_core_is_tried_below():
-    assert set(UNINITIALISED) == {v for v in vars(_core).values() if isinstance(v, type)}
+    classes = {v for v in vars(_core).values() if isinstance(v, type)}
+    assert set(UNINITIALISED) == classes - {_core.RecordLayout}  # of Python, which is an enum
 
 
 @pytest.mark.parametrize("cls", UNINITIALISED, ids=lambda cls: cls.__name__)

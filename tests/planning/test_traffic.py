@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import shardrules as sr
-from shardrules._plan import roles as roles_module
 from shardrules._estimate.schedule import Schedule
 from shardrules._estimate.step_time import flops
 from shardrules._estimate.traffic import traffic
+from shardrules._plan import roles as roles_module
 from shardrules._plan.axis_uses import data_axes_among
 from shardrules._plan.table import axes_named
 from tests.support import corpus, step_traffic

@@ -17,7 +17,7 @@ from typing import Any
 
 import shardrules._node_types
 from shardrules import Rules
-from shardrules._core import Corrector, RuleSet, ShardingTable, SpecTable, templates
+from shardrules._core import Corrector, RecordLayout, RuleSet, ShardingTable, SpecTable, templates
 from shardrules._node_types import Record
 from shardrules._rules.matcher import _choices
 from shardrules._rules.patterns import EMPTY_TEXT_HAS_NO_NON_BOUNDARY, MATCH_MODES, compile_patterns
@@ -206,10 +206,10 @@ def unflatten(_, children):
 def registration(node_type: type, _: object) -> tuple[Any, Record | None]:
     """In the place of _node_types.registration."""
     HOOKS.call("registration")
-    layout = {Block: "attributes", Called: "call"}.get(node_type)
+    layout = {Block: RecordLayout.ATTRIBUTES, Called: RecordLayout.CALL}.get(node_type)
     return (
         unflatten if node_type is Node else None,
-        Record(layout, ("a", "b"), ("a", "b"), ("note",)) if layout else None,
+        Record(layout, ("a", "b"), ("a", "b"), ("note",)) if layout is not None else None,
     )
 
 

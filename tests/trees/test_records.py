@@ -13,6 +13,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from shardrules._core import RecordLayout
 from shardrules._node_types import registration
 
 LEAF = jax.ShapeDtypeStruct((4, 8), "float32")
@@ -189,28 +190,28 @@ for takes_keywords in (TakesKeywords, NewTakesKeywords):
 
 
 DATACLASSES = [
-    (TakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), "call"),
-    (NewTakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), "call"),
-    (Plain(LEAF, [LEAF, LEAF], name="kept"), "fields"),
-    (Frozen(LEAF, {"x": LEAF}), "fields"),
-    (Slots(LEAF), "fields"),
-    (ManyFields(*[LEAF] * 6), "fields"),
-    (Plain(Plain(LEAF, Frozen(LEAF, LEAF)), None, name="outer"), "fields"),
-    (WithProperty(LEAF, LEAF), "fields"),
-    (SetsAttributes(LEAF, LEAF), "fields"),
-    (Derived(LEAF), "call"),
-    (WithMetaclass(LEAF), "call"),
-    (WithNew(kernel=LEAF), "call"),
-    (MetaFirst("kept", LEAF), "call"),
-    (FrozenWithPostInit(LEAF), "call"),
-    (WithSetattr(LEAF), "call"),
-    (WithFactory(LEAF), "call"),
+    (TakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), RecordLayout.CALL),
+    (NewTakesKeywords(bias=LEAF, kernel=LEAF, size=2, name="kept"), RecordLayout.CALL),
+    (Plain(LEAF, [LEAF, LEAF], name="kept"), RecordLayout.FIELDS),
+    (Frozen(LEAF, {"x": LEAF}), RecordLayout.FIELDS),
+    (Slots(LEAF), RecordLayout.FIELDS),
+    (ManyFields(*[LEAF] * 6), RecordLayout.FIELDS),
+    (Plain(Plain(LEAF, Frozen(LEAF, LEAF)), None, name="outer"), RecordLayout.FIELDS),
+    (WithProperty(LEAF, LEAF), RecordLayout.FIELDS),
+    (SetsAttributes(LEAF, LEAF), RecordLayout.FIELDS),
+    (Derived(LEAF), RecordLayout.CALL),
+    (WithMetaclass(LEAF), RecordLayout.CALL),
+    (WithNew(kernel=LEAF), RecordLayout.CALL),
+    (MetaFirst("kept", LEAF), RecordLayout.CALL),
+    (FrozenWithPostInit(LEAF), RecordLayout.CALL),
+    (WithSetattr(LEAF), RecordLayout.CALL),
+    (WithFactory(LEAF), RecordLayout.CALL),
 ]
 
 
 @pytest.mark.parametrize(("tree", "layout"), DATACLASSES, ids=lambda case: type(case).__name__)
 def test_dataclasses(tree, layout):
-    assert record_of(tree).layout == layout
+    assert record_of(tree).layout is layout
     ours, theirs = match([tree, tree]), match_by_jax([tree, tree])
     assert ours == theirs
     for made, expected in zip(ours, theirs, strict=True):
@@ -220,12 +221,11 @@ def test_dataclasses(tree, layout):
 
 
 def test_a_layout_that_the_core_does_not_know(monkeypatch):
-    """It was taken for nnx's."""
     known = registration(Plain, Plain(LEAF, LEAF))
-    for layout in ("attribute", "Call", ""):
+    for layout in (-1, len(RecordLayout)):
         made = known[0], known[1]._replace(layout=layout)
         monkeypatch.setattr("shardrules._node_types.registration", lambda *_, made=made: made)
-        with pytest.raises(ValueError, match=f"records have no layout '{layout}'"):
+        with pytest.raises(ValueError, match=f"records have no layout {layout}"):
             match(Plain(LEAF, LEAF))
 
 
@@ -242,7 +242,7 @@ def test_a_constructor_that_is_replaced_after_the_first_walk():
         object.__setattr__(self, "kernel", [kernel])
 
     Changed.__init__ = init
-    assert record_of(tree).layout == "call"
+    assert record_of(tree).layout is RecordLayout.CALL
     assert match(tree).kernel == match_by_jax(tree).kernel == [P("tp")]
 
 
@@ -381,8 +381,8 @@ def test_which_library_types_are_known(eqx, nnx):
     module = eqx.nn.Linear(3, 4, key=jax.random.key(0))
     if record_of(module) is None and jax.__version_info__ < (0, 6):
         pytest.skip("equinox and flax of this JAX's time go through the registry")
-    assert record_of(module).layout == "attributes"
-    assert record_of(nnx.Param(LEAF)).layout == "variable"
+    assert record_of(module).layout is RecordLayout.ATTRIBUTES
+    assert record_of(nnx.Param(LEAF)).layout is RecordLayout.VARIABLE
     assert record_of(nnx.Param(LEAF)) is record_of(nnx.Param(LEAF))
 
 

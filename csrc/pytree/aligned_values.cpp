@@ -1,4 +1,4 @@
-#include "beside.hpp"
+#include "aligned_values.hpp"
 
 #include "stack_bound.hpp"
 
@@ -7,8 +7,7 @@ namespace {
 
 class Filler {
   public:
-    // found: the list to fill.
-    explicit Filler(PyObject* found) : found_(found) {}
+    explicit Filler(PyObject* by_row) : by_row_(by_row) {}
 
     bool fill(PyObject* rows, PyObject* values, int levels = kMostLevels) {
         if (PyLong_CheckExact(rows)) return fill_row(rows, values);
@@ -19,14 +18,14 @@ class Filler {
     }
 
   private:
-    static constexpr int kMostLevels = 500;  // deeper trees have a long list of paths anyway
+    static constexpr int kMostLevels = 500;  // JAX aligns deeper trees
 
     bool fill_row(PyObject* number, PyObject* value) {
         const Py_ssize_t row = PyLong_AsSsize_t(number);
         if (row == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
-        if (row < 0 || row >= PyList_GET_SIZE(found_)) return false;
+        if (row < 0 || row >= PyList_GET_SIZE(by_row_)) return false;
         Py_INCREF(value);
-        check(PyList_SetItem(found_, row, value));
+        check(PyList_SetItem(by_row_, row, value));
         return true;
     }
 
@@ -46,7 +45,8 @@ class Filler {
     bool fill_sequence(PyObject* rows, PyObject* values, int levels) {
         if (PySequence_Fast_GET_SIZE(rows) != PySequence_Fast_GET_SIZE(values)) return false;
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(rows); ++i) {
-            if (i >= PySequence_Fast_GET_SIZE(values)) return false;  // a look-up may run Python code
+            if (i >= PySequence_Fast_GET_SIZE(values))
+                return false;  // a look-up may run Python code
             const Ref row = Ref::borrow(PySequence_Fast_GET_ITEM(rows, i));
             const Ref value = Ref::borrow(PySequence_Fast_GET_ITEM(values, i));
             if (!fill(row.get(), value.get(), levels)) return false;
@@ -54,14 +54,14 @@ class Filler {
         return true;
     }
 
-    PyObject* found_;
+    PyObject* by_row_;
     StackBound stack_;
 };
 
 }  // namespace
 
-bool values_beside(PyObject* rows, PyObject* values, PyObject* found) {
-    return Filler(found).fill(rows, values);
+bool aligned_values(PyObject* rows, PyObject* values, PyObject* by_row) {
+    return Filler(by_row).fill(rows, values);
 }
 
 }  // namespace shardrules::pytree
