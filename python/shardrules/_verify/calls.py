@@ -1,9 +1,8 @@
-"""How a compiled function is called: its arguments and results as trees of leaf numbers.
+"""Reads how a compiled function is called: arguments and results as trees of leaf numbers.
 
-`jax.jit` compiles a function as it is called. What wraps it has another signature: `flax.nnx.jit`
-splits modules into graph definitions and states, and returns those that the function may have
-changed; `equinox.filter_jit` hands on flat tuples of arrays. Private names of these libraries are
-read here and nowhere else. Costs a walk over the arguments. Must not know about HLO.
+`flax.nnx.jit` splits modules into graph definitions and states, and returns those that the
+function may have changed; `equinox.filter_jit` flattens arguments. Their private names are read
+here only.
 """
 
 from __future__ import annotations
@@ -28,29 +27,26 @@ Library = Literal["jax", "nnx", "equinox"]
 
 
 class Call(NamedTuple):
-    """A compiled function as its caller knows it, with the executable's leaves behind it."""
+    """Compiled function as its caller knows it, with the executable's leaves behind it."""
 
     compiled: Compiled
     in_tree: Any
-    """The structure of (positional, keyword) arguments."""
+    """Structure of (positional, keyword) arguments."""
     in_leaves: Sequence[int]
-    """Per leaf of it, which of the executable's inputs it is."""
+    """Position of each of its leaves among the executable's inputs."""
     out_tree: Any
-    """The structure of what is returned."""
     out_leaves: Sequence[int]
-    """Per leaf of it, which of the executable's outputs it is."""
     updates: Sequence[tuple[int, int]] = ()
     """Leaves of arguments that the call changes in place: (place in `in_leaves`, output)."""
     library: Library = "jax"
-    """Whose function compiles it."""
 
 
 def call_of(compiled: Any, inputs: Any) -> Call:
-    """How a compiled function is called.
+    """Reads how a compiled function is called.
 
     Args:
         compiled: What `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` have compiled.
-        inputs: What is planned for the arguments; equinox keeps no structure but this.
+        inputs: The plans of the arguments; equinox keeps no structure but theirs.
 
     Raises:
         TypeError: It is something else, or of a version of a library that has other private names.
@@ -59,8 +55,8 @@ def call_of(compiled: Any, inputs: Any) -> Call:
     from jax.stages import Compiled
 
     if isinstance(compiled, Compiled):
-        in_tree: Any = compiled.in_tree
-        out_tree: Any = compiled.out_tree
+        trees: list[Any] = [compiled.in_tree, compiled.out_tree]
+        in_tree, out_tree = trees
         return Call(
             compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
         )
@@ -72,6 +68,23 @@ def call_of(compiled: Any, inputs: Any) -> Call:
             "flax.nnx.jit or equinox.filter_jit"
         )
     return _READERS[library](compiled, inner, inputs)
+
+
+def _call(
+    inner: Compiled,
+    arguments: Any,
+    returned: Any,
+    library: Library,
+    changes: Iterator[tuple[int, int]],
+) -> Call:
+    """Makes a call from trees of leaf numbers."""
+    from jax import tree_util
+
+    in_leaves, in_tree = tree_util.tree_flatten(arguments)
+    out_leaves, out_tree = tree_util.tree_flatten(returned)
+    place_of = {number: place for place, number in enumerate(in_leaves)}
+    updates = [(place_of[before], after) for before, after in changes if before in place_of]
+    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, library)
 
 
 @contextmanager
@@ -89,25 +102,20 @@ def _reading(library: str) -> Iterator[None]:
         ) from error
 
 
-# flax.nnx
+def _numbered(treedef: Any) -> Any:
+    return treedef.unflatten(range(treedef.num_leaves))
 
 
 def _nnx_call(compiled: Any, inner: Compiled, _: Any) -> Call:
-    """Of `flax.nnx.jit`: modules are their states, and come back changed."""
-    from jax import tree_util
-
+    """Reads a call of `flax.nnx.jit`: modules are their states, and come back changed."""
     read = _nnx_of_trees if type(compiled).__name__.startswith("Simple") else _nnx_of_graphs
     with _reading("flax"):
-        args, returned, changed = read(_numbered(inner.in_tree), _numbered(inner.out_tree))
-        in_leaves, in_tree = tree_util.tree_flatten(args)
-        out_leaves, out_tree = tree_util.tree_flatten(returned)
-        place_of = {number: place for place, number in enumerate(in_leaves)}
-        updates = [(place_of[before], after) for before, after in changed if before in place_of]
-    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, "nnx")
+        arguments, returned, changes = read(_numbered(inner.in_tree), _numbered(inner.out_tree))
+        return _call(inner, arguments, returned, "nnx", changes)
 
 
 def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
-    """Arguments, result and changes where each module is split into a graph and its states."""
+    """Returns arguments, result and changes where modules are split into graphs and states."""
     extract = import_module("flax.nnx.extract")
     merge = import_module("flax.nnx.transforms.compilation")._jit_merge_fn
     args, (*after, returned) = (
@@ -118,7 +126,7 @@ def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, i
 
 
 def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
-    """The same where modules are trees of JAX, and only changed variables come back."""
+    """Returns the same where modules are trees of JAX, and only changed variables come back."""
     from jax import tree_util
 
     extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
@@ -132,16 +140,16 @@ def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, in
     paths, _ = tree_util.tree_flatten_with_path(
         before, is_leaf=lambda node: isinstance(node, variable_type)
     )
-    changed = (
+    changes = (
         (variable.get_raw_value(), after[tree_util.keystr(path)])
         for path, variable in paths
         if tree_util.keystr(path) in after
     )
-    return *map(_with_states, map(extract.from_tree2, (args, returned))), changed
+    return *map(_with_states, map(extract.from_tree2, (args, returned))), changes
 
 
 def _with_states(tree: Any) -> Any:
-    """A tree whose modules are replaced by their states."""
+    """Replaces modules by their states."""
     from jax import tree_util
 
     nnx = import_module("flax.nnx")
@@ -156,7 +164,7 @@ def _with_states(tree: Any) -> Any:
 
 
 def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
-    """(leaf, leaf) of two trees with the same path."""
+    """Yields the leaves of two trees that have the same path."""
     from jax import tree_util
 
     leaves = dict(tree_util.tree_flatten_with_path(before)[0])
@@ -165,18 +173,15 @@ def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
             yield leaves[path], number
 
 
-# equinox
-
-
 class _Entry(NamedTuple):
-    """What is planned for an argument whose structure equinox has not kept."""
+    """Plan of an argument whose structure equinox has not kept."""
 
-    at: str
+    name: str
     is_planned: bool
-    tree: Any
-    """A tree with a leaf for each array of the argument; None if that is not known."""
-    shapes: tuple[tuple[int, ...], ...] | None
-    """The shapes of a plan's arrays."""
+    tree: Any = None
+    """Tree with a leaf for each array of the argument; None if that is not known."""
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    """Shapes of a plan's arrays."""
 
     @property
     def treedef(self) -> Any:
@@ -186,7 +191,7 @@ class _Entry(NamedTuple):
 
 
 def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
-    """Of `equinox.filter_jit`: arguments are flat tuples, whose structure the plans have."""
+    """Reads a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
     from jax import tree_util
 
     with _reading("equinox"):
@@ -196,24 +201,19 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
         parameters = dict(compiled.info[0].parameters)
     positional, keywords = _split_keywords(inputs, parameters)
     count, names = len(positional), sorted(keywords)
-    entries = [_entry(f"inputs[{i}]", entry) for i, entry in enumerate(positional)]
+    entries = [_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
     entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
     shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
     begin = min(count, 1)
-    arguments = [
-        *_shared_out(entries[:begin], first, shapes),
-        *_shared_out(entries[begin:], rest, shapes),
-    ]
-    called = (tuple(arguments[:count]), dict(zip(names, arguments[count:], strict=True)))
-    in_leaves, in_tree = tree_util.tree_flatten(called)
-    out_leaves, out_tree = tree_util.tree_flatten(returned)
-    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, (), "equinox")
+    trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
+    arguments = (tuple(trees[:count]), dict(zip(names, trees[count:], strict=True)))
+    return _call(inner, arguments, returned, "equinox", iter(()))
 
 
 def _split_keywords(
     inputs: Any, parameters: Mapping[str, Parameter]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What is planned for positional arguments, and for those that are keywords only."""
+    """Splits plans into those of positional arguments and of keyword-only ones."""
     if not isinstance(inputs, tuple | list):
         raise TypeError(
             f"inputs is {shown(inputs)}; give a tuple with an entry for each positional argument"
@@ -245,73 +245,68 @@ def _split_keywords(
     return positional, {**unplanned, **keywords}
 
 
-def _entry(at: str, planned: Any) -> _Entry:
+def _entry(name: str, planned: Any) -> _Entry:
     from jax import tree_util
     from jax.sharding import Sharding
 
     if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
-        return _Entry(at, planned is not None, None, None)
+        return _Entry(name, planned is not None)
     if not isinstance(planned, Plan):
-        return _Entry(at, True, planned, None)
+        return _Entry(name, True, planned)
     columns = planned._columns
     shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
     tree = tree_util.tree_map(
         lambda row: None if shape_of[row] is None else row, columns.leaves.tree
     )
     shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
-    return _Entry(at, True, tree, shapes)
+    return _Entry(name, True, tree, shapes)
 
 
-def _shared_out(
+def _trees(
     entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
-    """Each argument as a tree of its leaves' numbers.
+    """Yields each argument as a tree of its leaves' numbers.
 
-    Plans are found by the shapes of their arrays; what is between them is of the others.
-
-    Args:
-        entries: What is planned for the arguments.
-        numbers: Of their leaves.
-        shapes: By number.
+    Plans are recognized by the shapes of their arrays; those between them are of the others.
     """
-    ways = list(islice(_ways(entries, [shapes[number] for number in numbers]), 2))
-    if len(ways) != 1:
-        listed = ", ".join(entry.at for entry in entries) or "inputs"
+    splits = list(islice(_splits(entries, [shapes[number] for number in numbers]), 2))
+    if len(splits) != 1:
+        names = ", ".join(entry.name for entry in entries) or "inputs"
         raise ValueError(
             printable(
-                f"{listed}: what is planned does not say which of "
+                f"{names}: what is planned does not say which of "
                 f"{counted(len(numbers), 'array')} are of which argument, or has other shapes; "
                 "equinox.filter_jit keeps no structure of arguments. Give each argument that has "
                 "arrays a Plan of these, or a tree with a spec for each"
             )
         )
     rest = iter(numbers)
-    for entry, width in zip(entries, ways[0], strict=True):
-        own = list(islice(rest, width))
+    for entry, width in zip(entries, splits[0], strict=True):
+        leaves = list(islice(rest, width))
         if entry.tree is not None:
-            yield entry.treedef.unflatten(own)
+            yield entry.treedef.unflatten(leaves)
         else:
-            yield own[0] if width == 1 else tuple(own)
+            yield leaves[0] if width == 1 else tuple(leaves)
 
 
-def _ways(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """How many arrays each entry has, in each way that they fit."""
-    known = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
-    if known is None:
+def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yields the array counts of the entries, for each way in which plans fit the shapes."""
+    first = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
+    if first is None:
         if (widths := _loose_widths(entries, len(shapes))) is not None:
             yield widths
         return
-    width, planned = entries[known].treedef.num_leaves, entries[known].shapes
+    width, planned = entries[first].treedef.num_leaves, entries[first].shapes
     for before in range(len(shapes) - width + 1):
-        loose = _loose_widths(entries[:known], before)
+        loose = _loose_widths(entries[:first], before)
         end = before + width
         if loose is not None and planned in (None, tuple(shapes[before:end])):
-            for after in _ways(entries[known + 1 :], shapes[end:]):
+            for after in _splits(entries[first + 1 :], shapes[end:]):
                 yield (*loose, width, *after)
 
 
 def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
-    """How many of these arrays each of several entries has that do not say it; None if unclear."""
+    """Shares arrays out among entries that do not say how many they have; None if unclear."""
     planned = [entry.is_planned for entry in entries]
     if count == len(entries):
         return (1,) * count
@@ -320,10 +315,6 @@ def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | No
     if len(entries) == 1 or (entries and not any(planned)):
         return (count, *[0] * (len(entries) - 1))
     return None
-
-
-def _numbered(treedef: Any) -> Any:
-    return treedef.unflatten(range(treedef.num_leaves))
 
 
 _READERS: Final[Mapping[str, Callable[[Any, Compiled, Any], Call]]] = {

@@ -1,19 +1,19 @@
-"""What is known of a compiled function: its inputs and outputs as lists, its HLO, its memory.
-
-Costs some microseconds per leaf, and XLA's time for its text. Private names of JAX are read where
-there is no public one in every version. Must not know about plans.
-"""
+"""Inputs and outputs of a compiled function in its caller's order, its HLO and its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
+from shardrules._plan.findings import Finding, FindingKind, Level
+from shardrules._plan.fold import fold
 from shardrules._specs import spec_shown
 from shardrules._verify.dataflow import Value, returned
 from shardrules._verify.hlo import Hlo
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Side:
-    """The inputs or the outputs of an executable, in the order of their leaves.
+    """Leaves of the inputs, or of the outputs, of an executable.
 
     Args:
         name: "inputs" or "outputs".
         treedef: The structure: of inputs that of (positional, keyword) arguments.
-        shardings: Per leaf; None for an argument that jit has dropped.
-        leaves: Per leaf, something that has its shape and dtype.
-        updated: Of outputs, the paths of the last leaves, which the structure does not have: those
-            of arguments that the call changes in place.
+        shardings: None for an argument that jit has dropped.
+        leaves: Anything with shape and dtype.
+        updated: Paths of the last outputs, which the structure lacks: arguments that the call
+            changes in place.
     """
 
     def __init__(
@@ -52,79 +52,86 @@ class Side:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Per leaf its path, such as inputs/0/w or, of a keyword argument, inputs/batch."""
+        """Paths of the leaves, such as inputs/0/w or, of a keyword argument, inputs/batch."""
         from jax import tree_util
 
         numbers = self.treedef.unflatten(range(self.treedef.num_leaves))
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = self.name == "inputs"
-        own = [
+        paths = [
             "/".join([self.name, *map(_key_shown, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ]
-        return own + self._updated()
+        return paths + self._updated()
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Per leaf its shape."""
+        """Shapes of the leaves."""
         return list(map(attrgetter("shape"), self.leaves))
 
     @cached_property
     def dtypes(self) -> list[Any]:
-        """Per leaf its dtype."""
+        """Dtypes of the leaves."""
         return list(map(attrgetter("dtype"), self.leaves))
 
     @cached_property
-    def parts(self) -> list[range]:
-        """The leaves of each argument, those of keywords last; of outputs those of each child."""
-        return [leaves for _, leaves in self.subtrees]
-
-    @cached_property
     def subtrees(self) -> list[tuple[Any, range]]:
-        """The structure and the leaves of each argument, or of each child of the output."""
+        """Structure and leaves of each argument, keywords last; or of each child of the output."""
         children = self._children
         if self.name == "inputs":
-            children = [one for of_calls in children for one in of_calls.children()]
-        ends = list(accumulate((one.num_leaves for one in children), initial=0))
-        return [(one, range(*ends)) for one, ends in zip(children, pairwise(ends), strict=True)]
+            children = [child for arguments in children for child in arguments.children()]
+        ends = list(accumulate((child.num_leaves for child in children), initial=0))
+        return [
+            (child, range(*bounds)) for child, bounds in zip(children, pairwise(ends), strict=True)
+        ]
 
     @cached_property
     def keywords(self) -> tuple[str, ...]:
-        """Of inputs, the names of the keyword arguments, which are the last subtrees."""
+        """Names of the keyword arguments, which are the last subtrees of inputs."""
         return tuple(self._children[1].node_data()[1])
 
     @cached_property
     def _children(self) -> list[Any]:
-        """Of the structure; JAX copies it for them."""
-        children: list[Any] = self.treedef.children()
+        children: list[Any] = self.treedef.children()  # which JAX copies at each call
         return children
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
-        """Bytes of a leaf on a device, with its own sharding or another one."""
+        """Computes the bytes of a leaf on a device, with its sharding or another one."""
         shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
         count = bits_of(self.dtypes[leaf])
         for size in shape:
             count *= size
         return -(-count // 8)
 
+    def finding(
+        self,
+        level: Level,
+        kind: FindingKind,
+        message: str,
+        fix: str,
+        leaves: Sequence[int],
+        *,
+        bytes: int = 0,
+    ) -> Finding:
+        """Makes a finding about leaves, with their paths folded."""
+        folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
+        patterns = tuple(group.pattern for group in folded)
+        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
+
 
 class Executable:
-    """A compiled function, read in the order of its caller's arguments and results."""
+    """Compiled function in the order of its caller's arguments and results."""
 
     def __init__(self, call: Call) -> None:
-        from jax import tree_util
-
         self.call = call
         self._compiled: Any = call.compiled
-        infos: list[Any] = tree_util.tree_leaves(call.compiled.args_info)
-        self._infos = _at(infos, call.in_leaves)
 
     @cached_property
     def inputs(self) -> Side:
-        """The arguments, with those that jit has dropped, since the function does not use them."""
-        shardings, values = self._arguments
-        leaves = _at(values, self.call.in_leaves)
-        return Side("inputs", self.call.in_tree, _at(shardings, self.call.in_leaves), leaves)
+        """Arguments, with those that jit has dropped, since the function does not use them."""
+        call = self.call
+        shardings, leaves = (at(items, call.in_leaves) for items in self._arguments)
+        return Side("inputs", call.in_tree, shardings, leaves)
 
     @cached_property
     def _arguments(self) -> tuple[list[Any], list[Any]]:
@@ -136,9 +143,9 @@ class Executable:
 
     @cached_property
     def outputs(self) -> Side:
-        """The results; behind them, what arguments become that the call changes in place."""
+        """Results; behind them, the arguments that the call changes in place."""
         call = self.call
-        shardings, leaves = (_at(every, self._out_leaves) for every in self._results)
+        shardings, leaves = (at(items, self._out_leaves) for items in self._results)
 
         def updated() -> list[str]:
             paths = self.inputs.paths
@@ -148,12 +155,15 @@ class Executable:
 
     @cached_property
     def donated(self) -> list[bool]:
-        """Per leaf of the inputs, whether it is donated."""
-        return list(map(attrgetter("donated"), self._infos))
+        """True for each leaf of the inputs that is donated."""
+        from jax import tree_util
+
+        infos: list[Any] = tree_util.tree_leaves(self.call.compiled.args_info)
+        return list(map(attrgetter("donated"), at(infos, self.call.in_leaves)))
 
     @cached_property
     def hlo(self) -> Hlo | None:
-        """The optimized module; None where the backend does not show it."""
+        """Optimized module; None where the backend does not show it."""
         text = self._compiled.as_text()
         return Hlo(text) if text else None
 
@@ -164,22 +174,22 @@ class Executable:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        """The mesh of the first input or output that has one of devices."""
+        """Mesh of the first input or output that has one of devices."""
         from jax.sharding import Mesh, NamedSharding
 
-        for sharding in self._shardings():
+        for sharding in chain(self.inputs.shardings, self.outputs.shardings):
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
                 return sharding.mesh
         return None
 
     @cached_property
     def kept(self) -> list[int]:
-        """The leaves of the inputs that jit has not dropped."""
+        """Leaves of the inputs that jit has not dropped."""
         return _not_none(self.inputs.shardings)
 
     @cached_property
     def parameter_of(self) -> dict[int, int]:
-        """By leaf of the inputs, the number of the module's parameter that it is.
+        """Number of the module's parameter for each leaf of the inputs.
 
         Constants and tokens, which JAX passes as well, come first.
         """
@@ -190,15 +200,20 @@ class Executable:
         return {leaf: number_of[self.call.in_leaves[leaf]] for leaf in self.kept}
 
     @cached_property
+    def leaf_of(self) -> dict[int, int]:
+        """Leaf of the inputs for each of the module's parameters."""
+        return {number: leaf for leaf, number in self.parameter_of.items()}
+
+    @cached_property
     def aliased(self) -> set[int]:
-        """The leaves of the inputs whose memory an output takes."""
+        """Leaves of the inputs whose memory an output takes."""
         assert self.hlo is not None
         numbers = set(self.hlo.aliases.values())
         return {leaf for leaf, number in self.parameter_of.items() if number in numbers}
 
     @cached_property
     def sources(self) -> list[Value]:
-        """Per leaf of the outputs, the value that it is a copy of."""
+        """Value that each leaf of the outputs is a copy of."""
         assert self.hlo is not None
         values = list(returned(self.hlo))
         # Tokens, which JAX returns as well, come first.
@@ -206,35 +221,34 @@ class Executable:
         return [values[first + leaf] for leaf in self._out_leaves]
 
     @cached_property
-    def _out_leaves(self) -> list[int]:
-        """Per leaf of the outputs, which of the executable's it is."""
-        return [*self.call.out_leaves, *(after for _, after in self.call.updates)]
-
-    def _shardings(self) -> Iterator[Any]:
-        yield from self.inputs.shardings
-        yield from self.outputs.shardings
+    def _out_leaves(self) -> Sequence[int]:
+        """Position of each leaf of the outputs among the executable's."""
+        call = self.call
+        updates = [after for _, after in call.updates]
+        return [*call.out_leaves, *updates] if updates else call.out_leaves
 
 
-def _at(every: list[Any], leaves: Sequence[int]) -> list[Any]:
-    """Those of all leaves that a caller knows, in the caller's order."""
-    return every if leaves == range(len(every)) else [every[leaf] for leaf in leaves]
+def at(items: list[Any], leaves: Sequence[int]) -> list[Any]:
+    """Returns the items of these leaves, in their order."""
+    if isinstance(leaves, range):
+        return items[leaves.start : leaves.stop]
+    return [items[leaf] for leaf in leaves]
 
 
 def _not_none(shardings: list[Any]) -> list[int]:
-    """The places at which there is a sharding."""
     if type(None) not in set(map(type, shardings)):
         return list(range(len(shardings)))
     return [i for i, sharding in enumerate(shardings) if sharding is not None]
 
 
 def sharding_shown(sharding: Any) -> str:
-    """A sharding for a message: its spec if it has one."""
+    """Formats a sharding for a message: as its spec if it has one."""
     spec = getattr(sharding, "spec", None)
     return type(sharding).__name__ if spec is None else spec_shown(spec)
 
 
 def _key_shown(key: Any) -> str:
-    """A key of a path of JAX: of a dict, a sequence, an attribute, or a flattened index."""
+    """Formats a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return str(getattr(key, name))

@@ -1,49 +1,41 @@
-"""Findings about the shardings and memory kinds of an executable's inputs and outputs.
-
-Read from `Compiled.input_shardings` and `Compiled.output_shardings`. Costs a comparison for each
-pair of shardings. Must not know how findings are shown.
-"""
+"""Compares the shardings and memory kinds of inputs and outputs with the plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
-from shardrules._plan.findings import Finding, VerifyKind
-from shardrules._plan.fold import fold
 from shardrules._text import bytes_shown, counted, printable
 from shardrules._verify.executable import sharding_shown
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import Finding, FindingKind, Level
+    from shardrules._plan.findings import Finding, VerifyKind
     from shardrules._verify.calls import Library
     from shardrules._verify.executable import Side
-    from shardrules._verify.inputs import Wanted
+    from shardrules._verify.inputs import Target
 
 
-class _Placing(NamedTuple):
-    """What places arrays as planned, in words."""
+class _Fixes(NamedTuple):
+    """Calls that place arrays as planned."""
 
-    arguments: str
-    results: str
+    inputs: str
+    outputs: str
     states: str
 
 
-PLACING: Final[dict[Library, _Placing]] = {
-    "jax": _Placing(
+FIXES: Final[dict[Library, _Fixes]] = {
+    "jax": _Fixes(
         "lower the function with arrays or shapes that are sharded as planned (plan.abstract()), "
         "or give jit in_shardings=plan.shardings()",
         "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
         "give jit out_shardings that are the shardings of the arguments, or constrain the new "
         "state to them inside the function",
     ),
-    "nnx": _Placing(
+    "nnx": _Fixes(
         "lower the function with modules that are sharded as planned, or give nnx.jit "
         "in_shardings=nnx.StateSharding(plan.shardings())",
         "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is updated, and "
@@ -51,7 +43,7 @@ PLACING: Final[dict[Library, _Placing]] = {
         "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which count for the "
         "updated module too, or constrain the new state inside the function",
     ),
-    "equinox": _Placing(
+    "equinox": _Fixes(
         "lower the function with arrays that are sharded as planned",
         "constrain the result inside the function, as by "
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
@@ -59,211 +51,164 @@ PLACING: Final[dict[Library, _Placing]] = {
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
     ),
 }
-"""By whose function compiles."""
-
-
-def finding_of(
-    level: Level,
-    kind: FindingKind,
-    message: str,
-    fix: str,
-    *,
-    side: Side | None = None,
-    leaves: Sequence[int] = (),
-    bytes: int = 0,
-) -> Finding:
-    """A finding about leaves of a side, with their paths folded."""
-    paths = [] if side is None else [side.paths[leaf] for leaf in leaves]
-    folded = fold(paths, np.zeros(len(paths), np.int32))
-    patterns = tuple(one.pattern for one in folded)
-    return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
 
 
 class ObjectPairs:
-    """Two lists of as many objects, many of which are the same; None is like anything."""
+    """Pairs of objects, most of which are the same few; None is equal to anything."""
 
     def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
         self._firsts = firsts
         self._seconds = seconds
         # A list of None says that nothing is planned.
-        is_planned = firsts.count(None) < len(firsts)
-        count = len(firsts) if is_planned else 0
+        count = len(firsts) if firsts.count(None) < len(firsts) else 0
         self._position_of = dict(zip(self._ids(), range(count), strict=False))
 
-    def unlike(self, alike: Callable[[Any, Any, int], bool]) -> list[list[int]]:
-        """The positions of what is not alike, those of the same two objects together.
+    def differences(
+        self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
+    ) -> Iterator[tuple[_Texts, list[int]]]:
+        """Yields the positions of pairs that differ, those with the same texts together.
 
         Args:
-            alike: Called once for each pair of the same objects, with them and one of its
-                positions.
+            are_equal: Called once for each pair of the same objects, with one of its positions.
+            texts: Formats both objects at a position.
         """
-        differ = {key for key, i in self._position_of.items() if not self._is_like(i, alike)}
+        differ = {key for key, i in self._position_of.items() if not self._is_equal(i, are_equal)}
         positions = defaultdict(list)
         for i, key in enumerate(self._ids()) if differ else ():
             if key in differ:
                 positions[key].append(i)
-        return list(positions.values())
+        merged: dict[_Texts, list[int]] = defaultdict(list)
+        for group in positions.values():
+            merged[texts(group[0])] += group
+        return ((pair, sorted(group)) for pair, group in merged.items())
 
-    def _is_like(self, position: int, alike: Callable[[Any, Any, int], bool]) -> bool:
+    def _is_equal(self, position: int, are_equal: Callable[[Any, Any, int], bool]) -> bool:
         first, second = self._firsts[position], self._seconds[position]
-        if first is None or second is None:
-            return True
-        return alike(first, second, position)
+        return first is None or second is None or are_equal(first, second, position)
 
     def _ids(self) -> Iterator[tuple[int, int]]:
         return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
 
 
-def is_same(one: Any, other: Any, rank: int) -> bool:
-    """Whether two shardings cut arrays of this rank alike, in whatever memory."""
-    if one == other:
+_Texts = tuple[str | None, str | None]
+
+
+def is_same(first: Any, second: Any, rank: int) -> bool:
+    """Says whether two shardings shard arrays of this rank equally, in whatever memory."""
+    if first == second:
         return True
-    one, other = one.with_memory_kind(None), other.with_memory_kind(None)
-    return bool(one == other or one.is_equivalent_to(other, rank))
+    first, second = first.with_memory_kind(None), second.with_memory_kind(None)
+    return bool(first == second or first.is_equivalent_to(second, rank))
 
 
-def together(groups: Iterable[list[int]], key: Callable[[int], Any]) -> list[list[int]]:
-    """Groups whose first members have equal keys, as one group each, ascending."""
-    merged: dict[Any, list[int]] = defaultdict(list)
-    for group in groups:
-        merged[key(group[0])] += group
-    return [sorted(group) for group in merged.values()]
-
-
-class _Said(NamedTuple):
-    """The words of a finding about a side."""
+class _SideWords(NamedTuple):
+    """Words of findings about a side."""
 
     kind: VerifyKind
     verb: str
     cost: str
 
 
-_SAID: Final = {
-    "inputs": _Said(
-        "input",
-        "takes",
-        "it refuses arrays as planned, and jit compiles again for them",
+_WORDS: Final = {
+    "inputs": _SideWords(
+        "input", "takes", "it refuses arrays as planned, and jit compiles again for them"
     ),
-    "outputs": _Said(
-        "output",
-        "returns",
-        "what needs them as planned moves them first",
-    ),
+    "outputs": _SideWords("output", "returns", "what needs them as planned moves them first"),
 }
 
 
-def placements(side: Side, wanted: Sequence[Wanted | None], library: Library) -> Iterator[Finding]:
-    """Where the inputs or outputs are not as planned."""
-    pairs = ObjectPairs(wanted, side.shardings)
-    fix = PLACING[library].arguments if side.name == "inputs" else PLACING[library].results
-    yield from _misplaced(side, wanted, pairs, fix)
-    yield from _in_other_memory(side, wanted, pairs, fix)
+def placements(side: Side, targets: Sequence[Target | None], library: Library) -> Iterator[Finding]:
+    """Yields findings about leaves that are not sharded or kept in memory as planned."""
+    pairs = ObjectPairs(targets, side.shardings)
+    yield from _shardings(side, targets, pairs, getattr(FIXES[library], side.name))
+    yield from _memory_kinds(side, targets, pairs, getattr(FIXES[library], side.name))
 
 
-def _misplaced(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
+def _shardings(
+    side: Side, targets: Sequence[Target | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    """Leaves whose sharding in the executable is not equivalent to the planned one."""
-    said = _SAID[side.name]
+    words = _WORDS[side.name]
 
-    def alike(planned: Wanted, has: Any, leaf: int) -> bool:
-        if planned.sharding == has:
+    def are_equal(target: Target, sharding: Any, leaf: int) -> bool:
+        if target.sharding == sharding:
             return True
-        _check_fits(planned, side, leaf)
-        return is_same(planned.sharding, has, len(side.shapes[leaf]))
+        _check_fits(target, side, leaf)
+        return is_same(target.sharding, sharding, len(side.shapes[leaf]))
 
     def texts(leaf: int) -> tuple[str, str]:
-        _check_fits(wanted[leaf], side, leaf)
-        return sharding_shown(_sharding(wanted[leaf])), sharding_shown(side.shardings[leaf])
+        _check_fits(targets[leaf], side, leaf)
+        return sharding_shown(_sharding(targets[leaf])), sharding_shown(side.shardings[leaf])
 
-    for leaves in together(pairs.unlike(alike), texts):
-        meant, has = texts(leaves[0])
-        planned = sum(side.bytes_of(leaf, _sharding(wanted[leaf])) for leaf in leaves)
-        held = sum(map(side.bytes_of, leaves))
-        others = ", on the devices in another order," if meant == has else ""
-        yield finding_of(
-            "error",
-            said.kind,
-            f"{counted(len(leaves), 'leaf')} planned {meant}, but the executable {said.verb} "
-            f"{has}{others} with {bytes_shown(held)} on each device instead of "
-            f"{bytes_shown(planned)}: {said.cost}",
-            fix,
-            side=side,
-            leaves=leaves,
-            bytes=held,
+    for (planned, actual), leaves in pairs.differences(are_equal, texts):
+        budget = sum(side.bytes_of(leaf, _sharding(targets[leaf])) for leaf in leaves)
+        size = sum(map(side.bytes_of, leaves))
+        order = ", on the devices in another order," if planned == actual else ""
+        message = (
+            f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {words.verb} "
+            f"{actual}{order} with {bytes_shown(size)} on each device instead of "
+            f"{bytes_shown(budget)}: {words.cost}"
         )
+        yield side.finding("error", words.kind, message, fix, leaves, bytes=size)
 
 
-def _in_other_memory(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
+def _memory_kinds(
+    side: Side, targets: Sequence[Target | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    """Leaves that are planned in a memory kind other than the executable's."""
-
-    def alike(planned: Wanted, has: Any, _: int) -> bool:
-        if planned.memory_kind is None:
+    def are_equal(target: Target, sharding: Any, _: int) -> bool:
+        if target.memory_kind is None:
             return True
-        kind = memory_apart(has)
-        return kind is None if planned.memory_kind == "device" else kind == planned.memory_kind
+        kind = memory_apart(sharding)
+        return kind is None if target.memory_kind == "device" else kind == target.memory_kind
 
     def texts(leaf: int) -> tuple[str | None, str | None]:
-        planned = wanted[leaf]
-        return planned and planned.memory_kind, side.shardings[leaf].memory_kind
+        target = targets[leaf]
+        return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    said = _SAID[side.name]
-    for leaves in together(pairs.unlike(alike), texts):
-        meant, has = texts(leaves[0])
-        held = sum(map(side.bytes_of, leaves))
-        yield finding_of(
-            "error",
-            "memory-kind",
-            f"{counted(len(leaves), 'leaf')} planned in {meant} memory, but the executable "
-            f"{said.verb} them in {has} memory: {bytes_shown(held)} on each device",
-            f"{fix}; specs alone say nothing about memory",
-            side=side,
-            leaves=leaves,
-            bytes=held,
+    fix = f"{fix}; specs alone say nothing about memory"
+    for (planned, actual), leaves in pairs.differences(are_equal, texts):
+        size = sum(map(side.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
+            f"{_WORDS[side.name].verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
+        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
 
 
-def dropped(side: Side, wanted: Sequence[Wanted | None], kept: Sequence[int]) -> Iterator[Finding]:
-    """Planned leaves that the executable does not have."""
-    if len(kept) == len(wanted):
+def dropped(side: Side, targets: Sequence[Target | None], kept: Sequence[int]) -> Iterator[Finding]:
+    """Yields a finding about planned leaves that the executable does not have."""
+    if len(kept) == len(targets):
         return
-    lacking = set(range(len(wanted))).difference(kept)
-    # Such as optax's adafactor has for the moments that a parameter does not need.
-    lacking = {leaf for leaf in lacking if side.shapes[leaf] != (1,)}
-    if leaves := [leaf for leaf in sorted(lacking) if wanted[leaf] is not None]:
-        yield finding_of(
-            "info",
-            "input",
+    lacking = sorted(set(range(len(targets))).difference(kept))
+    # optax's adafactor has arrays of shape (1,) for the moments that a parameter does not need.
+    if leaves := [leaf for leaf in lacking if targets[leaf] and side.shapes[leaf] != (1,)]:
+        message = (
             f"{counted(len(leaves), 'leaf')} not used by the function: jit has dropped them, and "
-            "the executable has no sharding to compare",
-            "leave them out of the arguments; jit(keep_unused=True) keeps them",
-            side=side,
-            leaves=leaves,
+            "the executable has no sharding to compare"
         )
+        fix = "leave them out of the arguments; jit(keep_unused=True) keeps them"
+        yield side.finding("info", "input", message, fix, leaves)
 
 
 def placement_text(sharding: Any) -> str:
-    """A sharding with its memory kind, if that is not the default."""
+    """Formats a sharding with its memory kind, if that is not the default."""
     kind: Any = memory_apart(sharding)
     return in_memory(sharding_shown(sharding), kind)
 
 
-def _sharding(planned: Wanted | None) -> Any:
-    return planned and planned.sharding
+def _sharding(target: Target | None) -> Any:
+    return target and target.sharding
 
 
-def _check_fits(planned: Wanted | None, side: Side, leaf: int) -> None:
-    assert planned is not None
+def _check_fits(target: Target | None, side: Side, leaf: int) -> None:
+    assert target is not None
     shape = side.shapes[leaf]
-    if len(getattr(planned.sharding, "spec", ())) <= len(shape):
+    if len(getattr(target.sharding, "spec", ())) <= len(shape):
         with suppress(ValueError):
-            planned.sharding.shard_shape(shape)
+            target.sharding.shard_shape(shape)
             return
     raise ValueError(
         printable(
-            f"{side.paths[leaf]}: {sharding_shown(planned.sharding)} is planned for the shape "
+            f"{side.paths[leaf]}: {sharding_shown(target.sharding)} is planned for the shape "
             f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
         )
     )

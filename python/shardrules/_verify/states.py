@@ -1,10 +1,8 @@
-"""Findings about states: what goes in and comes out, and what is donated.
+"""Finds the states of a step, and checks how they come out and whether they are donated.
 
 An output stands for an argument if both have the same structure and shapes, and further: the
-argument is donated; or the same plan or tree is given for both; or, less surely, the dtypes are
-the same too. `flax.nnx.jit` says itself which modules come back. Donation is read from
-`Compiled.args_info`, its effect from input_output_alias in the HLO. Costs a comparison of
-structures per argument and output. Must not know how findings are shown.
+argument is donated; or the same plan or tree is given for both; or, as a guess, the dtypes are the
+same too. `flax.nnx.jit` itself says which modules come back.
 """
 
 from __future__ import annotations
@@ -15,21 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from shardrules._specs import is_partition_spec
 from shardrules._text import bytes_shown, counted
 from shardrules._verify.dataflow import is_made_from
-from shardrules._verify.placements import (
-    PLACING,
-    ObjectPairs,
-    finding_of,
-    is_same,
-    placement_text,
-    together,
-)
+from shardrules._verify.executable import at
+from shardrules._verify.placements import FIXES, ObjectPairs, is_same, placement_text
 
 if TYPE_CHECKING:
     from shardrules._plan.findings import Finding, Level
     from shardrules._verify.executable import Executable, Side
 
 Evidence = Literal["updated", "donated", "planned", "alike"]
-_SAID: Final = {
+_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
     "updated": ("a module, which comes back from the call", "the next step"),
     "donated": ("a donated state", "the next step"),
     "planned": ("a state, for which the same is planned on both sides", "the next step"),
@@ -38,7 +30,7 @@ _SAID: Final = {
         "if that is passed back, the next call",
     ),
 }
-"""By what tells that something is a state: what it is called, and when it matters."""
+"""Names a state by its evidence, and says when it matters."""
 
 
 class State(NamedTuple):
@@ -47,119 +39,218 @@ class State(NamedTuple):
     inputs: Sequence[int]
     outputs: Sequence[int]
     evidence: Evidence
-    """What tells so: of likeness alone nobody has said it."""
+    """How we know; "alike" is a guess."""
 
 
-class _Part(NamedTuple):
-    """An argument, or a child of the output."""
+class _Subtree(NamedTuple):
+    """Argument, or child of the output."""
 
     treedef: Any
     leaves: range
-    given: Any
-    """What is planned for it."""
+    plan: Any
 
 
-def states(executable: Executable, given_inputs: Any, given_outputs: Any) -> list[State]:
-    """The states of a step: of the output as a whole, or else of its children."""
-    updated = _updated(executable)
+def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
+    """Finds the states of a step: the output as a whole, or else its children.
+
+    Args:
+        executable: The step.
+        inputs: The plans of the arguments.
+        outputs: The plans of the results.
+    """
+    updated = list(_updated(executable))
     taken = {leaf for state in updated for leaf in state.inputs}
     arguments = {
-        place: part
-        for place, part in enumerate(_arguments(executable.inputs, given_inputs))
-        if taken.isdisjoint(part.leaves)
+        place: argument
+        for place, argument in enumerate(_arguments(executable.inputs, inputs))
+        if taken.isdisjoint(argument.leaves)
     }
-    return updated + _returned(executable, arguments, given_outputs)
+    side = executable.outputs
+    output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
+    if returned := _matched(executable, arguments, [output]):
+        return updated + returned
+    pairs = zip(side.subtrees, _children(outputs, side.treedef), strict=True)
+    children = [_Subtree(*subtree, plan) for subtree, plan in pairs]
+    return updated + _matched(executable, arguments, children)
 
 
-def _updated(executable: Executable) -> list[State]:
-    """The arguments that the call changes in place."""
+def _updated(executable: Executable) -> Iterator[State]:
+    """Yields the arguments that the call changes in place."""
     updates = executable.call.updates
     first = len(executable.outputs.leaves) - len(updates)
     output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
-    parts = ([leaf for leaf in part if leaf in output_of] for part in executable.inputs.parts)
-    return [State(part, [output_of[leaf] for leaf in part], "updated") for part in parts if part]
+    for _, argument in executable.inputs.subtrees:
+        if leaves := [leaf for leaf in argument if leaf in output_of]:
+            yield State(leaves, [output_of[leaf] for leaf in leaves], "updated")
 
 
-def _returned(
-    executable: Executable, arguments: Mapping[int, _Part], given_outputs: Any
-) -> list[State]:
-    """The states that the function returns: all of its result, or its children."""
-    outputs = executable.outputs
-    whole = _Part(outputs.treedef, range(outputs.treedef.num_leaves), given_outputs)
-    if found := _matched(executable, arguments, [whole]):
-        return found
-    entries = _children(given_outputs, outputs.treedef)
-    pairs = zip(outputs.subtrees, entries, strict=True)
-    return _matched(executable, arguments, [_Part(*subtree, given) for subtree, given in pairs])
+def _arguments(side: Side, plans: Sequence[Any]) -> list[_Subtree]:
+    count = len(side.subtrees) - len(side.keywords)
+    by_name = plans[count] if len(plans) > count else {}
+    entries = [*plans[:count], *map(by_name.get, side.keywords)]
+    return [_Subtree(*subtree, plan) for subtree, plan in zip(side.subtrees, entries, strict=True)]
 
 
-def _children(given: Any, treedef: Any) -> Sequence[Any]:
-    """What is planned for the children of the output, as far as each has an entry of its own."""
-    if isinstance(given, Mapping):
-        return [given.get(key) for key in treedef.node_data()[1]]
-    if isinstance(given, tuple | list) and not is_partition_spec(given):
-        return given
+def _children(plans: Any, treedef: Any) -> Sequence[Any]:
+    """Lists the plans of the output's children, as far as each has an entry of its own."""
+    if isinstance(plans, Mapping):
+        return [plans.get(key) for key in treedef.node_data()[1]]
+    if isinstance(plans, tuple | list) and not is_partition_spec(plans):
+        return plans
     return [None] * len(treedef.children())
 
 
-def changed(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
-    """States that come out otherwise than they go in."""
-    for state in found:
+def _matched(
+    executable: Executable, arguments: Mapping[int, _Subtree], outputs: list[_Subtree]
+) -> list[State]:
+    """Matches each output with the argument at the same place, or else the first that fits."""
+    matches: list[State] = []
+    rest = dict(arguments)
+    for place, output in enumerate(outputs):
+        for i in sorted(rest, key=lambda i: (i != place, i)):
+            if evidence := _evidence(executable, rest[i], output):
+                matches.append(State(rest.pop(i).leaves, output.leaves, evidence))
+                break
+    return matches
+
+
+def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> Evidence | None:
+    """Says how we know that an output stands for an argument; None if it does not."""
+    if not argument.leaves or argument.treedef != output.treedef:
+        return None
+    inputs, outputs = executable.inputs, executable.outputs
+    if at(inputs.shapes, argument.leaves) != at(outputs.shapes, output.leaves):
+        return None
+    # The structure of an array alone says nothing.
+    is_tree = argument.treedef.num_nodes > 1
+    has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
+    if (is_tree or has_dtypes) and any(at(executable.donated, argument.leaves)):
+        return "donated"
+    if is_tree and argument.plan is not None and argument.plan is output.plan:
+        return "planned"
+    return "alike" if is_tree and has_dtypes else None
+
+
+def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about states that come out with another sharding, memory or dtype."""
+    for state in carried:
         yield from _resharded(executable, state)
         yield from _of_other_dtype(executable, state)
 
 
-def undonated(executable: Executable, found: Sequence[State]) -> Iterator[Finding]:
-    """Leaves that are donated, and whose memory no output takes."""
+def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before = at(inputs.shardings, state.inputs)
+    after = at(outputs.shardings, state.outputs)
+    # The same objects, as a rule.
+    if before == after:
+        return
+
+    def are_equal(first: Any, second: Any, row: int) -> bool:
+        if first == second:
+            return True
+        rank = len(inputs.shapes[state.inputs[row]])
+        return is_same(first, second, rank) and first.memory_kind == second.memory_kind
+
+    def texts(i: int) -> tuple[str, str]:
+        return placement_text(before[i]), placement_text(after[i])
+
+    level: Level = "warning" if state.evidence == "alike" else "error"
+    name, when = _WORDS[state.evidence]
+    fix = FIXES[executable.call.library].states
+    for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
+        leaves = [state.inputs[i] for i in rows]
+        moved = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            f"again, or moves them back, {bytes_shown(moved)} to each device"
+        )
+        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
+
+
+def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs = executable.inputs
+    before = at(inputs.dtypes, state.inputs)
+    after = at(executable.outputs.dtypes, state.outputs)
+    if before == after:
+        return
+
+    def texts(i: int) -> tuple[str, str]:
+        return str(before[i]), str(after[i])
+
+    name, when = _WORDS[state.evidence]
+    fix = "cast the new state to the dtypes of the old one"
+    pairs = ObjectPairs(before, after)
+    for (old, new), rows in pairs.differences(lambda first, second, _: first == second, texts):
+        leaves = [state.inputs[i] for i in rows]
+        size = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            "again"
+        )
+        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size)
+
+
+def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about donated leaves whose memory no output takes."""
     side = executable.inputs
     if not any(executable.donated):
         return
     donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
     if executable.hlo is None:
-        yield finding_of(
-            "warning",
-            "donation",
+        message = (
             f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
-            "executables: whether outputs take their memory is not known",
-            "compare memory_analysis().alias_size_in_bytes with their bytes",
-            side=side,
-            leaves=donated,
+            "executables: whether outputs take their memory is not known"
         )
+        fix = "compare memory_analysis().alias_size_in_bytes with their bytes"
+        yield side.finding("warning", "donation", message, fix, donated)
         return
     if executable.hlo.alias_count == len(donated):
         return
-    lost = [leaf for leaf in donated if leaf not in executable.aliased]
-    of_states = {leaf for state in found for leaf in state.inputs}
-    # equinox donates all arguments, the batch as well, or all but the first.
-    for is_state in (True, False) if executable.call.library != "equinox" else (True,):
-        leaves = [leaf for leaf in lost if (leaf in of_states) == is_state]
+    of_states = {leaf for state in carried for leaf in state.inputs}
+    lost: dict[bool, list[int]] = {True: [], False: []}
+    for leaf in donated:
+        if leaf not in executable.aliased:
+            lost[leaf in of_states].append(leaf)
+    if executable.call.library == "equinox":
+        lost[False] = []  # it donates all arguments, the batch as well, or all but the first
+    for is_state, leaves in lost.items():
         if leaves:
-            held = sum(map(side.bytes_of, leaves))
-            yield _not_aliased(side, leaves, held, is_state=is_state)
+            yield _not_aliased(side, leaves, is_state=is_state)
 
 
-def not_donated(executable: Executable, found: Sequence[State], large: int) -> Iterator[Finding]:
-    """States that are large and not donated: the old one stays beside the new one."""
+def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
+    size = sum(map(side.bytes_of, leaves))
+    message = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
+    if is_state:
+        message += f"the old and the new ones take {bytes_shown(size)} each on each device"
+        fix = (
+            "let each come out with the shape, dtype and sharding with which it goes in; one that "
+            "does not may leave another without a place"
+        )
+        return side.finding("error", "donation", message, fix, leaves, bytes=size)
+    message += f"{bytes_shown(size)} on each device; none is like them"
+    return side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
+
+
+def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
+    """Yields findings about large states whose old arrays stay in memory beside the new ones."""
     side = executable.inputs
-    for evidence, (what, _) in _SAID.items():
-        states = [state for state in found if state.evidence == evidence]
+    for evidence, (name, _) in _WORDS.items():
+        states = [state for state in carried if state.evidence == evidence]
         leaves = [leaf for state in states for leaf in _kept_twice(executable, state, large)]
-        held = sum(map(side.bytes_of, leaves))
-        if leaves and held >= large:
-            yield finding_of(
-                "warning",
-                "donation",
-                f"{counted(len(leaves), 'leaf')} of {what}: not donated, so the old and the new "
-                f"ones take {bytes_shown(held)} each on each device",
-                _how_to_donate(executable, leaves),
-                side=side,
-                leaves=leaves,
-                bytes=held,
+        size = sum(map(side.bytes_of, leaves))
+        if leaves and size >= large:
+            message = (
+                f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
+                f"ones take {bytes_shown(size)} each on each device"
             )
+            fix = _donation(executable, leaves)
+            yield side.finding("warning", "donation", message, fix, leaves, bytes=size)
 
 
 def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
-    """The leaves of a state that are not donated, and that the new ones are made from."""
+    """Lists the leaves of a state that are not donated, and that the new ones are made from."""
     side = executable.inputs
     pairs = [
         (before, after)
@@ -179,166 +270,26 @@ def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
     ]
 
 
-def _how_to_donate(executable: Executable, leaves: Sequence[int]) -> str:
-    library = executable.call.library
+def _donation(executable: Executable, leaves: Sequence[int]) -> str:
+    """Writes the arguments of jit that donate leaves."""
+    library, side = executable.call.library, executable.inputs
     if library == "equinox":
         return (
             'give filter_jit donate="all", or donate="all-except-first" with all that is used '
             "again in the first argument"
         )
-    side = executable.inputs
-    count = len(side.parts) - len(side.keywords)
-    chosen = set(leaves)
-    places = [i for i, part in enumerate(side.parts) if not chosen.isdisjoint(part)]
-    numbers = [i for i in places if i < count]
-    names = [side.keywords[i - count] for i in places if i >= count]
-    asked: list[tuple[str, list[Any]]] = [("donate_argnums", numbers), ("donate_argnames", names)]
+    count, changes = len(side.subtrees) - len(side.keywords), set(leaves)
+    places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
+    arguments: list[tuple[str, list[Any]]] = [
+        ("donate_argnums", [i for i in places if i < count]),
+        ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
+    ]
     options = [
-        f"{option}={tuple(values) if len(values) > 1 else values[0]!r}"
-        for option, values in asked
+        f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
+        for name, values in arguments
         if values
     ]
     fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
     if library == "nnx":
         fix += "; a function that only reads the module needs graph_updates=False instead"
     return fix
-
-
-def _not_aliased(side: Side, leaves: list[int], held: int, *, is_state: bool) -> Finding:
-    what = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory"
-    if is_state:
-        return finding_of(
-            "error",
-            "donation",
-            f"{what}: the old and the new ones take {bytes_shown(held)} each on each device",
-            "let each come out with the shape, dtype and sharding with which it goes in; one that "
-            "does not may leave another without a place",
-            side=side,
-            leaves=leaves,
-            bytes=held,
-        )
-    return finding_of(
-        "warning",
-        "donation",
-        f"{what}: {bytes_shown(held)} on each device; none is like them",
-        "do not donate them",
-        side=side,
-        leaves=leaves,
-        bytes=held,
-    )
-
-
-def _arguments(side: Side, given: Sequence[Any]) -> list[_Part]:
-    keywords = side.keywords
-    count = len(side.subtrees) - len(keywords)
-    named = given[count] if len(given) > count else {}
-    entries = [*given[:count], *map(named.get, keywords)]
-    return [_Part(*subtree, one) for subtree, one in zip(side.subtrees, entries, strict=True)]
-
-
-def _matched(
-    executable: Executable, arguments: Mapping[int, _Part], outputs: list[_Part]
-) -> list[State]:
-    """For each output the argument that it stands for: that at the same place, or the first."""
-    found: list[State] = []
-    left = dict(arguments)
-    for place, output in enumerate(outputs):
-        for i in sorted(left, key=lambda i: (i != place, i)):
-            if state := _state(executable, left[i], output):
-                found.append(state)
-                del left[i]
-                break
-    return found
-
-
-def _state(executable: Executable, argument: _Part, output: _Part) -> State | None:
-    """The state if an output stands for an argument."""
-    if not argument.leaves or argument.treedef != output.treedef:
-        return None
-    inputs, outputs = executable.inputs, executable.outputs
-    before, after = slice_of(argument.leaves), slice_of(output.leaves)
-    if inputs.shapes[before] != outputs.shapes[after]:
-        return None
-    # The structure of an array alone says nothing.
-    is_tree = argument.treedef.num_nodes > 1
-    has_dtypes = inputs.dtypes[before] == outputs.dtypes[after]
-    is_donated = any(executable.donated[before])
-    evidence: Evidence
-    if is_donated and (is_tree or has_dtypes):
-        evidence = "donated"
-    elif is_tree and argument.given is not None and argument.given is output.given:
-        evidence = "planned"
-    elif is_tree and has_dtypes:
-        evidence = "alike"
-    else:
-        return None
-    return State(argument.leaves, output.leaves, evidence)
-
-
-def slice_of(leaves: range) -> slice:
-    """The slice of a list with these elements."""
-    return slice(leaves.start, leaves.stop)
-
-
-def _among(every: list[Any], leaves: Sequence[int]) -> list[Any]:
-    """Those of all leaves that are of a state."""
-    if isinstance(leaves, range):
-        return every[slice_of(leaves)]
-    return [every[leaf] for leaf in leaves]
-
-
-def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
-    inputs, outputs = executable.inputs, executable.outputs
-    before = _among(inputs.shardings, state.inputs)
-    after = _among(outputs.shardings, state.outputs)
-    # The same objects, as a rule.
-    if before == after:
-        return
-
-    def alike(one: Any, other: Any, row: int) -> bool:
-        if one == other:
-            return True
-        rank = len(inputs.shapes[state.inputs[row]])
-        return is_same(one, other, rank) and one.memory_kind == other.memory_kind
-
-    def texts(i: int) -> tuple[str, str]:
-        return placement_text(before[i]), placement_text(after[i])
-
-    level: Level = "warning" if state.evidence == "alike" else "error"
-    what, when = _SAID[state.evidence]
-    for rows in together(ObjectPairs(before, after).unlike(alike), texts):
-        was, becomes = texts(rows[0])
-        leaves = [state.inputs[i] for i in rows]
-        moved = sum(map(inputs.bytes_of, leaves))
-        yield finding_of(
-            level,
-            "fixed-point",
-            f"{counted(len(rows), 'leaf')} of {what}: in as {was}, out as {becomes}: {when} "
-            f"compiles again, or moves them back, {bytes_shown(moved)} to each device",
-            PLACING[executable.call.library].states,
-            side=inputs,
-            leaves=leaves,
-            bytes=moved,
-        )
-
-
-def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
-    inputs, outputs = executable.inputs, executable.outputs
-    before = _among(inputs.dtypes, state.inputs)
-    after = _among(outputs.dtypes, state.outputs)
-    if before == after:
-        return
-    what, when = _SAID[state.evidence]
-    rows = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    for some in together([[row] for row in rows], lambda i: (str(before[i]), str(after[i]))):
-        leaves = [state.inputs[i] for i in some]
-        yield finding_of(
-            "error",
-            "fixed-point",
-            f"{counted(len(leaves), 'leaf')} of {what}: in as {before[some[0]]}, out as "
-            f"{after[some[0]]}: {when} compiles again",
-            "cast the new state to the dtypes of the old one",
-            side=inputs,
-            leaves=leaves,
-            bytes=sum(map(inputs.bytes_of, leaves)),
-        )
