@@ -1,7 +1,4 @@
-"""`Suggestion`: rules for a model, the plan that they make, and why each says what it says.
-
-Must not know how rules are found.
-"""
+"""Holds the results of `suggest`: rules, the plan under them, and the reason of each rule."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class Reason(NamedTuple):
 
 @answer
 class Comparison(NamedTuple):
-    """Suggested rules beside others for the same leaves and mesh; `str` gives it in words."""
+    """Difference of suggested rules from others for the same leaves and mesh; `str` words it."""
 
     diff: PlanDiff
     """From the other rules to the suggested ones."""
@@ -132,13 +129,15 @@ class Suggestion:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Per rule why it says what it says."""
+        """Why each rule says what it says."""
         return self._reasons
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Folded paths of leaves of which it is not known which dimension is what."""
-        return tuple(path for one in self._reasons if not one.is_understood for path in one.paths)
+        return tuple(
+            path for reason in self._reasons if not reason.is_understood for path in reason.paths
+        )
 
     @cached_property
     def warnings(self) -> Findings:
@@ -179,7 +178,7 @@ class Suggestion:
         return self._declared
 
     def compare(self, rules: RulesLike) -> Comparison:
-        """The suggested rules beside others: the leaves that differ, bytes and traffic.
+        """Compares the suggested rules with others: the leaves that differ, bytes and traffic.
 
         Args:
             rules: Rules such as those that the model has: `LogicalRules` if these are.
@@ -198,15 +197,14 @@ class Suggestion:
             1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
             2 rules -> 1 rule
         """
-        other = self._plan.with_rules(rules)
-        sent = None
+        current, sent = self._plan.with_rules(rules), None
         if self._tokens is not None:
             before, after = (
-                one.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token)
-                for one in (other, self._plan)
+                plan.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token).sent
+                for plan in (current, self._plan)
             )
-            sent = (before.sent, after.sent)
-        return Comparison(other.diff(self._plan), (len(other.rules), len(self.rules)), sent)
+            sent = (before, after)
+        return Comparison(current.diff(self._plan), (len(current.rules), len(self.rules)), sent)
 
     def to_toml(self) -> str:
         """A rule file, for `shardrules check --rules` and `read_rules`.
@@ -253,21 +251,22 @@ class Suggestion:
 
     @property
     def _heading(self) -> str:
-        held = self._plan.bytes_per_device().max
+        most = self._plan.bytes_per_device().max
         return printable(
             f"{counted(len(self.rules), 'rule')} for {counted(len(self._plan), 'leaf')} on "
-            f"{mesh_shown(self.mesh)}: {bytes_shown(held)} on the fullest device"
+            f"{mesh_shown(self.mesh)}: {bytes_shown(most)} on the fullest device"
         )
 
     @property
     def _notes(self) -> list[str]:
-        """Per rule what stands above it."""
+        """Comments above the rules."""
         notes = []
-        for one in self._reasons:
-            text = ", ".join(map(str, one.dims))
-            if not one.is_understood:
-                more = "".join(and_more(len(one.paths), _MOST_SHOWN, "pattern"))
-                text = f"not understood: {', '.join(one.paths[:_MOST_SHOWN])} {more}".rstrip()
+        for reason in self._reasons:
+            text = ", ".join(map(str, reason.dims))
+            if not reason.is_understood:
+                paths = ", ".join(reason.paths[:_MOST_SHOWN])
+                count = "".join(and_more(len(reason.paths), _MOST_SHOWN, "pattern"))
+                text = f"not understood: {paths} {count}".rstrip()
             notes.append(printable(text))
         return notes
 
