@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Level
     from shardrules._verify.executable import Executable
     from shardrules._verify.hlo import Collective, Hlo
-    from shardrules._verify.inputs import Target
+    from shardrules._verify.inputs import PlannedSharding
     from shardrules._verify.states import State
 
-    _Targets = Sequence[Target | None]
+    _Targets = Sequence[PlannedSharding | None]
 
 # Bits of the numbers of quantized arrays, at most.
 _NARROW: Final = 8
@@ -109,7 +109,9 @@ class _Gather(NamedTuple):
         name = self.collective.instruction.operands[self.number]
         return Value(self.collective.computation, name)
 
-    def axes(self, target: Target, shape: tuple[int, ...], layers: int = 1) -> tuple[str, ...]:
+    def axes(
+        self, target: PlannedSharding, shape: tuple[int, ...], layers: int = 1
+    ) -> tuple[str, ...]:
         """Lists the axes that are planned to shard an array, and do not shard the gathered copy.
 
         Args:
@@ -257,7 +259,7 @@ def _copy(executable: Executable, inputs: _Targets, gather: _Gather) -> _Copy | 
     return _Copy(leaf, axes, origin.layers > 1, is_wide) if axes else None
 
 
-def _are_for_experts(executable: Executable, target: Target | None, copy: _Copy) -> bool:
+def _are_for_experts(executable: Executable, target: PlannedSharding | None, copy: _Copy) -> bool:
     """Says whether the axes shard experts for their own sake, and not as FSDP shards anything.
 
     Their names say so, or that they shard nothing else of the argument that the leaf is in.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 
 
-class Target(NamedTuple):
+class PlannedSharding(NamedTuple):
     """Planned sharding of leaves."""
 
     sharding: Any
@@ -39,16 +39,16 @@ class Target(NamedTuple):
 class _PlanLeaves(NamedTuple):
     """Leaves of a plan in the order of a structure."""
 
-    of_kind: list[Target]
+    of_kind: list[PlannedSharding]
     structure: Any
     rows: list[int]
-    targets: list[Target | None]
+    targets: list[PlannedSharding | None]
     shapes: list[Any]
 
 
 def targets_of(
     executable: Executable, inputs: Any, outputs: Any
-) -> tuple[list[Target | None], list[Target | None]]:
+) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
     """Reads the targets of the inputs' and of the outputs' leaves.
 
     Arguments that the call changes in place come out as they go in.
@@ -100,7 +100,9 @@ def _fill_arguments(targets: _Targets, side: Side, plans: Any) -> None:
         targets.fill(f"{at}[{name!r}]", by_name.get(name), treedef)
 
 
-def _plan_leaves(plan: Plan, of_kind: list[Target], structure: Any, rows: list[int]) -> _PlanLeaves:
+def _plan_leaves(
+    plan: Plan, of_kind: list[PlannedSharding], structure: Any, rows: list[int]
+) -> _PlanLeaves:
     columns = plan._columns
     kind_of = columns.kind_of[rows].tolist()
     shapes = [kind.shape for kind in columns.kinds]
@@ -119,11 +121,11 @@ class _Targets:
     def __init__(self, side: Side, executable: Executable, plans: dict[int, _PlanLeaves]) -> None:
         from jax.sharding import PartitionSpec, Sharding
 
-        self.targets: list[Target | None] = []
+        self.targets: list[PlannedSharding | None] = []
         self._side = side
         self._executable = executable
         self._plans = plans
-        self._records: dict[int, Target] = {}
+        self._records: dict[int, PlannedSharding] = {}
         self._types = (PartitionSpec, Sharding)
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
@@ -161,21 +163,23 @@ class _Targets:
         for (key, child), child_def in zip(children, treedef.children(), strict=True):
             self.fill(at + tree_util.keystr(key), child, child_def)
 
-    def _record(self, at: str, given: Any) -> Target:
+    def _record(self, at: str, given: Any) -> PlannedSharding:
         from jax.sharding import Mesh, NamedSharding
 
         if id(given) not in self._records:
             if is_partition_spec(given):
-                made = Target(NamedSharding(self._mesh(at, None), as_partition_spec(given)), None)
+                made = PlannedSharding(
+                    NamedSharding(self._mesh(at, None), as_partition_spec(given)), None
+                )
             elif isinstance(given, NamedSharding) and not isinstance(given.mesh, Mesh):
                 mesh = self._mesh(at, dict(given.mesh.shape))
-                made = Target(NamedSharding(mesh, given.spec), given.memory_kind)
+                made = PlannedSharding(NamedSharding(mesh, given.spec), given.memory_kind)
             else:
-                made = Target(given, memory_apart(given))
+                made = PlannedSharding(given, memory_apart(given))
             self._records[id(given)] = made
         return self._records[id(given)]
 
-    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[Target | None]:
+    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
         from jax import tree_util
 
         leaves = plan._columns.leaves
@@ -197,14 +201,14 @@ class _Targets:
             )
         return planned.targets
 
-    def _of_kind(self, at: str, plan: Plan) -> list[Target]:
+    def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
         from jax.sharding import NamedSharding
 
         columns, planned = plan._columns, plan._mesh
         base = planned if has_devices(planned) else self._mesh(at, axis_sizes_of(planned))
         mesh = on_axes(base, columns.axis_sizes)
         return [
-            Target(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
+            PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
             for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
         ]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardrules._plan.findings import Finding, VerifyKind
     from shardrules._verify.calls import Library
     from shardrules._verify.executable import Side
-    from shardrules._verify.inputs import Target
+    from shardrules._verify.inputs import PlannedSharding
 
 
 class _Fixes(NamedTuple):
@@ -117,7 +117,9 @@ _WORDS: Final = {
 }
 
 
-def placements(side: Side, targets: Sequence[Target | None], library: Library) -> Iterator[Finding]:
+def placements(
+    side: Side, targets: Sequence[PlannedSharding | None], library: Library
+) -> Iterator[Finding]:
     """Yields findings about leaves that are not sharded or kept in memory as planned."""
     pairs = ObjectPairs(targets, side.shardings)
     yield from _shardings(side, targets, pairs, getattr(FIXES[library], side.name))
@@ -125,11 +127,11 @@ def placements(side: Side, targets: Sequence[Target | None], library: Library) -
 
 
 def _shardings(
-    side: Side, targets: Sequence[Target | None], pairs: ObjectPairs, fix: str
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
     words = _WORDS[side.name]
 
-    def are_equal(target: Target, sharding: Any, leaf: int) -> bool:
+    def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
         if target.sharding == sharding:
             return True
         _check_fits(target, side, leaf)
@@ -152,9 +154,9 @@ def _shardings(
 
 
 def _memory_kinds(
-    side: Side, targets: Sequence[Target | None], pairs: ObjectPairs, fix: str
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    def are_equal(target: Target, sharding: Any, _: int) -> bool:
+    def are_equal(target: PlannedSharding, sharding: Any, _: int) -> bool:
         if target.memory_kind is None:
             return True
         kind = memory_apart(sharding)
@@ -174,7 +176,9 @@ def _memory_kinds(
         yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
 
 
-def dropped(side: Side, targets: Sequence[Target | None], kept: Sequence[int]) -> Iterator[Finding]:
+def dropped(
+    side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
+) -> Iterator[Finding]:
     """Yields a finding about planned leaves that the executable does not have."""
     if len(kept) == len(targets):
         return
@@ -195,11 +199,11 @@ def placement_text(sharding: Any) -> str:
     return in_memory(sharding_shown(sharding), kind)
 
 
-def _sharding(target: Target | None) -> Any:
+def _sharding(target: PlannedSharding | None) -> Any:
     return target and target.sharding
 
 
-def _check_fits(target: Target | None, side: Side, leaf: int) -> None:
+def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
     assert target is not None
     shape = side.shapes[leaf]
     if len(getattr(target.sharding, "spec", ())) <= len(shape):

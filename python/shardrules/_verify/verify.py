@@ -17,7 +17,7 @@ from shardrules._verify.placements import dropped, placements
 from shardrules._verify.states import changed, not_donated, states, undonated
 
 if TYPE_CHECKING:
-    from shardrules._verify.inputs import Target
+    from shardrules._verify.inputs import PlannedSharding
 
 
 @in_order("compiled", "plan")
@@ -131,7 +131,11 @@ def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
 
 
 def _scope(
-    inputs: list[Target | None], outputs: list[Target | None], hbm: int | None, *, is_compared: bool
+    inputs: list[PlannedSharding | None],
+    outputs: list[PlannedSharding | None],
+    hbm: int | None,
+    *,
+    is_compared: bool,
 ) -> str:
     """Says in words what is compared."""
     texts = [
