@@ -58,7 +58,6 @@ def test_a_gather_has_its_axes_and_shapes(data_model, spec, axes, local):
     assert brief(found) == ("all-gather", axes, local, (16, 64), 1)
     assert found.results[0].bytes == 16 * 64 * 4
     assert hlo.partitions == 8
-    assert hlo.signature == ((Shape("f32", local),), (Shape("f32", (16, 64)),))
 
 
 def test_an_array_may_be_gathered_over_a_part_of_the_mesh(data_model):

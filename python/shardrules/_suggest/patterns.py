@@ -48,23 +48,34 @@ def apart(folded: Iterable[Folded], paths: Sequence[str]) -> Iterator[Folded]:
     A folded path `mlp/w{1,3}/kernel` becomes two; `layers_{0..31}/w` and `layers/{0,1}/w` stay.
     """
     for path in folded:
-        names = [place for place in range(1, len(path.parts), 2) if _is_name(path.parts, place)]
+        parts = path.parts
+        names = [place for place in range(1, len(parts), 2) if _is_name(parts, place)]
+        rows_of: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        rows = path.rows.tolist() if names else []
+        for row, numbers in zip(
+            rows, _numbers_in(parts[::2], map(paths.__getitem__, rows)), strict=True
+        ):
+            rows_of[tuple(numbers[place // 2] for place in names)].append(row)
+        for numbers, of_numbers in rows_of.items():
+            text_of = dict(zip(names, numbers, strict=True))
+            # Numbers of names become text.
+            joined = [parts[0]]
+            for place in range(1, len(parts), 2):
+                if place in text_of:
+                    joined[-1] += text_of[place] + parts[place + 1]
+                else:
+                    joined += parts[place : place + 2]
+            yield path._replace(parts=tuple(joined), rows=np.array(of_numbers, np.intp))
         if not names:
             yield path
-            continue
-        pattern = re.compile(
-            "".join(
-                re.escape(part) if i % 2 == 0 else "([0-9]+)" if i in names else "[0-9]+"
-                for i, part in enumerate(path.parts)
-            )
-        )
-        rows_of: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for row in map(int, path.rows):
-            match = pattern.fullmatch(paths[row])
-            rows_of[match.groups() if match else ()].append(row)
-        for numbers, rows in rows_of.items():
-            parts = _with_numbers(path.parts, dict(zip(names, numbers, strict=True)))
-            yield path._replace(parts=parts, rows=np.array(rows, np.intp))
+
+
+def _numbers_in(texts: Iterable[str], paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the numbers of each path, which stand between these texts."""
+    pattern = re.compile("([0-9]+)".join(map(re.escape, texts)))
+    for path in paths:
+        match = pattern.fullmatch(path)
+        yield match.groups() if match else ()
 
 
 def _is_name(parts: tuple[str, ...], place: int) -> bool:
@@ -75,17 +86,6 @@ def _is_name(parts: tuple[str, ...], place: int) -> bool:
     ends = [run.split("..") for run in parts[place].strip("{}").split(",")]
     count = sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
     return is_inside and words_behind <= 1 and count <= _MOST_NUMBERS
-
-
-def _with_numbers(parts: tuple[str, ...], numbers: dict[int, str]) -> tuple[str, ...]:
-    """Joins the parts around these numbers, which become text."""
-    joined = [parts[0]]
-    for place in range(1, len(parts), 2):
-        if place in numbers:
-            joined[-1] += numbers[place] + parts[place + 1]
-        else:
-            joined += [parts[place], parts[place + 1]]
-    return tuple(joined)
 
 
 def words_of(folded: Sequence[Folded]) -> list[Path]:
@@ -134,19 +134,12 @@ def _split(parts: tuple[str, ...]) -> Path:
 
 def numbered(words: Path, paths: Iterable[str]) -> Iterator[Path]:
     """Yields the words of each of these paths, with its numbers in the place of open ones."""
-    pattern = re.compile(
-        "".join(
-            re.escape(word.before + word.text).replace(re.escape(NUMBER), "([0-9]+)")
-            for word in words
-        )
-    )
-    for path in paths:
-        match = pattern.fullmatch(path)
-        numbers = iter(match.groups() if match else ())
-        texts = [word.text.split(NUMBER) for word in words]
+    texts = "".join(word.before + word.text for word in words).split(NUMBER)
+    split = [(word, word.text.split(NUMBER)) for word in words]
+    for numbers in map(iter, _numbers_in(texts, paths)):
         yield tuple(
             word._replace(text=first + "".join(next(numbers) + text for text in rest))
-            for word, (first, *rest) in zip(words, texts, strict=True)
+            for word, (first, *rest) in split
         )
 
 

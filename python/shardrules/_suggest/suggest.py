@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -321,54 +321,40 @@ def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
 
 def _reasons(rules: Draft) -> tuple[Reason, ...]:
     unknown = {id(unit) for unit in rules.unknown}
-    decided = zip(rules.rules, rules.units, strict=True)
-    return tuple(
-        _reason(
-            number,
-            pattern,
-            units,
-            _cut_reasons(units[0], value),
-            {id(unit) for unit in units}.isdisjoint(unknown),
-        )
-        for number, ((pattern, value), units) in enumerate(decided)
-    )
+    reasons = []
+    for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
+        spec, rank = plain_spec(value), len(units[0].part.shape)
+        entries = [*spec] if isinstance(spec, Entries) else []
+        entries += [None] * (rank - len(entries))
+        dims = [_cut(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
+        is_understood = unknown.isdisjoint(map(id, units))
+        reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
+    return tuple(reasons)
 
 
 def _reason_of_name(number: int, rule: NameRule) -> Reason:
     """Explains a rule by the first of its dimensions of each size and role."""
     dims: dict[tuple[int, str], CutReason] = {}
     for unit, dim in rule.dims:
-        cut = _cut_reason(unit, dim, rule.axes)
+        cut = _cut(unit, dim, rule.axes)
         dims.setdefault((cut.size, cut.role), cut)
-    units = tuple(unit for unit, _ in rule.dims)
+    units = [unit for unit, _ in rule.dims]
     is_understood = not units or any(unit.dims.is_known for unit in units)
-    return _reason(number, rule.name, units, tuple(dims.values()), is_understood)
+    return _reason(number, rule.name, units, dims.values(), is_understood=is_understood)
 
 
 def _reason(
     number: int,
     pattern: Any,
-    units: tuple[Unit, ...],
-    dims: tuple[CutReason, ...],
+    units: Sequence[Unit],
+    dims: Iterable[CutReason],
+    *,
     is_understood: bool,
 ) -> Reason:
-    return Reason(
-        rule=number,
-        pattern=pattern,
-        leaves=sum(unit.part.leaves for unit in units),
-        bytes=sum(unit.bytes for unit in units),
-        paths=tuple(unit.part.pattern for unit in units),
-        dims=dims,
-        is_understood=is_understood,
-    )
+    leaves, size = sum(unit.part.leaves for unit in units), sum(unit.bytes for unit in units)
+    paths = tuple(unit.part.pattern for unit in units)
+    return Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood)
 
 
-def _cut_reasons(unit: Unit, value: Any) -> tuple[CutReason, ...]:
-    spec = plain_spec(value)
-    entries = spec if isinstance(spec, Entries) else ()
-    axes = [*map(entry_axes, entries), *[()] * (len(unit.part.shape) - len(entries))]
-    return tuple(_cut_reason(unit, dim, of_dim) for dim, of_dim in enumerate(axes))
-
-
-def _cut_reason(unit: Unit, dim: int, axes: Axes) -> CutReason:
+def _cut(unit: Unit, dim: int, axes: Axes) -> CutReason:
     return CutReason(dim, unit.part.shape[dim], unit.dims.sides[dim], tuple(axes))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardrules._verify.executable import Executable
     from shardrules._verify.hlo import Collective, Hlo
     from shardrules._verify.inputs import PlannedSharding
-    from shardrules._verify.states import State
+    from shardrules._verify.placements import State
 
     _Targets = Sequence[PlannedSharding | None]
 

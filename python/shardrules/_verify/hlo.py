@@ -231,15 +231,10 @@ class Hlo:
         return self._head.count("-alias)")
 
     @cached_property
-    def signature(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-        """Shapes of the parameters and of the outputs, on a device."""
-        parameters, outputs = self._signature
-        return _shapes(parameters), _shapes(outputs)
-
-    @cached_property
     def counts(self) -> tuple[int, int]:
         """Numbers of parameters and of outputs."""
-        parameters, outputs = self._signature
+        begin, _ = self._spans[self.entry]
+        parameters, _, outputs = self.text[begin : self.text.find(" {\n", begin)].partition(") -> ")
         return parameters.count("["), outputs.count("[")
 
     @cached_property
@@ -294,13 +289,6 @@ class Hlo:
                     self._groups[match[0]] = ReplicaGroups(read(match)) or everyone
                 return self._groups[match[0]]
         raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
-
-    @cached_property
-    def _signature(self) -> tuple[str, str]:
-        begin, _ = self._spans[self.entry]
-        line = self.text[begin : self.text.find(" {\n", begin)]
-        parameters, _, outputs = line.partition(") -> ")
-        return parameters, outputs
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:

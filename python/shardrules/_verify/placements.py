@@ -1,21 +1,27 @@
-"""Compares the shardings and memory kinds of inputs and outputs with the plan."""
+"""Compares the shardings, memory kinds and donation of inputs, outputs and states with the plan.
+
+An output stands for an argument, as its next state, if both have the same structure and shapes, and
+further: the argument is donated; or the same plan or tree is given for both; or, as a guess, the
+dtypes are the same too. `flax.nnx.jit` itself says which modules come back.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
+from shardrules._specs import is_partition_spec
 from shardrules._text import bytes_shown, counted, printable
-from shardrules._verify.executable import sharding_shown
+from shardrules._verify.dataflow import is_made_from
+from shardrules._verify.executable import at, sharding_shown
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import Finding, VerifyKind
-    from shardrules._verify.calls import Library
-    from shardrules._verify.executable import Side
+    from shardrules._plan.findings import Finding, Level, VerifyKind
+    from shardrules._verify.executable import Executable, Library, Side
     from shardrules._verify.inputs import PlannedSharding
 
 
@@ -109,7 +115,7 @@ class _SideWords(NamedTuple):
     cost: str
 
 
-_WORDS: Final = {
+_SIDE_WORDS: Final = {
     "inputs": _SideWords(
         "input", "takes", "it refuses arrays as planned, and jit compiles again for them"
     ),
@@ -129,7 +135,7 @@ def placements(
 def _shardings(
     side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    words = _WORDS[side.name]
+    words = _SIDE_WORDS[side.name]
 
     def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
         if target.sharding == sharding:
@@ -166,12 +172,12 @@ def _memory_kinds(
         target = targets[leaf]
         return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    fix = f"{fix}; specs alone say nothing about memory"
+    verb, fix = _SIDE_WORDS[side.name].verb, f"{fix}; specs alone say nothing about memory"
     for (planned, actual), leaves in pairs.differences(are_equal, texts):
         size = sum(map(side.bytes_of, leaves))
         message = (
             f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
-            f"{_WORDS[side.name].verb} them in {actual} memory: {bytes_shown(size)} on each device"
+            f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
         yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
 
@@ -216,3 +222,278 @@ def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
             f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
         )
     )
+
+
+Evidence = Literal["updated", "donated", "planned", "alike"]
+_STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
+    "updated": ("a module, which comes back from the call", "the next step"),
+    "donated": ("a donated state", "the next step"),
+    "planned": ("a state, for which the same is planned on both sides", "the next step"),
+    "alike": (
+        "an argument that a result has the structure, shapes and dtypes of",
+        "if that is passed back, the next call",
+    ),
+}
+"""Names a state by its evidence, and says when it matters."""
+
+
+class State(NamedTuple):
+    """Leaves of the inputs, and as many of the outputs that stand for them."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    evidence: Evidence
+    """How we know; "alike" is a guess."""
+
+
+class _Subtree(NamedTuple):
+    """Argument, or child of the output."""
+
+    treedef: Any
+    leaves: range
+    plan: Any
+
+
+def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
+    """Finds the states of a step: the output as a whole, or else its children.
+
+    Args:
+        executable: The step.
+        inputs: The plans of the arguments.
+        outputs: The plans of the results.
+    """
+    updated = list(_updated(executable))
+    taken = {leaf for state in updated for leaf in state.inputs}
+    arguments = {
+        place: argument
+        for place, argument in enumerate(_arguments(executable.inputs, inputs))
+        if taken.isdisjoint(argument.leaves)
+    }
+    side = executable.outputs
+    output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
+    if returned := _matched(executable, arguments, [output]):
+        return updated + returned
+    pairs = zip(side.subtrees, _children(outputs, side.treedef), strict=True)
+    children = [_Subtree(*subtree, plan) for subtree, plan in pairs]
+    return updated + _matched(executable, arguments, children)
+
+
+def _updated(executable: Executable) -> Iterator[State]:
+    """Yields the arguments that the call changes in place."""
+    updates = executable.call.updates
+    first = len(executable.outputs.leaves) - len(updates)
+    output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
+    for _, argument in executable.inputs.subtrees:
+        if leaves := [leaf for leaf in argument if leaf in output_of]:
+            yield State(leaves, [output_of[leaf] for leaf in leaves], "updated")
+
+
+def _arguments(side: Side, plans: Sequence[Any]) -> list[_Subtree]:
+    count = len(side.subtrees) - len(side.keywords)
+    by_name = plans[count] if len(plans) > count else {}
+    entries = [*plans[:count], *map(by_name.get, side.keywords)]
+    return [_Subtree(*subtree, plan) for subtree, plan in zip(side.subtrees, entries, strict=True)]
+
+
+def _children(plans: Any, treedef: Any) -> Sequence[Any]:
+    """Lists the plans of the output's children, as far as each has an entry of its own."""
+    if isinstance(plans, Mapping):
+        return [plans.get(key) for key in treedef.node_data()[1]]
+    if isinstance(plans, tuple | list) and not is_partition_spec(plans):
+        return plans
+    return [None] * len(treedef.children())
+
+
+def _matched(
+    executable: Executable, arguments: Mapping[int, _Subtree], outputs: list[_Subtree]
+) -> list[State]:
+    """Matches each output with the argument at the same place, or else the first that fits."""
+    matches: list[State] = []
+    rest = dict(arguments)
+    for place, output in enumerate(outputs):
+        for i in sorted(rest, key=lambda i: (i != place, i)):
+            if evidence := _evidence(executable, rest[i], output):
+                matches.append(State(rest.pop(i).leaves, output.leaves, evidence))
+                break
+    return matches
+
+
+def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> Evidence | None:
+    """Says how we know that an output stands for an argument; None if it does not."""
+    if not argument.leaves or argument.treedef != output.treedef:
+        return None
+    inputs, outputs = executable.inputs, executable.outputs
+    if at(inputs.shapes, argument.leaves) != at(outputs.shapes, output.leaves):
+        return None
+    # The structure of an array alone says nothing.
+    is_tree = argument.treedef.num_nodes > 1
+    has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
+    if (is_tree or has_dtypes) and any(at(executable.donated, argument.leaves)):
+        return "donated"
+    if is_tree and argument.plan is not None and argument.plan is output.plan:
+        return "planned"
+    return "alike" if is_tree and has_dtypes else None
+
+
+def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about states that come out with another sharding, memory or dtype."""
+    for state in carried:
+        yield from _resharded(executable, state)
+        yield from _of_other_dtype(executable, state)
+
+
+def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before = at(inputs.shardings, state.inputs)
+    after = at(outputs.shardings, state.outputs)
+    # The same objects, as a rule.
+    if before == after:
+        return
+
+    def are_equal(first: Any, second: Any, row: int) -> bool:
+        if first == second:
+            return True
+        rank = len(inputs.shapes[state.inputs[row]])
+        return is_same(first, second, rank) and first.memory_kind == second.memory_kind
+
+    def texts(i: int) -> tuple[str, str]:
+        return placement_text(before[i]), placement_text(after[i])
+
+    level: Level = "warning" if state.evidence == "alike" else "error"
+    name, when = _STATE_WORDS[state.evidence]
+    fix = FIXES[executable.call.library].states
+    for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
+        leaves = [state.inputs[i] for i in rows]
+        moved = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            f"again, or moves them back, {bytes_shown(moved)} to each device"
+        )
+        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
+
+
+def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs = executable.inputs
+    before = at(inputs.dtypes, state.inputs)
+    after = at(executable.outputs.dtypes, state.outputs)
+    if before == after:
+        return
+
+    def texts(i: int) -> tuple[str, str]:
+        return str(before[i]), str(after[i])
+
+    name, when = _STATE_WORDS[state.evidence]
+    fix = "cast the new state to the dtypes of the old one"
+    pairs = ObjectPairs(before, after)
+    for (old, new), rows in pairs.differences(lambda first, second, _: first == second, texts):
+        leaves = [state.inputs[i] for i in rows]
+        size = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            "again"
+        )
+        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size)
+
+
+def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about donated leaves whose memory no output takes."""
+    side = executable.inputs
+    if not any(executable.donated):
+        return
+    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
+    if executable.hlo is None:
+        message = (
+            f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
+            "executables: whether outputs take their memory is not known"
+        )
+        fix = "compare memory_analysis().alias_size_in_bytes with their bytes"
+        yield side.finding("warning", "donation", message, fix, donated)
+        return
+    if executable.hlo.alias_count == len(donated):
+        return
+    of_states = {leaf for state in carried for leaf in state.inputs}
+    lost: dict[bool, list[int]] = {True: [], False: []}
+    for leaf in donated:
+        if leaf not in executable.aliased:
+            lost[leaf in of_states].append(leaf)
+    if executable.call.library == "equinox":
+        lost[False] = []  # it donates all arguments, the batch as well, or all but the first
+    for is_state, leaves in lost.items():
+        if leaves:
+            yield _not_aliased(side, leaves, is_state=is_state)
+
+
+def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
+    size = sum(map(side.bytes_of, leaves))
+    message = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
+    if is_state:
+        message += f"the old and the new ones take {bytes_shown(size)} each on each device"
+        fix = (
+            "let each come out with the shape, dtype and sharding with which it goes in; one that "
+            "does not may leave another without a place"
+        )
+        return side.finding("error", "donation", message, fix, leaves, bytes=size)
+    message += f"{bytes_shown(size)} on each device; none is like them"
+    return side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
+
+
+def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
+    """Yields findings about large states whose old arrays stay in memory beside the new ones."""
+    side = executable.inputs
+    for evidence, (name, _) in _STATE_WORDS.items():
+        states = [state for state in carried if state.evidence == evidence]
+        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, large)]
+        size = sum(map(side.bytes_of, leaves))
+        if leaves and size >= large:
+            message = (
+                f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
+                f"ones take {bytes_shown(size)} each on each device"
+            )
+            fix = _donation(executable, leaves)
+            yield side.finding("warning", "donation", message, fix, leaves, bytes=size)
+
+
+def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
+    """Lists the leaves of a state that are not donated, and that the new ones are made from."""
+    side = executable.inputs
+    pairs = [
+        (before, after)
+        for before, after in zip(state.inputs, state.outputs, strict=True)
+        if side.shardings[before] is not None and not executable.donated[before]
+    ]
+    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < large:
+        return []
+    if state.evidence == "updated":
+        return [before for before, _ in pairs]
+    # What is only like an argument, such as its gradient, is not made from it.
+    sources, number_of = executable.sources, executable.parameter_of
+    return [
+        before
+        for before, after in pairs
+        if is_made_from(executable.hlo, sources[after], number_of[before])
+    ]
+
+
+def _donation(executable: Executable, leaves: Sequence[int]) -> str:
+    """Writes the arguments of jit that donate leaves."""
+    library, side = executable.call.library, executable.inputs
+    if library == "equinox":
+        return (
+            'give filter_jit donate="all", or donate="all-except-first" with all that is used '
+            "again in the first argument"
+        )
+    count, changes = len(side.subtrees) - len(side.keywords), set(leaves)
+    places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
+    arguments: list[tuple[str, list[Any]]] = [
+        ("donate_argnums", [i for i in places if i < count]),
+        ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
+    ]
+    options = [
+        f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
+        for name, values in arguments
+        if values
+    ]
+    fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
+    if library == "nnx":
+        fix += "; a function that only reads the module needs graph_updates=False instead"
+    return fix

@@ -9,12 +9,17 @@ from shardrules._arguments import check_real, in_order
 from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._text import bytes_shown, counted
-from shardrules._verify.calls import call_of
-from shardrules._verify.executable import Executable
+from shardrules._verify.executable import Executable, call_of
 from shardrules._verify.gathered import gathered
 from shardrules._verify.inputs import targets_of
-from shardrules._verify.placements import dropped, placements
-from shardrules._verify.states import changed, not_donated, states, undonated
+from shardrules._verify.placements import (
+    changed,
+    dropped,
+    not_donated,
+    placements,
+    states,
+    undonated,
+)
 
 if TYPE_CHECKING:
     from shardrules._verify.inputs import PlannedSharding
