@@ -106,7 +106,7 @@ def test_collectives_of_one_kind_and_size(of_each_kind):
     (gather,) = of_each_kind.of_kind("all-gather", 32 * 32 * 4)
     assert gather == of_each_kind.collectives[0]
     assert not list(of_each_kind.of_kind("all-gather", 32 * 32 * 4 + 1))
-    assert of_each_kind.counts == (1, 1)
+    assert of_each_kind[of_each_kind.entry].counts == (1, 1)
 
 
 def loops(x, w):
@@ -133,7 +133,7 @@ def test_aliases_are_those_of_donated_arguments(data_model):
     assert set(hlo.aliases) == {0, 1}
     assert set(hlo.aliases.values()) == {1, 2}
     assert hlo.alias_count == 2
-    assert hlo.counts == (3, 2)
+    assert hlo[hlo.entry].counts == (3, 2)
     assert hlo_of(data_model, lambda x: x * 2, shape).aliases == {}
 
 

@@ -207,17 +207,20 @@ def phrases(
     Returns:
         The phrases, and the paths that have none, since they have too many names.
     """
-    found = list(_ends(paths, labels, places))
+    ends = list(_ends(paths, labels, places))
     for place in _PLACES:
-        found = list(_merged(found, place))
-    found.sort(
+        ends = list(_merged(ends, place))
+    ends.sort(
         key=lambda phrase: (not phrase.label.is_numbered, phrase.label.is_plain, phrase.units)
     )
-    kept = [
-        phrase for phrase in found if all(len(word.names) <= _MOST_NAMES for word in phrase.words)
-    ]
-    units, covered = ({unit for phrase in of for unit in phrase.units} for of in (found, kept))
-    return kept, tuple(sorted(units - covered))
+    kept = []
+    too_long: list[int] = []
+    for phrase in ends:
+        if all(len(word.names) <= _MOST_NAMES for word in phrase.words):
+            kept.append(phrase)
+        else:
+            too_long += phrase.units
+    return kept, tuple(sorted(too_long))
 
 
 def _ends(

@@ -221,14 +221,14 @@ def _check_named(result: Plan, declared: Declared) -> None:
             )
 
 
-def _in_dialect(like: PathRules, dialect: Dialect) -> Rules:
+def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
     """Returns the rules, in the dialect of the suggestion.
 
     Raises:
         TypeError: They are for logical axis names.
         ValueError: They are in another dialect.
     """
-    rules = like if isinstance(like, Rules) else remembered_rules(like, dialect, "like")
+    rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
     if rules.dialect != dialect:
         raise ValueError(
             f"like: the rules are in the dialect {rules.dialect.name}, and dialect is "

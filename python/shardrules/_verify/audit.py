@@ -223,12 +223,12 @@ class _Audit:
         columns = self._columns
         leaves_of: dict[tuple[_Fault, bool], list[int]] = defaultdict(list)
         if any(self._faults.values()):
+            is_sharded = [bool(axes_used(kind.spec, columns.axis_sizes)) for kind in columns.kinds]
             for index, (_, kind) in enumerate(self._cases):
                 for fault in self._faults_of(index):
-                    is_sharded = bool(axes_used(columns.kinds[kind].spec, columns.axis_sizes))
-                    leaves_of[fault, is_sharded].append(index)
-        for (fault, is_sharded), indices in leaves_of.items():
-            yield self._finding(fault, indices, is_sharded=is_sharded)
+                    leaves_of[fault, is_sharded[kind]].append(index)
+        for (fault, is_of_sharded), indices in leaves_of.items():
+            yield self._finding(fault, indices, is_sharded=is_of_sharded)
         if not self._has_devices and self.kinds.mesh is not None:
             axes = mesh_shown(columns.axis_sizes)
             message = (

@@ -360,7 +360,7 @@ class Variation:
 
     @cached_property
     def _of_module(self) -> Mapping[str, Mapping[str, _Elements]]:
-        numbers = range(self._hlo.counts[0])
+        numbers = range(self._hlo[self._hlo.entry].counts[0])
         arguments = [(_Along(self._parameters.get(i, frozenset())),) for i in numbers]
         self._run(self._hlo.entry, arguments)
         return self._values

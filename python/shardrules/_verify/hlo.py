@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -156,17 +157,21 @@ class Collective(NamedTuple):
 
 
 class Computation:
-    """Instructions of a computation: definitions, users and the root."""
+    """Instructions of a computation by name: definitions, users and the root."""
 
-    def __init__(self, name: str, text: str) -> None:
-        self.name = name
+    def __init__(self, text: str, begin: int, end: int) -> None:
+        header = _HEADER.match(text, begin)
+        self.name = header[1] if header else ""
+        self.end = end
         self._text = text
+        self._begin = begin
         self._parsed: dict[str, Instruction] = {}
 
     @cached_property
     def lines(self) -> Mapping[str, str]:
         """Lines by instruction name, as they are scheduled."""
-        return {_name_of(line): line for line in self._text.split("\n")[1:]}
+        lines = self._text[self._begin : self.end].split("\n")[1:]
+        return {_name_of(line): line for line in lines}
 
     def __getitem__(self, name: str) -> Instruction:
         if name not in self._parsed:
@@ -179,8 +184,16 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's."""
-        begin = self._text.rfind("\n  ROOT ") + 1
-        return parsed(self._text[begin:].partition("\n")[0])
+        return parsed(
+            _line_at(self._text, self._text.rfind("\n  ROOT ", self._begin, self.end) + 1)
+        )
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of parameters and of results."""
+        header = self._text[self._begin : self._text.find(" {\n", self._begin)]
+        parameters, _, results = header.partition(") -> ")
+        return parameters.count("["), results.count("[")
 
     def users(self, name: str) -> Sequence[str]:
         """Lists the instructions that have this operand."""
@@ -203,13 +216,27 @@ class Hlo:
         self._head = text[: text.find("\n")]
         self._groups: dict[str, ReplicaGroups] = {}
         self._times: dict[str, int | None] = {}
-        self._computations: dict[str, Computation] = {}
 
     def __getitem__(self, computation: str) -> Computation:
-        if computation not in self._computations:
-            begin, end = self._spans[computation]
-            self._computations[computation] = Computation(computation, self.text[begin:end])
         return self._computations[computation]
+
+    @cached_property
+    def _computations(self) -> dict[str, Computation]:
+        computations = {}
+        after = 0
+        while (end := self.text.find("\n}", after)) >= 0:
+            begin = self.text.rfind("\n", after, self.text.find(" {\n", after)) + 1
+            computation = Computation(self.text, begin, end)
+            computations[computation.name] = computation
+            after = end + 2
+        return computations
+
+    @cached_property
+    def _in_order(self) -> list[Computation]:
+        return list(self._computations.values())
+
+    def _computation_at(self, position: int) -> str:
+        return self._in_order[bisect_left(self._in_order, position, key=attrgetter("end"))].name
 
     @cached_property
     def partitions(self) -> int:
@@ -231,13 +258,6 @@ class Hlo:
         return self._head.count("-alias)")
 
     @cached_property
-    def counts(self) -> tuple[int, int]:
-        """Numbers of parameters and of outputs."""
-        begin, _ = self._spans[self.entry]
-        parameters, _, outputs = self.text[begin : self.text.find(" {\n", begin)].partition(") -> ")
-        return parameters.count("["), outputs.count("[")
-
-    @cached_property
     def entry(self) -> str:
         """Name of the entry computation."""
         begin = self.text.rfind("\nENTRY ") + 1
@@ -253,14 +273,14 @@ class Hlo:
     def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
         """Yields the collectives of a kind with a result of at least so many bytes."""
         for position, _, start in self._places(kind):
-            results = parsed(self._line(position)).results
+            results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
                 yield self._collective(position, kind, start)
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
         """Yields the instructions that call a computation, each behind its own computation."""
         for position in self._calls.get(computation, ()):
-            instruction = parsed(self._line(position))
+            instruction = parsed(_line_at(self.text, position))
             if instruction.opcode not in ("async-update", "async-done"):
                 yield self._computation_at(position), instruction
 
@@ -291,22 +311,6 @@ class Hlo:
         raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
 
     @cached_property
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        """Begin of the header and end of each computation."""
-        spans = {}
-        after = 0
-        while (end := self.text.find("\n}", after)) >= 0:
-            begin = self.text.rfind("\n", after, self.text.find(" {\n", after)) + 1
-            header = _HEADER.match(self.text, begin)
-            spans[header[1] if header else ""] = begin, end
-            after = end + 2
-        return spans
-
-    @cached_property
-    def _names_and_ends(self) -> tuple[list[str], list[int]]:
-        return list(self._spans), [end for _, end in self._spans.values()]
-
-    @cached_property
     def _calls(self) -> dict[str, list[int]]:
         """Positions at which each computation is called."""
         calls = defaultdict(list)
@@ -315,14 +319,6 @@ class Hlo:
                 for name in _NAME.findall(attribute[0]):
                     calls[name].append(attribute.start())
         return calls
-
-    def _computation_at(self, position: int) -> str:
-        names, ends = self._names_and_ends
-        return names[bisect_left(ends, position)]
-
-    def _line(self, position: int) -> str:
-        end = self.text.find("\n", position)
-        return self.text[self.text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
     def _places(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
         """Yields (position, kind, "-start" or "") of the collectives of a kind."""
@@ -338,7 +334,7 @@ class Hlo:
             position = self.text.find(f" {kind}", position + 1)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> Collective:
-        instruction = parsed(self._line(position))
+        instruction = parsed(_line_at(self.text, position))
         results = instruction.results
         if start and kind != "all-reduce":
             # The start's result is (operands, results, what the backend needs besides).
@@ -371,6 +367,11 @@ def parsed(line: str) -> Instruction:
         literal=rest[begin:end],
         attributes=rest[end + 1 :],
     )
+
+
+def _line_at(text: str, position: int) -> str:
+    end = text.find("\n", position)
+    return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
 
 def _name_of(line: str) -> str:

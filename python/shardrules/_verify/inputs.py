@@ -163,21 +163,21 @@ class _Targets:
         for (key, child), child_def in zip(children, treedef.children(), strict=True):
             self.fill(at + tree_util.keystr(key), child, child_def)
 
-    def _record(self, at: str, given: Any) -> PlannedSharding:
+    def _record(self, at: str, planned: Any) -> PlannedSharding:
         from jax.sharding import Mesh, NamedSharding
 
-        if id(given) not in self._records:
-            if is_partition_spec(given):
-                made = PlannedSharding(
-                    NamedSharding(self._mesh(at, None), as_partition_spec(given)), None
+        if id(planned) not in self._records:
+            if is_partition_spec(planned):
+                record = PlannedSharding(
+                    NamedSharding(self._mesh(at, None), as_partition_spec(planned)), None
                 )
-            elif isinstance(given, NamedSharding) and not isinstance(given.mesh, Mesh):
-                mesh = self._mesh(at, dict(given.mesh.shape))
-                made = PlannedSharding(NamedSharding(mesh, given.spec), given.memory_kind)
+            elif isinstance(planned, NamedSharding) and not isinstance(planned.mesh, Mesh):
+                mesh = self._mesh(at, dict(planned.mesh.shape))
+                record = PlannedSharding(NamedSharding(mesh, planned.spec), planned.memory_kind)
             else:
-                made = PlannedSharding(given, memory_apart(given))
-            self._records[id(given)] = made
-        return self._records[id(given)]
+                record = PlannedSharding(planned, memory_apart(planned))
+            self._records[id(planned)] = record
+        return self._records[id(planned)]
 
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
         from jax import tree_util
