@@ -55,21 +55,21 @@ def suggest(
     r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
 
     Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
-    What each dimension is follows from shapes: the residual width is the size that goes through all
-    layers and beside them; the other side of a kernel is cut by tensor axes; names only break ties.
-    Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
-    bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
-    hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
-    Biases and norms are replicated if that costs hardly anything; what is whole since nothing cuts
-    it is in `Suggestion.warnings`. Axes mean what they are called:
-    data, dp and sp cut no leaf.
+    The role of each dimension follows from shapes: the residual width is the size that arrays
+    inside and outside of the layers share; the other side of a kernel is sharded by tensor axes;
+    names only break ties. Of the ways to lay the mesh axes along the dimensions that they divide,
+    `suggest` takes those with the fewest bytes on a device, and among them the one that experts
+    would choose: tensor axes shard hidden units, heads and the vocabulary, fsdp the residual side,
+    expert axes stacks of experts. Biases and norms are replicated if that costs hardly anything;
+    `Suggestion.warnings` lists kernels that no axis divides. Axes are used by their names: data, dp
+    and sp shard no leaf.
 
     For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
     name is in it, with None if nothing cuts it.
 
     Args:
-        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, whose
-            rules do not count, but for whether they are for paths or for names.
+        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, of
+            whose rules only the dialect counts: of paths or of names.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
             or the first of a `Plan.sweep` over those of `devices`.
         devices: How many devices the mesh is to have, if none is given.
@@ -80,9 +80,9 @@ def suggest(
         optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
         tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`; and
             with hardware, to choose the mesh by the time of a step.
-        experts_per_token: How many of a layer's experts each token meets, for the same.
+        experts_per_token: Number of a layer's experts that process each token, for the same.
         hardware: The devices: a `Hardware`, or the name of one such as "v5p".
-        head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
+        head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
         dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.

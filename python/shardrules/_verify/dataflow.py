@@ -63,7 +63,7 @@ class ValueUse(NamedTuple):
 
     opcode: str
     site: _Site
-    """Where it is; within a fusion, where the fusion is."""
+    """Operand of the instruction, or of the fusion that it is in."""
     is_layer: bool
     """True for a slice such as a layer of a stack."""
 
@@ -327,7 +327,7 @@ class _Along(NamedTuple):
     is_number: bool = False
     """True for the number of the device."""
     table: frozenset[str] | None = None
-    """Of a constant with an entry for each device, the axes along which the entries differ."""
+    """Axes along which the entries of a constant differ that has one for each device."""
 
 
 _Elements = tuple[_Along, ...]

@@ -266,7 +266,7 @@ class Hlo:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives, in the order of the text."""
+        """Collectives, in the order of the text."""
         places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
         return tuple(self._collective(*place) for place in places)
 

@@ -243,7 +243,7 @@ class State(NamedTuple):
     inputs: Sequence[int]
     outputs: Sequence[int]
     evidence: Evidence
-    """How we know; "alike" is a guess."""
+    """Reason to take them for a state; "alike" is a guess."""
 
 
 class _Subtree(NamedTuple):
