@@ -117,6 +117,12 @@ class Side:
         """Names of the keyword arguments, which are the last subtrees of inputs."""
         return tuple(self._children[1].node_data()[1])
 
+    def plans_of(self, plans: Sequence[Any]) -> list[Any]:
+        """Lists the plan of each argument; behind positional ones, there may be a dict."""
+        count = len(self.subtrees) - len(self.keywords)
+        by_name = plans[count] if len(plans) > count else {}
+        return [*plans[:count], *map(by_name.get, self.keywords)]
+
     @cached_property
     def _children(self) -> list[Any]:
         children: list[Any] = self.treedef.children()  # which JAX copies at each call
@@ -195,11 +201,6 @@ class Executable:
         return Hlo(text) if text else None
 
     @cached_property
-    def memory(self) -> Any:
-        """XLA's numbers of bytes; None where the backend does not have them."""
-        return self._compiled.memory_analysis()
-
-    @cached_property
     def mesh(self) -> Mesh | None:
         """Mesh of the first input or output that has one of devices."""
         from jax.sharding import Mesh, NamedSharding
@@ -230,13 +231,6 @@ class Executable:
     def leaf_of(self) -> dict[int, int]:
         """Leaf of the inputs for each of the module's parameters."""
         return {number: leaf for leaf, number in self.parameter_of.items()}
-
-    @cached_property
-    def aliased(self) -> set[int]:
-        """Leaves of the inputs whose memory an output takes."""
-        assert self.hlo is not None
-        numbers = set(self.hlo.aliases.values())
-        return {leaf for leaf, number in self.parameter_of.items() if number in numbers}
 
     @cached_property
     def sources(self) -> list[Value]:

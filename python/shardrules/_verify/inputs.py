@@ -78,26 +78,24 @@ def _fill_arguments(targets: _Targets, side: Side, plans: Any) -> None:
             f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
             f"{_WHAT}"
         )
-    names = side.keywords
-    count = len(side.subtrees) - len(names)
+    names = ", ".join(side.keywords)
+    count = len(side.subtrees) - len(side.keywords)
     if len(plans) not in (count, count + bool(names)):
-        keywords = ", ".join(names)
-        dict_shown = f", and with keyword arguments, for which a dict may follow: {keywords}"
+        keywords = f", and with keyword arguments, for which a dict may follow: {names}"
         raise _misfit(
             f"inputs has {counted(len(plans), 'entry')}; the function was lowered with {count} "
-            f"positional arguments{dict_shown if names else ''}"
+            f"positional arguments{keywords if names else ''}"
         )
     by_name = plans[count] if len(plans) > count else {}
-    at = f"inputs[{count}]"
-    for i, (plan, (treedef, _)) in enumerate(zip(plans[:count], side.subtrees, strict=False)):
-        targets.fill(f"inputs[{i}]", plan, treedef)
-    if not isinstance(by_name, Mapping) or not set(by_name) <= set(names):
+    places = [f"inputs[{i}]" for i in range(count)]
+    places += [f"inputs[{count}][{name!r}]" for name in side.keywords]
+    if not isinstance(by_name, Mapping) or not set(by_name) <= set(side.keywords):
         raise _misfit(
-            f"{at} is {brief(by_name)}; it must be a dict for these keyword arguments: "
-            f"{', '.join(names)}"
+            f"inputs[{count}] is {brief(by_name)}; it must be a dict for these keyword arguments: "
+            f"{names}"
         )
-    for name, (treedef, _) in zip(names, side.subtrees[count:], strict=True):
-        targets.fill(f"{at}[{name!r}]", by_name.get(name), treedef)
+    for at, plan, (treedef, _) in zip(places, side.plans_of(plans), side.subtrees, strict=True):
+        targets.fill(at, plan, treedef)
 
 
 def _plan_leaves(

@@ -264,11 +264,10 @@ def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
     """
     updated = list(_updated(executable))
     taken = {leaf for state in updated for leaf in state.inputs}
-    arguments = {
-        place: argument
-        for place, argument in enumerate(_arguments(executable.inputs, inputs))
-        if taken.isdisjoint(argument.leaves)
-    }
+    plans = executable.inputs.plans_of(inputs)
+    pairs = zip(executable.inputs.subtrees, plans, strict=True)
+    subtrees = enumerate(_Subtree(*subtree, plan) for subtree, plan in pairs)
+    arguments = {place: tree for place, tree in subtrees if taken.isdisjoint(tree.leaves)}
     side = executable.outputs
     output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
     if returned := _matched(executable, arguments, [output]):
@@ -286,13 +285,6 @@ def _updated(executable: Executable) -> Iterator[State]:
     for _, argument in executable.inputs.subtrees:
         if leaves := [leaf for leaf in argument if leaf in output_of]:
             yield State(leaves, [output_of[leaf] for leaf in leaves], "updated")
-
-
-def _arguments(side: Side, plans: Sequence[Any]) -> list[_Subtree]:
-    count = len(side.subtrees) - len(side.keywords)
-    by_name = plans[count] if len(plans) > count else {}
-    entries = [*plans[:count], *map(by_name.get, side.keywords)]
-    return [_Subtree(*subtree, plan) for subtree, plan in zip(side.subtrees, entries, strict=True)]
 
 
 def _children(plans: Any, treedef: Any) -> Sequence[Any]:
@@ -412,9 +404,10 @@ def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Find
     if executable.hlo.alias_count == len(donated):
         return
     of_states = {leaf for state in carried for leaf in state.inputs}
+    aliased = set(executable.hlo.aliases.values())
     lost: dict[bool, list[int]] = {True: [], False: []}
     for leaf in donated:
-        if leaf not in executable.aliased:
+        if executable.parameter_of[leaf] not in aliased:
             lost[leaf in of_states].append(leaf)
     if executable.call.library == "equinox":
         lost[False] = []  # it donates all arguments, the batch as well, or all but the first

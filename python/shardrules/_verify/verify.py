@@ -112,7 +112,8 @@ def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
     """Yields a finding if a device needs more bytes than it has."""
     if hbm is None:
         return
-    if executable.memory is None:
+    memory: Any = executable.call.compiled.memory_analysis()
+    if memory is None:
         message = (
             "this backend does not tell the memory that executables need: whether it fits is not "
             "known"
@@ -120,7 +121,7 @@ def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
         fix = "verify the same function on another backend"
         yield Finding("warning", "peak", message, (), 0, None, 0, fix)
         return
-    sizes = {name: getattr(executable.memory, f"{name}_size_in_bytes") for name in _SIGNS}
+    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in _SIGNS}
     total = sum(sign * sizes[name] for name, sign in _SIGNS.items())
     if total > hbm:
         terms = [f"{name.replace('_', ' ')} {bytes_shown(n)}" for name, n in sizes.items() if n]
