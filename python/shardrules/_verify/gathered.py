@@ -52,37 +52,45 @@ class _UseWords(NamedTuple):
 
 
 _USES: Final = {
+    "returned": _UseWords(
+        "error",
+        "and returned so: {size} on each device, in each call",
+        "give jit the planned out_shardings, or constrain the results inside the function",
+    ),
     "loop": _UseWords(
         "warning",
-        "before a loop, which holds them whole while it runs",
+        "to {size} on each device, before a loop, which holds them whole while it runs",
         "gather within the loop, a layer at a time: constrain the layer's slice inside its body, "
         "and keep XLA from moving the gather out",
     ),
     "model axis": _UseWords(
         "warning",
-        "though what it is multiplied by is not cut by all of these axes: devices along them do "
-        "the same work",
+        "to {size} on each device, though what it is multiplied by is not cut by all of these "
+        "axes: devices along them do the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
     "wide": _UseWords(
         "warning",
-        "converted or scaled first: the copies are of a wider dtype than what is stored",
+        "to {size} on each device, converted or scaled first: the copies are of a wider dtype than "
+        "what is stored",
         "gather what is stored: constrain the stored values, and their scales, to be whole along "
         "these axes before they are converted",
     ),
     "experts": _UseWords(
         "warning",
-        "which cut experts: each device gets all experts",
+        "to {size} on each device, which cut experts: each device gets all experts",
         "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
         "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
     "slice": _UseWords(
-        "info", "a slice at a time, such as a layer, in a loop", "no change: as in FSDP"
+        "info",
+        "to {size} on each device, a slice at a time, such as a layer, in a loop",
+        "no change: as in FSDP",
     ),
     "step": _UseWords(
         "info",
-        "inside the function",
+        "to {size} on each device, inside the function",
         "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
     ),
 }
@@ -170,28 +178,21 @@ def gathered(
     for state in carried:
         for before, after in zip(state.inputs, state.outputs, strict=True):
             targets[after] = targets[after] or inputs[before]
-    fix = "give jit the planned out_shardings, or constrain the results inside the function"
-    for (spec, axes, _), sizes in _returned(executable, targets, gathers).items():
-        leaves, size = sorted(sizes), sum(sizes.values())
-        message = (
-            f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} and "
-            f"returned so: {bytes_shown(size)} on each device, in each call"
-        )
-        yield executable.outputs.finding("error", "gathered", message, fix, leaves, bytes=size)
     # Copies that are gathered again, or returned, are reported where they end.
-    passed_on = {
-        *executable.sources,
-        *(source_of(executable.hlo, gather.operand) for gather in gathers),
-    }
+    operands = {source_of(executable.hlo, gather.operand) for gather in gathers}
+    passed_on = operands.union(executable.sources)
     ending = [gather for gather in gathers if gather.value not in passed_on]
-    for (spec, axes, use), sizes in _uses(executable, inputs, carried, ending).items():
-        leaves, size = sorted(sizes), sum(sizes.values())
-        level, words, fix = _USES[use]
-        message = (
-            f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} to "
-            f"{bytes_shown(size)} on each device, {words}"
-        )
-        yield executable.inputs.finding(level, "gathered", message, fix, leaves, bytes=size)
+    returned = _returned(executable, targets, gathers)
+    used = _uses(executable, inputs, carried, ending)
+    for side, copies in ((executable.outputs, returned), (executable.inputs, used)):
+        for (spec, axes, use), sizes in copies.items():
+            level, words, fix = _USES[use]
+            size = sum(sizes.values())
+            message = (
+                f"{counted(len(sizes), 'leaf')} planned {spec} gathered over {', '.join(axes)} "
+                + words.format(size=bytes_shown(size))
+            )
+            yield side.finding(level, "gathered", message, fix, sorted(sizes), bytes=size)
 
 
 def _returned(executable: Executable, targets: _Targets, gathers: list[_Gather]) -> _Copies:
@@ -289,12 +290,12 @@ class _Work:
         self._executable = executable
         side = executable.inputs
         of_states = {leaf for state in carried for leaf in state.inputs}
-        self._axes: dict[range, list[frozenset[str] | None]] = {}
+        self._axes: dict[range, frozenset[str] | None] = {}
         for _, argument in side.subtrees:
             shardings = [side.shardings[leaf] for leaf in argument if leaf not in of_states]
             axes = [_sharding_axes(sharding) for sharding in shardings if sharding is not None]
             if axes:
-                self._axes[argument] = axes
+                self._axes[argument] = _union(axes)
 
     def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
         """Says whether what a copy is multiplied by is equal along some of its axes.
@@ -303,12 +304,8 @@ class _Work:
         the batch itself. Rows that are looked up are in no product.
         """
         others = [axes for argument, axes in self._axes.items() if copy.leaf not in argument]
-        batch: frozenset[str] = frozenset()
-        for axes in chain(*others):
-            if axes is None:
-                return False
-            batch |= axes
-        if not others or batch.issuperset(copy.axes):
+        batch = _union(others)
+        if not others or batch is None or batch.issuperset(copy.axes):
             return False
         products = [use for use in uses_of(self._hlo, value) if use.opcode in PRODUCTS]
         differing: frozenset[str] = frozenset()
@@ -339,3 +336,9 @@ def _sharding_axes(sharding: Any) -> frozenset[str] | None:
     """Returns the axes that a sharding names; None if it has no mesh."""
     mesh = getattr(sharding, "mesh", None)
     return None if mesh is None else axes_used(sharding.spec, mesh.shape)
+
+
+def _union(axes: list[frozenset[str] | None]) -> frozenset[str] | None:
+    """Joins the axes of several shardings; None if one has no mesh."""
+    named = [names for names in axes if names is not None]
+    return frozenset(chain(*named)) if len(named) == len(axes) else None
