@@ -43,57 +43,50 @@ _NARROW: Final = 8
 _CARRIERS: Final = frozenset({"f16", "s8", "u8"})
 
 
-class _UseWords(NamedTuple):
-    """Words of a finding about a use of gathered copies."""
-
-    level: Level
-    message: str
-    fix: str
-
-
-_USES: Final = {
-    "returned": _UseWords(
+_USES: Final[dict[str, tuple[Level, str, str]]] = {
+    "returned": (
         "error",
         "and returned so: {size} on each device, in each call",
         "give jit the planned out_shardings, or constrain the results inside the function",
     ),
-    "loop": _UseWords(
+    "loop": (
         "warning",
         "to {size} on each device, before a loop, which holds them whole while it runs",
         "gather within the loop, a layer at a time: constrain the layer's slice inside its body, "
         "and keep XLA from moving the gather out",
     ),
-    "model axis": _UseWords(
+    "model axis": (
         "warning",
         "to {size} on each device, though what it is multiplied by is not cut by all of these "
         "axes: devices along them do the same work",
         "constrain the activations so that they are cut by these axes, and the product is computed "
         "in parts; or cut the batch by them",
     ),
-    "wide": _UseWords(
+    "wide": (
         "warning",
         "to {size} on each device, converted or scaled first: the copies are of a wider dtype than "
         "what is stored",
         "gather what is stored: constrain the stored values, and their scales, to be whole along "
         "these axes before they are converted",
     ),
-    "experts": _UseWords(
+    "experts": (
         "warning",
         "to {size} on each device, which cut experts: each device gets all experts",
         "send tokens to their experts instead: by jax.lax.all_to_all in a shard_map, or constrain "
         "what experts get to be cut as they are; if the axes are for FSDP, cut another dimension",
     ),
-    "slice": _UseWords(
+    "slice": (
         "info",
         "to {size} on each device, a slice at a time, such as a layer, in a loop",
         "no change: as in FSDP",
     ),
-    "step": _UseWords(
+    "step": (
         "info",
         "to {size} on each device, inside the function",
         "no change if this is FSDP; stacked layers in a scan are gathered one at a time",
     ),
 }
+"""Level, message and fix of a use of gathered copies, the first that applies."""
 
 
 class _Gather(NamedTuple):

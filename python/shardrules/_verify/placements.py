@@ -25,37 +25,30 @@ if TYPE_CHECKING:
     from shardrules._verify.inputs import PlannedSharding
 
 
-class _Fixes(NamedTuple):
-    """Calls that place arrays as planned."""
-
-    inputs: str
-    outputs: str
-    states: str
-
-
-FIXES: Final[dict[Library, _Fixes]] = {
-    "jax": _Fixes(
-        "lower the function with arrays or shapes that are sharded as planned (plan.abstract()), "
-        "or give jit in_shardings=plan.shardings()",
-        "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
-        "give jit out_shardings that are the shardings of the arguments, or constrain the new "
-        "state to them inside the function",
-    ),
-    "nnx": _Fixes(
-        "lower the function with modules that are sharded as planned, or give nnx.jit "
+_FIXES: Final[dict[Library, dict[str, str]]] = {
+    "jax": {
+        "inputs": "lower the function with arrays or shapes that are sharded as planned "
+        "(plan.abstract()), or give jit in_shardings=plan.shardings()",
+        "outputs": "give jit out_shardings=plan.shardings(), or constrain the result inside the "
+        "function",
+        "states": "give jit out_shardings that are the shardings of the arguments, or constrain "
+        "the new state to them inside the function",
+    },
+    "nnx": {
+        "inputs": "lower the function with modules that are sharded as planned, or give nnx.jit "
         "in_shardings=nnx.StateSharding(plan.shardings())",
-        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is updated, and "
-        "out_shardings for what is returned, or constrain it inside the function",
-        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which count for the "
-        "updated module too, or constrain the new state inside the function",
-    ),
-    "equinox": _Fixes(
-        "lower the function with arrays that are sharded as planned",
-        "constrain the result inside the function, as by "
+        "outputs": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is "
+        "updated, and out_shardings for what is returned, or constrain it inside the function",
+        "states": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which "
+        "count for the updated module too, or constrain the new state inside the function",
+    },
+    "equinox": {
+        "inputs": "lower the function with arrays that are sharded as planned",
+        "outputs": "constrain the result inside the function, as by "
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
-        "constrain the arrays of the new state inside the function, as by "
+        "states": "constrain the arrays of the new state inside the function, as by "
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
-    ),
+    },
 }
 
 
@@ -107,19 +100,9 @@ def is_same(first: Any, second: Any, rank: int) -> bool:
     return bool(first == second or first.is_equivalent_to(second, rank))
 
 
-class _SideWords(NamedTuple):
-    """Words of findings about a side."""
-
-    kind: VerifyKind
-    verb: str
-    cost: str
-
-
-_SIDE_WORDS: Final = {
-    "inputs": _SideWords(
-        "input", "takes", "it refuses arrays as planned, and jit compiles again for them"
-    ),
-    "outputs": _SideWords("output", "returns", "what needs them as planned moves them first"),
+_SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
+    "inputs": ("input", "takes", "it refuses arrays as planned, and jit compiles again for them"),
+    "outputs": ("output", "returns", "what needs them as planned moves them first"),
 }
 
 
@@ -128,14 +111,14 @@ def placements(
 ) -> Iterator[Finding]:
     """Yields findings about leaves that are not sharded or kept in memory as planned."""
     pairs = ObjectPairs(targets, side.shardings)
-    yield from _shardings(side, targets, pairs, getattr(FIXES[library], side.name))
-    yield from _memory_kinds(side, targets, pairs, getattr(FIXES[library], side.name))
+    yield from _shardings(side, targets, pairs, _FIXES[library][side.name])
+    yield from _memory_kinds(side, targets, pairs, _FIXES[library][side.name])
 
 
 def _shardings(
     side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    words = _SIDE_WORDS[side.name]
+    kind, verb, cost = _SIDE_WORDS[side.name]
 
     def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
         if target.sharding == sharding:
@@ -152,11 +135,11 @@ def _shardings(
         size = sum(map(side.bytes_of, leaves))
         order = ", on the devices in another order," if planned == actual else ""
         message = (
-            f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {words.verb} "
+            f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {verb} "
             f"{actual}{order} with {bytes_shown(size)} on each device instead of "
-            f"{bytes_shown(budget)}: {words.cost}"
+            f"{bytes_shown(budget)}: {cost}"
         )
-        yield side.finding("error", words.kind, message, fix, leaves, bytes=size)
+        yield side.finding("error", kind, message, fix, leaves, bytes=size)
 
 
 def _memory_kinds(
@@ -172,7 +155,7 @@ def _memory_kinds(
         target = targets[leaf]
         return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    verb, fix = _SIDE_WORDS[side.name].verb, f"{fix}; specs alone say nothing about memory"
+    verb, fix = _SIDE_WORDS[side.name][1], f"{fix}; specs alone say nothing about memory"
     for (planned, actual), leaves in pairs.differences(are_equal, texts):
         size = sum(map(side.bytes_of, leaves))
         message = (
@@ -353,7 +336,7 @@ def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
 
     level: Level = "warning" if state.evidence == "alike" else "error"
     name, when = _STATE_WORDS[state.evidence]
-    fix = FIXES[executable.call.library].states
+    fix = _FIXES[executable.call.library]["states"]
     for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
         leaves = [state.inputs[i] for i in rows]
         moved = sum(map(inputs.bytes_of, leaves))
