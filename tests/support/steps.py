@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules._verify.hlo import Collective, Hlo, Shape, axes_of_groups
+from shardrules._verify.hlo import Collective, Hlo, Shape
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 96, 256, 4, 2, 40, 352
 BATCH, SEQUENCE, LAYERS = 16, 36, 2
@@ -246,7 +246,7 @@ def sent(hlo: Hlo, model: Model, sizes: Mapping[str, int]) -> Counter[Key]:
         assert one.times is not None
         for shape in one.results if one.kind == "all-gather" else one.operands:
             of = _of(shape, one, model, sizes)
-            axes = axes_of_groups(one.groups, sizes)
+            axes = one.groups.axes(sizes)
             found[of, one.kind, axes] += shape.bytes * one.times
     return found
 

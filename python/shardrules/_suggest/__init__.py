@@ -1,4 +1,1 @@
-"""Rules for a model that has none, from its shapes and its paths.
-
-Must not know about files or the command line.
-"""
+"""Suggests rules for a model that has none, from its shapes and its paths."""

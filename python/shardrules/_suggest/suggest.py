@@ -1,13 +1,9 @@
-"""`suggest`: rules for a model that has none, on a mesh that is given or chosen.
-
-Costs one walk over the tree, what `writing.py` costs per folded path, and one correction per kind
-and mesh that is tried. Must not know about the command line.
-"""
+"""Writes rules for a model that has none: `suggest`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,19 +24,14 @@ from shardrules._suggest.dims import Unit, units_of
 from shardrules._suggest.patterns import TIGHTEST
 from shardrules._suggest.suggestion import CutReason, Reason, Suggestion
 from shardrules._suggest.tables import NameRule, name_rules, rules_of
-from shardrules._suggest.writing import Written, is_spared, mended, written
+from shardrules._suggest.writing import Draft, draft, is_spared, mended
 from shardrules._text import brief, bytes_shown, mesh_shown
 
 if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
+    from shardrules._suggest.choose import Axes
 
 _AXES: Final = ("fsdp", "tp")
-_ROLES: Final = {
-    "outer": "residual",
-    "inner": "hidden",
-    "vector": "vector",
-    "one": "other",
-}
 _ADAM: Final = ("float32", "float32")
 
 
@@ -64,21 +55,21 @@ def suggest(
     r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
 
     Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
-    What each dimension is follows from shapes: the residual width is the size that goes through all
-    layers and beside them; the other side of a kernel is cut by tensor axes; names only break ties.
-    Of the ways to lay the mesh axes along the dimensions that they divide, those with the fewest
-    bytes on a device are taken, and among them the one that experts would choose: tensor axes cut
-    hidden units, heads and the vocabulary, fsdp the residual side, expert axes stacks of experts.
-    Biases and norms are replicated if that costs hardly anything; what is whole since nothing cuts
-    it is in `Suggestion.warnings`. Axes mean what they are called:
-    data, dp and sp cut no leaf.
+    The role of each dimension follows from shapes: the residual width is the size that arrays
+    inside and outside of the layers share; the other side of a kernel is sharded by tensor axes;
+    names only break ties. Of the ways to lay the mesh axes along the dimensions that they divide,
+    `suggest` takes those with the fewest bytes on a device, and among them the one that experts
+    would choose: tensor axes shard hidden units, heads and the vocabulary, fsdp the residual side,
+    expert axes stacks of experts. Biases and norms are replicated if that costs hardly anything;
+    `Suggestion.warnings` lists kernels that no axis divides. Axes are used by their names: data, dp
+    and sp shard no leaf.
 
     For arrays with logical axis names, the rules are a table of these names: `LogicalRules`. Each
     name is in it, with None if nothing cuts it.
 
     Args:
-        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, whose
-            rules do not count, but for whether they are for paths or for names.
+        model: Any pytree of arrays or abstract arrays, such as `read_model` gives; or a Plan, of
+            whose rules only the dialect counts: of paths or of names.
         mesh: A Mesh, AbstractMesh or dict of axis sizes. Default: that of the Plan or the context,
             or the first of a `Plan.sweep` over those of `devices`.
         devices: How many devices the mesh is to have, if none is given.
@@ -89,9 +80,9 @@ def suggest(
         optimizer: The dtypes of the optimizer's moments. Default: Adam's two of float32.
         tokens: Tokens of the whole batch of a step: for the traffic of `Suggestion.compare`; and
             with hardware, to choose the mesh by the time of a step.
-        experts_per_token: How many of a layer's experts each token meets, for the same.
+        experts_per_token: Number of a layer's experts that process each token, for the same.
         hardware: The devices: a `Hardware`, or the name of one such as "v5p".
-        head_dim: Size of an attention head; heads are not cut apart. Default: that of a `q_norm` or
+        head_dim: Size of an attention head; heads are not split. Default: that of a `q_norm` or
             `k_norm` beside the projections, or of a dimension of its own; for keys and values of
             fewer heads than queries, 128, or 64 if the model is narrower than 2,048.
         dialect: The dialect of the rules: a LogicalDialect for rules of logical axis names.
@@ -134,30 +125,28 @@ def suggest(
     moments = None if optimizer is None else listed("optimizer", optimizer, "dtypes")
     device = None if hardware is None else as_hardware("hardware", hardware)
     room = device.memory_bytes if hbm is None and device is not None else hbm
-    met = None
     if experts_per_token is not None:
-        met = integer("experts_per_token", experts_per_token, least=1)
+        experts_per_token = integer("experts_per_token", experts_per_token, least=1)
     if axes is not None and devices is None:
         raise ValueError("axes are for devices, of which a mesh is chosen: give devices as well")
-    chosen = _dialect_for(model, names, dialect)
-    if like is not None and isinstance(chosen, LogicalDialect):
+    dialect = _dialect_for(model, names, dialect)
+    if like is not None and isinstance(dialect, LogicalDialect):
         raise TypeError("like: rules of paths are mended; those for logical axis names are not")
-    bare = _bare(model, mesh, devices, chosen, names)
+    bare = _bare(model, mesh, devices, dialect, names)
     units = units_of(bare._columns, head_sizes(bare._columns, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else texts("axes", axes)
+        is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
-        some = bare.with_rules(_rules(units, dict.fromkeys(over, 2), chosen))
-        timed = None if device is None or batch is None else {"experts_per_token": met}
-        best, *_ = some.sweep(
+        best, *_ = bare.with_rules(_rules(units, dict.fromkeys(over, 2), dialect)).sweep(
             devices=devices,
             axes=over,
             hbm=room,
             gradients=True,
             optimizer=moments,
-            tokens=None if timed is None else batch,
+            tokens=batch if is_timed else None,
             hardware=device,
-            schedule=timed,
+            schedule={"experts_per_token": experts_per_token} if is_timed else None,
         )
         bare = bare.on_mesh(best.mesh)
     uses = uses_of(bare.axis_sizes)
@@ -166,25 +155,25 @@ def suggest(
         optional_axes=(),
         data_axes=tuple(axis for axis, use in uses.items() if use == "data"),
     )
-    if isinstance(chosen, LogicalDialect):
-        table = name_rules(units, bare.axis_sizes, chosen)
-        made = bare.with_rules(rules_of(table, chosen))
-        declared["replicated"] = _spared(made, units)
-        _check_named(made, declared)
+    if isinstance(dialect, LogicalDialect):
+        table = name_rules(units, bare.axis_sizes, dialect)
+        result = bare.with_rules(rules_of(table, dialect))
+        declared["replicated"] = _spared(result, units)
+        _check_named(result, declared)
         reasons = tuple(map(_reason_of_name, range(len(table)), table))
     else:
-        given = None if like is None else bare.with_rules(_in_dialect(like, chosen))
-        rules, made = _decided(model, bare, units, chosen, given)
-        declared["replicated"] = _replicated(rules, made, units)
+        current = None if like is None else bare.with_rules(_in_dialect(like, dialect))
+        rules, result = _decided(model, bare, units, dialect, current)
+        declared["replicated"] = _replicated(rules, result, units)
         reasons = _reasons(rules)
-    _check_room(made, room, moments)
-    return Suggestion(made._declaring(declared), reasons, declared, batch, met)
+    _check_room(result, room, moments)
+    return Suggestion(result._declaring(declared), reasons, declared, batch, experts_per_token)
 
 
 def _dialect_for(
     model: Any, names: Any, dialect: Dialect | LogicalDialect | None
 ) -> Dialect | LogicalDialect:
-    """The dialect, which says whether rules are for paths or for logical axis names.
+    """Returns the dialect, which says whether rules are for paths or for logical axis names.
 
     Raises:
         TypeError: The model or `names` say something else.
@@ -198,13 +187,11 @@ def _dialect_for(
         )
     planned = model.rules.dialect if isinstance(model, Plan) else None
     if planned is not None and dialect is not None and type(planned) is not type(dialect):
-        of_plan, of_dialect = (
-            "logical axis names" if isinstance(one, LogicalDialect) else "paths"
-            for one in (planned, dialect)
-        )
+        is_logical = isinstance(planned, LogicalDialect)
+        kinds = ("logical axis names", "paths") if is_logical else ("paths", "logical axis names")
         raise TypeError(
-            f"dialect: {dialect.name} is for rules of {of_dialect}, and the plan has rules of "
-            f"{of_plan}: give the tree itself"
+            f"dialect: {dialect.name} is for rules of {kinds[1]}, and the plan has rules of "
+            f"{kinds[0]}: give the tree itself"
         )
     if dialect is not None:
         return dialect
@@ -217,37 +204,38 @@ def _dialect_for(
 def _rules(
     units: list[Unit], axis_sizes: dict[str, int], dialect: Dialect | LogicalDialect
 ) -> Rules | LogicalRules:
-    """Rules for leaves that have none."""
     if isinstance(dialect, LogicalDialect):
         return rules_of(name_rules(units, axis_sizes, dialect), dialect)
-    return written(units, axis_sizes, dialect).rules
+    return draft(units, axis_sizes, dialect).rules
 
 
-def _check_named(made: Plan, declared: Declared) -> None:
+def _check_named(result: Plan, declared: Declared) -> None:
     """Checks that a table of names decides all that is large.
 
     Raises:
         ValueError: Arrays have no names, not as many as dimensions, or one twice.
     """
-    for one in made.check(**declared).at_least("warning"):
-        if one.kind in ("unnamed", "misfit"):
-            raise ValueError(f"names: {one.message}: {one.fix}; or give a dialect for paths")
+    for finding in result.check(**declared).at_least("warning"):
+        if finding.kind in ("unnamed", "misfit"):
+            raise ValueError(
+                f"names: {finding.message}: {finding.fix}; or give a dialect for paths"
+            )
 
 
-def _in_dialect(like: PathRules, dialect: Dialect) -> Rules:
-    """The rules, in the dialect of the suggestion.
+def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
+    """Returns the rules, in the dialect of the suggestion.
 
     Raises:
         TypeError: They are for logical axis names.
         ValueError: They are in another dialect.
     """
-    given = like if isinstance(like, Rules) else remembered_rules(like, dialect, "like")
-    if given.dialect != dialect:
+    rules = current if isinstance(current, Rules) else remembered_rules(current, dialect, "like")
+    if rules.dialect != dialect:
         raise ValueError(
-            f"like: the rules are in the dialect {given.dialect.name}, and dialect is "
+            f"like: the rules are in the dialect {rules.dialect.name}, and dialect is "
             f"{dialect.name}: give dialect as theirs"
         )
-    return given
+    return rules
 
 
 def _bare(
@@ -257,10 +245,10 @@ def _bare(
     dialect: Dialect | LogicalDialect,
     names: Any,
 ) -> Plan:
-    """The model without rules, on the mesh; or on any, if one is to be chosen."""
+    """Plans the model without rules, on the mesh; or on any, if one is to be chosen."""
     if mesh is not None and devices is not None:
         raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
-    # Of leaves that need no rule, only those that never do are left out.
+    # Skip only leaves that need no rule in any dialect.
     none = (
         LogicalRules((), dialect)
         if isinstance(dialect, LogicalDialect)
@@ -274,22 +262,22 @@ def _bare(
 
 
 def _decided(
-    model: Any, bare: Plan, units: list[Unit], dialect: Dialect, given: Plan | None
-) -> tuple[Written, Plan]:
-    """Rules, and the plan of the leaves under them, in which each has its own."""
+    model: Any, bare: Plan, units: list[Unit], dialect: Dialect, current: Plan | None
+) -> tuple[Draft, Plan]:
+    """Writes rules, and plans the leaves under them so that each is decided by its own."""
     for tightness in (0, TIGHTEST):
-        if given is None:
-            rules = written(units, bare.axis_sizes, dialect, tightness)
+        if current is None:
+            rules = draft(units, bare.axis_sizes, dialect, tightness)
         else:
-            rules = mended(given._columns, units, tightness)
+            rules = mended(current._columns, units, tightness)
         # The tree itself decides: paths as texts may hide where a key ends.
         is_plan = isinstance(model, Plan)
-        made = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
-        strays = rules.strays(made.rule)
+        result = bare.with_rules(rules.rules) if is_plan else plan(model, rules.rules, bare.mesh)
+        strays = rules.strays(result.rule)
         if not strays:
-            return rules, made
+            return rules, result
     raise ValueError(
-        f"{brief(made.paths[strays[0]])}: no pattern of the dialect {dialect.name} tells it from "
+        f"{brief(result.paths[strays[0]])}: no pattern of the dialect {dialect.name} tells it from "
         "other paths: rename it, or choose another dialect"
     )
 
@@ -299,81 +287,75 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
     return (*_AXES, "ep") if has_experts else _AXES
 
 
-def _check_room(made: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
+def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
     """Checks that parameters, gradients and the optimizer's moments fit.
 
     Raises:
         ValueError: They do not.
     """
-    held = made.bytes_per_device(gradients=True, optimizer=moments)
-    if hbm is not None and held.max > hbm:
+    needed = result.bytes_per_device(gradients=True, optimizer=moments)
+    if hbm is not None and needed.max > hbm:
         raise ValueError(
-            f"hbm: on {mesh_shown(made.axis_sizes)} there is no room: a device needs {held}, and "
-            f"has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
+            f"hbm: on {mesh_shown(result.axis_sizes)} there is no room: a device needs {needed}, "
+            f"and has {bytes_shown(hbm)}: give more devices, or fewer moments in optimizer"
         )
 
 
-def _replicated(rules: Written, made: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """The patterns of what is whole on purpose, as `Plan.check` searches for them."""
+def _replicated(rules: Draft, result: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """Lists the patterns of leaves replicated on purpose, as `Plan.check` searches for them."""
     dialect = rules.rules.dialect
     if dialect.match != ("search",) or dialect.keys != "text":
-        return _spared(made, units)
-    return tuple(str(rules.rules[rule][0]) for rule in rules.whole_on_purpose(made.axis_sizes))
+        return _spared(result, units)
+    return tuple(str(rules.rules[rule][0]) for rule in rules.replicated_rules(result.axis_sizes))
 
 
-def _spared(made: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """Patterns of the paths that tensor axes are kept from, such as those of routers."""
+def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """Lists patterns of the paths that tensor axes are kept from, such as those of routers."""
     patterns = []
     for unit in units:
-        spec = made.kinds[int(made.kind_of[unit.folded.rows[0]])].spec
-        if unit.dims.tensor != "any" and is_spared(spec, made.axis_sizes):
+        spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
+        if unit.dims.tensor != "any" and is_spared(spec, result.axis_sizes):
             parts = parts_of(unit.folded.pattern)
             patterns.append("".join(re.escape(text) if n is None else r"\d+" for text, n in parts))
     return tuple(dict.fromkeys(patterns))
 
 
-def _reasons(found: Written) -> tuple[Reason, ...]:
-    unknown = {id(unit) for unit in found.unknown}
-    decided = zip(found.rules, found.units, strict=True)
-    return tuple(
-        Reason(
-            rule=number,
-            pattern=pattern,
-            leaves=sum(unit.part.leaves for unit in units),
-            bytes=sum(unit.bytes for unit in units),
-            paths=tuple(unit.part.pattern for unit in units),
-            dims=_cut_reasons(units[0], value),
-            is_understood=not any(id(unit) in unknown for unit in units),
-        )
-        for number, ((pattern, value), units) in enumerate(decided)
-    )
+def _reasons(rules: Draft) -> tuple[Reason, ...]:
+    unknown = {id(unit) for unit in rules.unknown}
+    reasons = []
+    for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
+        spec, rank = plain_spec(value), len(units[0].part.shape)
+        entries = [*spec] if isinstance(spec, Entries) else []
+        entries += [None] * (rank - len(entries))
+        dims = [_cut(units[0], dim, entry_axes(entry)) for dim, entry in enumerate(entries)]
+        is_understood = unknown.isdisjoint(map(id, units))
+        reasons.append(_reason(number, pattern, units, dims, is_understood=is_understood))
+    return tuple(reasons)
 
 
 def _reason_of_name(number: int, rule: NameRule) -> Reason:
-    """Of dimensions of one size and role, the first."""
+    """Explains a rule by the first of its dimensions of each size and role."""
     dims: dict[tuple[int, str], CutReason] = {}
     for unit, dim in rule.dims:
-        size, side = unit.part.shape[dim], unit.dims.sides[dim]
-        role = _ROLES.get(side, side)
-        dims.setdefault((size, role), CutReason(dim, size, role, rule.axes))
-    return Reason(
-        rule=number,
-        pattern=rule.name,
-        leaves=sum(unit.part.leaves for unit, _ in rule.dims),
-        bytes=sum(unit.bytes for unit, _ in rule.dims),
-        paths=tuple(unit.part.pattern for unit, _ in rule.dims),
-        dims=tuple(dims.values()),
-        is_understood=not rule.dims or any(unit.dims.is_known for unit, _ in rule.dims),
-    )
+        cut = _cut(unit, dim, rule.axes)
+        dims.setdefault((cut.size, cut.role), cut)
+    units = [unit for unit, _ in rule.dims]
+    is_understood = not units or any(unit.dims.is_known for unit in units)
+    return _reason(number, rule.name, units, dims.values(), is_understood=is_understood)
 
 
-def _cut_reasons(unit: Unit, value: Any) -> tuple[CutReason, ...]:
-    spec = plain_spec(value)
-    entries = spec if isinstance(spec, Entries) else ()
-    axes = [*map(entry_axes, entries), *[()] * (len(unit.part.shape) - len(entries))]
-    return tuple(
-        CutReason(dim, size, _ROLES.get(side, side), tuple(of))
-        for dim, (size, side, of) in enumerate(
-            zip(unit.part.shape, unit.dims.sides, axes, strict=True)
-        )
-    )
+def _reason(
+    number: int,
+    pattern: Any,
+    units: Sequence[Unit],
+    dims: Iterable[CutReason],
+    *,
+    is_understood: bool,
+) -> Reason:
+    leaves, size = sum(unit.part.leaves for unit in units), sum(unit.bytes for unit in units)
+    paths = tuple(unit.part.pattern for unit in units)
+    return Reason(number, pattern, leaves, size, paths, tuple(dims), is_understood)
+
+
+def _cut(unit: Unit, dim: int, axes: Axes) -> CutReason:
+    return CutReason(dim, unit.part.shape[dim], unit.dims.sides[dim], tuple(axes))

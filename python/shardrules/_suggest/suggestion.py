@@ -1,7 +1,4 @@
-"""`Suggestion`: rules for a model, the plan that they make, and why each says what it says.
-
-Must not know how rules are found.
-"""
+"""Holds the results of `suggest`: rules, the plan under them, and the reason of each rule."""
 
 from __future__ import annotations
 
@@ -27,16 +24,16 @@ _OTHER_MESH: Final = "give a mesh of which an axis divides a dimension of them"
 
 @record
 class CutReason(NamedTuple):
-    """Why a dimension is cut, or not."""
+    """Mesh axes that shard a dimension, and the role by which they were chosen."""
 
     dim: int
     size: int
-    """Of the first of the leaves."""
+    """Size in the first of the leaves."""
     role: str
-    """What the dimension is: "layers", "experts", "vocabulary", "residual", "hidden", "heads",
+    """Role of the dimension: "layers", "experts", "vocabulary", "residual", "hidden", "heads",
     "head", "fused", "window", "vector" or "other"."""
     axes: tuple[str, ...]
-    """The mesh axes that cut it."""
+    """Mesh axes that shard it."""
 
     def __str__(self) -> str:
         cut = f" by {'*'.join(self.axes)}" if self.axes else ""
@@ -45,20 +42,20 @@ class CutReason(NamedTuple):
 
 @record
 class Reason(NamedTuple):
-    """Why a rule says what it says."""
+    """Leaves of a suggested rule, and the roles of their dimensions."""
 
     rule: int
     pattern: Pattern
-    """Of paths; or the logical axis name."""
+    """Pattern of paths, or a logical axis name."""
     leaves: int
     bytes: int
-    """Of its leaves, whole."""
+    """Bytes of its leaves, unsharded."""
     paths: tuple[str, ...]
     """Folded paths of its leaves."""
     dims: tuple[CutReason, ...]
-    """Of the first of its leaves; of a name, each size and role that its dimensions have."""
+    """Dimensions of the first leaf; for a name, one for each size and role that it has."""
     is_understood: bool
-    """Whether shapes and names say which dimension is what."""
+    """True if shapes and names tell the roles of all dimensions."""
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.dims)) or "no dimension"
@@ -71,12 +68,12 @@ class Reason(NamedTuple):
 
 @answer
 class Comparison(NamedTuple):
-    """Suggested rules beside others for the same leaves and mesh; `str` gives it in words."""
+    """Difference of suggested rules from others for the same leaves and mesh; `str` words it."""
 
     diff: PlanDiff
-    """From the other rules to the suggested ones."""
+    """Changes from the other rules to the suggested ones."""
     rules: tuple[int, int]
-    """How many there are, of the other ones and of the suggested ones."""
+    """Numbers of other rules and of suggested ones."""
     sent: tuple[int, int] | None
     """Bytes that each device sends in a training step, under both; None without tokens."""
 
@@ -117,32 +114,34 @@ class Suggestion:
 
     @property
     def rules(self) -> Rules | LogicalRules:
-        """The rules; of arrays with logical axis names, a table of these."""
+        """Suggested rules; for arrays with logical axis names, a table of these."""
         return self._plan.rules
 
     @property
     def plan(self) -> Plan:
-        """The plan of the model under the rules."""
+        """Plan of the model under the rules."""
         return self._plan
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axis sizes of the mesh: of the one given, or of the one chosen."""
+        """Axis sizes of the mesh that was given or chosen."""
         return self._plan.axis_sizes
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Per rule why it says what it says."""
+        """Leaves of each rule, and the roles of their dimensions."""
         return self._reasons
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Folded paths of leaves of which it is not known which dimension is what."""
-        return tuple(path for one in self._reasons if not one.is_understood for path in one.paths)
+        """Folded paths of leaves whose dimensions have no clear roles."""
+        return tuple(
+            path for reason in self._reasons if not reason.is_understood for path in reason.paths
+        )
 
     @cached_property
     def warnings(self) -> Findings:
-        """What `check` warns of in these rules, such as kernels that no axis of the mesh divides.
+        """Warnings of `check` about these rules, such as kernels that no axis of the mesh divides.
 
         Example:
             >>> import jax, shardrules as sr
@@ -160,7 +159,7 @@ class Suggestion:
 
     @property
     def declared(self) -> Declared:
-        """What `Plan.check` is to know: leaves that are replicated, and axes for data alone.
+        """Declarations for `Plan.check`: leaves that are replicated, and axes for data only.
 
         Replicated on purpose are norms, biases and scalars; and over tensor axes routers, keys and
         values of fewer heads than devices, and projections to a latent space. The plan knows it.
@@ -179,7 +178,7 @@ class Suggestion:
         return self._declared
 
     def compare(self, rules: RulesLike) -> Comparison:
-        """The suggested rules beside others: the leaves that differ, bytes and traffic.
+        """Compares the suggested rules with others: the leaves that differ, bytes and traffic.
 
         Args:
             rules: Rules such as those that the model has: `LogicalRules` if these are.
@@ -198,18 +197,17 @@ class Suggestion:
             1 leaf changed; 65.5 kB -> 16.4 kB on the fullest device
             2 rules -> 1 rule
         """
-        other = self._plan.with_rules(rules)
-        sent = None
+        current, sent = self._plan.with_rules(rules), None
         if self._tokens is not None:
             before, after = (
-                one.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token)
-                for one in (other, self._plan)
+                plan.traffic(tokens=self._tokens, experts_per_token=self._experts_per_token).sent
+                for plan in (current, self._plan)
             )
-            sent = (before.sent, after.sent)
-        return Comparison(other.diff(self._plan), (len(other.rules), len(self.rules)), sent)
+            sent = (before, after)
+        return Comparison(current.diff(self._plan), (len(current.rules), len(self.rules)), sent)
 
     def to_toml(self) -> str:
-        """A rule file, for `shardrules check --rules` and `read_rules`.
+        """Writes a rule file, for `shardrules check --rules` and `read_rules`.
 
         Raises:
             ValueError: The dialect is one of your own, which files cannot name; or a rule of `like`
@@ -231,7 +229,7 @@ class Suggestion:
         return toml_text(self.rules, self._declared, self._heading, self._notes)
 
     def to_python(self) -> str:
-        """The rules as Python code.
+        """Writes the rules as Python code.
 
         Raises:
             ValueError: A rule of `like` has more than a pattern, a spec and units.
@@ -253,21 +251,22 @@ class Suggestion:
 
     @property
     def _heading(self) -> str:
-        held = self._plan.bytes_per_device().max
+        most = self._plan.bytes_per_device().max
         return printable(
             f"{counted(len(self.rules), 'rule')} for {counted(len(self._plan), 'leaf')} on "
-            f"{mesh_shown(self.mesh)}: {bytes_shown(held)} on the fullest device"
+            f"{mesh_shown(self.mesh)}: {bytes_shown(most)} on the fullest device"
         )
 
     @property
     def _notes(self) -> list[str]:
-        """Per rule what stands above it."""
+        """Comments above the rules."""
         notes = []
-        for one in self._reasons:
-            text = ", ".join(map(str, one.dims))
-            if not one.is_understood:
-                more = "".join(and_more(len(one.paths), _MOST_SHOWN, "pattern"))
-                text = f"not understood: {', '.join(one.paths[:_MOST_SHOWN])} {more}".rstrip()
+        for reason in self._reasons:
+            text = ", ".join(map(str, reason.dims))
+            if not reason.is_understood:
+                paths = ", ".join(reason.paths[:_MOST_SHOWN])
+                count = "".join(and_more(len(reason.paths), _MOST_SHOWN, "pattern"))
+                text = f"not understood: {paths} {count}".rstrip()
             notes.append(printable(text))
         return notes
 

@@ -1,14 +1,10 @@
-"""Rules for the leaves of a tree: their specs, and the patterns that tell them apart.
-
-Costs what the choice of specs and the proof of patterns cost. Must not know how the mesh was
-chosen, nor how rules are shown.
-"""
+"""Writes rules for the leaves of a tree: their specs, and patterns proven on the tree's paths."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,10 +15,19 @@ from shardrules._plan.queries import Queries
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._rules.patterns import MATCH_MODES
 from shardrules._rules.rules import Rules
-from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, fsdp
-from shardrules._suggest.choose import Array, Cuts, choose, listed, proven, with_followers
-from shardrules._suggest.dims import Unit, parted, with_rows
-from shardrules._suggest.patterns import NUMBER, AmbiguousError, Label, phrases
+from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, entry_of, fsdp
+from shardrules._suggest.choose import Cuts, choose, with_followers
+from shardrules._suggest.patterns import (
+    NUMBER,
+    TIGHTEST,
+    AmbiguousError,
+    Label,
+    least_tightness,
+    pattern_of,
+    phrases,
+    text_pattern,
+)
+from shardrules._suggest.texts import pattern_shown
 from shardrules._text import brief
 
 if TYPE_CHECKING:
@@ -31,141 +36,112 @@ if TYPE_CHECKING:
     from shardrules._plan.table import Columns
     from shardrules._rules.dialects import Dialect
     from shardrules._rules.patterns import Pattern
-    from shardrules._suggest.patterns import Word
+    from shardrules._suggest.choose import Axes, Cuts
+    from shardrules._suggest.dims import Unit
+    from shardrules._suggest.patterns import Path, Phrase
+
+_MOST_TEXTS: Final = 1000
+_Pairs = list[tuple["Pattern", Any]]
 
 
-class Written(NamedTuple):
-    """Rules for a tree, and why."""
+class Draft(NamedTuple):
+    """Rules with the leaves that they were written for."""
 
     rules: Rules
     units: list[tuple[Unit, ...]]
-    """Per rule the leaves that it was written for."""
+    """Units of each rule."""
     unknown: list[Unit]
 
-    def whole_on_purpose(self, axis_sizes: Mapping[str, int]) -> list[int]:
-        """Lists the rules whose leaves are whole on purpose.
+    def replicated_rules(self, axis_sizes: Mapping[str, int]) -> Iterator[int]:
+        """Yields the rules whose leaves are replicated on purpose.
 
         These are norms, biases and scalars; and what tensor axes are kept from, such as routers.
         """
-        chosen = []
         for rule, ((_, value), units) in enumerate(zip(self.rules, self.units, strict=True)):
             spec = plain_spec(value)
             is_small = spec == Entries() and all(unit.dims.is_small for unit in units)
             may_be = all(unit.dims.tensor != "any" for unit in units)
             if is_small or (may_be and is_spared(spec, axis_sizes)):
-                chosen.append(rule)
-        return chosen
+                yield rule
 
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
-        """The rows that another rule decides than the one that was written for them."""
-        wanted = rule_of.copy()
+        """Lists the rows that another rule decides than the one written for them."""
+        intended = rule_of.copy()
         for rule, units in enumerate(self.units):
             for unit in units:
-                wanted[unit.folded.rows] = rule
-        found: list[int] = np.flatnonzero(wanted != rule_of).tolist()
-        return found
+                intended[unit.folded.rows] = rule
+        rows: list[int] = np.flatnonzero(intended != rule_of).tolist()
+        return rows
 
 
 def is_spared(spec: Any, axis_sizes: Mapping[str, int]) -> bool:
-    """Whether this spec of a leaf that tensor axes are kept from is meant.
+    """Says whether this spec of a leaf that tensor axes are kept from is meant.
 
-    It is not if there are other axes for weights, and these do not cut it, either.
+    It is not if there are other axes for weights, and these do not shard it, either.
     """
     uses = {axis: use for axis, use in uses_of(axis_sizes).items() if axis_sizes[axis] > 1}
     if not isinstance(spec, Entries) or "tensor" not in uses.values():
         return False
-    named = {uses[axis] for entry in spec for axis in entry_axes(entry) if axis in uses}
+    used = {uses[axis] for entry in spec for axis in entry_axes(entry) if axis in uses}
     others = {"fsdp", "experts"}.intersection(uses.values())
-    return "tensor" not in named and bool(named or not others)
+    return "tensor" not in used and bool(used or not others)
 
 
-def written(
+def draft(
     units: list[Unit],
     axis_sizes: Mapping[str, int],
     dialect: Dialect,
     tightness: int = 0,
     *,
-    entries: Mapping[tuple[str, ...], Any] | None = None,
+    entries: Mapping[Axes, Any] | None = None,
     siblings: Mapping[Any, set[Cuts]] | None = None,
-) -> Written:
-    """Rules for leaves that have none.
+) -> Draft:
+    """Writes rules for leaves that have none.
 
     Args:
         units: The leaves.
         axis_sizes: Those of the mesh.
         dialect: Of the rules.
         tightness: How tight patterns must be, as in `pattern_of`.
-        entries: How other rules of the list write an entry of these axes: beside them they may name
-            axes of one device, which are larger elsewhere.
+        entries: Entries with which other rules of the list write axes: there they may name axes of
+            one device, which are larger elsewhere.
         siblings: How other rules cut leaves, by `_sibling_keys`: those of one module are cut alike.
 
     Raises:
         ValueError: The dialect's patterns cannot tell the paths apart.
     """
     uses = uses_of(axis_sizes)
-    cuts = choose(
-        [Array(unit.part.shape, unit.dims, unit.bytes) for unit in units], axis_sizes, uses
-    )
-    cuts = with_followers(units, cuts, axis_sizes)
+    cuts = with_followers(units, choose(units, axis_sizes, uses), axis_sizes)
     if siblings:
         cuts = [_copied(unit, siblings) or cut for unit, cut in zip(units, cuts, strict=True)]
     spared = {axis for axis, size in axis_sizes.items() if size > 1 and uses[axis] == "tensor"}
-    labels = [_label(unit, of, spared, entries or {}) for unit, of in zip(units, cuts, strict=True)]
-    units, labels = _told_apart(units, labels, dialect)
-    pairs, of_rules, left = _worded(units, labels, dialect, tightness)
-    if left:
-        pairs.append(_safe(left, uses, dialect))
-        of_rules.append(tuple(left))
-    unknown = [unit for unit in units if not unit.dims.is_known]
-    return Written(Rules(pairs, dialect), of_rules, unknown + left)
-
-
-_Worded = tuple[list[tuple["Pattern", Any]], list[tuple[Unit, ...]], list[Unit]]
-
-
-def _worded(
-    units: list[Unit],
-    labels: list[Label],
-    dialect: Dialect,
-    tightness: int,
-) -> _Worded:
-    """Rules, the units of each, and the units that have none, since they have too many names."""
+    labels = [
+        _label(unit, of_unit, spared, entries or {})
+        for unit, of_unit in zip(units, cuts, strict=True)
+    ]
+    labelled = _with_numbers(list(zip(units, labels, strict=True)), dialect)
+    units, labels = [unit for unit, _ in labelled], [label for _, label in labelled]
+    unnamed: list[Unit] = []
     if MATCH_MODES[dialect.match[-1]].written_as == "text":
-        pairs, of_rules = listed(units, labels)
-        return pairs, of_rules, []
-    try:
-        said, left = phrases(
-            [unit.words for unit in units], labels, [_place(unit) for unit in units]
-        )
-    except AmbiguousError as error:
-        one, other, *_ = (units[number] for number in error.units)
-        raise ValueError(
-            f"two leaves have the path {brief(one.path)}, with the shapes {one.part.shape} and "
-            f"{other.part.shape}: rename one"
-        ) from None
-    pairs, of_rules = proven(said, units, dialect, tightness)
-    return pairs, of_rules, [units[number] for number in left]
+        pairs, of_rules = _text_rules(labelled)
+    else:
+        ends, rest = _phrases(units, labels)
+        pairs, of_rules = _proven(ends, units, dialect, tightness)
+        unnamed = [units[number] for number in rest]
+    if unnamed:
+        pairs.append(_catch_all(unnamed, uses, dialect))
+        of_rules.append(tuple(unnamed))
+    unknown = [unit for unit in units if not unit.dims.is_known]
+    return Draft(Rules(pairs, dialect), of_rules, unknown + unnamed)
 
 
-def _safe(left: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
-    """The rule for what has too many names: the largest dimension that divides is cut."""
-    if dialect.precedence == "only":
-        raise ValueError(
-            f"{len(left):,} paths, such as {brief(left[0].path)}, have too many names for rules; "
-            f"and in the dialect {dialect.name} no rule may be for all that is left"
-        )
-    axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
-    is_window = MATCH_MODES[dialect.match[-1]].written_as == "window"
-    return (".*",) if is_window else ".*", fsdp(axes)
-
-
-def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
-    """The rules of a plan that decide leaves, and rules for all other leaves after them.
+def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
+    """Keeps the rules of a plan that decide leaves, and writes rules for all other leaves.
 
     Args:
         columns: Of the tree under these rules.
         units: All leaves that need a rule.
-        tightness: As in `written`.
+        tightness: As in `draft`.
     """
     rules = columns.leaves.path_rules
     assert rules is not None
@@ -175,37 +151,36 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Written:
         for rule, won in enumerate(columns.coverage.won)
         if won and rule not in queries.silent_catch_alls
     ]
-    decided = np.isin(columns.rule, kept)
-    left = [part for unit in units for part in with_rows(unit, ~decided)]
+    undecided = ~np.isin(columns.rule, kept)
+    rest = [part for unit in units for part in unit.where(undecided)]
     of_kept = [
-        tuple(part for unit in units for part in with_rows(unit, columns.rule == rule))
-        for rule in kept
+        tuple(part for unit in units for part in unit.where(columns.rule == rule)) for rule in kept
     ]
-    more = written(
-        left,
+    added = draft(
+        rest,
         columns.axis_sizes,
         rules.dialect,
         tightness,
         entries=_entries_of(rules, kept, columns),
         siblings=_cuts_of_siblings(rules, kept, of_kept),
     )
-    pairs = [*(rules[rule] for rule in kept), *more.rules]
-    return Written(Rules(pairs, rules.dialect), [*of_kept, *more.units], more.unknown)
+    pairs = [*(rules[rule] for rule in kept), *added.rules]
+    return Draft(Rules(pairs, rules.dialect), [*of_kept, *added.units], added.unknown)
 
 
-def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[tuple[str, ...], Any]:
-    """By the axes of several devices, the entry that most of these rules have for them.
+def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[Axes, Any]:
+    """Finds the entry that most of these rules have for axes of several devices.
 
-    Of one without axes of one device nothing is to be copied.
+    One without axes of one device is left out.
     """
-    counted: dict[tuple[str, ...], Counter[Any]] = defaultdict(Counter)
+    votes: dict[Axes, Counter[Any]] = defaultdict(Counter)
     for rule in kept:
         for entry in _entries_in(rules[rule][1]):
             axes = tuple(entry_axes(entry))
             if all(axis in columns.axis_sizes for axis in axes):
                 used = tuple(axis for axis in axes if columns.axis_sizes[axis] > 1)
-                counted[used][entry] += columns.coverage.won[rule]
-    most = {used: entries.most_common(1)[0][0] for used, entries in counted.items() if used}
+                votes[used][entry] += columns.coverage.won[rule]
+    most = {used: entries.most_common(1)[0][0] for used, entries in votes.items() if used}
     return {used: entry for used, entry in most.items() if tuple(entry_axes(entry)) != used}
 
 
@@ -244,19 +219,9 @@ def _sibling_keys(unit: Unit) -> list[Any]:
     return [(*words[:place], None, *words[len(words) + place + 1 :], array) for place in places]
 
 
-def _place(unit: Unit) -> int:
-    """How deep inside of a layer it is; 0 outside."""
-    numbers = [place for place, word in enumerate(unit.words) if NUMBER in word.text]
-    if numbers:
-        return len(unit.words) - numbers[0]
-    return len(unit.words) if "layers" in unit.dims.sides else 0
-
-
-def _label(
-    unit: Unit, cuts: Cuts, spared: set[str], written_as: Mapping[tuple[str, ...], Any]
-) -> Label:
-    """What a unit gets; `spared` are the axes that some kernels are not cut by on purpose."""
-    entries = [written_as.get(axes, axes[0] if len(axes) == 1 else axes or None) for axes in cuts]
+def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
+    """Labels a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
+    entries = [entries_of.get(axes, entry_of(axes)) for axes in cuts]
     while entries and entries[-1] is None:
         entries.pop()
     value: Any = Entries(entries)
@@ -264,46 +229,129 @@ def _label(
         value = RuleSpec(value, units=units)
     dims = unit.dims
     sides = tuple(side for side, axes in zip(dims.sides, cuts, strict=True) if axes)
-    named = {axis for axes in cuts for axis in axes}
-    is_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(named)
-    meaning = (dims.is_vector, dims.is_vector or sides, is_spared)
+    used = {axis for axes in cuts for axis in axes}
+    has_spared = dims.tensor != "any" and bool(spared) and spared.isdisjoint(used)
+    meaning = (dims.is_vector, dims.is_vector or sides, has_spared)
     return Label(value, dims.is_vector, dims.is_known, meaning)
 
 
 def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
-    """What keeps heads whole on other meshes, if axes that compute with parts of them cut them."""
-    if unit.dims.unit == 1 or unit.dims.is_assumed or "inner" not in unit.dims.sides:
+    """Returns units that keep heads whole on other meshes, if axes that compute shard them."""
+    if unit.dims.unit == 1 or unit.dims.is_assumed or "hidden" not in unit.dims.sides:
         return ()
-    inner = unit.dims.sides.index("inner")
+    hidden = unit.dims.sides.index("hidden")
     # Units bind all axes, and along those of fsdp heads may be cut.
-    if not cuts[inner] or any(map(is_gathered, cuts[inner])):
+    if not cuts[hidden] or any(map(is_gathered, cuts[hidden])):
         return ()
-    return (*[1] * inner, unit.dims.unit)
+    return (*[1] * hidden, unit.dims.unit)
 
 
-def _told_apart(
-    units: list[Unit], labels: list[Label], dialect: Dialect
-) -> tuple[list[Unit], list[Label]]:
-    """The units and labels; some with numbers, since only these tell their labels apart."""
-    alike: dict[tuple[Word, ...], list[int]] = defaultdict(list)
-    for number, unit in enumerate(units):
-        alike[unit.words].append(number)
-    with_numbers: set[int] = set()
-    for group in alike.values():
-        leaves: Counter[Label] = Counter()
-        for number in group:
-            leaves[labels[number]] += units[number].part.leaves
-        if len(leaves) > 1:
-            stays = (
-                None if dialect.precedence == "only" else max(leaves, key=lambda one: leaves[one])
-            )
-            with_numbers.update(number for number in group if labels[number] != stays)
-    if not with_numbers:
-        return units, labels
-    told: list[tuple[Unit, Label]] = []
-    for number, (unit, label) in enumerate(zip(units, labels, strict=True)):
-        if number not in with_numbers:
-            told.append((unit, label))
+def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
+    """Writes numbers out where only these tell labels apart; the commonest label may stay open."""
+    leaves_of: dict[Path, Counter[Label]] = defaultdict(Counter)
+    for unit, label in labelled:
+        leaves_of[unit.words][label] += unit.part.leaves
+    told_apart: list[tuple[Unit, Label]] = []
+    for unit, label in labelled:
+        leaves = leaves_of[unit.words]
+        is_open = dialect.precedence != "only" and label == max(leaves, key=leaves.__getitem__)
+        if len(leaves) == 1 or is_open:
+            told_apart.append((unit, label))
         else:
-            told += ((one, label._replace(is_numbered=True)) for one in parted(unit))
-    return [unit for unit, _ in told], [label for _, label in told]
+            numbered = label._replace(is_numbered=True)
+            told_apart += ((part, numbered) for part in unit.numbered())
+    return told_apart
+
+
+def _text_rules(labelled: list[tuple[Unit, Label]]) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
+    """Writes a rule for each path, where patterns are texts."""
+    units_of: dict[str, list[Unit]] = defaultdict(list)
+    value_of: dict[str, Any] = {}
+    for unit, label in labelled:
+        text = text_pattern(unit.words)
+        # Numbers in names are written out, path by path.
+        for part in [unit] if text is not None else unit.leaves():
+            units_of[text or part.path].append(part)
+            value_of[text or part.path] = label.value
+    if len(units_of) > _MOST_TEXTS:
+        raise ValueError(
+            f"the dialect lists paths one by one, and {len(units_of):,} differ not only in "
+            f"numbers; more than {_MOST_TEXTS:,} are no rules: choose a dialect of regexes"
+        )
+    return list(value_of.items()), list(map(tuple, units_of.values()))
+
+
+def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tuple[int, ...]]:
+    depths = []
+    for unit in units:
+        numbers = [place for place, word in enumerate(unit.words) if NUMBER in word.text]
+        is_outside = not numbers and "layers" not in unit.dims.sides
+        depths.append(0 if is_outside else len(unit.words) - (numbers or [0])[0])
+    try:
+        return phrases([unit.words for unit in units], labels, depths)
+    except AmbiguousError as error:
+        first, second, *_ = (units[number] for number in error.units)
+        raise ValueError(
+            f"two leaves have the path {brief(first.path)}, with the shapes {first.part.shape} and "
+            f"{second.part.shape}: rename one"
+        ) from None
+
+
+def _proven(
+    phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
+) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
+    """Writes patterns as loose as they may be: of the path of each unit only its own matches.
+
+    Patterns that leave numbers open may also match what patterns with numbers, before them, match.
+
+    Raises:
+        ValueError: No pattern of the dialect tells some path from another.
+    """
+    words = [unit.words for unit in units]
+    tightness = [max(least, least_tightness(phrase)) for phrase in phrases]
+    owner = {unit: number for number, phrase in enumerate(phrases) for unit in phrase.units}
+    paths = [unit.path for unit in units]
+    while True:
+        pairs = [
+            (pattern_of(phrase, words, dialect, tight), phrase.label.value)
+            for phrase, tight in zip(phrases, tightness, strict=True)
+        ]
+        wrong = dict(_wrong(Rules(pairs, dialect), paths, owner, phrases))
+        loose = [rule for rule in wrong if tightness[rule] < TIGHTEST]
+        if not loose:
+            break
+        for rule in loose:
+            tightness[rule] += 1
+    for rule, path in wrong.items():
+        raise ValueError(
+            f"{brief(path)}: no pattern of the dialect {dialect.name} tells it from the leaves of "
+            f"{pattern_shown(pairs[rule][0])}: rename it, or choose another dialect"
+        )
+    return pairs, [tuple(units[number] for number in phrase.units) for phrase in phrases]
+
+
+def _wrong(
+    rules: Rules, paths: Sequence[str], owner: Mapping[int, int], phrases: Sequence[Phrase]
+) -> Iterator[tuple[int, str]]:
+    """Yields rules that match a path of another, or miss one of their own, and a path of each."""
+    for unit, path in enumerate(paths):
+        mine = owner.get(unit)
+        matches = rules.all_matches(path)
+        if mine is not None and mine not in matches:
+            yield mine, path
+        for rule in matches:
+            is_later = mine is not None and rule > mine and phrases[mine].label.is_numbered
+            if rule != mine and not is_later:
+                yield rule, path
+
+
+def _catch_all(units: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
+    """Writes the rule for too many names: it shards the largest dimension that divides."""
+    if dialect.precedence == "only":
+        raise ValueError(
+            f"{len(units):,} paths, such as {brief(units[0].path)}, have too many names for rules; "
+            f"and in the dialect {dialect.name} no rule may be for all that is left"
+        )
+    axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
+    is_window = MATCH_MODES[dialect.match[-1]].written_as == "window"
+    return (".*",) if is_window else ".*", fsdp(axes)

@@ -1,1 +1,1 @@
-"""Compiled programs and live arrays against a plan."""
+"""Compares compiled programs and live arrays with a plan."""

@@ -1,8 +1,6 @@
-"""Along which mesh axes the values of an HLO module differ between devices.
+"""Follows values through an HLO module, from definitions to uses and back.
 
-A value differs along an axis if it is computed from an argument that the axis cuts, or from the
-device's number, and no collective has made it the same since. Costs some ten microseconds per
-instruction of the module, once. Must not know about plans.
+`Variation` says along which mesh axes values differ between devices.
 """
 
 from __future__ import annotations
@@ -15,17 +13,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shardrules._verify.hlo import axes_of_groups
-
 if TYPE_CHECKING:
     from shardrules._verify.hlo import Hlo, Instruction
 
-MOVES: Final = frozenset({
+_MOVES: Final = frozenset({
     "bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "pad",
     "reshape", "transpose",
 })  # fmt: skip
 _SLICES: Final = frozenset({"dynamic-slice", "slice"})
-# What a device gets so is of the same array, wherever it was.
+# Move shards between devices: still a copy of the same array.
 _GATHERS: Final = frozenset({
     "all-gather", "all-gather-done", "all-gather-start",
     "collective-permute", "collective-permute-done", "collective-permute-start",
@@ -34,25 +30,28 @@ _GATHERS: Final = frozenset({
 _SCALES: Final = frozenset({"add", "divide", "multiply", "subtract"})
 _CALLS: Final = frozenset({"call", "fusion"})
 PRODUCTS: Final = frozenset({"convolution", "custom-call", "dot"})
-# What hands a value on, and makes nothing of it.
-_PASSING: Final = MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
+_PASSING: Final = _MOVES | _GATHERS | _CALLS | {"get-tuple-element", "tuple", "while"}
+# Collectives after which values are equal along the axes of their groups, or differ along them.
+_EQUALIZING: Final = ("all-gather", "all-reduce")
+_SCATTERING: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+_NUMBER: Final = re.compile(r"-?\d+")
 
 
 class Value(NamedTuple):
-    """The result of an instruction, or an element of it."""
+    """Result of an instruction, or an element of it."""
 
     computation: str
     name: str
     element: int | None = None
-    """Of a tuple, which one."""
+    """Index into a tuple."""
     layers: int = 1
-    """How many slices it has such as what was traced back: the sizes of dimensions cut to 1."""
+    """Number of slices like the one traced back: the product of dimensions cut to 1."""
     is_scaled: bool = False
-    """Whether what was traced back is this times, or plus, something that is broadcast."""
+    """True if the value traced back is this times, or plus, something broadcast."""
 
 
 class _Site(NamedTuple):
-    """An instruction that has a value as an operand."""
+    """Operand of an instruction."""
 
     computation: str
     name: str
@@ -60,79 +59,80 @@ class _Site(NamedTuple):
 
 
 class ValueUse(NamedTuple):
-    """What is made of a value, or of what is moved, sliced or gathered of it."""
+    """Instruction that uses a value, or a moved, sliced or gathered copy of it."""
 
     opcode: str
     site: _Site
-    """Where that is; of what a fusion makes, the fusion."""
+    """Operand of the instruction, or of the fusion that it is in."""
     is_layer: bool
-    """Whether it is a slice, such as a layer of a stack."""
+    """True for a slice such as a layer of a stack."""
 
 
 class Origin(NamedTuple):
-    """The parameter of the module that a value is a copy of."""
+    """Parameter of the module that a value is a copy of."""
 
     parameter: int
     layers: int
-    """How many slices there are such as the one that it is a copy of; 1 for all of it."""
+    """Number of slices like the copied one; 1 for a copy of the whole array."""
     is_scaled: bool = False
-    """Whether it is not only a copy, but scaled."""
 
 
 def origin_of(hlo: Hlo, value: Value) -> Origin | None:
-    """The parameter of the module that the value is a gathered, moved, converted or scaled copy of.
+    """Finds the parameter that the value is a gathered, moved, converted or scaled copy of.
 
-    None if it is computed, or is of different origin in different calls or trips of a loop.
+    None if it is computed, or has several origins in different calls or trips of a loop.
     """
     while True:
         value = _local_source(hlo, value, through=_GATHERS | _SCALES)
-        number = _parameter_number(hlo, value)
+        number = _definition(hlo, value).parameter
         if number is None:
             return None
         if value.computation == hlo.entry:
             return Origin(number, value.layers, value.is_scaled)
         callers = list(hlo.callers(value.computation))
-        lifted = _lifted(hlo, value, number, *callers[0]) if len(callers) == 1 else None
-        if lifted is None:
+        if len(callers) != 1:
             return None
-        value = lifted
+        computation, caller = callers[0]
+        is_varied = caller.opcode == "while" and (
+            value.element is None or not _is_invariant(hlo, caller, value.element)
+        )
+        operand = None if is_varied else _argument(value, number, caller)
+        if operand is None:
+            return None
+        value = value._replace(computation=computation, name=operand)
 
 
 def source_of(hlo: Hlo, value: Value) -> Value:
-    """The value within the same computation that this is a moved or converted copy of.
+    """Finds the value of the same computation that this is a moved or converted copy of.
 
-    What an asynchronous gather ends with is the result of its start.
+    An asynchronous gather stands for its start.
     """
     source = _local_source(hlo, value, through=frozenset())
-    found = hlo.instruction(source.computation, source.name)
-    is_done = found.opcode == "all-gather-done"
-    return source._replace(name=found.operands[0]) if is_done else source
+    definition = _definition(hlo, source)
+    is_done = definition.opcode == "all-gather-done"
+    return source._replace(name=definition.operands[0]) if is_done else source
 
 
 def returned(hlo: Hlo) -> Iterator[Value]:
-    """For each output of the module, the value that it is a copy of."""
-    root = hlo.root(hlo.entry)
-    if root.opcode == "tuple":
-        yield from (source_of(hlo, Value(hlo.entry, name)) for name in root.operands)
-    else:
-        yield source_of(hlo, Value(hlo.entry, root.name))
+    """Yields for each output of the module the value that it is a copy of."""
+    root = hlo[hlo.entry].root
+    names = root.operands if root.opcode == "tuple" else (root.name,)
+    return (source_of(hlo, Value(hlo.entry, name)) for name in names)
 
 
 def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
-    """What the loops of a computation hold while they run."""
-    held = set()
-    for name, line in hlo.instructions(computation).items():
-        if " while(" not in line:
-            continue
-        loop = hlo.instruction(computation, name)
-        if loop.opcode == "while":
-            for element in range(len(loop.results)):
-                held.add(source_of(hlo, Value(computation, loop.operands[0], element)))
-    return held
+    """Finds the values that loops of a computation keep in memory while they run."""
+    names = [name for name, line in hlo[computation].lines.items() if " while(" in line]
+    loops = [loop for loop in map(hlo[computation].__getitem__, names) if loop.opcode == "while"]
+    return {
+        source_of(hlo, Value(computation, loop.operands[0], element))
+        for loop in loops
+        for element in range(len(loop.results))
+    }
 
 
 def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
-    """Whether a value is a parameter of the module that is updated: element by element, or in part.
+    """Says whether a value is a parameter of the module, updated element by element or in part.
 
     A new state is; a gradient, which comes of a product, is not made so from its parameter.
     """
@@ -142,14 +142,14 @@ def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
         if value in seen:
             continue
         seen.add(value)
-        if value.computation == hlo.entry and _parameter_number(hlo, value) == parameter:
+        if value.computation == hlo.entry and _definition(hlo, value).parameter == parameter:
             return True
-        pending += _updated(hlo, value)
+        pending += _before_update(hlo, value)
     return False
 
 
 def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
-    """What is made of a value, in loops and fusions too; slices of it are uses of their own."""
+    """Yields the uses of a value, in loops and fusions too; slices of it are uses as well."""
     pending: list[tuple[Value, tuple[_Site, ...]]] = [(value, ())]
     seen = set()
     while pending:
@@ -158,149 +158,142 @@ def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
             continue
         seen.add(place)
         value, calls = place
-        if calls and value.name == hlo.root(value.computation).name:
+        computation = hlo[value.computation]
+        if calls and value.name == computation.root.name:
             *outer, call = calls
             pending.append((Value(call.computation, call.name, value.element), tuple(outer)))
-        for user in hlo.users(value.computation, value.name):
-            instruction = hlo.instruction(value.computation, user)
+        for user in computation.users(value.name):
+            instruction = computation[user]
+            opcode = instruction.opcode
             inner = (*calls, _Site(value.computation, user, value.name))
-            if instruction.opcode in _SLICES or instruction.opcode not in _PASSING:
-                is_layer = instruction.opcode in _SLICES and _is_layer(hlo, value, instruction)
-                yield ValueUse(instruction.opcode, inner[0], is_layer)
-            if instruction.opcode in _CALLS:
-                after = inner
-            else:
-                after = () if instruction.opcode == "while" else calls
+            if opcode in _SLICES:
+                layers = _sliced(hlo, value._replace(layers=1), instruction).layers
+                yield ValueUse(opcode, inner[0], is_layer=layers > 1)
+            elif opcode not in _PASSING:
+                yield ValueUse(opcode, inner[0], is_layer=False)
+            after = inner if opcode in _CALLS else () if opcode == "while" else calls
             pending += ((passed, after) for passed in _passed_on(hlo, value, instruction))
 
 
-def _is_layer(hlo: Hlo, value: Value, instruction: Instruction) -> bool:
-    return _of_layers(hlo, value._replace(layers=1), instruction).layers > 1
-
-
 def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Value]:
-    """Where an instruction hands a value on: as its result, or into what it calls."""
+    """Yields the value behind an instruction that moves it, or inside what it calls."""
+    opcode = instruction.opcode
     after = value._replace(name=instruction.name)
-    if instruction.opcode in MOVES | _SLICES | _GATHERS:
+    places = [i for i, operand in enumerate(instruction.operands) if operand == value.name]
+    if opcode in _MOVES | _SLICES | _GATHERS:
         yield after
-    elif instruction.opcode == "get-tuple-element":
+    elif opcode == "get-tuple-element":
         if value.element in (None, instruction.element):
             yield after._replace(element=None)
-    elif instruction.opcode == "tuple":
-        for element, operand in enumerate(instruction.operands):
-            if operand == value.name:
-                yield after._replace(element=element)
-    elif instruction.opcode == "while":
-        yield from _parameters(hlo, instruction.called["body"][0], 0, value.element)
-    elif instruction.opcode in _CALLS:
-        (body,) = next(iter(instruction.called.values()))
-        for number, operand in enumerate(instruction.operands):
-            if operand == value.name:
-                yield from _parameters(hlo, body, number, value.element)
+    elif opcode == "tuple":
+        yield from (after._replace(element=element) for element in places)
+    elif opcode in _CALLS or opcode == "while":
+        body = instruction.called["body"][0] if opcode == "while" else instruction.callees[0]
+        numbers = [0] if opcode == "while" else places
+        for inner in hlo[body]:
+            if inner.parameter in numbers:
+                yield Value(body, inner.name, value.element)
 
 
-def _parameters(hlo: Hlo, body: str, number: int, element: int | None) -> Iterator[Value]:
-    for name in hlo.instructions(body):
-        if hlo.instruction(body, name).parameter == number:
-            yield Value(body, name, element)
-
-
-def _updated(hlo: Hlo, value: Value) -> Iterator[Value]:
-    """What a value is, before its instruction has updated it."""
-    instruction = hlo.instruction(value.computation, value.name)
-    if (number := _parameter_number(hlo, value)) is not None:
-        for computation, caller in hlo.callers(value.computation):
-            if (operand := _operand_for(value, number, caller)) is not None:
-                yield Value(computation, operand, value.element)
-    elif instruction.opcode in _CALLS or instruction.opcode in ("conditional", "while"):
-        if instruction.opcode == "while":
-            yield value._replace(name=instruction.operands[0])
-        called = instruction.called.get("body") or [
-            name for names in instruction.called.values() for name in names
-        ]
-        for body in called:
-            yield Value(body, hlo.root(body).name, value.element)
-    elif (moved := _moved(hlo, instruction, value.element, _GATHERS)) is not None:
-        yield Value(value.computation, instruction.operands[moved[0]], moved[1])
-    elif instruction.opcode == "dynamic-update-slice":
-        yield from (Value(value.computation, name) for name in instruction.operands[:2])
-    elif instruction.opcode not in PRODUCTS and instruction.results:
-        size = prod(instruction.results[0].dims)
-        for name in instruction.operands:
-            results = hlo.instruction(value.computation, name).results
+def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
+    """Yields the values that the definition of a value updates."""
+    computation = hlo[value.computation]
+    definition = computation[value.name]
+    if (number := definition.parameter) is not None:
+        for name, caller in hlo.callers(value.computation):
+            if (operand := _argument(value, number, caller)) is not None:
+                yield Value(name, operand, value.element)
+    elif definition.opcode in _CALLS or definition.opcode in ("conditional", "while"):
+        if definition.opcode == "while":
+            yield value._replace(name=definition.operands[0])
+        for body in definition.called.get("body") or definition.callees:
+            yield Value(body, hlo[body].root.name, value.element)
+    elif (moved := _moved(hlo, definition, value.element, _GATHERS)) is not None:
+        yield Value(value.computation, definition.operands[moved[0]], moved[1])
+    elif definition.opcode == "dynamic-update-slice":
+        yield from (Value(value.computation, name) for name in definition.operands[:2])
+    elif definition.opcode not in PRODUCTS and definition.results:
+        size = prod(definition.results[0].dims)
+        for name in definition.operands:
+            results = computation[name].results
             if len(results) == 1 and prod(results[0].dims) == size:
                 yield Value(value.computation, name)
 
 
+def _definition(hlo: Hlo, value: Value) -> Instruction:
+    return hlo[value.computation][value.name]
+
+
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
-    """Traced back within a computation, as far as it goes."""
+    """Traces a value back within its computation, as far as it goes."""
     while (before := _step(hlo, value, through)) is not None:
         value = before
     return value
 
 
 def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
-    """One instruction back; None if the value is computed there, or is a parameter."""
-    found = hlo.instruction(value.computation, value.name)
-    if found.opcode in _CALLS:
-        return _into_call(hlo, value, found, through)
-    if found.opcode in _SCALES:
-        scaled = _scaled(hlo, value.computation, found) if found.opcode in through else None
+    """Goes one instruction back; None from a parameter, or where the value is computed."""
+    definition = _definition(hlo, value)
+    if definition.opcode in _CALLS:
+        return _through_call(hlo, value, definition, through)
+    if definition.opcode in _SCALES:
+        is_through = definition.opcode in through
+        scaled = _scaled(hlo, value.computation, definition) if is_through else None
         return None if scaled is None else value._replace(name=scaled, is_scaled=True)
-    moved = _moved(hlo, found, value.element, through)
+    moved = _moved(hlo, definition, value.element, through)
     if moved is None:
         return None
     operand, element = moved
-    before = value._replace(name=found.operands[operand], element=element)
-    return _of_layers(hlo, before, found) if found.opcode in _SLICES else before
+    before = value._replace(name=definition.operands[operand], element=element)
+    return _sliced(hlo, before, definition) if definition.opcode in _SLICES else before
 
 
 def _moved(
-    hlo: Hlo, found: Instruction, element: int | None, through: frozenset[str]
+    hlo: Hlo, definition: Instruction, element: int | None, through: frozenset[str]
 ) -> tuple[int, int | None] | None:
-    """The operand that an instruction only moves, or slices, and which element of it."""
-    opcode = found.opcode
+    """Finds the operand that an instruction only moves, or slices, and the element of it."""
+    opcode = definition.opcode
     if opcode in through and not opcode.endswith("-done"):
         return element or 0, None  # it may gather several arrays at once
-    if opcode in MOVES or opcode in _SLICES or opcode in through:
-        # An asynchronous copy begins with a tuple of what goes in and what comes out.
+    if opcode in _MOVES or opcode in _SLICES or opcode in through:
+        # An asynchronous copy begins with a tuple of its operand and its result.
         return 0, None if opcode == "copy-start" else element
     if opcode == "get-tuple-element":
-        return 0, found.element
+        return 0, definition.element
     if opcode == "tuple" and element is not None:
         return element, None
-    if opcode == "while" and element is not None and _is_invariant(hlo, found, element):
+    if opcode == "while" and element is not None and _is_invariant(hlo, definition, element):
         return 0, element
     return None
 
 
-def _scaled(hlo: Hlo, computation: str, found: Instruction) -> str | None:
-    """The operand that an instruction scales by what is broadcast to it."""
-    sources = (source_of(hlo, Value(computation, name)).name for name in found.operands)
-    opcodes = [hlo.instruction(computation, source).opcode for source in sources]
-    own = [
-        operand
-        for operand, opcode in zip(found.operands, opcodes, strict=True)
-        if opcode not in ("broadcast", "constant")
+def _scaled(hlo: Hlo, computation: str, definition: Instruction) -> str | None:
+    """Finds the operand that an instruction scales by a broadcast or a constant."""
+    operands = [
+        name
+        for name in definition.operands
+        if _definition(hlo, source_of(hlo, Value(computation, name))).opcode
+        not in ("broadcast", "constant")
     ]
-    return own[0] if len(own) == 1 else None
+    return operands[0] if len(operands) == 1 else None
 
 
-def _of_layers(hlo: Hlo, whole: Value, found: Instruction) -> Value:
-    """The array that a slice is of. What does not cut to 1 is a part for a device to go on with."""
-    dims = hlo.instruction(whole.computation, whole.name).results[0].dims
-    cut = zip(dims, found.results[0].dims, strict=True)
-    return whole._replace(layers=whole.layers * prod(size for size, part in cut if part == 1))
+def _sliced(hlo: Hlo, array: Value, piece: Instruction) -> Value:
+    """Counts in the layers of an array that is sliced; only dimensions cut to 1 select one."""
+    dims = _definition(hlo, array).results[0].dims
+    pairs = zip(dims, piece.results[0].dims, strict=True)
+    return array._replace(layers=array.layers * prod(size for size, part in pairs if part == 1))
 
 
-def _into_call(hlo: Hlo, value: Value, call: Instruction, through: frozenset[str]) -> Value | None:
-    """The operand that a called computation only moves."""
-    bodies = [name for names in call.called.values() for name in names]
-    if len(bodies) != 1:
+def _through_call(
+    hlo: Hlo, value: Value, call: Instruction, through: frozenset[str]
+) -> Value | None:
+    """Finds the operand that a called computation only moves."""
+    if len(call.callees) != 1:
         return None
-    root = Value(bodies[0], hlo.root(bodies[0]).name, value.element)
-    inner = _local_source(hlo, root, through)
-    number = _parameter_number(hlo, inner)
+    (body,) = call.callees
+    inner = _local_source(hlo, Value(body, hlo[body].root.name, value.element), through)
+    number = _definition(hlo, inner).parameter
     if number is None:
         return None
     layers = value.layers * inner.layers
@@ -308,69 +301,48 @@ def _into_call(hlo: Hlo, value: Value, call: Instruction, through: frozenset[str
     return Value(value.computation, call.operands[number], inner.element, layers, is_scaled)
 
 
-def _lifted(
-    hlo: Hlo, value: Value, number: int, computation: str, caller: Instruction
-) -> Value | None:
-    """What the caller gives for a parameter of the computation that it calls."""
-    if caller.opcode == "while" and (
-        value.element is None or not _is_invariant(hlo, caller, value.element)
-    ):
-        return None
-    operand = _operand_for(value, number, caller)
-    return None if operand is None else value._replace(computation=computation, name=operand)
-
-
-def _operand_for(value: Value, number: int, caller: Instruction) -> str | None:
-    """The operand that a caller gives for a parameter; None where it is not of the same form."""
+def _argument(value: Value, number: int, caller: Instruction) -> str | None:
+    """Finds the operand that a caller passes as a parameter; None if forms differ."""
     if caller.opcode == "while":
         return caller.operands[0]
     if caller.opcode == "conditional":
-        branches = [name for names in caller.called.values() for name in names]
-        return caller.operands[1 + branches.index(value.computation)]
+        return caller.operands[1 + caller.callees.index(value.computation)]
     if caller.opcode in _CALLS or caller.opcode == "async-start":
         return caller.operands[number]
     return None
 
 
 def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
-    """Whether each trip of a loop hands on this element as it is."""
+    """Says whether each trip of a loop returns this element as it is."""
     (body,) = loop.called["body"]
-    root = hlo.root(body)
-    source = source_of(hlo, Value(body, root.name, element))
-    is_parameter = _parameter_number(hlo, source) is not None
+    source = source_of(hlo, Value(body, hlo[body].root.name, element))
+    is_parameter = _definition(hlo, source).parameter is not None
     return is_parameter and source.element == element and source.layers == 1
 
 
-def _parameter_number(hlo: Hlo, value: Value) -> int | None:
-    return hlo.instruction(value.computation, value.name).parameter
-
-
-_ALIKE_AFTER: Final = ("all-gather", "all-reduce")
-_APART_AFTER: Final = ("all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
-_NUMBER: Final = re.compile(r"-?\d+")
-
-
 class _Along(NamedTuple):
-    """How a value differs between devices."""
+    """Mesh axes along which a value differs between devices."""
 
     axes: frozenset[str]
     is_number: bool = False
-    """Whether it is the number of the device."""
+    """True for the number of the device."""
     table: frozenset[str] | None = None
-    """Of a constant with an entry for each device, the axes along which the entries differ."""
+    """Axes along which the entries of a constant differ that has one for each device."""
 
 
-_ALIKE: Final = _Along(frozenset())
 _Elements = tuple[_Along, ...]
 
 
 class Variation:
-    """The axes along which values differ.
+    """Mesh axes along which values differ between devices.
+
+    A value differs along an axis if it is computed from an argument that the axis shards, or from
+    the device's number, and no collective has made it equal since.
 
     Args:
         hlo: The module.
         axis_sizes: Devices along each mesh axis, in the mesh's order.
-        parameters: By number of a parameter of the module, the axes that cut it.
+        parameters: Axes that shard each parameter of the module, by its number.
     """
 
     def __init__(
@@ -382,52 +354,47 @@ class Variation:
         self._values: dict[str, dict[str, _Elements]] = {}
 
     def of(self, computation: str, names: Iterable[str]) -> frozenset[str]:
-        """The axes along which some of these values differ."""
+        """Returns the axes along which some of these values differ."""
         values = self._of_module.get(computation, {})
         return frozenset().union(*(_union(values.get(name, ())).axes for name in names))
 
     @cached_property
     def _of_module(self) -> Mapping[str, Mapping[str, _Elements]]:
-        count = self._hlo.counts[0]
-        self._run(
-            self._hlo.entry,
-            [(_Along(self._parameters.get(number, frozenset())),) for number in range(count)],
-        )
+        numbers = range(self._hlo[self._hlo.entry].counts[0])
+        arguments = [(_Along(self._parameters.get(i, frozenset())),) for i in numbers]
+        self._run(self._hlo.entry, arguments)
         return self._values
 
     def _run(self, computation: str, arguments: Sequence[_Elements]) -> _Elements:
-        """What a computation makes of its arguments; earlier calls of it count as well."""
+        """Computes the result of a computation; earlier calls of it count as well."""
         values: dict[str, _Elements] = {}
         earlier = self._values.get(computation, {})
-        for name in self._hlo.instructions(computation):
-            instruction = self._hlo.instruction(computation, name)
+        for instruction in self._hlo[computation]:
             if instruction.parameter is not None:
-                made = arguments[instruction.parameter]
+                result = arguments[instruction.parameter]
             else:
-                made = self._made(
-                    instruction, [values[operand] for operand in instruction.operands]
-                )
-            values[name] = _both(made, earlier.get(name, made))
+                result = self._result(instruction, [values[name] for name in instruction.operands])
+            values[instruction.name] = _either(result, earlier.get(instruction.name, result))
         self._values[computation] = values
-        return values[self._hlo.root(computation).name]
+        return values[self._hlo[computation].root.name]
 
-    def _made(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
-        """What an instruction makes."""
-        if instruction.opcode in MOVES:
+    def _result(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
+        opcode = instruction.opcode
+        if opcode in _MOVES:
             return operands[0]
-        if instruction.opcode == "get-tuple-element":
+        if opcode == "get-tuple-element":
             element = instruction.element or 0
             return operands[0][element : element + 1] or (_union(operands[0]),)
-        if instruction.opcode == "tuple":
+        if opcode == "tuple":
             return tuple(map(_union, operands))
-        if instruction.opcode == "while":
-            return self._looped(instruction, operands[0])
-        if instruction.opcode in ("call", "conditional", "fusion"):
-            return self._called(instruction, operands)
+        if opcode == "while":
+            return self._loop(instruction, operands[0])
+        if opcode in ("call", "conditional", "fusion"):
+            return self._call(instruction, operands)
         return (self._array(instruction, operands),) * max(1, len(instruction.results))
 
     def _array(self, instruction: Instruction, operands: list[_Elements]) -> _Along:
-        """What an instruction makes that is not of a tuple, nor calls anything."""
+        """Computes the result of an instruction that makes no tuple, and calls nothing."""
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in ("partition-id", "replica-id"):
             return _Along(frozenset(self._axis_sizes), is_number=True)
@@ -438,47 +405,44 @@ class Variation:
             if table is not None:
                 return _Along(table)
         axes = _union([element for elements in operands for element in elements]).axes
-        if opcode in _ALIKE_AFTER:
+        if opcode in _EQUALIZING:
             axes -= self._group_axes(instruction)
-        elif opcode in _APART_AFTER:
+        elif opcode in _SCATTERING:
             axes |= self._group_axes(instruction)
         return _Along(axes)
 
     def _constant(self, instruction: Instruction) -> _Along:
-        """A constant, which may have an entry for each device."""
+        """Reads a constant, which may have an entry for each device."""
         sizes = tuple(self._axis_sizes.values())
         entries = _NUMBER.findall(instruction.literal)
         if instruction.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
-            return _ALIKE
+            return _Along(frozenset())
         table = np.array(entries).reshape(sizes)
-        differ = (
-            axis for i, axis in enumerate(self._axis_sizes) if (table != table.take([0], i)).any()
-        )
-        return _Along(frozenset(), table=frozenset(differ))
+        axes = enumerate(self._axis_sizes)
+        differing = {axis for i, axis in axes if (table != table.take([0], i)).any()}
+        return _Along(frozenset(), table=frozenset(differing))
 
-    def _looped(self, instruction: Instruction, before: _Elements) -> _Elements:
-        """What a loop hands on, which goes in again."""
+    def _loop(self, instruction: Instruction, before: _Elements) -> _Elements:
+        """Runs a loop until what goes in again differs no more."""
         (body,) = instruction.called["body"]
-        while (after := _both(before, self._run(body, [before]))) != before:
+        while (after := _either(before, self._run(body, [before]))) != before:
             before = after
         return after
 
-    def _called(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
-        every = [element for elements in operands for element in elements]
-        if instruction.opcode == "fusion" and not any(element.is_number for element in every):
-            return (_Along(_union(every).axes),) * max(1, len(instruction.results))
-        bodies = [name for names in instruction.called.values() for name in names]
+    def _call(self, instruction: Instruction, operands: list[_Elements]) -> _Elements:
+        elements = [element for operand in operands for element in operand]
+        if instruction.opcode == "fusion" and not any(element.is_number for element in elements):
+            return (_Along(_union(elements).axes),) * max(1, len(instruction.results))
+        bodies = instruction.callees
         if instruction.opcode != "conditional":
             return self._run(bodies[0], operands)
-        branches = [
-            self._run(body, [operand]) for body, operand in zip(bodies, operands[1:], strict=True)
-        ]
-        return reduce(_both, branches)
+        branches = zip(bodies, operands[1:], strict=True)
+        return reduce(_either, [self._run(body, [operand]) for body, operand in branches])
 
     def _group_axes(self, instruction: Instruction) -> frozenset[str]:
-        """The axes whose devices are all in one group of a collective."""
+        """Returns the axes whose devices are all in one group of a collective."""
         groups = self._hlo.groups(instruction.attributes)
-        axes = axes_of_groups(groups, self._axis_sizes)
+        axes = groups.axes(self._axis_sizes)
         is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
         return frozenset(axes if is_whole else ())
 
@@ -489,8 +453,8 @@ def _union(elements: Sequence[_Along]) -> _Along:
     return _Along(frozenset().union(*(element.axes for element in elements)))
 
 
-def _both(some: _Elements, others: _Elements) -> _Elements:
-    """Elements that differ wherever one of two does."""
+def _either(some: _Elements, others: _Elements) -> _Elements:
+    """Joins elements: they differ along the axes of both."""
     if some == others:
         return some
     if len(some) != len(others):  # of tuples in tuples

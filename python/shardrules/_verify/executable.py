@@ -1,39 +1,66 @@
-"""What is known of a compiled function: its inputs and outputs as lists, its HLO, its memory.
+"""Reads a compiled function: inputs and outputs in its caller's order, its HLO and its memory.
 
-Costs some microseconds per leaf, and XLA's time for its text. Private names of JAX are read where
-there is no public one in every version. Must not know about plans.
+`flax.nnx.jit` splits modules into graph definitions and states, and returns those that the
+function may have changed; `equinox.filter_jit` flattens arguments. Their private names are read
+here only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate, pairwise
+from importlib import import_module
+from importlib.metadata import version
+from inspect import Parameter
+from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import numpy as np
 
 from shardrules._dtypes import bits_of
 from shardrules._jax import compiled_inputs, compiled_outputs
-from shardrules._specs import spec_shown
+from shardrules._plan.findings import Finding, FindingKind, Level
+from shardrules._plan.fold import fold
+from shardrules._plan.plan import Plan
+from shardrules._specs import is_partition_spec, spec_shown
+from shardrules._text import counted, printable, shown
 from shardrules._verify.dataflow import Value, returned
 from shardrules._verify.hlo import Hlo
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from jax.stages import Compiled
 
-    from shardrules._verify.calls import Call
+Library = Literal["jax", "nnx", "equinox"]
+
+
+class Call(NamedTuple):
+    """Compiled function as its caller knows it, with the executable's leaves behind it."""
+
+    compiled: Compiled
+    in_tree: Any
+    """Structure of (positional, keyword) arguments."""
+    in_leaves: Sequence[int]
+    """Position of each of its leaves among the executable's inputs."""
+    out_tree: Any
+    out_leaves: Sequence[int]
+    updates: Sequence[tuple[int, int]] = ()
+    """Leaves of arguments that the call changes in place: (place in `in_leaves`, output)."""
+    library: Library = "jax"
 
 
 class Side:
-    """The inputs or the outputs of an executable, in the order of their leaves.
+    """Leaves of the inputs, or of the outputs, of an executable.
 
     Args:
         name: "inputs" or "outputs".
         treedef: The structure: of inputs that of (positional, keyword) arguments.
-        shardings: Per leaf; None for an argument that jit has dropped.
-        leaves: Per leaf, something that has its shape and dtype.
-        updated: Of outputs, the paths of the last leaves, which the structure does not have: those
-            of arguments that the call changes in place.
+        shardings: None for an argument that jit has dropped.
+        leaves: Anything with shape and dtype.
+        updated: Paths of the last outputs, which the structure lacks: arguments that the call
+            changes in place.
     """
 
     def __init__(
@@ -52,79 +79,92 @@ class Side:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Per leaf its path, such as inputs/0/w or, of a keyword argument, inputs/batch."""
+        """Paths of the leaves, such as inputs/0/w or, of a keyword argument, inputs/batch."""
         from jax import tree_util
 
         numbers = self.treedef.unflatten(range(self.treedef.num_leaves))
         # Of inputs the first key tells positional from keyword arguments, whose keys are names.
         skipped = self.name == "inputs"
-        own = [
+        paths = [
             "/".join([self.name, *map(_key_shown, keys[skipped:])])
             for keys, _ in tree_util.tree_flatten_with_path(numbers)[0]
         ]
-        return own + self._updated()
+        return paths + self._updated()
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Per leaf its shape."""
+        """Shapes of the leaves."""
         return list(map(attrgetter("shape"), self.leaves))
 
     @cached_property
     def dtypes(self) -> list[Any]:
-        """Per leaf its dtype."""
+        """Dtypes of the leaves."""
         return list(map(attrgetter("dtype"), self.leaves))
 
     @cached_property
-    def parts(self) -> list[range]:
-        """The leaves of each argument, those of keywords last; of outputs those of each child."""
-        return [leaves for _, leaves in self.subtrees]
-
-    @cached_property
     def subtrees(self) -> list[tuple[Any, range]]:
-        """The structure and the leaves of each argument, or of each child of the output."""
+        """Structure and leaves of each argument, keywords last; or of each child of the output."""
         children = self._children
         if self.name == "inputs":
-            children = [one for of_calls in children for one in of_calls.children()]
-        ends = list(accumulate((one.num_leaves for one in children), initial=0))
-        return [(one, range(*ends)) for one, ends in zip(children, pairwise(ends), strict=True)]
+            children = [child for arguments in children for child in arguments.children()]
+        ends = list(accumulate((child.num_leaves for child in children), initial=0))
+        return [
+            (child, range(*bounds)) for child, bounds in zip(children, pairwise(ends), strict=True)
+        ]
 
     @cached_property
     def keywords(self) -> tuple[str, ...]:
-        """Of inputs, the names of the keyword arguments, which are the last subtrees."""
+        """Names of the keyword arguments, which are the last subtrees of inputs."""
         return tuple(self._children[1].node_data()[1])
+
+    def plans_of(self, plans: Sequence[Any]) -> list[Any]:
+        """Lists the plan of each argument; behind positional ones, there may be a dict."""
+        count = len(self.subtrees) - len(self.keywords)
+        by_name = plans[count] if len(plans) > count else {}
+        return [*plans[:count], *map(by_name.get, self.keywords)]
 
     @cached_property
     def _children(self) -> list[Any]:
-        """Of the structure; JAX copies it for them."""
-        children: list[Any] = self.treedef.children()
+        children: list[Any] = self.treedef.children()  # which JAX copies at each call
         return children
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
-        """Bytes of a leaf on a device, with its own sharding or another one."""
+        """Computes the bytes of a leaf on a device, with its sharding or another one."""
         shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
         count = bits_of(self.dtypes[leaf])
         for size in shape:
             count *= size
         return -(-count // 8)
 
+    def finding(
+        self,
+        level: Level,
+        kind: FindingKind,
+        message: str,
+        fix: str,
+        leaves: Sequence[int],
+        *,
+        bytes: int = 0,
+    ) -> Finding:
+        """Makes a finding about leaves, with their paths folded."""
+        folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
+        patterns = tuple(group.pattern for group in folded)
+        return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
+
 
 class Executable:
-    """A compiled function, read in the order of its caller's arguments and results."""
+    """Compiled function in the order of its caller's arguments and results."""
 
     def __init__(self, call: Call) -> None:
-        from jax import tree_util
-
         self.call = call
         self._compiled: Any = call.compiled
-        infos: list[Any] = tree_util.tree_leaves(call.compiled.args_info)
-        self._infos = _at(infos, call.in_leaves)
 
     @cached_property
     def inputs(self) -> Side:
-        """The arguments, with those that jit has dropped, since the function does not use them."""
-        shardings, values = self._arguments
-        leaves = _at(values, self.call.in_leaves)
-        return Side("inputs", self.call.in_tree, _at(shardings, self.call.in_leaves), leaves)
+        """Arguments, with those that jit has dropped, since the function does not use them."""
+        call = self.call
+        shardings, leaves = (at(items, call.in_leaves) for items in self._arguments)
+        return Side("inputs", call.in_tree, shardings, leaves)
 
     @cached_property
     def _arguments(self) -> tuple[list[Any], list[Any]]:
@@ -136,9 +176,9 @@ class Executable:
 
     @cached_property
     def outputs(self) -> Side:
-        """The results; behind them, what arguments become that the call changes in place."""
+        """Results; behind them, the arguments that the call changes in place."""
         call = self.call
-        shardings, leaves = (_at(every, self._out_leaves) for every in self._results)
+        shardings, leaves = (at(items, self._out_leaves) for items in self._results)
 
         def updated() -> list[str]:
             paths = self.inputs.paths
@@ -148,57 +188,53 @@ class Executable:
 
     @cached_property
     def donated(self) -> list[bool]:
-        """Per leaf of the inputs, whether it is donated."""
-        return list(map(attrgetter("donated"), self._infos))
+        """True for each leaf of the inputs that is donated."""
+        from jax import tree_util
+
+        infos: list[Any] = tree_util.tree_leaves(self.call.compiled.args_info)
+        return list(map(attrgetter("donated"), at(infos, self.call.in_leaves)))
 
     @cached_property
     def hlo(self) -> Hlo | None:
-        """The optimized module; None where the backend does not show it."""
+        """Optimized module; None where the backend does not show it."""
         text = self._compiled.as_text()
         return Hlo(text) if text else None
 
     @cached_property
-    def memory(self) -> Any:
-        """XLA's numbers of bytes; None where the backend does not have them."""
-        return self._compiled.memory_analysis()
-
-    @cached_property
     def mesh(self) -> Mesh | None:
-        """The mesh of the first input or output that has one of devices."""
+        """Mesh of the first input or output that has one of devices."""
         from jax.sharding import Mesh, NamedSharding
 
-        for sharding in self._shardings():
+        for sharding in chain(self.inputs.shardings, self.outputs.shardings):
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
                 return sharding.mesh
         return None
 
     @cached_property
     def kept(self) -> list[int]:
-        """The leaves of the inputs that jit has not dropped."""
+        """Leaves of the inputs that jit has not dropped."""
         return _not_none(self.inputs.shardings)
 
     @cached_property
     def parameter_of(self) -> dict[int, int]:
-        """By leaf of the inputs, the number of the module's parameter that it is.
+        """Number of the module's parameter for each leaf of the inputs.
 
         Constants and tokens, which JAX passes as well, come first.
         """
         assert self.hlo is not None
         passed = _not_none(self._arguments[0])
-        first = self.hlo.counts[0] - len(passed)
+        first = self.hlo[self.hlo.entry].counts[0] - len(passed)
         number_of = {leaf: first + number for number, leaf in enumerate(passed)}
         return {leaf: number_of[self.call.in_leaves[leaf]] for leaf in self.kept}
 
     @cached_property
-    def aliased(self) -> set[int]:
-        """The leaves of the inputs whose memory an output takes."""
-        assert self.hlo is not None
-        numbers = set(self.hlo.aliases.values())
-        return {leaf for leaf, number in self.parameter_of.items() if number in numbers}
+    def leaf_of(self) -> dict[int, int]:
+        """Leaf of the inputs for each of the module's parameters."""
+        return {number: leaf for leaf, number in self.parameter_of.items()}
 
     @cached_property
     def sources(self) -> list[Value]:
-        """Per leaf of the outputs, the value that it is a copy of."""
+        """Value that each leaf of the outputs is a copy of."""
         assert self.hlo is not None
         values = list(returned(self.hlo))
         # Tokens, which JAX returns as well, come first.
@@ -206,36 +242,320 @@ class Executable:
         return [values[first + leaf] for leaf in self._out_leaves]
 
     @cached_property
-    def _out_leaves(self) -> list[int]:
-        """Per leaf of the outputs, which of the executable's it is."""
-        return [*self.call.out_leaves, *(after for _, after in self.call.updates)]
-
-    def _shardings(self) -> Iterator[Any]:
-        yield from self.inputs.shardings
-        yield from self.outputs.shardings
+    def _out_leaves(self) -> Sequence[int]:
+        """Position of each leaf of the outputs among the executable's."""
+        call = self.call
+        updates = [after for _, after in call.updates]
+        return [*call.out_leaves, *updates] if updates else call.out_leaves
 
 
-def _at(every: list[Any], leaves: Sequence[int]) -> list[Any]:
-    """Those of all leaves that a caller knows, in the caller's order."""
-    return every if leaves == range(len(every)) else [every[leaf] for leaf in leaves]
+def at(items: list[Any], leaves: Sequence[int]) -> list[Any]:
+    """Returns the items of these leaves, in their order."""
+    if isinstance(leaves, range):
+        return items[leaves.start : leaves.stop]
+    return [items[leaf] for leaf in leaves]
 
 
 def _not_none(shardings: list[Any]) -> list[int]:
-    """The places at which there is a sharding."""
     if type(None) not in set(map(type, shardings)):
         return list(range(len(shardings)))
     return [i for i, sharding in enumerate(shardings) if sharding is not None]
 
 
 def sharding_shown(sharding: Any) -> str:
-    """A sharding for a message: its spec if it has one."""
+    """Formats a sharding for a message: as its spec if it has one."""
     spec = getattr(sharding, "spec", None)
     return type(sharding).__name__ if spec is None else spec_shown(spec)
 
 
 def _key_shown(key: Any) -> str:
-    """A key of a path of JAX: of a dict, a sequence, an attribute, or a flattened index."""
+    """Formats a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return str(getattr(key, name))
     return str(key)
+
+
+_EXPECTED: Final = "jax.jit(f).lower(...).compile()"
+
+
+def call_of(compiled: Any, inputs: Any) -> Call:
+    """Reads how a compiled function is called.
+
+    Args:
+        compiled: What `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` have compiled.
+        inputs: The plans of the arguments; equinox keeps no structure but theirs.
+
+    Raises:
+        TypeError: It is something else, or of a version of a library that has other private names.
+        ValueError: The plans fit no arguments that equinox has flattened.
+    """
+    from jax.stages import Compiled
+
+    if isinstance(compiled, Compiled):
+        trees: list[Any] = [compiled.in_tree, compiled.out_tree]
+        in_tree, out_tree = trees
+        return Call(
+            compiled, in_tree, range(in_tree.num_leaves), out_tree, range(out_tree.num_leaves)
+        )
+    library = type(compiled).__module__.partition(".")[0]
+    inner = getattr(compiled, "compiled", None)
+    if library not in _READERS or not isinstance(inner, Compiled):
+        raise TypeError(
+            f"compiled is {shown(compiled)}; give a compiled function, {_EXPECTED}, or the same of "
+            "flax.nnx.jit or equinox.filter_jit"
+        )
+    return _READERS[library](compiled, inner, inputs)
+
+
+def _call(
+    inner: Compiled,
+    arguments: Any,
+    returned: Any,
+    library: Library,
+    changes: Iterator[tuple[int, int]],
+) -> Call:
+    """Makes a call from trees of leaf numbers."""
+    from jax import tree_util
+
+    in_leaves, in_tree = tree_util.tree_flatten(arguments)
+    out_leaves, out_tree = tree_util.tree_flatten(returned)
+    place_of = {number: place for place, number in enumerate(in_leaves)}
+    updates = [(place_of[before], after) for before, after in changes if before in place_of]
+    return Call(inner, in_tree, in_leaves, out_tree, out_leaves, updates, library)
+
+
+@contextmanager
+def _reading(library: str) -> Iterator[None]:
+    """Raises a TypeError that names the version of a library which has other private names."""
+    try:
+        yield
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise TypeError(
+            printable(
+                f"compiled is of {library} {version(library)}, whose compiled functions shardrules "
+                f"cannot read ({type(error).__name__}: {error}); compile the function by jax.jit, "
+                f"and give {_EXPECTED}"
+            )
+        ) from error
+
+
+def _numbered(treedef: Any) -> Any:
+    return treedef.unflatten(range(treedef.num_leaves))
+
+
+def _nnx_call(compiled: Any, inner: Compiled, _: Any) -> Call:
+    """Reads a call of `flax.nnx.jit`: modules are their states, and come back changed."""
+    read = _nnx_of_trees if type(compiled).__name__.startswith("Simple") else _nnx_of_graphs
+    with _reading("flax"):
+        arguments, returned, changes = read(_numbered(inner.in_tree), _numbered(inner.out_tree))
+        return _call(inner, arguments, returned, "nnx", changes)
+
+
+def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
+    """Returns arguments, result and changes where modules are split into graphs and states."""
+    extract = import_module("flax.nnx.extract")
+    merge = import_module("flax.nnx.transforms.compilation")._jit_merge_fn
+    args, (*after, returned) = (
+        _with_states(extract.from_tree(tree, merge_fn=merge, is_inner=False))
+        for tree in (args, out)
+    )
+    return args, returned, _at_same_paths(args, tuple(after))
+
+
+def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
+    """Returns the same where modules are trees of JAX, and only changed variables come back."""
+    from jax import tree_util
+
+    extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
+    before = extract.labeled(args=args[0], kwargs=args[1])
+    returned, updates = out
+    after = {
+        tree_util.keystr(path): variable.get_raw_value()
+        for group in updates
+        for path, variable in group
+    }
+    paths, _ = tree_util.tree_flatten_with_path(
+        before, is_leaf=lambda node: isinstance(node, variable_type)
+    )
+    changes = (
+        (variable.get_raw_value(), after[tree_util.keystr(path)])
+        for path, variable in paths
+        if tree_util.keystr(path) in after
+    )
+    return *map(_with_states, map(extract.from_tree2, (args, returned))), changes
+
+
+def _with_states(tree: Any) -> Any:
+    """Replaces modules by their states."""
+    from jax import tree_util
+
+    nnx = import_module("flax.nnx")
+
+    def is_module(node: Any) -> bool:
+        # A variable is a node of a graph as well.
+        return nnx.graphlib.is_graph_node(node) and not isinstance(node, nnx.Variable)
+
+    return tree_util.tree_map(
+        lambda node: nnx.state(node) if is_module(node) else node, tree, is_leaf=is_module
+    )
+
+
+def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
+    """Yields the leaves of two trees that have the same path."""
+    from jax import tree_util
+
+    leaves = dict(tree_util.tree_flatten_with_path(before)[0])
+    for path, number in tree_util.tree_flatten_with_path(after)[0]:
+        if path in leaves:
+            yield leaves[path], number
+
+
+class _Entry(NamedTuple):
+    """Plan of an argument whose structure equinox has not kept."""
+
+    name: str
+    is_planned: bool
+    tree: Any = None
+    """Tree with a leaf for each array of the argument; None if that is not known."""
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    """Shapes of a plan's arrays."""
+
+    @property
+    def treedef(self) -> Any:
+        from jax import tree_util
+
+        return tree_util.tree_structure(self.tree)
+
+
+def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
+    """Reads a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
+    from jax import tree_util
+
+    with _reading("equinox"):
+        (groups, _), (_, returned, _) = _numbered(inner.in_tree), _numbered(inner.out_tree)
+        flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
+        first, rest = flat["first"], flat["rest"]
+        parameters = dict(compiled.info[0].parameters)
+    positional, keywords = _split_keywords(inputs, parameters)
+    count, names = len(positional), sorted(keywords)
+    entries = [_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
+    entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
+    shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
+    begin = min(count, 1)
+    trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
+    arguments = (tuple(trees[:count]), dict(zip(names, trees[count:], strict=True)))
+    return _call(inner, arguments, returned, "equinox", iter(()))
+
+
+def _split_keywords(
+    inputs: Any, parameters: Mapping[str, Parameter]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Splits plans into those of positional arguments and of keyword-only ones."""
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(
+            f"inputs is {shown(inputs)}; give a tuple with an entry for each positional argument"
+        )
+    kinds = [parameter.kind for parameter in parameters.values()]
+    # Those that `**names` takes are one argument here.
+    only = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    unplanned = dict.fromkeys(
+        name for name, kind in zip(parameters, kinds, strict=True) if kind in only
+    )
+    last = inputs[-1] if inputs else None
+    keywords = (
+        last if isinstance(last, Mapping) and last and unplanned.keys() >= last.keys() else {}
+    )
+    positional = inputs[:-1] if keywords else inputs
+    defaults = [
+        parameter.default is not Parameter.empty
+        for parameter in parameters.values()
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    is_open = Parameter.VAR_POSITIONAL in kinds
+    least = defaults.count(False)
+    if len(positional) < least or (len(positional) > len(defaults) and not is_open):
+        raise ValueError(
+            f"inputs has {counted(len(positional), 'entry')} for positional arguments; the "
+            f"function has {counted(len(defaults), 'positional argument')}, {least} of them "
+            "without default"
+        )
+    return positional, {**unplanned, **keywords}
+
+
+def _entry(name: str, planned: Any) -> _Entry:
+    from jax import tree_util
+    from jax.sharding import Sharding
+
+    if planned is None or is_partition_spec(planned) or isinstance(planned, Sharding):
+        return _Entry(name, planned is not None)
+    if not isinstance(planned, Plan):
+        return _Entry(name, True, planned)
+    columns = planned._columns
+    shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
+    tree = tree_util.tree_map(
+        lambda row: None if shape_of[row] is None else row, columns.leaves.tree
+    )
+    shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
+    return _Entry(name, True, tree, shapes)
+
+
+def _trees(
+    entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
+) -> Iterator[Any]:
+    """Yields each argument as a tree of its leaves' numbers.
+
+    Plans are recognized by the shapes of their arrays; those between them are of the others.
+    """
+    splits = list(islice(_splits(entries, [shapes[number] for number in numbers]), 2))
+    if len(splits) != 1:
+        names = ", ".join(entry.name for entry in entries) or "inputs"
+        raise ValueError(
+            printable(
+                f"{names}: what is planned does not say which of "
+                f"{counted(len(numbers), 'array')} are of which argument, or has other shapes; "
+                "equinox.filter_jit keeps no structure of arguments. Give each argument that has "
+                "arrays a Plan of these, or a tree with a spec for each"
+            )
+        )
+    rest = iter(numbers)
+    for entry, width in zip(entries, splits[0], strict=True):
+        leaves = list(islice(rest, width))
+        if entry.tree is not None:
+            yield entry.treedef.unflatten(leaves)
+        else:
+            yield leaves[0] if width == 1 else tuple(leaves)
+
+
+def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yields the array counts of the entries, for each way in which plans fit the shapes."""
+    first = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
+    if first is None:
+        if (widths := _loose_widths(entries, len(shapes))) is not None:
+            yield widths
+        return
+    width, planned = entries[first].treedef.num_leaves, entries[first].shapes
+    for before in range(len(shapes) - width + 1):
+        loose = _loose_widths(entries[:first], before)
+        end = before + width
+        if loose is not None and planned in (None, tuple(shapes[before:end])):
+            for after in _splits(entries[first + 1 :], shapes[end:]):
+                yield (*loose, width, *after)
+
+
+def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
+    """Shares arrays out among entries that do not say how many they have; None if unclear."""
+    planned = [entry.is_planned for entry in entries]
+    if count == len(entries):
+        return (1,) * count
+    if count == sum(planned):
+        return tuple(map(int, planned))
+    if len(entries) == 1 or (entries and not any(planned)):
+        return (count, *[0] * (len(entries) - 1))
+    return None
+
+
+_READERS: Final[Mapping[str, Callable[[Any, Compiled, Any], Call]]] = {
+    "flax": _nnx_call,
+    "equinox": _equinox_call,
+}

@@ -1,7 +1,6 @@
-"""Reads the text of an optimized HLO module: its collectives, aliases, loops and instructions.
+"""Parses the text of an optimized HLO module: computations, instructions, collectives, aliases.
 
-Costs a few searches for fixed strings over the text, and some microseconds per collective; all else
-is read when it is asked for. Needs no JAX. Must not know about plans.
+Lines are parsed only when they are asked for: texts have many megabytes.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 CollectiveOpcode = Literal[
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
 ]
-Groups = tuple[tuple[int, ...], ...]
 
-_KINDS: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
-_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_KINDS)})(-start)?\(")
+_OPCODES: Final[tuple[CollectiveOpcode, ...]] = get_args(CollectiveOpcode)
+_COLLECTIVE: Final = re.compile(rf" ({'|'.join(_OPCODES)})(-start)?\(")
 # Layouts, as in {1,0:T(8,128)S(1)}, have no small letters before their parentheses.
 _OPCODE: Final = re.compile(r" ([a-z][a-z0-9-]*)\(")
 _SHAPE: Final = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -42,6 +41,7 @@ _TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME: Final = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX: Final = re.compile(r"\bindex=(\d+)")
 _DIMENSION: Final = re.compile(r"\bdimensions=\{(\d+)\}")
+_PARTITIONS: Final = re.compile(r"num_partitions=(\d+)")
 _ALIAS: Final = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
 _GROUPS: Final = re.compile(r"(?:replica_groups|source_target_pairs)=")
 _EXPLICIT: Final = re.compile(r"\{(?:\{[\d,]*\},?)*\}")
@@ -54,7 +54,7 @@ _AXIS_PART: Final = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
 
 class Shape(NamedTuple):
-    """The dtype of an array by XLA's name, such as bf16, and its dimensions on a device."""
+    """Dtype of an array by XLA's name, such as bf16, and its dimensions on a device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -72,165 +72,220 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of a computation."""
+    """Fields of a line of a computation."""
 
     name: str
     opcode: str
     results: tuple[Shape, ...]
-    """Its result; of a tuple, the arrays in order."""
+    """Shape of the result; of a tuple, of its arrays in order."""
     operands: tuple[str, ...]
-    """Their names."""
     literal: str
-    """The text of the operands: of a parameter its number, of a constant its value."""
+    """Text of the operands: of a parameter its number, of a constant its value."""
     attributes: str
-    """The text behind the operands."""
+    """Text behind the operands."""
 
     @property
     def op_name(self) -> str | None:
-        """JAX's name for the operation that it comes from: its place in the user's functions."""
-        found = _OP_NAME.search(self.attributes)
-        return found and found[1].replace("\\", "")
+        """JAX's name of the operation, which names its place in the user's functions."""
+        match = _OP_NAME.search(self.attributes)
+        return match and match[1].replace("\\", "")
 
     @property
     def dimension(self) -> int | None:
-        """The one dimension of its attribute of this name, if it has one."""
-        found = _DIMENSION.search(self.attributes)
-        return int(found[1]) if found else None
+        """Number in the attribute `dimensions`, if it has just one."""
+        return _number(_DIMENSION, self.attributes)
 
     @property
     def element(self) -> int | None:
-        """Which element of a tuple it gets."""
-        found = _INDEX.search(self.attributes)
-        return int(found[1]) if found else None
+        """Index that get-tuple-element reads."""
+        return _number(_INDEX, self.attributes)
 
     @property
     def parameter(self) -> int | None:
-        """Of a parameter its number."""
+        """Number of the parameter; None for other opcodes."""
         return int(self.literal) if self.opcode == "parameter" else None
 
     @property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """The computations that it calls, by attribute, such as "body" or "calls"."""
-        found = _CALLED.findall(self.attributes)
-        return {key: tuple(_NAME.findall(names)) for key, names in found if key not in _NO_CALLS}
+        """Names of called computations by attribute, such as "body" or "calls"."""
+        attributes = _CALLED.findall(self.attributes)
+        return {key: tuple(_NAME.findall(text)) for key, text in attributes if key not in _NO_CALLS}
+
+    @property
+    def callees(self) -> list[str]:
+        """Names of all called computations."""
+        return [name for names in self.called.values() for name in names]
+
+
+class ReplicaGroups(tuple[tuple[int, ...], ...]):
+    """Partitions that exchange data, by group; of collective-permute (source, target) pairs."""
+
+    __slots__ = ()
+
+    def axes(self, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Lists the mesh axes along which members of a group differ, in the mesh's order.
+
+        A group spans these axes if their sizes' product is its size. XLA may split an axis.
+
+        Args:
+            axis_sizes: Devices along each mesh axis; partitions are positions in the mesh.
+        """
+        sizes = tuple(axis_sizes.values())
+        members = np.concatenate([np.array(group, np.int64) for group in self])
+        firsts = np.repeat([group[0] for group in self], [len(group) for group in self])
+        places = zip(
+            axis_sizes,
+            np.unravel_index(members, sizes),
+            np.unravel_index(firsts, sizes),
+            strict=True,
+        )
+        return tuple(axis for axis, place, first in places if (place != first).any())
 
 
 class Collective(NamedTuple):
-    """A collective, with the shapes that one device has."""
+    """Collective with the shapes that one device has; a start stands for both halves."""
 
     kind: CollectiveOpcode
-    """Of an asynchronous one too, whose start stands for both halves."""
     instruction: Instruction
     computation: str
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
-    groups: Groups
-    """The partitions that exchange something; the (source, target) pairs of collective-permute."""
+    groups: ReplicaGroups
     times: int | None
-    """How often it runs in a run of the program, a branch as if it were taken; None within a loop
-    whose number of trips is not known."""
+    """Executions in a run of the program, a branch counted as taken; None within a loop of unknown
+    trip count."""
+
+
+class Computation:
+    """Instructions of a computation by name: definitions, users and the root."""
+
+    def __init__(self, text: str, begin: int, end: int) -> None:
+        header = _HEADER.match(text, begin)
+        self.name = header[1] if header else ""
+        self.end = end
+        self._text = text
+        self._begin = begin
+        self._parsed: dict[str, Instruction] = {}
+
+    @cached_property
+    def lines(self) -> Mapping[str, str]:
+        """Lines by instruction name, as they are scheduled."""
+        lines = self._text[self._begin : self.end].split("\n")[1:]
+        return {_name_of(line): line for line in lines}
+
+    def __getitem__(self, name: str) -> Instruction:
+        if name not in self._parsed:
+            self._parsed[name] = parsed(self.lines[name])
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return map(self.__getitem__, self.lines)
+
+    @cached_property
+    def root(self) -> Instruction:
+        """Instruction whose result is the computation's."""
+        return parsed(
+            _line_at(self._text, self._text.rfind("\n  ROOT ", self._begin, self.end) + 1)
+        )
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of parameters and of results."""
+        header = self._text[self._begin : self._text.find(" {\n", self._begin)]
+        parameters, _, results = header.partition(") -> ")
+        return parameters.count("["), results.count("[")
+
+    def users(self, name: str) -> Sequence[str]:
+        """Lists the instructions that have this operand."""
+        return self._users.get(name, ())
+
+    @cached_property
+    def _users(self) -> Mapping[str, list[str]]:
+        users = defaultdict(list)
+        for instruction in self:
+            for operand in set(instruction.operands):
+                users[operand].append(instruction.name)
+        return users
 
 
 class Hlo:
-    """An optimized module, as `jax.stages.Compiled.as_text()` prints it."""
+    """Optimized module, as `jax.stages.Compiled.as_text()` prints it: computations by name."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._groups: dict[str, Groups] = {}
+        self._head = text[: text.find("\n")]
+        self._groups: dict[str, ReplicaGroups] = {}
         self._times: dict[str, int | None] = {}
-        self._instructions: dict[str, dict[str, str]] = {}
-        self._parsed: dict[tuple[str, str], Instruction] = {}
-        self._users: dict[str, dict[str, list[str]]] = {}
+
+    def __getitem__(self, computation: str) -> Computation:
+        return self._computations[computation]
+
+    @cached_property
+    def _computations(self) -> dict[str, Computation]:
+        computations = {}
+        after = 0
+        while (end := self.text.find("\n}", after)) >= 0:
+            begin = self.text.rfind("\n", after, self.text.find(" {\n", after)) + 1
+            computation = Computation(self.text, begin, end)
+            computations[computation.name] = computation
+            after = end + 2
+        return computations
+
+    @cached_property
+    def _in_order(self) -> list[Computation]:
+        return list(self._computations.values())
+
+    def _computation_at(self, position: int) -> str:
+        return self._in_order[bisect_left(self._in_order, position, key=attrgetter("end"))].name
 
     @cached_property
     def partitions(self) -> int:
         """Devices over which the module is partitioned."""
-        found = re.search(r"num_partitions=(\d+)", self._head)
-        return int(found[1]) if found else 1
+        return _number(_PARTITIONS, self._head) or 1
 
     @cached_property
     def aliases(self) -> dict[int, int]:
-        """By index of an output, the number of the parameter whose memory it takes."""
+        """Number of the parameter whose memory an output takes, by index of the output."""
         begin = self._head.find("input_output_alias={")
         if begin < 0:
             return {}
-        end = self._head.find(") }", begin)
-        pairs = _ALIAS.findall(self._head, begin, end + 1)
+        pairs = _ALIAS.findall(self._head, begin, self._head.find(") }", begin) + 1)
         return {int(output or 0): int(parameter) for output, parameter in pairs}
 
     @cached_property
     def alias_count(self) -> int:
-        """How many outputs take the memory of a parameter."""
+        """Number of outputs that take the memory of a parameter."""
         return self._head.count("-alias)")
 
     @cached_property
-    def signature(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-        """The shapes of the parameters and of the outputs, on a device."""
-        parameters, outputs = self._signature
-        return _shapes(parameters), _shapes(outputs)
-
-    @cached_property
-    def counts(self) -> tuple[int, int]:
-        """How many parameters and outputs there are."""
-        parameters, outputs = self._signature
-        return parameters.count("["), outputs.count("[")
-
-    @cached_property
     def entry(self) -> str:
-        """The name of the entry computation."""
+        """Name of the entry computation."""
         begin = self.text.rfind("\nENTRY ") + 1
-        found = _HEADER.match(self.text, begin)
-        return found[1] if begin and found else ""
+        header = _HEADER.match(self.text, begin)
+        return header[1] if begin and header else ""
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives, in the order of the text."""
-        found = sorted(chain.from_iterable(map(self._found, _KINDS)))
-        return tuple(self._collective(*one) for one in found)
+        """Collectives, in the order of the text."""
+        places = sorted(chain.from_iterable(map(self._places, _OPCODES)))
+        return tuple(self._collective(*place) for place in places)
 
     def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
-        """The collectives of a kind with a result of at least so many bytes, for less time."""
-        for position, _, start in self._found(kind):
-            if any(one.bytes >= least for one in parsed(self._line(position)).results):
+        """Yields the collectives of a kind with a result of at least so many bytes."""
+        for position, _, start in self._places(kind):
+            results = parsed(_line_at(self.text, position)).results
+            if any(shape.bytes >= least for shape in results):
                 yield self._collective(position, kind, start)
 
-    def instructions(self, computation: str) -> Mapping[str, str]:
-        """The lines of a computation by the names of their instructions, as they are scheduled."""
-        if computation not in self._instructions:
-            begin, end = self._span(computation)
-            lines = self.text[begin:end].split("\n")[1:]
-            self._instructions[computation] = {_name_of(line): line for line in lines}
-        return self._instructions[computation]
-
-    def instruction(self, computation: str, name: str) -> Instruction:
-        """An instruction of a computation."""
-        if (computation, name) not in self._parsed:
-            self._parsed[computation, name] = parsed(self.instructions(computation)[name])
-        return self._parsed[computation, name]
-
-    def users(self, computation: str, name: str) -> Sequence[str]:
-        """The instructions of a computation that have this operand."""
-        if computation not in self._users:
-            users = self._users[computation] = defaultdict(list)
-            for user in self.instructions(computation):
-                for operand in set(self.instruction(computation, user).operands):
-                    users[operand].append(user)
-        return self._users[computation].get(name, ())
-
-    def root(self, computation: str) -> Instruction:
-        """The instruction whose result is that of the computation."""
-        begin, end = self._span(computation)
-        return parsed(self._line(self.text.rfind("\n  ROOT ", begin, end) + 1))
-
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
-        """The instructions that call a computation, each with the computation that it is in."""
+        """Yields the instructions that call a computation, each behind its own computation."""
         for position in self._calls.get(computation, ()):
-            instruction = parsed(self._line(position))
+            instruction = parsed(_line_at(self.text, position))
             if instruction.opcode not in ("async-update", "async-done"):
-                yield self._name_at(position), instruction
+                yield self._computation_at(position), instruction
 
     def times(self, computation: str) -> int | None:
-        """How often a computation runs; None if a loop around it has an unknown number of trips."""
+        """Counts the executions of a computation; None if a loop has an unknown trip count."""
         if computation == self.entry:
             return 1
         if computation not in self._times:
@@ -238,51 +293,26 @@ class Hlo:
                 _times_within(self.times(caller), instruction, computation)
                 for caller, instruction in self.callers(computation)
             ]
-            known = [run for run in runs if run is not None]
-            self._times[computation] = sum(known) if runs and len(known) == len(runs) else None
+            counts = [run for run in runs if run is not None]
+            self._times[computation] = sum(counts) if runs and len(counts) == len(runs) else None
         return self._times[computation]
 
-    def groups(self, attributes: str) -> Groups:
-        """The replica groups of a collective, or its pairs."""
-        found = _GROUPS.search(attributes)
-        if found is None:
-            return (tuple(range(self.partitions)),)
+    def groups(self, attributes: str) -> ReplicaGroups:
+        """Parses the replica groups of a collective, or its (source, target) pairs."""
+        everyone = ReplicaGroups((tuple(range(self.partitions)),))
+        begin = _GROUPS.search(attributes)
+        if begin is None:
+            return everyone
         for form, read in _FORMS.items():
-            if written := form.match(attributes, found.end()):
-                if written[0] not in self._groups:
-                    self._groups[written[0]] = read(written) or (tuple(range(self.partitions)),)
-                return self._groups[written[0]]
-        raise ValueError(f"replica groups of an unknown form: {attributes[found.start() :][:80]}")
-
-    @cached_property
-    def _head(self) -> str:
-        return self.text[: self.text.find("\n")]
-
-    @cached_property
-    def _signature(self) -> tuple[str, str]:
-        begin = self._span(self.entry)[0]
-        line = self.text[begin : self.text.find(" {\n", begin)]
-        parameters, _, outputs = line.partition(") -> ")
-        return parameters, outputs
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Where the computations end."""
-        ends = []
-        end = self.text.find("\n}")
-        while end >= 0:
-            ends.append(end)
-            end = self.text.find("\n}", end + 2)
-        return ends
-
-    @cached_property
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        """By name of a computation, where it begins and ends."""
-        return {self._name_ending(i): (self._begin(i), end) for i, end in enumerate(self._ends)}
+            if match := form.match(attributes, begin.end()):
+                if match[0] not in self._groups:
+                    self._groups[match[0]] = ReplicaGroups(read(match)) or everyone
+                return self._groups[match[0]]
+        raise ValueError(f"replica groups of an unknown form: {attributes[begin.start() :][:80]}")
 
     @cached_property
     def _calls(self) -> dict[str, list[int]]:
-        """By name of a computation, the positions at which it is called."""
+        """Positions at which each computation is called."""
         calls = defaultdict(list)
         for attributes in (_CALLS, _BRANCHES):
             for attribute in attributes.finditer(self.text):
@@ -290,75 +320,43 @@ class Hlo:
                     calls[name].append(attribute.start())
         return calls
 
-    def _begin(self, index: int) -> int:
-        """Where the header of a computation begins."""
-        after = self._ends[index - 1] + 2 if index else 0
-        return self.text.rfind("\n", after, self.text.find(" {\n", after)) + 1
-
-    def _name_ending(self, index: int) -> str:
-        found = _HEADER.match(self.text, self._begin(index))
-        return found[1] if found else ""
-
-    def _name_at(self, position: int) -> str:
-        """The computation that has this position."""
-        return self._name_ending(bisect_left(self._ends, position))
-
-    def _span(self, computation: str) -> tuple[int, int]:
-        if computation == self.entry:
-            begin = self.text.rfind("\nENTRY ") + 1
-            return begin, self.text.find("\n}", begin)
-        return self._spans[computation]
-
-    def _line(self, position: int) -> str:
-        end = self.text.find("\n", position)
-        return self.text[self.text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
-
-    def _found(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
-        """(where, kind, "-start" or "") of the collectives of a kind."""
+    def _places(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
+        """Yields (position, kind, "-start" or "") of the collectives of a kind."""
         # A search for a fixed string is much faster than one for a pattern.
         position = self.text.find(f" {kind}")
         while position >= 0:
-            if found := _COLLECTIVE.match(self.text, position):
+            if match := _COLLECTIVE.match(self.text, position):
                 # In a quoted name the same words are no opcode.
                 line = self.text.rfind("\n", 0, position)
-                first = _OPCODE.search(self.text, line, found.end())
+                first = _OPCODE.search(self.text, line, match.end())
                 if first and first.start() == position:
-                    yield position, kind, found[2] or ""
+                    yield position, kind, match[2] or ""
             position = self.text.find(f" {kind}", position + 1)
 
     def _collective(self, position: int, kind: CollectiveOpcode, start: str) -> Collective:
-        instruction = parsed(self._line(position))
+        instruction = parsed(_line_at(self.text, position))
         results = instruction.results
         if start and kind != "all-reduce":
             # The start's result is (operands, results, what the backend needs besides).
             count = len(instruction.operands)
             results = results[count : 2 * count]
         groups = self.groups(instruction.attributes)
-        operands = tuple(
-            _operand_of(kind, one, instruction.dimension, len(groups[0])) for one in results
-        )
-        computation = self._name_at(position)
-        return Collective(
-            kind=kind,
-            instruction=instruction,
-            computation=computation,
-            operands=operands,
-            results=results,
-            groups=groups,
-            times=self.times(computation),
-        )
+        dimension, devices = instruction.dimension, len(groups[0])
+        operands = tuple(_operand_of(kind, result, dimension, devices) for result in results)
+        name = self._computation_at(position)
+        return Collective(kind, instruction, name, operands, results, groups, self.times(name))
 
 
 def parsed(line: str) -> Instruction:
-    """The instruction of a line."""
+    """Parses the line of an instruction."""
     name, _, rest = line.partition(" = ")
     opcode = _OPCODE.search(f" {rest}")
     if opcode is None:
         raise ValueError(f"not an instruction of HLO: {line[:80]}")
     begin = opcode.end() - 1
     end, depth = begin, 1
-    for one in _PARENTHESES.finditer(rest, begin):
-        end, depth = one.start(), depth + (1 if one[0] == "(" else -1)
+    for parenthesis in _PARENTHESES.finditer(rest, begin):
+        end, depth = parenthesis.start(), depth + (1 if parenthesis[0] == "(" else -1)
         if not depth:
             break
     return Instruction(
@@ -371,29 +369,18 @@ def parsed(line: str) -> Instruction:
     )
 
 
-def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ, in the mesh's order.
-
-    A group has all devices along them if their sizes' product is its size. XLA may split an axis.
-
-    Args:
-        groups: Numbers of partitions: positions of devices in the mesh, flattened.
-        axis_sizes: Devices along each mesh axis, in the mesh's order.
-    """
-    sizes = tuple(axis_sizes.values())
-    members = np.concatenate([np.array(group, np.int64) for group in groups])
-    firsts = np.repeat([group[0] for group in groups], [len(group) for group in groups])
-    differ = [
-        bool((one != first).any())
-        for one, first in zip(
-            np.unravel_index(members, sizes), np.unravel_index(firsts, sizes), strict=True
-        )
-    ]
-    return tuple(axis for axis, is_along in zip(axis_sizes, differ, strict=True) if is_along)
+def _line_at(text: str, position: int) -> str:
+    end = text.find("\n", position)
+    return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else None]
 
 
 def _name_of(line: str) -> str:
     return line.partition(" = ")[0].strip().removeprefix("ROOT ").removeprefix("%")
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return int(match[1]) if match else None
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
@@ -404,7 +391,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -> Shape:
-    """The operand of a collective, by its result and the size of its groups."""
+    """Computes the operand of a collective from its result and the size of its groups."""
     if dimension is None or kind not in ("all-gather", "reduce-scatter"):
         return result
     dims = list(result.dims)
@@ -416,31 +403,32 @@ def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -
 
 
 def _times_within(times: int | None, caller: Instruction, computation: str) -> int | None:
-    """How often a computation runs for its caller, which is in one that runs so many times."""
+    """Multiplies the caller's executions by the trips of its loop, if it is one."""
     if caller.opcode != "while" or times is None:
         return times
-    trips = _TRIPS.search(caller.attributes)
-    if trips is None:
-        return None
+    trips = _number(_TRIPS, caller.attributes)
     # The condition is evaluated once more, to end the loop.
-    return times * (int(trips[1]) + (computation in caller.called.get("condition", ())))
+    is_condition = computation in caller.called.get("condition", ())
+    return None if trips is None else times * (trips + is_condition)
 
 
-def _explicit(written: re.Match[str]) -> Groups:
-    groups = re.findall(r"\{([\d,]+)\}", written[0])
-    return tuple(tuple(map(int, group.split(","))) for group in groups)
+_Groups = tuple[tuple[int, ...], ...]
 
 
-def _iota(written: re.Match[str]) -> Groups:
-    return _rows(_arranged(written[2], written[3]), _numbers(written[1])[1])
+def _explicit(text: re.Match[str]) -> _Groups:
+    return tuple(map(_numbers, re.findall(r"\{([\d,]+)\}", text[0])))
 
 
-def _mesh(written: re.Match[str]) -> Groups:
-    """Groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each of the axis's 4."""
-    sizes = {axis: int(size) for axis, size in _AXIS.findall(written[1])}
+def _iota(text: re.Match[str]) -> _Groups:
+    return _rows(_transposed(text[2], text[3]), _numbers(text[1])[1])
+
+
+def _mesh(text: re.Match[str]) -> _Groups:
+    """Parses groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each 4."""
+    sizes = {axis: int(size) for axis, size in _AXIS.findall(text[1])}
     along = [
         (axis, int(before or 1), int(before or 1) * int(size or sizes[axis]))
-        for axis, before, size in _AXIS_PART.findall(written[3])
+        for axis, before, size in _AXIS_PART.findall(text[3])
     ]
     parts = []
     for axis, size in sizes.items():
@@ -449,33 +437,33 @@ def _mesh(written: re.Match[str]) -> Groups:
     inner = [
         i
         for name, begin, end in along
-        for i, (axis, one, _) in enumerate(parts)
-        if axis == name and begin <= one < end
+        for i, (axis, first, _) in enumerate(parts)
+        if axis == name and begin <= first < end
     ]
     outer = [i for i in range(len(parts)) if i not in inner]
     dims = [end // begin for _, begin, end in parts]
-    ids = _device_ids(written[2], prod(sizes.values())).reshape(dims).transpose(outer + inner)
+    ids = _device_ids(text[2], prod(sizes.values())).reshape(dims).transpose(outer + inner)
     return _rows(ids, prod(dims[i] for i in inner))
 
 
-def _device_ids(written: str | None, count: int) -> npt.NDArray[np.int64]:
-    """The devices of a mesh: [4,2]T(1,0), or each; ascending if nothing is written."""
-    if written is None:
+def _device_ids(text: str | None, count: int) -> npt.NDArray[np.int64]:
+    """Parses the devices of a mesh: [4,2]T(1,0), or one by one; ascending without a text."""
+    if text is None:
         return np.arange(count)
-    sizes, _, order = written.partition("]")
+    sizes, _, order = text.partition("]")
     if order:
-        return _arranged(sizes.strip("(["), order.strip("T()"))
-    return np.array(_numbers(written), np.int64)
+        return _transposed(sizes.strip("(["), order.strip("T()"))
+    return np.array(_numbers(text), np.int64)
 
 
-def _arranged(sizes: str, order: str | None) -> npt.NDArray[np.int64]:
-    """0, 1, 2, ... in an array of these sizes, transposed to this order, flattened."""
+def _transposed(sizes: str, order: str | None) -> npt.NDArray[np.int64]:
+    """Flattens 0, 1, 2, ... in an array of these sizes, transposed to this order."""
     shape = _numbers(sizes)
     ids = np.arange(prod(shape)).reshape(shape)
     return (ids.transpose(_numbers(order)) if order else ids).ravel()
 
 
-def _rows(ids: npt.NDArray[np.int64], size: int) -> Groups:
+def _rows(ids: npt.NDArray[np.int64], size: int) -> _Groups:
     return tuple(map(tuple, ids.reshape(-1, size).tolist()))
 
 
@@ -484,4 +472,3 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 _FORMS: Final = {_EXPLICIT: _explicit, _IOTA: _iota, _MESH: _mesh}
-"""How replica groups are written, with what reads them."""

@@ -1,7 +1,6 @@
-"""What users plan for the inputs or outputs of an executable, as one record for each leaf.
+"""Reads what users plan for the inputs and outputs of an executable, leaf by leaf.
 
-Costs a comparison of structures per argument; leaves that are alike share a record. Must not know
-what an executable does.
+Equal leaves share a record.
 """
 
 from __future__ import annotations
@@ -29,203 +28,195 @@ if TYPE_CHECKING:
 _WHAT: Final = "a Plan, a tree of PartitionSpecs or shardings, or None for what is not looked at"
 
 
-class Wanted(NamedTuple):
-    """What is planned for leaves."""
+class PlannedSharding(NamedTuple):
+    """Planned sharding of leaves."""
 
     sharding: Any
     memory_kind: str | None
     """None if nothing is said about memory, or it is the default."""
 
 
-class _Placed(NamedTuple):
-    """A plan's leaves in the order of a structure."""
+class _PlanLeaves(NamedTuple):
+    """Leaves of a plan in the order of a structure."""
 
-    of_kind: list[Wanted]
+    of_kind: list[PlannedSharding]
     structure: Any
     rows: list[int]
-    wanted: list[Wanted | None]
+    targets: list[PlannedSharding | None]
     shapes: list[Any]
 
 
-def wanted(
+def targets_of(
     executable: Executable, inputs: Any, outputs: Any
-) -> tuple[list[Wanted | None], list[Wanted | None]]:
-    """What is planned for each leaf of the inputs and of the outputs.
+) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
+    """Reads the targets of the inputs' and of the outputs' leaves.
 
-    What the call changes in place is planned as it goes in.
+    Arguments that the call changes in place come out as they go in.
 
     Args:
         executable: The executable.
         inputs: A tuple with an entry for each positional argument. Behind these, a dict for keyword
             arguments, if the function was lowered with any.
-        outputs: What is planned for the result.
+        outputs: The plan of the result.
 
     Raises:
         TypeError: It is no tuple, or has something else in it.
         ValueError: It does not fit the arguments, or a plan the mesh.
     """
-    plans: dict[int, _Placed] = {}
-    of_inputs = _Filled(executable.inputs, executable, plans)
+    plans: dict[int, _PlanLeaves] = {}
+    of_inputs = _Targets(executable.inputs, executable, plans)
     _fill_arguments(of_inputs, executable.inputs, inputs)
-    of_outputs = _Filled(executable.outputs, executable, plans)
+    of_outputs = _Targets(executable.outputs, executable, plans)
     of_outputs.fill("outputs", outputs, executable.outputs.treedef)
-    updated = [of_inputs.wanted[before] for before, _ in executable.call.updates]
-    return of_inputs.wanted, of_outputs.wanted + updated
+    updated = [of_inputs.targets[before] for before, _ in executable.call.updates]
+    return of_inputs.targets, of_outputs.targets + updated
 
 
-def _fill_arguments(filled: _Filled, side: Side, given: Any) -> None:
-    if not isinstance(given, tuple | list):
+def _fill_arguments(targets: _Targets, side: Side, plans: Any) -> None:
+    if not isinstance(plans, tuple | list):
         raise TypeError(
-            f"inputs is {shown(given)}; give a tuple with an entry for each positional argument: "
+            f"inputs is {shown(plans)}; give a tuple with an entry for each positional argument: "
             f"{_WHAT}"
         )
-    names = side.keywords
-    count = len(side.subtrees) - len(names)
-    positional, keywords = side.subtrees[:count], side.subtrees[count:]
-    if len(given) not in (count, count + bool(names)):
+    names = ", ".join(side.keywords)
+    count = len(side.subtrees) - len(side.keywords)
+    if len(plans) not in (count, count + bool(names)):
+        keywords = f", and with keyword arguments, for which a dict may follow: {names}"
         raise _misfit(
-            f"inputs has {counted(len(given), 'entry')}; the function was lowered with {count} "
-            f"positional arguments{_and_keywords(names)}"
+            f"inputs has {counted(len(plans), 'entry')}; the function was lowered with {count} "
+            f"positional arguments{keywords if names else ''}"
         )
-    for i, (entry, (treedef, _)) in enumerate(zip(given, positional, strict=False)):
-        filled.fill(f"inputs[{i}]", entry, treedef)
-    by_name = given[count] if len(given) > count else {}
-    at = f"inputs[{count}]"
-    if not isinstance(by_name, Mapping) or not set(by_name) <= set(names):
+    by_name = plans[count] if len(plans) > count else {}
+    places = [f"inputs[{i}]" for i in range(count)]
+    places += [f"inputs[{count}][{name!r}]" for name in side.keywords]
+    if not isinstance(by_name, Mapping) or not set(by_name) <= set(side.keywords):
         raise _misfit(
-            f"{at} is {brief(by_name)}; it must be a dict for these keyword arguments: "
-            f"{', '.join(names)}"
+            f"inputs[{count}] is {brief(by_name)}; it must be a dict for these keyword arguments: "
+            f"{names}"
         )
-    for name, (treedef, _) in zip(names, keywords, strict=True):
-        filled.fill(f"{at}[{name!r}]", by_name.get(name), treedef)
+    for at, plan, (treedef, _) in zip(places, side.plans_of(plans), side.subtrees, strict=True):
+        targets.fill(at, plan, treedef)
 
 
-def _arranged(plan: Plan, of_kind: list[Wanted], structure: Any, rows: list[int]) -> _Placed:
+def _plan_leaves(
+    plan: Plan, of_kind: list[PlannedSharding], structure: Any, rows: list[int]
+) -> _PlanLeaves:
     columns = plan._columns
     kind_of = columns.kind_of[rows].tolist()
     shapes = [kind.shape for kind in columns.kinds]
-    return _Placed(
+    return _PlanLeaves(
         of_kind,
         structure,
         rows,
-        wanted=[of_kind[kind] for kind in kind_of],
+        targets=[of_kind[kind] for kind in kind_of],
         shapes=[shapes[kind] for kind in kind_of],
     )
 
 
-def _and_keywords(names: tuple[str, ...]) -> str:
-    listed = ", ".join(names)
-    return f", and with keyword arguments, for which a dict may follow: {listed}" if names else ""
+class _Targets:
+    """Targets of a side, filled in subtree by subtree."""
 
-
-class _Filled:
-    """Fills `wanted` from its beginning, one subtree of the side's structure after the other."""
-
-    def __init__(self, side: Side, executable: Executable, plans: dict[int, _Placed]) -> None:
+    def __init__(self, side: Side, executable: Executable, plans: dict[int, _PlanLeaves]) -> None:
         from jax.sharding import PartitionSpec, Sharding
 
-        self.wanted: list[Wanted | None] = []
+        self.targets: list[PlannedSharding | None] = []
         self._side = side
         self._executable = executable
         self._plans = plans
-        self._records: dict[int, Wanted] = {}
+        self._records: dict[int, PlannedSharding] = {}
         self._types = (PartitionSpec, Sharding)
 
-    def fill(self, at: str, given: Any, treedef: Any) -> None:
-        """Fills the leaves of a subtree.
-
-        Args:
-            at: Where it is, for errors.
-            given: What is planned for it.
-            treedef: Its structure.
-        """
+    def fill(self, at: str, plan: Any, treedef: Any) -> None:
+        """Fills in the leaves of a subtree; errors name it by `at`."""
         from jax import tree_util
 
         count = treedef.num_leaves
-        if given is None:
-            self.wanted += [None] * count
-        elif isinstance(given, Plan):
-            self.wanted += self._of_plan(at, given, treedef)
-        elif isinstance(given, self._types):
-            self.wanted += [self._record(at, given)] * count
+        if plan is None:
+            self.targets += [None] * count
+        elif isinstance(plan, Plan):
+            self.targets += self._of_plan(at, plan, treedef)
+        elif isinstance(plan, self._types):
+            self.targets += [self._record(at, plan)] * count
         else:
-            check_decided(at, given, f"shardrules.plan(tree, rules, mesh); or {_WHAT}")
-            leaves, structure = tree_util.tree_flatten(given)
+            check_decided(at, plan, f"shardrules.plan(tree, rules, mesh); or {_WHAT}")
+            leaves, structure = tree_util.tree_flatten(plan)
             types = set(map(type, leaves))
-            if structure == treedef and all(issubclass(one, self._types) for one in types):
-                self.wanted += [self._record(at, one) for one in leaves]
+            if structure == treedef and all(issubclass(of_leaf, self._types) for of_leaf in types):
+                self.targets += [self._record(at, leaf) for leaf in leaves]
             else:
-                self._fill_children(at, given, treedef)
+                self._fill_children(at, plan, treedef)
 
-    def _fill_children(self, at: str, given: Any, treedef: Any) -> None:
+    def _fill_children(self, at: str, plan: Any, treedef: Any) -> None:
         from jax import tree_util
 
-        children, tree = tree_util.tree_flatten_with_path(given, lambda one: one is not given)
-        node: Any = tree
-        if node.num_nodes == 1:
-            raise TypeError(f"{at} is {shown(given)}; give {_WHAT}")
-        if node.node_data() != treedef.node_data() or len(children) != len(treedef.children()):
+        children, tree = tree_util.tree_flatten_with_path(plan, lambda node: node is not plan)
+        root: Any = tree
+        if root.num_nodes == 1:
+            raise TypeError(f"{at} is {shown(plan)}; give {_WHAT}")
+        if root.node_data() != treedef.node_data() or len(children) != len(treedef.children()):
             raise _misfit(
-                f"{at}: the structure is not that of the {self._side.name}: {_node_shown(node)} "
+                f"{at}: the structure is not that of the {self._side.name}: {_node_shown(root)} "
                 f"is planned, and there is {_node_shown(treedef)}"
             )
         for (key, child), child_def in zip(children, treedef.children(), strict=True):
             self.fill(at + tree_util.keystr(key), child, child_def)
 
-    def _record(self, at: str, given: Any) -> Wanted:
+    def _record(self, at: str, planned: Any) -> PlannedSharding:
         from jax.sharding import Mesh, NamedSharding
 
-        if id(given) not in self._records:
-            if is_partition_spec(given):
-                made = Wanted(NamedSharding(self._mesh(at, None), as_partition_spec(given)), None)
-            elif isinstance(given, NamedSharding) and not isinstance(given.mesh, Mesh):
-                mesh = self._mesh(at, dict(given.mesh.shape))
-                made = Wanted(NamedSharding(mesh, given.spec), given.memory_kind)
+        if id(planned) not in self._records:
+            if is_partition_spec(planned):
+                record = PlannedSharding(
+                    NamedSharding(self._mesh(at, None), as_partition_spec(planned)), None
+                )
+            elif isinstance(planned, NamedSharding) and not isinstance(planned.mesh, Mesh):
+                mesh = self._mesh(at, dict(planned.mesh.shape))
+                record = PlannedSharding(NamedSharding(mesh, planned.spec), planned.memory_kind)
             else:
-                made = Wanted(given, memory_apart(given))
-            self._records[id(given)] = made
-        return self._records[id(given)]
+                record = PlannedSharding(planned, memory_apart(planned))
+            self._records[id(planned)] = record
+        return self._records[id(planned)]
 
-    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[Wanted | None]:
+    def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
         from jax import tree_util
 
         leaves = plan._columns.leaves
         if id(plan) not in self._plans:
             rows, structure = tree_util.tree_flatten(leaves.tree)
-            self._plans[id(plan)] = _arranged(plan, self._of_kind(at, plan), structure, rows)
-        placed = self._plans[id(plan)]
-        if placed.structure != treedef:
+            self._plans[id(plan)] = _plan_leaves(plan, self._of_kind(at, plan), structure, rows)
+        planned = self._plans[id(plan)]
+        if planned.structure != treedef:
             rows = self._rows_by_paths(at, plan, treedef)
-            placed = _arranged(plan, placed.of_kind, treedef, rows)
-        begin = len(self.wanted)
-        there = self._side.shapes[begin : begin + treedef.num_leaves]
-        if placed.shapes != there:
-            pairs = zip(placed.rows, placed.shapes, there, strict=True)
-            row, planned, has = next(one for one in pairs if one[1] != one[2])
+            planned = _plan_leaves(plan, planned.of_kind, treedef, rows)
+        begin = len(self.targets)
+        shapes = self._side.shapes[begin : begin + treedef.num_leaves]
+        if planned.shapes != shapes:
+            pairs = zip(planned.rows, planned.shapes, shapes, strict=True)
+            row, shape, actual = next(pair for pair in pairs if pair[1] != pair[2])
             raise _misfit(
-                f"{at}: the plan is for other shapes: {leaves.paths[row]} is planned as {planned}, "
-                f"and there is {has}; plan the tree that the function takes"
+                f"{at}: the plan is for other shapes: {leaves.paths[row]} is planned as {shape}, "
+                f"and there is {actual}; plan the tree that the function takes"
             )
-        return placed.wanted
+        return planned.targets
 
-    def _of_kind(self, at: str, plan: Plan) -> list[Wanted]:
+    def _of_kind(self, at: str, plan: Plan) -> list[PlannedSharding]:
         from jax.sharding import NamedSharding
 
-        columns, given = plan._columns, plan._mesh
-        base = given if has_devices(given) else self._mesh(at, axis_sizes_of(given))
+        columns, planned = plan._columns, plan._mesh
+        base = planned if has_devices(planned) else self._mesh(at, axis_sizes_of(planned))
         mesh = on_axes(base, columns.axis_sizes)
         return [
-            Wanted(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
+            PlannedSharding(NamedSharding(mesh, as_partition_spec(spec)), kind.memory_kind)
             for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
         ]
 
     def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
-        """The plan's row for each leaf of another structure, by the leaves' paths."""
+        """Finds the plan's row for each leaf of another structure, by paths."""
         from jax import tree_util
 
         columns = plan._columns
         leaves = columns.leaves
-        begin = len(self.wanted)
+        begin = len(self.targets)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)
         there = survey(tree, rules, 0)
@@ -251,7 +242,7 @@ class _Filled:
         return [leaves.rows[there.paths[row]] for row in tree_util.tree_leaves(there.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
-        """The executable's mesh, which must have these axes."""
+        """Returns the executable's mesh, which must have these axes."""
         mesh = self._executable.mesh
         if mesh is None:
             raise _misfit(
@@ -267,16 +258,16 @@ class _Filled:
 
 
 def _misfit(message: str) -> ValueError:
-    """The error for what does not fit; its text may have names of users in it."""
+    """Makes an error whose text may have names of users in it."""
     return ValueError(printable(message))
 
 
 def _node_shown(treedef: Any) -> str:
-    """A node of a tree without what is below it: a dict of 'k', 'v'; a tuple of 2; a leaf."""
-    found = treedef.node_data()
-    if found is None:
+    """Formats a node without its subtrees: a dict of 'k', 'v'; a tuple of 2; a leaf."""
+    data = treedef.node_data()
+    if data is None:
         return "a leaf" if treedef.num_leaves else "nothing"
-    name, children = found[0].__name__, treedef.children()
-    if issubclass(found[0], dict):
-        return f"{with_article(name)} of {brief(list(found[1]))}"
+    name, children = data[0].__name__, treedef.children()
+    if issubclass(data[0], dict):
+        return f"{with_article(name)} of {brief(list(data[1]))}"
     return f"{with_article(name)} of {len(children)}"

@@ -1,8 +1,4 @@
-"""The leaves of a live tree beside those of a plan, and what there is of each.
-
-Costs a walk over both trees at once and some attributes of each leaf; paths are spelled only where
-the trees have different structures. Must not know what is planned for a leaf.
-"""
+"""Reads shardings, shapes and dtypes of the leaves of a live tree, matched with a plan's rows."""
 
 from __future__ import annotations
 
@@ -21,33 +17,32 @@ if TYPE_CHECKING:
     from shardrules._plan.table import Leaves
 
     Where = Sharding | Literal["deleted", "abstract", "host", "nowhere"]
-    """Its sharding. Without one: a deleted array; an abstract one; a numpy array or a number, in
-    this process's memory; something that is no array."""
+    """Sharding of a leaf; or, of "host", a numpy array or number in this process's memory, and of
+    "nowhere", something that is no array."""
     Fields = tuple[Where, tuple[int, ...] | None, Any]
-    """The fields of `Live`, as a plain tuple: making 10,000 others costs half a walk."""
+    """Fields of `Live`, as a plain tuple: making 10,000 records costs half a walk."""
 
 
 class Live(NamedTuple):
-    """What there is of a leaf."""
+    """Sharding, shape and dtype of a live leaf."""
 
     where: Where
     shape: tuple[int, ...] | None
     """None for what is no array, nor a number."""
     dtype: Any
-    """Of what is no array, its class; None for a number."""
+    """Class of what is no array; None for a number."""
 
 
 class LiveLeaves(NamedTuple):
-    """The leaves of a tree, each with its row in the plan."""
+    """Leaves of a tree that the plan has, and those that only one of both has."""
 
-    found: list[Any]
-    """The leaves that the plan has."""
+    leaves: list[Any]
     rows: list[int]
-    """Their rows in the plan."""
+    """Rows of these leaves in the plan."""
     missing: list[int]
-    """The plan's rows that the tree does not have."""
+    """Rows of the plan that the tree does not have."""
     extra: dict[str, Any]
-    """By path, the leaves that the plan does not have."""
+    """Leaves that the plan does not have, by path."""
 
 
 # An array's own shape and dtype are functions in Python, which take these.
@@ -55,40 +50,37 @@ _OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
 
 
 def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
-    """The leaves of a tree beside those of a plan: by structure, or else by path."""
+    """Matches the leaves of a tree with those of a plan: by structure, or else by path."""
     from jax import tree_util
 
-    rows, found = _by_structure(tree, leaves)
-    if found is None:
+    rows, values = _by_structure(tree, leaves)
+    if values is None:
         return _by_paths(tree, leaves)
-    if not _are_arrays(set(map(type, found))):
+    if not _are_arrays(set(map(type, values))):
         forms = NodeForms()
-        found = list(map(forms.array_in, found))
+        values = list(map(forms.array_in, values))
         # The tree may have more levels than the plan's; and None is no leaf.
-        if not tree_util.all_leaves(found):
+        if not tree_util.all_leaves(values):
             return _by_paths(tree, leaves)
-    return LiveLeaves(found, rows, [], {})
+    return LiveLeaves(values, rows, [], {})
 
 
 def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
-    """(rows, the leaf of each row), or None if the trees differ."""
+    """Returns rows and the leaf of each, or None if the structures differ."""
     from jax import tree_util
 
-    found = values_beside(leaves.tree, tree, len(leaves.paths))
-    if found is not None:
-        return list(range(len(found))), found
+    values = values_beside(leaves.tree, tree, len(leaves.paths))
+    if values is not None:
+        return list(range(len(values))), values
     rows: list[int]
     rows, planned = tree_util.tree_flatten(leaves.tree)
-    found, structure = tree_util.tree_flatten(tree)
+    structure: Any
+    values, structure = tree_util.tree_flatten(tree)
     # Not by flatten_up_to: its error has the text of each array, and fetches the data for it.
-    return rows, found if _are_equal(structure, planned) else None
-
-
-def _are_equal(structure: Any, planned: Any) -> bool:
     try:
-        return bool(structure == planned)
+        return rows, values if bool(structure == planned) else None
     except (TypeError, ValueError):  # of what a node compares, such as arrays
-        return False
+        return rows, None
 
 
 def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
@@ -107,7 +99,7 @@ def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 
 def _by_path(tree: Any, leaves: Leaves) -> dict[str, Any]:
-    """The leaves by path, in the order of the walk."""
+    """Returns the leaves by path, in the order of the walk."""
     from jax import tree_util
 
     read = survey(tree, Rules((), leaves.paths_dialect))
@@ -120,25 +112,23 @@ def _are_arrays(types: set[type]) -> bool:
     import jax
     from jax.core import Tracer
 
-    return all(issubclass(one, jax.Array) and not issubclass(one, Tracer) for one in types)
+    return all(issubclass(cls, jax.Array) and not issubclass(cls, Tracer) for cls in types)
 
 
-def fields_of(found: list[Any]) -> list[Fields]:
-    """What there is of each leaf: the fields of `Live`.
+def fields_of(leaves: list[Any]) -> list[Fields]:
+    """Reads the fields of `Live` for each leaf.
 
     Raises:
         TypeError: One is traced: inside jit no array is anywhere yet.
     """
-    types: set[Any] = set(map(type, found))
+    types: set[Any] = set(map(type, leaves))
     if not _are_arrays(types):
-        return list(map(_live, found))
+        return list(map(_live, leaves))
     # A method of the class takes half the time of looking one up for each array. Random keys of
     # older versions of JAX have a property.
     method = types.pop().is_deleted if len(types) == 1 else None
     is_deleted = method if callable(method) else methodcaller("is_deleted")
-    if any(map(is_deleted, found)):
-        return list(map(_live, found))
-    return list(map(_OF_ARRAY, found))
+    return list(map(_live if any(map(is_deleted, leaves)) else _OF_ARRAY, leaves))
 
 
 def _live(leaf: Any) -> Live:
@@ -150,19 +140,19 @@ def _live(leaf: Any) -> Live:
             "audit looks at arrays on devices, and inside jit there are none yet: call it outside"
         )
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        if isinstance(leaf, Number):
-            return Live("host", (), None)
-        return Live("nowhere", None, type(leaf))
-    shape, dtype, is_array = tuple(leaf.shape), leaf.dtype, isinstance(leaf, jax.Array)
-    if is_array and leaf.is_deleted():
-        return Live("deleted", shape, dtype)
+        is_number = isinstance(leaf, Number)
+        return Live("host", (), None) if is_number else Live("nowhere", None, type(leaf))
+    where: Where = "abstract"
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, jax.sharding.Sharding):
-        return Live(sharding, shape, dtype)
-    is_host = hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
-    return Live("host" if is_host else "abstract", shape, dtype)
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        where = "deleted"
+    elif isinstance(sharding, jax.sharding.Sharding):
+        where = sharding
+    elif hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__"):
+        where = "host"
+    return Live(where, tuple(leaf.shape), leaf.dtype)
 
 
 def is_committed(leaf: Any) -> bool:
-    """False for an array on a device that JAX chose; jit moves it to where the others are."""
+    """Returns False for an array on a device that JAX chose, from which jit may move it."""
     return bool(getattr(leaf, "committed", True))

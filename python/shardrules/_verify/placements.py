@@ -1,269 +1,475 @@
-"""Findings about the shardings and memory kinds of an executable's inputs and outputs.
+"""Compares the shardings, memory kinds and donation of inputs, outputs and states with the plan.
 
-Read from `Compiled.input_shardings` and `Compiled.output_shardings`. Costs a comparison for each
-pair of shardings. Must not know how findings are shown.
+An output stands for an argument, as its next state, if both have the same structure and shapes, and
+further: the argument is donated; or the same plan or tree is given for both; or, as a guess, the
+dtypes are the same too. `flax.nnx.jit` itself says which modules come back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardrules._correction import in_memory
 from shardrules._mesh.memory import memory_apart
-from shardrules._plan.findings import Finding, VerifyKind
-from shardrules._plan.fold import fold
+from shardrules._specs import is_partition_spec
 from shardrules._text import bytes_shown, counted, printable
-from shardrules._verify.executable import sharding_shown
+from shardrules._verify.dataflow import is_made_from
+from shardrules._verify.executable import at, sharding_shown
 
 if TYPE_CHECKING:
-    from shardrules._plan.findings import Finding, FindingKind, Level
-    from shardrules._verify.calls import Library
-    from shardrules._verify.executable import Side
-    from shardrules._verify.inputs import Wanted
+    from shardrules._plan.findings import Finding, Level, VerifyKind
+    from shardrules._verify.executable import Executable, Library, Side
+    from shardrules._verify.inputs import PlannedSharding
 
 
-class _Placing(NamedTuple):
-    """What places arrays as planned, in words."""
-
-    arguments: str
-    results: str
-    states: str
-
-
-PLACING: Final[dict[Library, _Placing]] = {
-    "jax": _Placing(
-        "lower the function with arrays or shapes that are sharded as planned (plan.abstract()), "
-        "or give jit in_shardings=plan.shardings()",
-        "give jit out_shardings=plan.shardings(), or constrain the result inside the function",
-        "give jit out_shardings that are the shardings of the arguments, or constrain the new "
-        "state to them inside the function",
-    ),
-    "nnx": _Placing(
-        "lower the function with modules that are sharded as planned, or give nnx.jit "
+_FIXES: Final[dict[Library, dict[str, str]]] = {
+    "jax": {
+        "inputs": "lower the function with arrays or shapes that are sharded as planned "
+        "(plan.abstract()), or give jit in_shardings=plan.shardings()",
+        "outputs": "give jit out_shardings=plan.shardings(), or constrain the result inside the "
+        "function",
+        "states": "give jit out_shardings that are the shardings of the arguments, or constrain "
+        "the new state to them inside the function",
+    },
+    "nnx": {
+        "inputs": "lower the function with modules that are sharded as planned, or give nnx.jit "
         "in_shardings=nnx.StateSharding(plan.shardings())",
-        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is updated, and "
-        "out_shardings for what is returned, or constrain it inside the function",
-        "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which count for the "
-        "updated module too, or constrain the new state inside the function",
-    ),
-    "equinox": _Placing(
-        "lower the function with arrays that are sharded as planned",
-        "constrain the result inside the function, as by "
+        "outputs": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()) for what is "
+        "updated, and out_shardings for what is returned, or constrain it inside the function",
+        "states": "give nnx.jit in_shardings=nnx.StateSharding(plan.shardings()), which "
+        "count for the updated module too, or constrain the new state inside the function",
+    },
+    "equinox": {
+        "inputs": "lower the function with arrays that are sharded as planned",
+        "outputs": "constrain the result inside the function, as by "
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
-        "constrain the arrays of the new state inside the function, as by "
+        "states": "constrain the arrays of the new state inside the function, as by "
         "jax.lax.with_sharding_constraint(arrays, plan.shardings())",
-    ),
+    },
 }
-"""By whose function compiles."""
-
-
-def finding_of(
-    level: Level,
-    kind: FindingKind,
-    message: str,
-    fix: str,
-    *,
-    side: Side | None = None,
-    leaves: Sequence[int] = (),
-    bytes: int = 0,
-) -> Finding:
-    """A finding about leaves of a side, with their paths folded."""
-    paths = [] if side is None else [side.paths[leaf] for leaf in leaves]
-    folded = fold(paths, np.zeros(len(paths), np.int32))
-    patterns = tuple(one.pattern for one in folded)
-    return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
 
 
 class ObjectPairs:
-    """Two lists of as many objects, many of which are the same; None is like anything."""
+    """Pairs of objects, most of which are the same few; None is equal to anything."""
 
     def __init__(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> None:
         self._firsts = firsts
         self._seconds = seconds
         # A list of None says that nothing is planned.
-        is_planned = firsts.count(None) < len(firsts)
-        count = len(firsts) if is_planned else 0
+        count = len(firsts) if firsts.count(None) < len(firsts) else 0
         self._position_of = dict(zip(self._ids(), range(count), strict=False))
 
-    def unlike(self, alike: Callable[[Any, Any, int], bool]) -> list[list[int]]:
-        """The positions of what is not alike, those of the same two objects together.
+    def differences(
+        self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
+    ) -> Iterator[tuple[_Texts, list[int]]]:
+        """Yields the positions of pairs that differ, those with the same texts together.
 
         Args:
-            alike: Called once for each pair of the same objects, with them and one of its
-                positions.
+            are_equal: Called once for each pair of the same objects, with one of its positions.
+            texts: Formats both objects at a position.
         """
-        differ = {key for key, i in self._position_of.items() if not self._is_like(i, alike)}
+        differ = {key for key, i in self._position_of.items() if not self._is_equal(i, are_equal)}
         positions = defaultdict(list)
         for i, key in enumerate(self._ids()) if differ else ():
             if key in differ:
                 positions[key].append(i)
-        return list(positions.values())
+        merged: dict[_Texts, list[int]] = defaultdict(list)
+        for group in positions.values():
+            merged[texts(group[0])] += group
+        return ((pair, sorted(group)) for pair, group in merged.items())
 
-    def _is_like(self, position: int, alike: Callable[[Any, Any, int], bool]) -> bool:
+    def _is_equal(self, position: int, are_equal: Callable[[Any, Any, int], bool]) -> bool:
         first, second = self._firsts[position], self._seconds[position]
-        if first is None or second is None:
-            return True
-        return alike(first, second, position)
+        return first is None or second is None or are_equal(first, second, position)
 
     def _ids(self) -> Iterator[tuple[int, int]]:
         return zip(map(id, self._firsts), map(id, self._seconds), strict=True)
 
 
-def is_same(one: Any, other: Any, rank: int) -> bool:
-    """Whether two shardings cut arrays of this rank alike, in whatever memory."""
-    if one == other:
+_Texts = tuple[str | None, str | None]
+
+
+def is_same(first: Any, second: Any, rank: int) -> bool:
+    """Says whether two shardings shard arrays of this rank equally, in whatever memory."""
+    if first == second:
         return True
-    one, other = one.with_memory_kind(None), other.with_memory_kind(None)
-    return bool(one == other or one.is_equivalent_to(other, rank))
+    first, second = first.with_memory_kind(None), second.with_memory_kind(None)
+    return bool(first == second or first.is_equivalent_to(second, rank))
 
 
-def together(groups: Iterable[list[int]], key: Callable[[int], Any]) -> list[list[int]]:
-    """Groups whose first members have equal keys, as one group each, ascending."""
-    merged: dict[Any, list[int]] = defaultdict(list)
-    for group in groups:
-        merged[key(group[0])] += group
-    return [sorted(group) for group in merged.values()]
-
-
-class _Said(NamedTuple):
-    """The words of a finding about a side."""
-
-    kind: VerifyKind
-    verb: str
-    cost: str
-
-
-_SAID: Final = {
-    "inputs": _Said(
-        "input",
-        "takes",
-        "it refuses arrays as planned, and jit compiles again for them",
-    ),
-    "outputs": _Said(
-        "output",
-        "returns",
-        "what needs them as planned moves them first",
-    ),
+_SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
+    "inputs": ("input", "takes", "it refuses arrays as planned, and jit compiles again for them"),
+    "outputs": ("output", "returns", "what needs them as planned moves them first"),
 }
 
 
-def placements(side: Side, wanted: Sequence[Wanted | None], library: Library) -> Iterator[Finding]:
-    """Where the inputs or outputs are not as planned."""
-    pairs = ObjectPairs(wanted, side.shardings)
-    fix = PLACING[library].arguments if side.name == "inputs" else PLACING[library].results
-    yield from _misplaced(side, wanted, pairs, fix)
-    yield from _in_other_memory(side, wanted, pairs, fix)
-
-
-def _misplaced(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
+def placements(
+    side: Side, targets: Sequence[PlannedSharding | None], library: Library
 ) -> Iterator[Finding]:
-    """Leaves whose sharding in the executable is not equivalent to the planned one."""
-    said = _SAID[side.name]
+    """Yields findings about leaves that are not sharded or kept in memory as planned."""
+    pairs = ObjectPairs(targets, side.shardings)
+    yield from _shardings(side, targets, pairs, _FIXES[library][side.name])
+    yield from _memory_kinds(side, targets, pairs, _FIXES[library][side.name])
 
-    def alike(planned: Wanted, has: Any, leaf: int) -> bool:
-        if planned.sharding == has:
+
+def _shardings(
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
+) -> Iterator[Finding]:
+    kind, verb, cost = _SIDE_WORDS[side.name]
+
+    def are_equal(target: PlannedSharding, sharding: Any, leaf: int) -> bool:
+        if target.sharding == sharding:
             return True
-        _check_fits(planned, side, leaf)
-        return is_same(planned.sharding, has, len(side.shapes[leaf]))
+        _check_fits(target, side, leaf)
+        return is_same(target.sharding, sharding, len(side.shapes[leaf]))
 
     def texts(leaf: int) -> tuple[str, str]:
-        _check_fits(wanted[leaf], side, leaf)
-        return sharding_shown(_sharding(wanted[leaf])), sharding_shown(side.shardings[leaf])
+        _check_fits(targets[leaf], side, leaf)
+        return sharding_shown(_sharding(targets[leaf])), sharding_shown(side.shardings[leaf])
 
-    for leaves in together(pairs.unlike(alike), texts):
-        meant, has = texts(leaves[0])
-        planned = sum(side.bytes_of(leaf, _sharding(wanted[leaf])) for leaf in leaves)
-        held = sum(map(side.bytes_of, leaves))
-        others = ", on the devices in another order," if meant == has else ""
-        yield finding_of(
-            "error",
-            said.kind,
-            f"{counted(len(leaves), 'leaf')} planned {meant}, but the executable {said.verb} "
-            f"{has}{others} with {bytes_shown(held)} on each device instead of "
-            f"{bytes_shown(planned)}: {said.cost}",
-            fix,
-            side=side,
-            leaves=leaves,
-            bytes=held,
+    for (planned, actual), leaves in pairs.differences(are_equal, texts):
+        budget = sum(side.bytes_of(leaf, _sharding(targets[leaf])) for leaf in leaves)
+        size = sum(map(side.bytes_of, leaves))
+        order = ", on the devices in another order," if planned == actual else ""
+        message = (
+            f"{counted(len(leaves), 'leaf')} planned {planned}, but the executable {verb} "
+            f"{actual}{order} with {bytes_shown(size)} on each device instead of "
+            f"{bytes_shown(budget)}: {cost}"
         )
+        yield side.finding("error", kind, message, fix, leaves, bytes=size)
 
 
-def _in_other_memory(
-    side: Side, wanted: Sequence[Wanted | None], pairs: ObjectPairs, fix: str
+def _memory_kinds(
+    side: Side, targets: Sequence[PlannedSharding | None], pairs: ObjectPairs, fix: str
 ) -> Iterator[Finding]:
-    """Leaves that are planned in a memory kind other than the executable's."""
-
-    def alike(planned: Wanted, has: Any, _: int) -> bool:
-        if planned.memory_kind is None:
+    def are_equal(target: PlannedSharding, sharding: Any, _: int) -> bool:
+        if target.memory_kind is None:
             return True
-        kind = memory_apart(has)
-        return kind is None if planned.memory_kind == "device" else kind == planned.memory_kind
+        kind = memory_apart(sharding)
+        return kind is None if target.memory_kind == "device" else kind == target.memory_kind
 
     def texts(leaf: int) -> tuple[str | None, str | None]:
-        planned = wanted[leaf]
-        return planned and planned.memory_kind, side.shardings[leaf].memory_kind
+        target = targets[leaf]
+        return target and target.memory_kind, side.shardings[leaf].memory_kind
 
-    said = _SAID[side.name]
-    for leaves in together(pairs.unlike(alike), texts):
-        meant, has = texts(leaves[0])
-        held = sum(map(side.bytes_of, leaves))
-        yield finding_of(
-            "error",
-            "memory-kind",
-            f"{counted(len(leaves), 'leaf')} planned in {meant} memory, but the executable "
-            f"{said.verb} them in {has} memory: {bytes_shown(held)} on each device",
-            f"{fix}; specs alone say nothing about memory",
-            side=side,
-            leaves=leaves,
-            bytes=held,
+    verb, fix = _SIDE_WORDS[side.name][1], f"{fix}; specs alone say nothing about memory"
+    for (planned, actual), leaves in pairs.differences(are_equal, texts):
+        size = sum(map(side.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} planned in {planned} memory, but the executable "
+            f"{verb} them in {actual} memory: {bytes_shown(size)} on each device"
         )
+        yield side.finding("error", "memory-kind", message, fix, leaves, bytes=size)
 
 
-def dropped(side: Side, wanted: Sequence[Wanted | None], kept: Sequence[int]) -> Iterator[Finding]:
-    """Planned leaves that the executable does not have."""
-    if len(kept) == len(wanted):
+def dropped(
+    side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
+) -> Iterator[Finding]:
+    """Yields a finding about planned leaves that the executable does not have."""
+    if len(kept) == len(targets):
         return
-    lacking = set(range(len(wanted))).difference(kept)
-    # Such as optax's adafactor has for the moments that a parameter does not need.
-    lacking = {leaf for leaf in lacking if side.shapes[leaf] != (1,)}
-    if leaves := [leaf for leaf in sorted(lacking) if wanted[leaf] is not None]:
-        yield finding_of(
-            "info",
-            "input",
+    lacking = sorted(set(range(len(targets))).difference(kept))
+    # optax's adafactor has arrays of shape (1,) for the moments that a parameter does not need.
+    if leaves := [leaf for leaf in lacking if targets[leaf] and side.shapes[leaf] != (1,)]:
+        message = (
             f"{counted(len(leaves), 'leaf')} not used by the function: jit has dropped them, and "
-            "the executable has no sharding to compare",
-            "leave them out of the arguments; jit(keep_unused=True) keeps them",
-            side=side,
-            leaves=leaves,
+            "the executable has no sharding to compare"
         )
+        fix = "leave them out of the arguments; jit(keep_unused=True) keeps them"
+        yield side.finding("info", "input", message, fix, leaves)
 
 
 def placement_text(sharding: Any) -> str:
-    """A sharding with its memory kind, if that is not the default."""
+    """Formats a sharding with its memory kind, if that is not the default."""
     kind: Any = memory_apart(sharding)
     return in_memory(sharding_shown(sharding), kind)
 
 
-def _sharding(planned: Wanted | None) -> Any:
-    return planned and planned.sharding
+def _sharding(target: PlannedSharding | None) -> Any:
+    return target and target.sharding
 
 
-def _check_fits(planned: Wanted | None, side: Side, leaf: int) -> None:
-    assert planned is not None
+def _check_fits(target: PlannedSharding | None, side: Side, leaf: int) -> None:
+    assert target is not None
     shape = side.shapes[leaf]
-    if len(getattr(planned.sharding, "spec", ())) <= len(shape):
+    if len(getattr(target.sharding, "spec", ())) <= len(shape):
         with suppress(ValueError):
-            planned.sharding.shard_shape(shape)
+            target.sharding.shard_shape(shape)
             return
     raise ValueError(
         printable(
-            f"{side.paths[leaf]}: {sharding_shown(planned.sharding)} is planned for the shape "
+            f"{side.paths[leaf]}: {sharding_shown(target.sharding)} is planned for the shape "
             f"{shape}, and cannot cut it; give the specs of Plan.specs, which fit"
         )
     )
+
+
+Evidence = Literal["updated", "donated", "planned", "alike"]
+_STATE_WORDS: Final[dict[Evidence, tuple[str, str]]] = {
+    "updated": ("a module, which comes back from the call", "the next step"),
+    "donated": ("a donated state", "the next step"),
+    "planned": ("a state, for which the same is planned on both sides", "the next step"),
+    "alike": (
+        "an argument that a result has the structure, shapes and dtypes of",
+        "if that is passed back, the next call",
+    ),
+}
+"""Names a state by its evidence, and says when it matters."""
+
+
+class State(NamedTuple):
+    """Leaves of the inputs, and as many of the outputs that stand for them."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    evidence: Evidence
+    """Reason to take them for a state; "alike" is a guess."""
+
+
+class _Subtree(NamedTuple):
+    """Argument, or child of the output."""
+
+    treedef: Any
+    leaves: range
+    plan: Any
+
+
+def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
+    """Finds the states of a step: the output as a whole, or else its children.
+
+    Args:
+        executable: The step.
+        inputs: The plans of the arguments.
+        outputs: The plans of the results.
+    """
+    updated = list(_updated(executable))
+    taken = {leaf for state in updated for leaf in state.inputs}
+    plans = executable.inputs.plans_of(inputs)
+    pairs = zip(executable.inputs.subtrees, plans, strict=True)
+    subtrees = enumerate(_Subtree(*subtree, plan) for subtree, plan in pairs)
+    arguments = {place: tree for place, tree in subtrees if taken.isdisjoint(tree.leaves)}
+    side = executable.outputs
+    output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
+    if returned := _matched(executable, arguments, [output]):
+        return updated + returned
+    pairs = zip(side.subtrees, _children(outputs, side.treedef), strict=True)
+    children = [_Subtree(*subtree, plan) for subtree, plan in pairs]
+    return updated + _matched(executable, arguments, children)
+
+
+def _updated(executable: Executable) -> Iterator[State]:
+    """Yields the arguments that the call changes in place."""
+    updates = executable.call.updates
+    first = len(executable.outputs.leaves) - len(updates)
+    output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
+    for _, argument in executable.inputs.subtrees:
+        if leaves := [leaf for leaf in argument if leaf in output_of]:
+            yield State(leaves, [output_of[leaf] for leaf in leaves], "updated")
+
+
+def _children(plans: Any, treedef: Any) -> Sequence[Any]:
+    """Lists the plans of the output's children, as far as each has an entry of its own."""
+    if isinstance(plans, Mapping):
+        return [plans.get(key) for key in treedef.node_data()[1]]
+    if isinstance(plans, tuple | list) and not is_partition_spec(plans):
+        return plans
+    return [None] * len(treedef.children())
+
+
+def _matched(
+    executable: Executable, arguments: Mapping[int, _Subtree], outputs: list[_Subtree]
+) -> list[State]:
+    """Matches each output with the argument at the same place, or else the first that fits."""
+    matches: list[State] = []
+    rest = dict(arguments)
+    for place, output in enumerate(outputs):
+        for i in sorted(rest, key=lambda i: (i != place, i)):
+            if evidence := _evidence(executable, rest[i], output):
+                matches.append(State(rest.pop(i).leaves, output.leaves, evidence))
+                break
+    return matches
+
+
+def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> Evidence | None:
+    """Says how we know that an output stands for an argument; None if it does not."""
+    if not argument.leaves or argument.treedef != output.treedef:
+        return None
+    inputs, outputs = executable.inputs, executable.outputs
+    if at(inputs.shapes, argument.leaves) != at(outputs.shapes, output.leaves):
+        return None
+    # The structure of an array alone says nothing.
+    is_tree = argument.treedef.num_nodes > 1
+    has_dtypes = at(inputs.dtypes, argument.leaves) == at(outputs.dtypes, output.leaves)
+    if (is_tree or has_dtypes) and any(at(executable.donated, argument.leaves)):
+        return "donated"
+    if is_tree and argument.plan is not None and argument.plan is output.plan:
+        return "planned"
+    return "alike" if is_tree and has_dtypes else None
+
+
+def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about states that come out with another sharding, memory or dtype."""
+    for state in carried:
+        yield from _resharded(executable, state)
+        yield from _of_other_dtype(executable, state)
+
+
+def _resharded(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs, outputs = executable.inputs, executable.outputs
+    before = at(inputs.shardings, state.inputs)
+    after = at(outputs.shardings, state.outputs)
+    # The same objects, as a rule.
+    if before == after:
+        return
+
+    def are_equal(first: Any, second: Any, row: int) -> bool:
+        if first == second:
+            return True
+        rank = len(inputs.shapes[state.inputs[row]])
+        return is_same(first, second, rank) and first.memory_kind == second.memory_kind
+
+    def texts(i: int) -> tuple[str, str]:
+        return placement_text(before[i]), placement_text(after[i])
+
+    level: Level = "warning" if state.evidence == "alike" else "error"
+    name, when = _STATE_WORDS[state.evidence]
+    fix = _FIXES[executable.call.library]["states"]
+    for (old, new), rows in ObjectPairs(before, after).differences(are_equal, texts):
+        leaves = [state.inputs[i] for i in rows]
+        moved = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(rows), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            f"again, or moves them back, {bytes_shown(moved)} to each device"
+        )
+        yield inputs.finding(level, "fixed-point", message, fix, leaves, bytes=moved)
+
+
+def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
+    inputs = executable.inputs
+    before = at(inputs.dtypes, state.inputs)
+    after = at(executable.outputs.dtypes, state.outputs)
+    if before == after:
+        return
+
+    def texts(i: int) -> tuple[str, str]:
+        return str(before[i]), str(after[i])
+
+    name, when = _STATE_WORDS[state.evidence]
+    fix = "cast the new state to the dtypes of the old one"
+    pairs = ObjectPairs(before, after)
+    for (old, new), rows in pairs.differences(lambda first, second, _: first == second, texts):
+        leaves = [state.inputs[i] for i in rows]
+        size = sum(map(inputs.bytes_of, leaves))
+        message = (
+            f"{counted(len(leaves), 'leaf')} of {name}: in as {old}, out as {new}: {when} compiles "
+            "again"
+        )
+        yield inputs.finding("error", "fixed-point", message, fix, leaves, bytes=size)
+
+
+def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
+    """Yields findings about donated leaves whose memory no output takes."""
+    side = executable.inputs
+    if not any(executable.donated):
+        return
+    donated = [leaf for leaf in executable.kept if executable.donated[leaf]]
+    if executable.hlo is None:
+        message = (
+            f"{counted(len(donated), 'leaf')} donated, but this backend does not show the text of "
+            "executables: whether outputs take their memory is not known"
+        )
+        fix = "compare memory_analysis().alias_size_in_bytes with their bytes"
+        yield side.finding("warning", "donation", message, fix, donated)
+        return
+    if executable.hlo.alias_count == len(donated):
+        return
+    of_states = {leaf for state in carried for leaf in state.inputs}
+    aliased = set(executable.hlo.aliases.values())
+    lost: dict[bool, list[int]] = {True: [], False: []}
+    for leaf in donated:
+        if executable.parameter_of[leaf] not in aliased:
+            lost[leaf in of_states].append(leaf)
+    if executable.call.library == "equinox":
+        lost[False] = []  # it donates all arguments, the batch as well, or all but the first
+    for is_state, leaves in lost.items():
+        if leaves:
+            yield _not_aliased(side, leaves, is_state=is_state)
+
+
+def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
+    size = sum(map(side.bytes_of, leaves))
+    message = f"{counted(len(leaves), 'leaf')} donated, but no output takes their memory: "
+    if is_state:
+        message += f"the old and the new ones take {bytes_shown(size)} each on each device"
+        fix = (
+            "let each come out with the shape, dtype and sharding with which it goes in; one that "
+            "does not may leave another without a place"
+        )
+        return side.finding("error", "donation", message, fix, leaves, bytes=size)
+    message += f"{bytes_shown(size)} on each device; none is like them"
+    return side.finding("warning", "donation", message, "do not donate them", leaves, bytes=size)
+
+
+def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
+    """Yields findings about large states whose old arrays stay in memory beside the new ones."""
+    side = executable.inputs
+    for evidence, (name, _) in _STATE_WORDS.items():
+        states = [state for state in carried if state.evidence == evidence]
+        leaves = [leaf for state in states for leaf in _kept_twice(executable, state, large)]
+        size = sum(map(side.bytes_of, leaves))
+        if leaves and size >= large:
+            message = (
+                f"{counted(len(leaves), 'leaf')} of {name}: not donated, so the old and the new "
+                f"ones take {bytes_shown(size)} each on each device"
+            )
+            fix = _donation(executable, leaves)
+            yield side.finding("warning", "donation", message, fix, leaves, bytes=size)
+
+
+def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
+    """Lists the leaves of a state that are not donated, and that the new ones are made from."""
+    side = executable.inputs
+    pairs = [
+        (before, after)
+        for before, after in zip(state.inputs, state.outputs, strict=True)
+        if side.shardings[before] is not None and not executable.donated[before]
+    ]
+    if executable.hlo is None or sum(side.bytes_of(before) for before, _ in pairs) < large:
+        return []
+    if state.evidence == "updated":
+        return [before for before, _ in pairs]
+    # What is only like an argument, such as its gradient, is not made from it.
+    sources, number_of = executable.sources, executable.parameter_of
+    return [
+        before
+        for before, after in pairs
+        if is_made_from(executable.hlo, sources[after], number_of[before])
+    ]
+
+
+def _donation(executable: Executable, leaves: Sequence[int]) -> str:
+    """Writes the arguments of jit that donate leaves."""
+    library, side = executable.call.library, executable.inputs
+    if library == "equinox":
+        return (
+            'give filter_jit donate="all", or donate="all-except-first" with all that is used '
+            "again in the first argument"
+        )
+    count, changes = len(side.subtrees) - len(side.keywords), set(leaves)
+    places = [i for i, (_, part) in enumerate(side.subtrees) if not changes.isdisjoint(part)]
+    arguments: list[tuple[str, list[Any]]] = [
+        ("donate_argnums", [i for i in places if i < count]),
+        ("donate_argnames", [side.keywords[i - count] for i in places if i >= count]),
+    ]
+    options = [
+        f"{name}={tuple(values) if len(values) > 1 else values[0]!r}"
+        for name, values in arguments
+        if values
+    ]
+    fix = f"give {library}.jit {' and '.join(options)}, if the old ones are not used again"
+    if library == "nnx":
+        fix += "; a function that only reads the module needs graph_updates=False instead"
+    return fix

@@ -1,26 +1,28 @@
-"""`verify`: whether an executable does what was planned.
-
-Checks what it is given, and asks one function for each family of findings. Costs a few look-ups per
-leaf beside XLA's time to print the executable. Must not know how findings are shown.
-"""
+"""Compares a compiled function with the plan: `verify`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._arguments import check_real, in_order
-from shardrules._plan.findings import Findings
+from shardrules._plan.findings import Finding, Findings
 from shardrules._plan.table import DEFAULT_LARGE
 from shardrules._text import bytes_shown, counted
-from shardrules._verify.calls import call_of
-from shardrules._verify.executable import Executable
-from shardrules._verify.gathered import gathered, peak
-from shardrules._verify.inputs import wanted
-from shardrules._verify.placements import dropped, placements
-from shardrules._verify.states import changed, not_donated, states, undonated
+from shardrules._verify.executable import Executable, call_of
+from shardrules._verify.gathered import gathered
+from shardrules._verify.inputs import targets_of
+from shardrules._verify.placements import (
+    changed,
+    dropped,
+    not_donated,
+    placements,
+    states,
+    undonated,
+)
 
 if TYPE_CHECKING:
-    from shardrules._verify.inputs import Wanted
+    from shardrules._verify.inputs import PlannedSharding
 
 
 @in_order("compiled", "plan")
@@ -86,34 +88,65 @@ def verify(
         check_real("hbm", hbm)
     check_real("large", large)
     executable = Executable(call_of(compiled, inputs))
-    planned_in, planned_out = wanted(executable, inputs, outputs)
-    found = states(executable, inputs, outputs)
-    return Findings(
-        [
-            *placements(executable.inputs, planned_in, executable.call.library),
-            *placements(executable.outputs, planned_out, executable.call.library),
-            *dropped(executable.inputs, planned_in, executable.kept),
-            *changed(executable, found),
-            *undonated(executable, found),
-            *not_donated(executable, found, large),
-            *gathered(executable, planned_in, planned_out, found, large),
-            *peak(executable, hbm),
-        ],
-        _scope(planned_in, planned_out, hbm, is_compared=outputs is not None),
-    )
+    library = executable.call.library
+    in_targets, out_targets = targets_of(executable, inputs, outputs)
+    carried = states(executable, inputs, outputs)
+    findings = [
+        *placements(executable.inputs, in_targets, library),
+        *placements(executable.outputs, out_targets, library),
+        *dropped(executable.inputs, in_targets, executable.kept),
+        *changed(executable, carried),
+        *undonated(executable, carried),
+        *not_donated(executable, carried, large),
+        *gathered(executable, in_targets, out_targets, carried, large),
+        *_peak(executable, hbm),
+    ]
+    return Findings(findings, _scope(in_targets, out_targets, hbm, is_compared=outputs is not None))
+
+
+# Signs of XLA's numbers of bytes: aliased bytes are counted as argument and as output.
+_SIGNS: Final = {"argument": 1, "output": 1, "temp": 1, "alias": -1, "generated_code": 1}
+
+
+def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
+    """Yields a finding if a device needs more bytes than it has."""
+    if hbm is None:
+        return
+    memory: Any = executable.call.compiled.memory_analysis()
+    if memory is None:
+        message = (
+            "this backend does not tell the memory that executables need: whether it fits is not "
+            "known"
+        )
+        fix = "verify the same function on another backend"
+        yield Finding("warning", "peak", message, (), 0, None, 0, fix)
+        return
+    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in _SIGNS}
+    total = sum(sign * sizes[name] for name, sign in _SIGNS.items())
+    if total > hbm:
+        terms = [f"{name.replace('_', ' ')} {bytes_shown(n)}" for name, n in sizes.items() if n]
+        message = (
+            f"{bytes_shown(total)} on each device ({', '.join(terms)}), which has "
+            f"{bytes_shown(hbm)}"
+        )
+        fix = (
+            "cut more of the arguments or activations, rematerialize, donate the state, or take a "
+            "smaller batch"
+        )
+        yield Finding("error", "peak", message, (), 0, None, total - hbm, fix)
 
 
 def _scope(
-    inputs: list[Wanted | None],
-    outputs: list[Wanted | None],
+    inputs: list[PlannedSharding | None],
+    outputs: list[PlannedSharding | None],
     hbm: int | None,
     *,
     is_compared: bool,
 ) -> str:
-    """What is looked at, in words."""
+    """Says in words what is compared."""
     texts = [
-        f"{len(planned) - planned.count(None):,} of {counted(len(planned), side)} planned"
-        for side, planned in (("input", inputs), ("output", outputs))
+        f"{len(targets) - targets.count(None):,} of {counted(len(targets), side)} planned"
+        for side, targets in (("input", inputs), ("output", outputs))
     ]
     if not is_compared and outputs.count(None) == len(outputs):
         texts[1] = "no output compared, as outputs= is not given"
