@@ -220,7 +220,7 @@ def check_tree(name: str, tree: object) -> None:
         keys = _keys_of(node, tree)
         raise TypeError(_no_arrays(name, keys, node, "where an array is expected", instead))
     first = None
-    for keys, leaf in _leaves(tree):
+    for keys, leaf in _keyed_leaves(tree):
         if leaf is None:
             continue
         if _may_be_array(leaf):
@@ -376,27 +376,27 @@ def check_shapes(name: str, tree: object, path: str | None) -> None:
             "x.shape, x.dtype) for each such x, by jax.tree.map(..., is_leaf=lambda x: "
             f"isinstance(x, {kind})); logical names, if it has any, likewise as names="
         )
-    if any(leaf is None for _, leaf in _leaves(tree)):
+    if any(leaf is None for _, leaf in _keyed_leaves(tree)):
         raise TypeError(f"{name}: it has None alone, and no leaf; give {_ARRAYS}")
 
 
 _Keyed: TypeAlias = tuple[tuple[Any, ...], object]
 
 
-def _leaves(tree: object) -> Iterator[_Keyed]:
+def _keyed_leaves(tree: object) -> Iterator[_Keyed]:
     """Yield the leaves with their keys, and nodes of other types than Python's own as leaves."""
     ways: list[Iterator[_Keyed]] = [iter([((), tree)])]
     while ways:
         for keys, node in ways[-1]:
             if isinstance(node, dict | list | tuple) and len(keys) < _DEEPEST:
-                ways.append(_children(keys, node))
+                ways.append(_keyed_children(keys, node))
                 break
             yield keys, node
         else:
             ways.pop()
 
 
-def _children(
+def _keyed_children(
     keys: tuple[Any, ...], node: dict[Any, Any] | list[Any] | tuple[Any, ...]
 ) -> Iterator[_Keyed]:
     for key, child in dict.items(node) if isinstance(node, dict) else enumerate(node):
@@ -444,7 +444,7 @@ def _keys_of(target: object, tree: object) -> tuple[Any, ...]:
         if node is target:
             return keys
         if isinstance(node, _NODES):
-            nodes += _children(keys, node)
+            nodes += _keyed_children(keys, node)
     return ()
 
 

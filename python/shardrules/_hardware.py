@@ -84,7 +84,7 @@ class Hardware:
             ValueError: There are no figures for it; the message has the nearest name, and all.
         """
         check_type("name", name, str, "the name of a device")
-        return _named("name", name)
+        return _public_hardware("name", name)
 
 
 @functools.cache
@@ -105,10 +105,10 @@ def as_hardware(name: str, hardware: Any) -> Hardware:
         TypeError: It is neither.
     """
     check_type(name, hardware, Hardware | str, "a Hardware or a name such as 'v5p'")
-    return _named(name, hardware) if isinstance(hardware, str) else hardware
+    return _public_hardware(name, hardware) if isinstance(hardware, str) else hardware
 
 
-def _named(parameter: str, name: str) -> Hardware:
+def _public_hardware(parameter: str, name: str) -> Hardware:
     by_name = public_hardware()
     match = {key.lower(): hardware for key, hardware in by_name.items()}.get(name.lower())
     if match is None:

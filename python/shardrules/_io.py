@@ -31,13 +31,13 @@ class FileError(ValueError):
     """
 
     def __init__(self, *lines: str) -> None:
-        super().__init__(*map(_cut, lines))
+        super().__init__(*map(_shortened, lines))
 
     def __str__(self) -> str:
         return printable_lines(map(str, self.args))
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - _END]} ... {text[-_END:]}"
 
 
@@ -280,7 +280,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         before = _status(path)
         if before is None or _is_replaceable(before):
-            _replace(Path(os.path.realpath(path)), data, before)
+            _replace_file(Path(os.path.realpath(path)), data, before)
         else:
             _write_directly(path, data, before)
     except OSError as error:
@@ -316,7 +316,7 @@ def _write_directly(path: str | os.PathLike[str], data: bytes, status: os.stat_r
         file.write(data)
 
 
-def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
+def _replace_file(target: Path, data: bytes, before: os.stat_result | None) -> None:
     # Nobody can guess the name and plant a link there, and the mode "x" follows no link.
     part = target.with_name(f".{os.urandom(16).hex()}.part")
     # The system applies the umask. Nobody else may read the file before it has the old mode.

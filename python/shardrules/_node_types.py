@@ -58,7 +58,7 @@ def registration(
     record = _known.get(node_type)
     if record is None:
         record = _record(node_type, unflatten)
-        if record is None or not _fits(record, example, unflatten):
+        if record is None or not _is_record(record, example, unflatten):
             return unflatten, None
         _known[node_type] = record
     if record.layout is RecordLayout.CALL and _constructor_sets_fields(node_type, record):
@@ -67,7 +67,7 @@ def registration(
 
 
 def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
-    if _name(unflatten) in _JAX_DATACLASS:
+    if _full_name(unflatten) in _JAX_DATACLASS:
         fields = inspect.getclosurevars(unflatten).nonlocals
         children, rest = tuple(fields["data_fields"]), tuple(fields["meta_fields"])
         is_its_own = fields["nodetype"] is node_type
@@ -75,7 +75,7 @@ def _record(node_type: type, unflatten: Callable[..., Any]) -> Record | None:
     if isinstance(unflatten, functools.partial) and unflatten.args == (node_type,):
         if _is_of_equinox(unflatten.func, node_type):
             return _equinox_module(node_type)
-        if _name(unflatten.func) == ("flax.nnx.variablelib", "_variable_unflatten"):
+        if _full_name(unflatten.func) == ("flax.nnx.variablelib", "_variable_unflatten"):
             return _nnx_variable(node_type)
     return None
 
@@ -123,16 +123,16 @@ def _equinox_module(node_type: Any) -> Record:
 
 def _nnx_variable(node_type: type) -> Record | None:
     make = getattr(getattr(node_type, "_new", None), "__func__", None)
-    if _name(make) != ("flax.nnx.variablelib", "Variable._new"):
+    if _full_name(make) != ("flax.nnx.variablelib", "Variable._new"):
         return None
     return Record(RecordLayout.VARIABLE, ("_raw_value",), ("value",), ("_var_metadata",))
 
 
-def _name(function: object) -> tuple[Any, Any]:
+def _full_name(function: object) -> tuple[Any, Any]:
     return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
-def _fits(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
+def _is_record(record: Record, node: object, unflatten: Callable[..., Any]) -> bool:
     """Tell if the registry takes this node apart, and puts it together, as the record has it."""
     from jax.tree_util import GetAttrKey
 

@@ -40,7 +40,7 @@ def normalize_spec(index: int, spec: object) -> object:
     # Before JAX 0.6 a PartitionSpec is a tuple itself.
     plain = not is_partition_spec(spec) and not _is_named_tuple(spec)
     if isinstance(spec, (tuple, list)) and plain:
-        return Entries(tuple(_entry(index, position, e) for position, e in enumerate(spec)))
+        return Entries(tuple(_checked_entry(index, position, e) for position, e in enumerate(spec)))
     try:
         hash(spec)
     except TypeError as error:
@@ -100,11 +100,11 @@ def as_entries(name: str, spec: Any) -> Entries:
 
 def as_partition_spec(spec: PartitionSpec | Entries) -> PartitionSpec:
     """Return the PartitionSpec of these entries, or that one itself."""
-    return _made(spec) if isinstance(spec, Entries) else spec
+    return _remembered_spec(spec) if isinstance(spec, Entries) else spec
 
 
 @functools.lru_cache(maxsize=1024)
-def _made(entries: tuple[Any, ...]) -> PartitionSpec:
+def _remembered_spec(entries: tuple[Any, ...]) -> PartitionSpec:
     # Thousands of rules have a handful of specs.
     return partition_spec(*entries)
 
@@ -120,7 +120,7 @@ def _is_named_tuple(spec: object) -> bool:
     return hasattr(type(spec), "_fields")
 
 
-def _entry(index: int, position: int, entry: object) -> object:
+def _checked_entry(index: int, position: int, entry: object) -> object:
     if entry is None or isinstance(entry, str) or is_unconstrained(entry):
         return entry
     if isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
@@ -154,7 +154,7 @@ def with_entries(spec: _Spec, entries: Iterable[Any]) -> _Spec:
         return Entries(entries)  # pyright: ignore[reportReturnType]
     if tags_of(spec):
         return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
-    return _made(tuple(entries))  # pyright: ignore[reportReturnType]
+    return _remembered_spec(tuple(entries))  # pyright: ignore[reportReturnType]
 
 
 def tags_of(spec: object) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def printable(line: str) -> str:
         \u003a:error::x \u0023#[error]x
     """
     if not line.isprintable():
-        line = "".join(c if c.isprintable() else _escaped(c) for c in line)
+        line = "".join(c if c.isprintable() else _escaped_character(c) for c in line)
     return _COMMAND.sub(_without_command, line) if "::" in line or "##" in line else line
 
 
@@ -59,10 +59,10 @@ def printable_json(value: Any) -> str:
 
 
 def _without_command(match: re.Match[str]) -> str:
-    return match[0][:-1] + _escaped(match[0][-1])
+    return match[0][:-1] + _escaped_character(match[0][-1])
 
 
-def _escaped(character: str) -> str:
+def _escaped_character(character: str) -> str:
     code = ord(character)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
@@ -117,7 +117,7 @@ class Table:
         self.rows = [*rows]
 
     def lines(self) -> list[str]:
-        """Returns the heads and a line for each row, in aligned columns."""
+        """Return the heads and a line for each row, in aligned columns."""
         widths = self._widths()
         return [
             "  ".join(
@@ -128,7 +128,7 @@ class Table:
         ]
 
     def html(self, caption: str, last: str = "") -> str:
-        """Returns an HTML table, with a last line if there is one; texts are escaped."""
+        """Return an HTML table, with a last line if there is one; texts are escaped."""
         from html import escape
 
         def line(tag: str, cells: Iterable[str]) -> str:
@@ -145,7 +145,7 @@ class Table:
         )
 
     def narrow(self, width: int) -> Table:
-        """Returns the table for lines of this width, without columns and middles that lack room."""
+        """Return the table for lines of this width, without columns and middles that lack room."""
         columns, rows = self.columns, self.rows
         least = [
             min(size, _LEAST_CELL) if column.is_elided else size
@@ -174,7 +174,7 @@ def _line_width(widths: Iterable[int]) -> int:
 
 
 def elided(text: str, width: int) -> str:
-    """Returns a path without its middle, between two words where that is possible."""
+    """Return a path without its middle, between two words where that is possible."""
     if len(text) <= width:
         return text
     room, start, end = width - 4, "", ""

@@ -191,8 +191,7 @@ MAKING_RULES = {
     "_plan/resolve.py": "patterns of a tree of specs, which nobody gave",
     "_plan/check_leaves.py": "made once",
     "_checkpoint/trees.py": "made once",
-    "_suggest/choose.py": "patterns that are being written",
-    "_suggest/writing.py": "the same",
+    "_suggest/writing.py": "patterns that are being written",
     "_suggest/fix.py": "the same",
     "demo.py": "shown as a user's own",
 }
@@ -322,7 +321,7 @@ def test_the_memory_is_bounded():
         sr.match_partition_rules([(".*", f"axis{i}")], TREE)
     from shardrules import _specs
 
-    _specs._made.cache_clear()
+    _specs._remembered_spec.cache_clear()
     gc.collect()
     assert alive() is None
 

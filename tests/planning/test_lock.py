@@ -91,7 +91,7 @@ TREE = {
     ],
 )
 def test_dialects(dialect, rules):
-    dialect = getattr(sr, dialect)
+    dialect = getattr(sr.dialects, dialect)
     plan = sr.plan(TREE, sr.Rules(rules, dialect), MESH)
     back = check_round_trip(plan)
     assert [pattern for pattern, _ in back.rules] == [pattern for pattern, _ in plan.rules]

@@ -178,7 +178,7 @@ def test_dialects(dialect, rules, mesh):
         "one": array(1),
         "step": array(),
     }
-    rules = sr.Rules(rules, getattr(sr, dialect))
+    rules = sr.Rules(rules, getattr(sr.dialects, dialect))
     plan = sr.plan(tree, rules, mesh)
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     text = {"KEYSTR": tree_util.keystr, "TP_PLAN": references.DOTTED}.get(
@@ -227,7 +227,7 @@ def test_rule_specs_and_corrections():
 @pytest.mark.parametrize("dialect", ["EFORMER", "SPECTRAX"])
 def test_min_size(min_size, dialect):
     tree = {"a": array(8), "b": array(2, 4), "c": array(16)}
-    rules, mesh = sr.Rules([("", "tp")], getattr(sr, dialect)), {"tp": 2}
+    rules, mesh = sr.Rules([("", "tp")], getattr(sr.dialects, dialect)), {"tp": 2}
     plan = sr.plan(tree, rules, mesh, min_size=min_size)
     check_equal_to_named_shardings(plan, tree, rules, mesh, min_size=min_size)
     assert (plan.rule == -1).tolist() == [prod(x.shape) < min_size for x in tree.values()]

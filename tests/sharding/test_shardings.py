@@ -101,7 +101,7 @@ def test_nothing_is_leaked():
     gc.collect()
     from shardrules import _specs
 
-    _specs._made.cache_clear()
+    _specs._remembered_spec.cache_clear()
     assert alive() is None
 
 

@@ -12,7 +12,7 @@ from shardrules._verify.dataflow import (
     is_made_from,
     origin_of,
     returned,
-    uses_of,
+    value_uses,
 )
 from shardrules._verify.hlo import Hlo
 
@@ -169,7 +169,7 @@ ENTRY %main (stacked: f32[3,2,8], whole: f32[8,8], cut: f32[4,8]) -> (f32[3,2,8]
 
 def test_what_a_gathered_value_is_used_for():
     hlo = Hlo(STEP)
-    uses = {one.opcode: one for one in uses_of(hlo, Value("main", "gathered"))}
+    uses = {one.opcode: one for one in value_uses(hlo, Value("main", "gathered"))}
     assert uses.keys() == {"dynamic-slice", "dot"}
     assert uses["dynamic-slice"].is_layer
     assert uses["dot"].site == ("body", "y", "w")

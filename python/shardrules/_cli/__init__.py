@@ -13,7 +13,7 @@ _ALLOCATIONS: Final = 1_000_000
 
 
 def main() -> None:
-    """Runs the command that the process's arguments name."""
+    """Run the command that the process's arguments name."""
     # Else numpy's BLAS would start a thread for each core; a plan multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Else the collector would visit all leaves again and again; commands make few cycles.

@@ -15,7 +15,7 @@ import click
 from shardrules import __version__
 from shardrules._cli.commands import COMMANDS, Entry
 from shardrules._cli.options import GROUP_OF, GROUPS
-from shardrules._cli.process import FAILED, note
+from shardrules._cli.process import FAILED, print_note
 from shardrules._io import FileError
 from shardrules._text import printable
 
@@ -42,7 +42,7 @@ class OneOf(click.Choice):  # type: ignore[type-arg]
     """Choice whose error is a line like those of other values."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Checks that the value is one of the choices."""
+        """Check that the value is one of the choices."""
         if value not in self.choices:
             option = param.opts[-1] if param else "it"
             raise ValueError(f"{option} is {value!r}; it must be one of {', '.join(self.choices)}")
@@ -55,7 +55,7 @@ class Argument(click.Argument):
     line = ""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Returns the name of the argument and its help."""
+        """Return the name of the argument and its help."""
         return str(self.metavar), self.line
 
 
@@ -70,7 +70,7 @@ class Command(click.Command):
         self.entry = entry
 
     def invoke(self, ctx: click.Context) -> int:
-        """Runs the command, and returns its exit code."""
+        """Run the command, and returns its exit code."""
         args = SimpleNamespace(**ctx.params)
         ctx.color = _color(args.color)
         try:
@@ -81,7 +81,7 @@ class Command(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options by group, and the example."""
+        """Write the options by group, and the example."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             group = GROUP_OF.get(str(parameter.name), "General")
@@ -98,32 +98,32 @@ class Group(click.Group):
     """Group of all commands, of which only those that are asked for are made."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Lists the commands, the most used first."""
+        """List the commands, the most used first."""
         return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Makes the command of this name."""
+        """Make the command of this name."""
         return Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command, or says which was meant."""
+        """Find the command, or says which was meant."""
         name = args[0]
         if name not in COMMANDS and not ctx.resilient_parsing:
-            near = _meant(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+            near = _did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
             raise click.UsageError(f"there is no command {name!r}{near}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the exit codes, and where there is more."""
+        """Write the exit codes, and where there is more."""
         for title, rows in (("Exit codes", _EXIT_CODES), ("More", _MORE)):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
 
 def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
-    """Makes a parameter for click, from its flags and value as `GROUPS` has them."""
+    """Make a parameter for click, from its flags and value as `GROUPS` has them."""
     usage, text, defaults = GROUPS[GROUP_OF[name]][name]
     attributes: dict[str, Any] = {"help": text, **defaults, **changes}
     *flags, value = attributes.pop("usage", usage).split()
@@ -144,18 +144,18 @@ def _parameter(name: str, changes: dict[str, Any]) -> click.Parameter:
 
 
 def _color(choice: str) -> bool | None:
-    """Returns whether output is coloured; None if the stream decides."""
+    """Return whether output is coloured; None if the stream decides."""
     if choice == "auto":
         return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
     return choice == "always"
 
 
 def _usage(error: click.UsageError) -> str:
-    """Returns the message of wrong words, as one line."""
+    """Return the message of wrong words, as one line."""
     if isinstance(error, click.NoSuchOption):
         options = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
         names = [name for option in options for name in option.opts if option.opts != [option.name]]
-        return f"there is no option {error.option_name}{_meant(error.option_name, names)}"
+        return f"there is no option {error.option_name}{_did_you_mean(error.option_name, names)}"
     if isinstance(error, click.MissingParameter) and error.ctx is not None:
         # Those that are there were read before.
         missing = (
@@ -169,8 +169,8 @@ def _usage(error: click.UsageError) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _meant(word: str, words: Iterable[str]) -> str:
-    """Returns the end of a message on an unknown word: which of these was meant."""
+def _did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return the end of a message on an unknown word: which of these was meant."""
     from shardrules._text import nearest
 
     near = nearest(word, words)
@@ -178,7 +178,7 @@ def _meant(word: str, words: Iterable[str]) -> str:
 
 
 def _with_options(text: object, parameters: Iterable[str]) -> object:
-    """Returns a message of the library with options in the place of parameters."""
+    """Return a message of the library with options in the place of parameters."""
     for name in parameters:
         if "_" in name and isinstance(text, str):
             option = "--" + name.replace("_", "-")
@@ -195,7 +195,7 @@ click.version_option(__version__, message="%(prog)s %(version)s")(APP)
 
 
 def run() -> int:
-    """Runs the command that the process's arguments name, and returns the exit code.
+    """Run the command that the process's arguments name, and returns the exit code.
 
     What the command raises is for `exit_with`.
     """
@@ -212,5 +212,5 @@ def run() -> int:
     except click.exceptions.Exit as end:
         return end.exit_code if words else FAILED
     except click.UsageError as error:
-        note(f"error: {printable(_usage(error))}; see --help")
+        print_note(f"error: {printable(_usage(error))}; see --help")
         return FAILED

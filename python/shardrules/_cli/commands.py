@@ -48,7 +48,7 @@ def _command(example: str, *options: str, **changes: dict[str, Any]) -> Callable
     _PLAN, _TRAINING, "must_fit", _STEP, "format lock html manifest",
 )  # fmt: skip
 def plan(args: Args) -> int:
-    """Shows the spec of every array, its bytes on each device, and the time of a step.
+    """Show the spec of every array, its bytes on each device, and the time of a step.
 
     Exits with 1 if the bytes do not fit and --must-fit is given.
     """
@@ -91,7 +91,7 @@ def plan(args: Args) -> int:
 
 
 def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) -> None:
-    """Checks that no output replaces an input or another output."""
+    """Check that no output replaces an input or another output."""
     names = {os.path.realpath(source): source for source in sources}
     for option, path in outputs.items():
         if path is not None:
@@ -106,7 +106,7 @@ def _check_targets(outputs: Mapping[str, str | None], sources: Iterable[str]) ->
     format=_FINDINGS,
 )  # fmt: skip
 def check(args: Args) -> int:
-    """Finds mistakes in the rules.
+    """Find mistakes in the rules.
 
     Exits with 1 for findings of at least the level --fail-on.
     """
@@ -135,7 +135,7 @@ def check(args: Args) -> int:
     large={"help": "Minimum bytes on a device of a gathered array to be reported."},
 )
 def verify(args: Args) -> int:
-    """Compares a compiled function with its plan.
+    """Compare a compiled function with its plan.
 
     Exits with 1 for findings of at least the level --fail-on.
     """
@@ -160,7 +160,7 @@ def verify(args: Args) -> int:
     _PLAN.replace(" ", " path ", 1),
 )
 def explain(args: Args) -> None:
-    """Explains the spec of one array: the rules that match it, and each correction."""
+    """Explain the spec of one array: the rules that match it, and each correction."""
     from shardrules._cli import inputs
 
     print(inputs.load(args).plan.explain(args.path))
@@ -175,7 +175,7 @@ def explain(args: Args) -> None:
     axes={"help": "Axes of these meshes, such as fsdp,tp,sp=1, where sp has a fixed size."},
 )  # fmt: skip
 def sweep(args: Args) -> None:
-    """Compares meshes for one set of rules, the best first: by the time of a step, or by bytes."""
+    """Compare meshes for one set of rules, the best first: by the time of a step, or by bytes."""
     from shardrules._cli import inputs, show
     from shardrules._mesh_sizes import parse_mesh
     from shardrules._plan.report import sweep_json
@@ -208,7 +208,7 @@ def sweep(args: Args) -> None:
     mesh=_NEEDED,
 )  # fmt: skip
 def load(args: Args) -> None:
-    """Tells what shardrules.load would read: bytes per process and device, in flight, time."""
+    """Tell what shardrules.load would read: bytes per process and device, in flight, time."""
     from shardrules._checkpoint.filling import forecast
     from shardrules._cli import inputs
     from shardrules._text import byte_count
@@ -233,7 +233,7 @@ def load(args: Args) -> None:
             "help": "Output format; text has the reasons."},
 )  # fmt: skip
 def suggest(args: Args) -> int:
-    """Writes rules for a model on standard output.
+    """Write rules for a model on standard output.
 
     Exits with 1 if check warns of them.
     """
@@ -275,7 +275,7 @@ def suggest(args: Args) -> int:
     mesh={"help": "Mesh for models. Default: that of a lock."},
 )  # fmt: skip
 def diff(args: Args) -> int:
-    """Shows the differences between two plans.
+    """Show the differences between two plans.
 
     Exits with 1 if there are any.
     """
@@ -289,7 +289,7 @@ def diff(args: Args) -> int:
 
 @_command("", "")
 def demo(_: Args) -> int:
-    """Plans DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
+    """Plan DeepSeek-V3 with real rules: the finding, the fix, the bytes, the report."""
     from shardrules.demo import main
 
     return main()

@@ -45,13 +45,13 @@ class Planned(NamedTuple):
 
 
 def load(args: Args, *, mesh: str | None = None) -> Planned:
-    """Plans the model of a command line; `mesh` is that of a sweep."""
+    """Plan the model of a command line; `mesh` is that of a sweep."""
     (planned,) = _load(args, mesh or args.mesh, args.source)
     return planned
 
 
 def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
-    """Plans models within the bound on memory.
+    """Plan models within the bound on memory.
 
     Patterns that `re` evaluates get a note on stderr, since their time has no bound.
     """
@@ -65,7 +65,7 @@ def _load(args: Args, mesh: str | None, *sources: str) -> list[Planned]:
 
 
 def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
-    """Plans a model under the rules of the command line on a mesh; or takes the plan of a lock."""
+    """Plan a model under the rules of the command line on a mesh; or takes the plan of a lock."""
     declared = Declared(
         replicated=tuple(getattr(args, "replicated", ())),
         optional_axes=tuple(names(getattr(args, "optional_axes", None))),
@@ -101,7 +101,7 @@ def load_plan(args: Args, source: str, mesh: str | None) -> Planned:
 
 
 def _locked_plan(source: str, declared: Declared) -> Planned:
-    """Returns the plan of a lock, planned anew if that is the same: a lock has no corrections."""
+    """Return the plan of a lock, planned anew if that is the same: a lock has no corrections."""
     locked = Plan.from_lock(Path(source))
     fresh = locked.with_rules(locked.rules)
     same = fresh if fresh.fingerprint() == locked.fingerprint() else locked
@@ -109,7 +109,7 @@ def _locked_plan(source: str, declared: Declared) -> Planned:
 
 
 def load_sides(args: Args) -> list[Plan]:
-    """Plans both sides of a diff: locks, or models with rules and a mesh."""
+    """Plan both sides of a diff: locks, or models with rules and a mesh."""
     sides = (args.before, args.after)
     with memory_within(byte_count(args.max_memory)):
         locks = {side: Plan.from_lock(Path(side)) for side in sides if is_lock(side)}
@@ -129,7 +129,7 @@ def load_sides(args: Args) -> list[Plan]:
 
 
 def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
-    """Reads a model that rules are to be written for, and arguments of `suggest` about it."""
+    """Read a model that rules are to be written for, and arguments of `suggest` about it."""
     with working(args, f"reading {args.source}"), memory_within(byte_count(args.max_memory)):
         dialect = dialect_of(args)
         rules = None if args.like is None else read_rules(args.like, dialect).rules
@@ -143,7 +143,7 @@ def load_model(args: Args) -> tuple[Any, dict[str, Any]]:
 
 
 def load_hardware(text: str) -> Hardware:
-    """Reads the hardware in a TOML file, or finds that of this name."""
+    """Read the hardware in a TOML file, or finds that of this name."""
     from shardrules._files.hardware import read_hardware
     from shardrules._hardware import as_hardware
 
@@ -161,7 +161,7 @@ def _fallbacks(file: RuleFile) -> Iterator[str]:
 
 
 def dialect_of(args: Args) -> Dialect | LogicalDialect | None:
-    """Returns the dialect of --dialect; None without the option."""
+    """Return the dialect of --dialect; None without the option."""
     if args.dialect is None:
         return None
     dialects: dict[str, Dialect | LogicalDialect] = {**DIALECTS, **LOGICAL_DIALECTS}
@@ -172,7 +172,7 @@ def dialect_of(args: Args) -> Dialect | LogicalDialect | None:
 
 
 def is_lock(text: str) -> bool:
-    """Tells whether the file of this name is a lock."""
+    """Tell whether the file of this name is a lock."""
     path = Path(text)
     if not path.is_file() or path.suffix == ".gz":
         return False
@@ -181,7 +181,7 @@ def is_lock(text: str) -> bool:
 
 
 def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, Any, Any]:
-    """Reads (the model's name, its tree, the logical axis names beside it or None).
+    """Read (the model's name, its tree, the logical axis names beside it or None).
 
     Without a dialect of the rules for it, they are for names if the file has them.
     """
@@ -208,7 +208,7 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
 
 
 def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:
-    """Returns the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
+    """Return the axes of fsdp,tp,sp=1 without a size, and {axis: size} of the others."""
     parts = names(text)
     free = [part for part in parts if "=" not in part]
     fixed = ",".join(part for part in parts if "=" in part)
@@ -218,12 +218,12 @@ def sweep_axes(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def names(text: str | None) -> list[str]:
-    """Returns the parts of a text with commas."""
+    """Return the parts of a text with commas."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def moments(args: Args) -> tuple[str, ...] | None:
-    """Returns the dtypes of the optimizer's moments; None without --optimizer."""
+    """Return the dtypes of the optimizer's moments; None without --optimizer."""
     count = MOMENTS.get(args.optimizer or "", 0)
     if not count:
         why = "--optimizer names no optimizer with moments"
@@ -233,7 +233,7 @@ def moments(args: Args) -> tuple[str, ...] | None:
 
 
 def training(args: Args) -> dict[str, Any]:
-    """Returns the arguments of `Plan.bytes_per_device` for gradients and moments."""
+    """Return the arguments of `Plan.bytes_per_device` for gradients and moments."""
     gradients = args.gradients
     return {
         "gradients": gradients == "same" or (gradients and numpy_name(gradients)),
@@ -243,7 +243,7 @@ def training(args: Args) -> dict[str, Any]:
 
 
 def step(args: Args) -> dict[str, Any]:
-    """Returns the arguments of `Plan.sweep` for the time of a step."""
+    """Return the arguments of `Plan.sweep` for the time of a step."""
     device = None if args.hardware is None else load_hardware(args.hardware)
     if args.tokens is None:
         why = "without --tokens there is no time of a step"
@@ -260,7 +260,7 @@ def step(args: Args) -> dict[str, Any]:
 
 
 def room(args: Args, hardware: Hardware | None) -> Room:
-    """Returns the memory of --hbm, or else of the hardware, and of --host-memory."""
+    """Return the memory of --hbm, or else of the hardware, and of --host-memory."""
     hbm = memory("--hbm", "a device", args.hbm)
     if hbm is None and hardware is not None:
         hbm = hardware.memory_bytes
@@ -268,7 +268,7 @@ def room(args: Args, hardware: Hardware | None) -> Room:
 
 
 def memory(option: str, owner: str, text: str | None) -> int | None:
-    """Returns the bytes that an option means; few without a unit may be meant as gigabytes."""
+    """Return the bytes that an option means; few without a unit may be meant as gigabytes."""
     count = None if text is None else byte_count(text)
     if count == 0:
         raise ValueError(f"{option} is {text!r}; {owner} has memory, such as 96GB")
@@ -279,7 +279,7 @@ def memory(option: str, owner: str, text: str | None) -> int | None:
 
 
 def levels(texts: Iterable[str]) -> dict[Any, Any]:
-    """Returns levels by kind; that these exist is for `Plan.check` to say."""
+    """Return levels by kind; that these exist is for `Plan.check` to say."""
     levels: dict[str, str] = {}
     for text in texts:
         kind, equals, level = text.partition("=")
@@ -291,7 +291,7 @@ def levels(texts: Iterable[str]) -> dict[Any, Any]:
 
 
 def refuse(why: str, args: Args, *options: str) -> None:
-    """Checks that none of these options is given, since they would be ignored."""
+    """Check that none of these options is given, since they would be ignored."""
     flags = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name, None)]
     if flags:
         raise ValueError(f"{why}, so leave out {', '.join(flags)}")

@@ -41,11 +41,11 @@ class _EndedError(BaseException):
 
 
 def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Runs the command and exits with the code that it returns, or that of its exception."""
+    """Run the command and exits with the code that it returns, or that of its exception."""
     _open_streams()
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it stays ignored
-            signal.signal(number, _end)
+            signal.signal(number, _end_process)
     try:
         code = command()
         sys.stdout.flush()
@@ -61,7 +61,7 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
 
 
 def code_of(error: BaseException) -> int:
-    """Returns the exit code for an exception, and prints a line about an error to stderr.
+    """Return the exit code for an exception, and prints a line about an error to stderr.
 
     In Python's development mode (PYTHONDEVMODE=1) it prints the traceback above that line.
     """
@@ -73,25 +73,25 @@ def code_of(error: BaseException) -> int:
         return _OF_SIGNALS + int(error.args[0])
     if sys.flags.dev_mode:
         sys.excepthook(type(error), error, error.__traceback__)
-    note(f"error: {_message(error)}")
+    print_note(f"error: {_signal_message(error)}")
     return FAILED
 
 
-def note(text: str) -> None:
-    """Writes a line to stderr. A stderr that takes no text is ignored."""
+def print_note(text: str) -> None:
+    """Write a line to stderr. A stderr that takes no text is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr)
 
 
 def hint(args: Args, text: str) -> None:
-    """Writes a line to stderr, unless --quiet is given."""
+    """Write a line to stderr, unless --quiet is given."""
     if not args.quiet:
-        note(printable(text))
+        print_note(printable(text))
 
 
 @contextmanager
 def working(args: Args, what: str) -> Iterator[None]:
-    """Shows this text on a terminal while the body runs."""
+    """Show this text on a terminal while the body runs."""
     if args.quiet or not sys.stderr.isatty():
         yield
         return
@@ -102,7 +102,7 @@ def working(args: Args, what: str) -> Iterator[None]:
         print(end="\x1b[K", file=sys.stderr, flush=True)
 
 
-def _message(error: BaseException) -> str:
+def _signal_message(error: BaseException) -> str:
     if isinstance(error, FileError | re.error):  # printable already, perhaps several lines
         return str(error)
     if isinstance(error, MemoryError):
@@ -116,13 +116,13 @@ def _message(error: BaseException) -> str:
     )
 
 
-def _end(number: int, _: FrameType | None) -> NoReturn:
+def _end_process(number: int, _: FrameType | None) -> NoReturn:
     _received.append(number)
     raise _EndedError(number)
 
 
 def _open_streams() -> None:
-    """Replaces closed streams by the null device, and escapes what a stream's encoding lacks.
+    """Replace closed streams by the null device, and escapes what a stream's encoding lacks.
 
     Else the next file that is opened would get the number of the closed stream.
     """
@@ -135,7 +135,7 @@ def _open_streams() -> None:
 
 
 def _drop_unwritten() -> None:
-    """Drops text that a stream does not take: Python would report it once more at its end."""
+    """Drop text that a stream does not take: Python would report it once more at its end."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -43,12 +43,12 @@ _RUNNERS: Final = ("GITHUB_ACTIONS", "TF_BUILD", "TEAMCITY_VERSION")
 
 
 def _print(text: str) -> None:
-    """Prints lines, with their colours where the stream or --color has them."""
+    """Print lines, with their colours where the stream or --color has them."""
     click.echo(text, file=sys.stdout)
 
 
 def show_plan(plan: Plan) -> None:
-    """Prints the heading and all folded paths."""
+    """Print the heading and all folded paths."""
     columns = plan._columns
     print(heading(columns))
     kinds = [columns.kinds[row.group] for row in columns.folded]
@@ -62,7 +62,7 @@ def _is_alarming(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
 
 
 def _print_table(table: Table, alarming: Sequence[bool]) -> None:
-    """Prints a table, on a terminal within its width; the head is bold and some rows are red."""
+    """Print a table, on a terminal within its width; the head is bold and some rows are red."""
     heads = [column.head for column in table.columns]
     width = shutil.get_terminal_size().columns
     if sys.stdout.isatty():
@@ -79,16 +79,16 @@ def _print_table(table: Table, alarming: Sequence[bool]) -> None:
 
 
 def show_sweep(rows: Sweep, most: int) -> None:
-    """Prints the first `most` rows, how many more there are, and the assumptions."""
-    from shardrules._estimate.sweep import table
+    """Print the first `most` rows, how many more there are, and the assumptions."""
+    from shardrules._estimate.sweep import sweep_table
 
-    _print_table(table(rows[:most]), [row.fits is False for row in rows[:most]])
+    _print_table(sweep_table(rows[:most]), [row.fits is False for row in rows[:most]])
     for line in (*and_more(len(rows), most, "mesh"), *rows.notes):
         print(printable(line))
 
 
 def show_findings(args: Args, findings: Findings, planned: Planned | None = None) -> int:
-    """Shows findings in the format of the options, and returns the exit code."""
+    """Show findings in the format of the options, and returns the exit code."""
     from shardrules._plan.findings import conclusion, finding_lines
 
     if args.format == "json":
@@ -110,12 +110,12 @@ def show_findings(args: Args, findings: Findings, planned: Planned | None = None
 
 
 def _code(args: Args, findings: Findings) -> int:
-    """Returns 1 if there are findings of at least the level --fail-on."""
+    """Return 1 if there are findings of at least the level --fail-on."""
     return 1 if args.fail_on != "never" and findings.at_least(cast("Level", args.fail_on)) else 0
 
 
 def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequence[int]]:
-    """Returns the rule file from the root of GitHub's checkout, and the lines of its rules."""
+    """Return the rule file from the root of GitHub's checkout, and the lines of its rules."""
     from shardrules._files.rule_places import rule_places
 
     if planned is None or args.rules is None:
@@ -129,7 +129,7 @@ def _rule_lines(args: Args, planned: Planned | None) -> tuple[str | None, Sequen
 
 
 def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
-    """Prints the rules that a rule file lacks, and returns the exit code."""
+    """Print the rules that a rule file lacks, and returns the exit code."""
     from shardrules._suggest.fix import fix
 
     text = fix(
@@ -146,7 +146,7 @@ def show_fix(args: Args, planned: Planned, findings: Findings) -> int:
 
 
 def _check_obeyed(patch: str) -> None:
-    """Checks that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
+    """Check that a CI runner, which reads the output, obeys no line of a patch: it must be exact.
 
     Raises:
         ValueError: It would.
@@ -166,7 +166,7 @@ def _check_obeyed(patch: str) -> None:
 def report(
     args: Args, planned: Planned, room: Room, training: dict[str, Any], step: dict[str, Any]
 ) -> str:
-    """Returns the HTML report: the plan, its findings, meshes and suggested rules to compare."""
+    """Return the HTML report: the plan, its findings, meshes and suggested rules to compare."""
     from shardrules._estimate.sweep import Sweep
 
     plan = planned.plan
@@ -175,15 +175,15 @@ def report(
     fixed = {axis: size for axis, size in plan.axis_sizes.items() if size == 1}
     with working(args, "trying meshes"):
         rows = plan.sweep(fixed=fixed, **step, **memory) if plan.devices > 1 else None
-        suggestion = _suggestion(args, planned)
+        suggestion = _suggestion_text(args, planned)
     chart = rows and Sweep(rows[:_MOST_BARS])
     return plan.to_html(
         findings=findings, sweep=chart, title=planned.model, suggestion=suggestion, **memory
     )
 
 
-def _suggestion(args: Args, planned: Planned) -> Suggestion | None:
-    """Writes rules for the same arrays and mesh; None, with a note, if it cannot."""
+def _suggestion_text(args: Args, planned: Planned) -> Suggestion | None:
+    """Write rules for the same arrays and mesh; None, with a note, if it cannot."""
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._suggest.suggest import suggest
 

@@ -140,7 +140,7 @@ def cut_of(part: Part, kind: Kind, sizes: dict[str, int], batch: frozenset[str])
     )
 
 
-def of_params(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
+def param_rows(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
     """Yield the gathers of parameters.
 
     They are of those that batch axes cut, of those that are cut along the wrong side, and of those
@@ -150,14 +150,14 @@ def of_params(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Row]:
         local = cut.bytes()
         times = _gathers(cut, schedule) * schedule.accumulate
         gathered = local * cut.devices(cut.gathered)
-        yield "all-gather", cut.gathered, "params", _arrays(cut) * times, gathered * times
+        yield "all-gather", cut.gathered, "params", _array_count(cut) * times, gathered * times
         turned = gathered * cut.devices(cut.turned) * schedule.accumulate
-        yield "all-gather", cut.turned, "params", _arrays(cut) * schedule.accumulate, turned
+        yield "all-gather", cut.turned, "params", _array_count(cut) * schedule.accumulate, turned
         if schedule.zero1 is not None and _has_gradient(cut) and _zero1_cuts(cut, schedule.zero1):
             yield "all-gather", (schedule.zero1,), "params", cut.part.leaves, local
 
 
-def of_gradients(
+def gradient_rows(
     cuts: Iterable[CutPart], schedule: Schedule, tensor_axes: frozenset[str]
 ) -> Iterator[Row]:
     """Yield the reductions of gradients over all devices that have seen other tokens.
@@ -177,7 +177,7 @@ def of_gradients(
             rows.append(("all-reduce", tensor_axes - used, full))
         times = schedule.accumulate
         for collective, axes, payload in rows:
-            yield collective, axes, "gradients", _arrays(cut) * times, payload * times
+            yield collective, axes, "gradients", _array_count(cut) * times, payload * times
 
 
 def _reductions(
@@ -193,7 +193,7 @@ def _reductions(
     yield "all-reduce", others, full
 
 
-def _arrays(cut: CutPart) -> int:
+def _array_count(cut: CutPart) -> int:
     """Return how many arrays a step uses: those of scanned layers one by one."""
     return cut.part.leaves * cut.part.size("stack")
 
@@ -230,7 +230,7 @@ class Use(NamedTuple):
     """How many inputs these have."""
 
 
-def uses_of(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Use]:
+def kernel_uses(cuts: Iterable[CutPart], schedule: Schedule) -> Iterator[Use]:
     """Yield all uses; none for leaves that meet tokens without a product, such as norms."""
     for cut in cuts:
         if cut.part.is_product:
@@ -272,7 +272,7 @@ class _Sum(NamedTuple):
     width: int
 
 
-def of_activations(uses: Sequence[Use], schedule: Schedule) -> Iterator[Row]:
+def activation_rows(uses: Sequence[Use], schedule: Schedule) -> Iterator[Row]:
     """Yield the collectives of products with kernels that tensor axes cut."""
     shared: set[tuple[str, int, tuple[str, ...]]] = set()
     heads = {
@@ -288,7 +288,7 @@ def of_activations(uses: Sequence[Use], schedule: Schedule) -> Iterator[Row]:
             outputs = use.cut.part.size("out")
             sums = (_Sum("all-reduce", heads.get(_input(use), ()), use.arrays, outputs),)
         for each in sums:
-            yield _row(each, use.tokens, "activations", schedule)
+            yield _collective_row(each, use.tokens, "activations", schedule)
 
 
 def _input(use: Use) -> tuple[str, int]:
@@ -339,7 +339,7 @@ def _of_inputs(
         yield _Sum("all-gather", contracted, once, part.width)
 
 
-def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
+def expert_rows(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
     """Yield the collectives that bring tokens to the devices of their experts and back.
 
     Where the experts' axis cuts the batch as well, tokens are sent to their experts. Where it does
@@ -354,10 +354,10 @@ def of_experts(uses: Iterable[Use], schedule: Schedule) -> Iterator[Row]:
         batch = frozenset(schedule.batch_axes)
         over_tokens = tuple(axis for axis in cut.experts if axis in batch)
         sent = _Sum("all-to-all", over_tokens, 4 * use.inputs, part.width)
-        yield _row(sent, use.tokens, "experts", schedule)
+        yield _collective_row(sent, use.tokens, "experts", schedule)
         siblings = tuple(axis for axis in cut.experts if axis not in batch)
         summed = _Sum("all-reduce", siblings, 2 * use.inputs, part.width)
-        yield _row(summed, schedule.tokens_per_device(cut.sizes), "experts", schedule)
+        yield _collective_row(summed, schedule.tokens_per_device(cut.sizes), "experts", schedule)
 
 
 def uncounted(uses: Sequence[Use]) -> Iterator[str]:
@@ -377,7 +377,7 @@ def _reads(use: Use) -> bool:
     return is_wide and not (is_square and part.flow == "writes")
 
 
-def _row(summed: _Sum, tokens: Fraction | int, purpose: Of, schedule: Schedule) -> Row:
+def _collective_row(summed: _Sum, tokens: Fraction | int, purpose: Of, schedule: Schedule) -> Row:
     bits = given_bits("activations", schedule.activations)
     payload = -(-tokens * summed.width * summed.times * bits // 8)
     return summed.collective, summed.axes, purpose, summed.times * schedule.accumulate, payload

@@ -98,7 +98,7 @@ def _roles(roles: Mapping[str, Sequence[DimRole]]) -> dict[str, tuple[DimRole, .
     return named
 
 
-def _count(name: str, value: Any) -> int:
+def _positive_count(name: str, value: Any) -> int:
     return integer(name, value, 1)
 
 
@@ -111,16 +111,16 @@ def _axis(name: str, value: Any) -> str | None:
     return cast("str | None", value)
 
 
-def _dtype(name: str, value: Any) -> Any:
+def _dtype_name(name: str, value: Any) -> Any:
     given_bits(name, value)
     return value
 
 
 def _dtype_or_none(name: str, value: Any) -> Any:
-    return None if value is None else _dtype(name, value)
+    return None if value is None else _dtype_name(name, value)
 
 
-def _factor(name: str, value: Any) -> float:
+def _capacity_factor(name: str, value: Any) -> float:
     check_real(name, value)
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} is {brief(value)}; it must be a number above 0")
@@ -136,16 +136,16 @@ def _choice(*choices: str) -> Callable[[str, Any], str]:
 
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
-    "gathers": _count,
-    "accumulate": _count,
+    "gathers": _positive_count,
+    "accumulate": _positive_count,
     "reduce": _choice(*get_args(Reduce)),
     "zero1": _axis,
     "gradients": _dtype_or_none,
-    "activations": _dtype,
+    "activations": _dtype_name,
     "sequence_parallel": boolean,
     "input_gradients": _choice(*get_args(InputGradients)),
     "experts_per_token": _count_or_none,
-    "capacity_factor": _factor,
+    "capacity_factor": _capacity_factor,
 }
 """By argument, the function of its name and value that checks it and makes it what is used."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from shardrules._arguments import check_choice, check_real, check_type, integer, texts
 from shardrules._dtypes import bits_of, given_dtype
-from shardrules._estimate.collectives import cut_parts, uses_of
+from shardrules._estimate.collectives import cut_parts, kernel_uses
 from shardrules._estimate.schedule import Of, Schedule, schedule_of
 from shardrules._estimate.traffic import of_muon, traffic, why_uncounted
 from shardrules._hardware import Hardware, as_hardware
@@ -41,7 +41,7 @@ class Flops(NamedTuple):
 def flops(columns: Columns, schedule: Schedule) -> Flops:
     """Return the operations of a training step: 6 for each token and each element that it meets."""
     total = per_device = 0
-    for use in uses_of(cut_parts(columns, schedule), schedule):
+    for use in kernel_uses(cut_parts(columns, schedule), schedule):
         part = use.cut.part
         if "lookup" in part.dims:
             continue
@@ -302,12 +302,12 @@ def _memory_bytes(
 ) -> float:
     """Bytes that a device reads and writes: of all products, and of the optimizer's update."""
     moved = 0.0
-    for use in uses_of(cut_parts(columns, schedule), schedule):
+    for use in kernel_uses(cut_parts(columns, schedule), schedule):
         cut, part = use.cut, use.cut.part
         kernels = cut.bytes(bits) * cut.devices(cut.gathered) * schedule.accumulate
         # Of a table that tokens look up, they read their rows alone.
         kernels = 0 if "lookup" in part.dims else kernels
-        moved += kernels + float(use.tokens) * use.arrays * _width(cut) * bits / 8
+        moved += kernels + float(use.tokens) * use.arrays * _stream_width(cut) * bits / 8
     updated = (
         int(device_bytes.params.max())
         + int(device_bytes.gradients.max())
@@ -316,7 +316,7 @@ def _memory_bytes(
     return _PRODUCTS * moved + _UPDATED * updated
 
 
-def _width(cut: CutPart) -> float:
+def _stream_width(cut: CutPart) -> float:
     """Elements of a kernel's input and output for each token, on a device."""
     part = cut.part
     sides: list[DimRole] = [role for role in set(part.dims) if role in ("in", "out")]

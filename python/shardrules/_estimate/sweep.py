@@ -96,21 +96,21 @@ class Sweep(tuple[SweepRow, ...]):
         return [printable(line) for line in assumed_lines(self.assumptions, uncounted)]
 
     def __str__(self) -> str:
-        return "\n".join([*table(self).lines(), *self.notes])
+        return "\n".join([*sweep_table(self).lines(), *self.notes])
 
 
-def table(rows: Sequence[SweepRow]) -> Table:
-    """Returns a row for each mesh, without the columns that no row has."""
+def sweep_table(rows: Sequence[SweepRow]) -> Table:
+    """Return a row for each mesh, without the columns that no row has."""
     if not rows:
         return Table([Column("no meshes")], [])
     has_times, has_verdicts = rows[0].time is not None, any(row.fits is not None for row in rows)
     absent = {*(() if has_times else ("a step",)), *(() if has_verdicts else ("memory",))}
     kept = [n for n, column in enumerate(_COLUMNS) if column.head not in absent]
-    cells = map(_cells, rows)
+    cells = map(_sweep_cells, rows)
     return Table([_COLUMNS[n] for n in kept], ([line[n] for n in kept] for line in cells))
 
 
-def _cells(row: SweepRow) -> tuple[str, ...]:
+def _sweep_cells(row: SweepRow) -> tuple[str, ...]:
     host = f" + {bytes_shown(row.host_bytes)} on the host" if row.host_bytes else ""
     largest = row.largest_replicated
     return (
@@ -144,13 +144,13 @@ def sweep(
     for mesh in meshes_:
         there = on_mesh(mesh, axes)
         device_bytes = by_class(there, gradients, optimizer, optimizer_memory_kind)
-        rows.append(_row(there, device_bytes, room, run))
+        rows.append(_sweep_row(there, device_bytes, room, run))
     if run is not None:
-        return Sweep(_ranked(rows, _seconds))
-    return Sweep(_ranked(rows, _held, _TIE * (room.hbm or 0)))
+        return Sweep(_best_first(rows, _seconds))
+    return Sweep(_best_first(rows, _held_bytes, _TIE * (room.hbm or 0)))
 
 
-def _ranked(
+def _best_first(
     rows: list[SweepRow], cost: Callable[[SweepRow], float], margin: float = 0
 ) -> Iterator[SweepRow]:
     """Rows without problems and that fit first, then the cheapest.
@@ -168,7 +168,7 @@ def _ranked(
 
 def _preference(row: SweepRow) -> tuple[float, ...]:
     """Return of equal costs: less tensor parallelism, fewer corrections, less memory."""
-    return _tensor_devices(row), row.corrections, _held(row)
+    return _tensor_devices(row), row.corrections, _held_bytes(row)
 
 
 def _seconds(row: SweepRow) -> float:
@@ -181,7 +181,7 @@ def _usable(row: SweepRow) -> tuple[int, bool, bool]:
     return row.problems, row.fits is False, is_partial
 
 
-def _held(row: SweepRow) -> int:
+def _held_bytes(row: SweepRow) -> int:
     return row.bytes + row.host_bytes
 
 
@@ -228,7 +228,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _row(columns: Columns, device_bytes: DeviceBytes, room: Room, run: Run | None) -> SweepRow:
+def _sweep_row(
+    columns: Columns, device_bytes: DeviceBytes, room: Room, run: Run | None
+) -> SweepRow:
     is_whole = [not axes_used(kind._counted, columns.axis_sizes) for kind in columns.kinds]
     counted = list(zip(columns.kinds, columns.counts.tolist(), is_whole, strict=True))
     folded = [part for part in columns.folded if is_whole[part.group]]

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from shardrules._estimate.collectives import (
+    activation_rows,
     cut_parts,
-    of_activations,
-    of_experts,
-    of_gradients,
-    of_params,
+    expert_rows,
+    gradient_rows,
+    kernel_uses,
+    param_rows,
     uncounted,
-    uses_of,
 )
 from shardrules._estimate.schedule import Schedule, Transmission, merged
 from shardrules._plan.table import axes_used
@@ -79,8 +79,8 @@ class Traffic(tuple[Transmission, ...]):
         return dict(total)
 
     def __str__(self) -> str:
-        table = Table(_COLUMNS, (_cells(row) for row in self)).lines()
-        given = [f"{name}={_shown(value)}" for name, value in self.assumptions.items()]
+        table = Table(_COLUMNS, (_traffic_cells(row) for row in self)).lines()
+        given = [f"{name}={_assumption_shown(value)}" for name, value in self.assumptions.items()]
         assumed = textwrap.wrap(
             f"assumed: {', '.join(given)}", 88, break_long_words=False, break_on_hyphens=False
         )
@@ -89,7 +89,7 @@ class Traffic(tuple[Transmission, ...]):
         return "\n".join(map(printable, [sent, *table, *assumed, *missing]))
 
 
-def _cells(row: Transmission) -> tuple[str, ...]:
+def _traffic_cells(row: Transmission) -> tuple[str, ...]:
     sizes = (f"{row.count:,}", bytes_shown(row.payload), bytes_shown(row.sent))
     return (row.of, row.collective, ",".join(row.axes), *sizes)
 
@@ -109,20 +109,20 @@ def of_muon(columns: Columns, rows: Iterable[int]) -> Iterator[str]:
             yield part.pattern
 
 
-def _shown(value: Any) -> str:
+def _assumption_shown(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def traffic(columns: Columns, schedule: Schedule) -> Traffic:
     """See `Plan.traffic`."""
     cuts = cut_parts(columns, schedule)
-    uses = list(uses_of(cuts, schedule))
+    uses = list(kernel_uses(cuts, schedule))
     tensor_axes = frozenset(axis for cut in cuts for axis in cut.along("in", "out"))
     rows = (
-        *of_params(cuts, schedule),
-        *of_gradients(cuts, schedule, tensor_axes),
-        *of_activations(uses, schedule),
-        *of_experts(uses, schedule),
+        *param_rows(cuts, schedule),
+        *gradient_rows(cuts, schedule, tensor_axes),
+        *activation_rows(uses, schedule),
+        *expert_rows(uses, schedule),
     )
     missing = (*uncounted(uses), *of_muon(columns, columns.leaves.optimizer_rows))
     return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, missing)

@@ -138,12 +138,12 @@ class Transfer(NamedTuple):
             ]
         )
         moving = [row for row in self.rows if row.received or row.copied]
-        table = Table(_COLUMNS, map(_shown, moving[:_MOST_ROWS])).lines() if moving else []
+        table = Table(_COLUMNS, map(_transfer_cells, moving[:_MOST_ROWS])).lines() if moving else []
         more = and_more(len(moving), _MOST_ROWS, "row")
         return "\n".join([head, *table, *more])
 
 
-def _shown(row: TransferRow) -> tuple[str, ...]:
+def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
     before, after = placement_shown(row.before), placement_shown(row.after)
     return (
         printable(row.path),

@@ -112,7 +112,7 @@ def match_partition_rules(
 ) -> Any:
     """Eformer's function. It handles rules whose specs are not PartitionSpecs itself."""
     _leave_if_logging()
-    if not isinstance(rules, (list, tuple)) or not all(map(_is_plain, rules)):
+    if not isinstance(rules, (list, tuple)) or not all(map(_is_plain_code, rules)):
         raise LeftToEformerError
     least = _eformers("MIN_SHARDING_SIZE") if min_size is None else min_size
     return ours.match_partition_rules(rules, tree, least, strict)
@@ -205,7 +205,7 @@ def _leave_if_logging() -> None:
         raise LeftToEformerError
 
 
-def _is_plain(rule: Any) -> bool:
+def _is_plain_code(rule: Any) -> bool:
     return isinstance(rule, (list, tuple)) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)
 
 

@@ -42,11 +42,11 @@ def check(
     levelled = ((finding, new_levels.get(finding.kind, finding.level)) for finding in findings)
     kept = (finding._replace(level=level) for finding, level in levelled if level != "off")
     return Findings(
-        kept, _scope(columns, [kind for kind in new_levels if new_levels[kind] == "off"])
+        kept, _scope_of_check(columns, [kind for kind in new_levels if new_levels[kind] == "off"])
     )
 
 
-def _scope(columns: Columns, off: list[FindingKind]) -> str:
+def _scope_of_check(columns: Columns, off: list[FindingKind]) -> str:
     """Return what is looked at, in words."""
     counts = f"{counted(len(columns.paths), 'leaf')}, {counted(len(columns.rules), 'rule')}"
     mesh = mesh_shown(columns.axis_sizes) or "one device"

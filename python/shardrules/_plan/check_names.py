@@ -68,7 +68,7 @@ def half_heads(queries: Queries) -> Iterator[Finding]:
     """
     kinds = queries.columns.kinds
     projections = list(_projections(queries.columns))
-    sizes = _sizes(queries.columns, projections, queries.head_dim)
+    sizes = _head_sizes(queries.columns, projections, queries.head_dim)
     if queries.head_dim is not None and not sizes:
         yield finding(
             "warning",
@@ -101,7 +101,7 @@ def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
     It is `head_dim`, or that of the norm of single heads beside them.
     """
     projections = list(_projections(columns))
-    sizes = _sizes(columns, projections, head_dim)
+    sizes = _head_sizes(columns, projections, head_dim)
     return {
         row: sizes[projection.attention]
         for projection in projections
@@ -110,7 +110,7 @@ def head_sizes(columns: Columns, head_dim: int | None = None) -> dict[int, int]:
     }
 
 
-def _sizes(
+def _head_sizes(
     columns: Columns, projections: list[_Projection], head_dim: int | None
 ) -> dict[str, int]:
     """Return per attention module the size of a head."""
@@ -124,7 +124,7 @@ def _projections(columns: Columns) -> Iterator[_Projection]:
         kind = columns.kinds[folded.group]
         if not _ATTENTION.search(columns.paths[folded.rows.item(0)]):
             continue
-        module, name, parameter = _components(folded)
+        module, name, parameter = _module_components(folded)
         if not _ATTENTION.search(module) or not kind.shape:
             continue
         to_heads = _TO_HEADS.fullmatch(name) is not None
@@ -135,7 +135,7 @@ def _projections(columns: Columns) -> Iterator[_Projection]:
         yield _Projection(folded, module, -2 if first else -1)
 
 
-def _components(folded: Folded) -> tuple[str, str, str]:
+def _module_components(folded: Folded) -> tuple[str, str, str]:
     """(path of the module around it, numbers left out; the module's name; the parameter's)."""
     parts = re.findall(r"[^/.\[\]']+", _SET_OF_NUMBERS.sub("#", folded.pattern))
     if parts and parts[-1] == "value":  # nnx
@@ -159,7 +159,7 @@ def _sizes_by_name(columns: Columns, projections: list[_Projection]) -> dict[str
         if not _HEAD_NORM.search(columns.paths[folded.rows.item(0)]):
             continue
         shape = columns.kinds[folded.group].shape
-        module, name, _ = _components(folded)
+        module, name, _ = _module_components(folded)
         if shape and _HEAD_NORM.fullmatch(name):
             sizes[module].add(shape[-1])
     # Norms of all heads together have other sizes, for queries and for keys.

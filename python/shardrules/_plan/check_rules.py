@@ -243,7 +243,7 @@ def misfits(queries: Queries) -> Iterator[Finding]:
     kinds = queries.columns.kinds
     groups: dict[tuple[Any, _Words], list[Folded]] = defaultdict(list)
     for part in queries.folded(lambda kind: kind.status in ("misfit", "ambiguous")):
-        problem = _problem(kinds[part.group])
+        problem = _misfit_words(kinds[part.group])
         if problem is not None:
             groups[kinds[part.group].decided_by, problem].append(part)
     for (_, problem), folded in groups.items():
@@ -259,7 +259,7 @@ def misfits(queries: Queries) -> Iterator[Finding]:
         yield finding("error", "misfit", str(message), fix, folded=folded, rule=rule, bytes=cost)
 
 
-def _problem(kind: Kind) -> _Words | None:
+def _misfit_words(kind: Kind) -> _Words | None:
     """Return why a kind is not placed, and the fix.
 
     None if the mesh lacks axes, which is reported so.

@@ -60,7 +60,7 @@ def paired(before: Columns, after: Columns) -> Pairs:
     width = len(after.kinds) + 1
     numbers, group_of = np.unique((then + 1) * width + now + 1, return_inverse=True)
     groups = [
-        Pair(_kind(before, number // width - 1), _kind(after, number % width - 1))
+        Pair(_kind_of_pair(before, number // width - 1), _kind_of_pair(after, number % width - 1))
         for number in numbers.tolist()
     ]
     return Pairs(paths, group_of.astype(np.int32), groups)
@@ -79,7 +79,7 @@ def _keys(before: list[str], after: list[str]) -> tuple[Sequence[Any], Sequence[
     return keys
 
 
-def _kind(columns: Columns, number: int) -> Kind | None:
+def _kind_of_pair(columns: Columns, number: int) -> Kind | None:
     return None if number < 0 else columns.kinds[number]
 
 

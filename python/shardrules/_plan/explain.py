@@ -185,7 +185,7 @@ class Explanation(NamedTuple):
             ]
             lines += [
                 f"  dim {dim} {name!r}: rule {outcome.rule} -> {outcome.axes!r} "
-                f"{_words(outcome, names)}"
+                f"{_outcome_words(outcome, names)}"
                 for outcome in tried
             ]
             if not tried:
@@ -194,7 +194,7 @@ class Explanation(NamedTuple):
         return lines
 
 
-def _words(tried: TriedName, names: tuple[Any, ...]) -> str:
+def _outcome_words(tried: TriedName, names: tuple[Any, ...]) -> str:
     """Return what became of a rule."""
     if tried.outcome == "axis taken" and tried.to is not None:
         return f"loses: a mesh axis of it cuts dim {tried.to} {names[tried.to]!r}"

@@ -55,11 +55,11 @@ def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
         re.error, OverflowError, RecursionError, ValueError: A pattern is invalid. The message has
             its index.
     """
-    return _compiled(tuple(patterns))
+    return _compiled_patterns(tuple(patterns))
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
+def _compiled_patterns(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
     for index, pattern in enumerate(patterns):
         parse(f"replicated[{index}]", pattern, pattern)
     return Rules([(pattern, None) for pattern in patterns])
@@ -273,13 +273,15 @@ def _github_command(finding: Finding, file: str | None, line: int | None) -> str
         "line": None if file is None or line is None else str(line),
         "title": f"shardrules {finding.kind}",
     }
-    texts = ",".join(f"{name}={_escaped(text, ':,')}" for name, text in properties.items() if text)
+    texts = ",".join(
+        f"{name}={_percent_escaped(text, ':,')}" for name, text in properties.items() if text
+    )
     message = printable_lines([finding.message, *finding.paths[:_MOST_PATHS], finding.fix])
-    what = printable(f"{texts}::{_escaped(message)}")
+    what = printable(f"{texts}::{_percent_escaped(message)}")
     return f"::{_GITHUB_COMMANDS[finding.level]} {what}"
 
 
-def _escaped(text: str, reserved: str = "") -> str:
+def _percent_escaped(text: str, reserved: str = "") -> str:
     # As GitHub's toolkit escapes data, and properties with `more`.
     return "".join(f"%{ord(c):02X}" if c in f"%\r\n{reserved}" else c for c in text)
 

@@ -38,7 +38,7 @@ from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.resolve import axis_sizes_of, by_rules, explicit_axes_of, mesh_on
 from shardrules._plan.same_paths import beside, surveyed
-from shardrules._plan.show import table
+from shardrules._plan.show import plan_text
 from shardrules._plan.survey import redecided, survey, with_companions
 from shardrules._plan.table import DEFAULT_LARGE, OVERLAP
 from shardrules._plan_like import PlanLike
@@ -442,7 +442,7 @@ class Plan(PlanLike):
         return len(self.paths)
 
     def __repr__(self) -> str:
-        return table(self._columns)
+        return plan_text(self._columns)
 
     def __getstate__(self) -> dict[str, Any]:
         if has_devices(self._mesh):

@@ -85,10 +85,10 @@ def report_data(
         "separators": _separators(columns),
         "findings": [finding._asdict() for finding in findings],
         "conclusion": conclusion(findings),
-        "rules": _rules(columns),
-        "kinds": [_kind(kind, columns, specs) for kind in columns.kinds],
+        "rules": _rule_data(columns),
+        "kinds": [_kind_data(kind, columns, specs) for kind in columns.kinds],
         "specs": [{"text": text, "replicated": replicated} for text, replicated in specs],
-        "rows": _rows(columns),
+        "rows": _row_data(columns),
         "sweep": None if sweep is None else [_sweep_row(row, columns) for row in sweep],
         "sweep_notes": [] if sweep is None else sweep.notes,
         "suggestion": None if proposed is None else {
@@ -101,7 +101,7 @@ def report_data(
     }  # fmt: skip
 
 
-def _rows(columns: Columns) -> dict[str, list[Any]]:
+def _row_data(columns: Columns) -> dict[str, list[Any]]:
     """Return the folded rows as columns, which a browser parses faster than rows."""
     folded = columns.folded
     return {
@@ -147,7 +147,7 @@ def _separators(columns: Columns) -> str:
     return dialect.separator if any(dialect.separator in path for path in columns.paths) else "."
 
 
-def _kind(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
+def _kind_data(kind: Kind, columns: Columns, specs: dict[tuple[str, bool], int]) -> dict[str, Any]:
     replicated = is_replicated(kind, columns.axis_sizes)
     return {
         "rule": kind.rule,
@@ -177,7 +177,7 @@ class _Share:
     held: int = 0
 
 
-def _rules(columns: Columns) -> list[dict[str, Any]]:
+def _rule_data(columns: Columns) -> list[dict[str, Any]]:
     """Return the share of each rule; last that of no rule, if there is any."""
     shares = [
         _Share(_pattern_shown(pattern), _asked_shown(columns, i), i)
@@ -248,10 +248,12 @@ def report_html(
     """
     scripts, styles = [*map(_text, _SCRIPTS)], _text("page.css")
     return Template(_text("page.html")).substitute(
-        policy=_POLICY.format(scripts=" ".join(map(_hash, scripts)), styles=_hash(styles)),
+        policy=_POLICY.format(
+            scripts=" ".join(map(_script_hash, scripts)), styles=_script_hash(styles)
+        ),
         title=html.escape(_printable(title)).encode("ascii", "xmlcharrefreplace").decode(),
         styles=styles,
-        data=_json(
+        data=_embedded_json(
             report_data(
                 columns, findings, sweep, title, room=room, budget=budget, proposed=proposed
             )
@@ -264,12 +266,12 @@ def _text(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def _script_hash(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _json(data: Any) -> str:
+def _embedded_json(data: Any) -> str:
     """JSON in ASCII, U+2028 and lone surrogates escaped, that cannot leave its element."""
     # What json does not know are NumPy's integers.
     text = json.dumps(_printable(data), separators=(",", ":"), default=int)
@@ -286,7 +288,7 @@ def _printable(value: Any) -> Any:
 
 
 def sweep_json(rows: Sweep) -> str:
-    """Returns the sweep as a JSON object: a row for each mesh, the best first; assumptions."""
+    """Return the sweep as a JSON object: a row for each mesh, the best first; assumptions."""
     contents = [{**row._asdict(), "time": row.time and _time_content(row.time)} for row in rows]
     return printable_json({"rows": contents, "assumptions": rows.assumptions})
 
@@ -299,7 +301,7 @@ def _time_content(time: StepTime) -> dict[str, Any]:
 
 
 def plan_json(columns: Columns, memory: DeviceBytes, room: Room, time: StepTime | None) -> str:
-    """Returns the plan as a JSON object, with a row for each folded path.
+    """Return the plan as a JSON object, with a row for each folded path.
 
     Args:
         columns: The plan.

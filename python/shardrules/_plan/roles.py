@@ -165,20 +165,26 @@ def parts_of_model(
         ('layers/{0,1}/mlp/up/kernel', ('in', 'out'), 2)
     """
     seen = [
-        _Seen(part, part.pattern, shape, names[part.group] or (), _named(_words(part.pattern)))
+        _Seen(
+            part,
+            part.pattern,
+            shape,
+            names[part.group] or (),
+            _named_roles(_path_words(part.pattern)),
+        )
         for part in folded
         if (shape := shapes[part.group]) is not None
     ]
     stacks = [*_stacks(seen), *_stacks_by_shape(seen)]
-    fronts = [_front(part, stacks) for part in seen]
+    fronts = [_leading_dims(part, stacks) for part in seen]
     routed = _routed(seen, fronts)
     for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
         _add_experts(part, front, number in routed)
-    width = _width(seen, fronts)
+    width = _residual_width(seen, fronts)
     is_in_out = _is_in_out(seen, fronts, width)
     attending = {_block(part)[0] for part in seen if _makes_heads(part)}
     parts = [
-        _part(part, front, width, is_in_out, attending)
+        _make_part(part, front, width, is_in_out, attending)
         for part, front in zip(seen, fronts, strict=True)
     ]
     return _with_logits(_with_routers(parts))
@@ -193,7 +199,7 @@ def experts_dim(path: str, shape: Shape) -> int | None:
         >>> experts_dim("layers/0/experts/up", (8, 64, 256))
         0
     """
-    return len(shape) - 3 if _is_of_experts(_words(path)) and len(shape) > 2 else None
+    return len(shape) - 3 if _is_of_experts(_path_words(path)) and len(shape) > 2 else None
 
 
 def with_roles(parts: Sequence[Part], roles: Mapping[str, tuple[DimRole, ...]]) -> list[Part]:
@@ -255,12 +261,12 @@ def _with_routers(parts: list[Part]) -> list[Part]:
     ]
 
 
-def _words(pattern: str) -> tuple[str, ...]:
+def _path_words(pattern: str) -> tuple[str, ...]:
     text = re.sub(r"\{[^{}]*\}", "#", pattern).lower()
     return tuple(word for word in _SPLIT.split(text) if word) or (text,)
 
 
-def _named(words: tuple[str, ...]) -> tuple[str, ...]:
+def _named_roles(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words up to the array's name: paths of flax nnx may have `value` behind it."""
     is_named = len(words) > 1 and (_ARRAY.fullmatch(words[-2]) or _VECTOR.search(words[-2]))
     return words[:-1] if is_named and words[-1:] == ("value",) else words
@@ -322,7 +328,9 @@ def _are_stacked(shapes: list[Shape], *, is_named: bool) -> bool:
     )
 
 
-def _front(part: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]) -> dict[int, DimRole]:
+def _leading_dims(
+    part: _Seen, stacks: list[tuple[tuple[str, ...], int, int]]
+) -> dict[int, DimRole]:
     """Return the dimensions of layers; and of experts, if names tell."""
     front: dict[int, DimRole] = {}
     for dim, name in enumerate(part.names):
@@ -369,7 +377,7 @@ def _routed(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> set[int]:
 
     An array with a name of attention is one if it is as large as another of them.
     """
-    routers = _routers(seen, fronts, _width(seen, fronts))
+    routers = _routers(seen, fronts, _residual_width(seen, fronts))
     sizes: dict[int, Shape] = {}
     for number, (part, front) in enumerate(zip(seen, fronts, strict=True)):
         rest = tuple(size for dim, size in enumerate(part.shape) if dim not in front)
@@ -397,7 +405,7 @@ def _rest(part: _Seen, front: dict[int, DimRole]) -> list[int]:
     return [dim for dim, size in enumerate(part.shape) if dim not in front and size > 1]
 
 
-def _width(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> int:
+def _residual_width(seen: list[_Seen], fronts: list[dict[int, DimRole]]) -> int:
     """Return the size that most arrays of layers have, the smallest of equals; 0 without any.
 
     The experts of a layer count as one.
@@ -440,7 +448,7 @@ def _is_lookup(part: _Seen, rest: list[int]) -> bool:
     return named or part.words[-1] == "embedding"
 
 
-def _part(
+def _make_part(
     folded: _Seen,
     front: dict[int, DimRole],
     width: int,
@@ -450,7 +458,7 @@ def _part(
     rest = _rest(folded, front)
     roles: dict[int, DimRole] = {**dict.fromkeys(range(len(folded.shape)), "out"), **front}
     if len(rest) > 1 and not folded.is_vector:
-        roles |= _matrix(folded, rest, width, is_in_out)
+        roles |= _matrix_roles(folded, rest, width, is_in_out)
     block, blocks = _block(folded)
     experts = _experts(folded, front)
     named = _ATTENTION.fullmatch(folded.module[-1]) is not None and experts == 1
@@ -483,7 +491,9 @@ def _flow(name: str) -> Literal["reads", "writes"] | None:
     return None if reads == writes else "reads" if reads else "writes"
 
 
-def _matrix(part: _Seen, rest: list[int], width: int, is_in_out: bool | None) -> dict[int, DimRole]:
+def _matrix_roles(
+    part: _Seen, rest: list[int], width: int, is_in_out: bool | None
+) -> dict[int, DimRole]:
     """Return the roles of the dimensions of a matrix, whose sides may be several dimensions."""
     first, last = part.shape[rest[0]] == width, part.shape[rest[-1]] == width
     if _is_lookup(part, rest):
@@ -508,24 +518,24 @@ def _numbered_experts(pattern: str) -> int:
     """Return how many numbers a pattern has for experts, as in experts/{0..7}/w1; 1 without."""
     text = ""
     for literal, numbers in parts_of(pattern):
-        words = _words(text)
+        words = _path_words(text)
         if numbers is not None and words and re.fullmatch(r"experts?_?", words[-1]):
-            return _numbers(numbers)
+            return _number_count(numbers)
         text += literal if numbers is None else "#"
     return 1
 
 
 def _block(part: _Seen) -> tuple[str, int]:
     """Return the folded path of what the module is in, and how many paths that stands for."""
-    below = len(_words(part.pattern)) - len(part.module) + 1
+    below = len(_path_words(part.pattern)) - len(part.module) + 1
     pattern = part.pattern
     for _ in range(below):
         pattern = re.sub(r"[/.\[\]']*(?:\{[^{}]*\}|[^/.\[\]'])*[\]']*$", "", pattern, count=1)
     return pattern, prod(
-        _numbers(numbers) for _, numbers in parts_of(pattern) if numbers is not None
+        _number_count(numbers) for _, numbers in parts_of(pattern) if numbers is not None
     )
 
 
-def _numbers(text: str) -> int:
+def _number_count(text: str) -> int:
     """Return how many numbers a set such as 0..3,7 has."""
     return sum(run.stop - run.start for run in runs_of(text))

@@ -35,7 +35,7 @@ _COLUMNS: Final = (
 
 
 def heading(columns: Columns) -> str:
-    """Returns the plan in a line."""
+    """Return the plan in a line."""
     return printable(
         f"{counted(len(columns.paths), 'leaf')}, {bytes_shown(columns.total_bytes)} on "
         f"{mesh_shown(columns.axis_sizes)} ({counted(columns.devices, 'device')}): "
@@ -43,19 +43,19 @@ def heading(columns: Columns) -> str:
     )
 
 
-def table(columns: Columns) -> str:
-    """Returns the heading, and the first rows in aligned columns."""
+def plan_text(columns: Columns) -> str:
+    """Return the heading, and the first rows in aligned columns."""
     more = and_more(len(columns.folded), _MOST_ROWS, "row")
     rows = plan_table(columns, columns.folded[:_MOST_ROWS])
     return "\n".join([heading(columns), *rows.lines(), *more])
 
 
 def plan_table(columns: Columns, folded: Iterable[Folded]) -> Table:
-    """Returns a row for each of these folded paths, as texts for people."""
-    return Table(_COLUMNS, (_row(columns, row) for row in folded))
+    """Return a row for each of these folded paths, as texts for people."""
+    return Table(_COLUMNS, (_plan_cells(columns, row) for row in folded))
 
 
-def _row(columns: Columns, folded: Folded) -> tuple[str, ...]:
+def _plan_cells(columns: Columns, folded: Folded) -> tuple[str, ...]:
     kind, leaves = columns.kinds[folded.group], len(folded.rows)
     return (
         printable(folded.pattern),
@@ -70,7 +70,7 @@ def _row(columns: Columns, folded: Folded) -> tuple[str, ...]:
 
 
 def table_html(columns: Columns, limit: int = 50) -> str:
-    """Returns the rows with most bytes on each device as an HTML table; names are escaped."""
+    """Return the rows with most bytes on each device as an HTML table; names are escaped."""
     rows = sorted(
         columns.folded,
         key=lambda row: -len(row.rows) * columns.kinds[row.group].device_bytes,

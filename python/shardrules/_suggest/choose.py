@@ -56,12 +56,12 @@ class _Layout(NamedTuple):
 def choose(
     units: Sequence[Unit], axis_sizes: Mapping[str, int], uses: Mapping[str, AxisUse]
 ) -> list[Cuts]:
-    """Chooses the cuts of each unit."""
+    """Choose the cuts of each unit."""
     used = {axis: size for axis, size in axis_sizes.items() if size > 1 and uses[axis] != "data"}
 
     @cache
     def layouts_of(shape: tuple[int, ...], dims: Dims) -> list[_Layout]:
-        return _front(_layouts(shape, dims, used, uses))
+        return _front_dims(_layouts(shape, dims, used, uses))
 
     fronts = [
         [layout._replace(bytes=layout.bytes * unit.bytes) for layout in layouts_of(*_key(unit))]
@@ -82,7 +82,7 @@ def _key(unit: Unit) -> tuple[tuple[int, ...], Dims]:
 
 
 def _most_discomforts(groups: list[list[list[_Layout]]], slack: float) -> list[float]:
-    """Lowers the discomfort allowed to each group while the bytes last, the cheapest first."""
+    """Lower the discomfort allowed to each group while the bytes last, the cheapest first."""
     levels = [inf] * len(groups)
     spent = [0.0] * len(groups)
     steps = sorted(
@@ -98,7 +98,7 @@ def _most_discomforts(groups: list[list[list[_Layout]]], slack: float) -> list[f
 
 
 def _at_most(front: list[_Layout], discomfort: float) -> _Layout:
-    """Returns the layout with the fewest bytes among those of so much discomfort, or the least."""
+    """Return the layout with the fewest bytes among those of so much discomfort, or the least."""
     return next((layout for layout in front if layout.discomfort <= discomfort), front[-1])
 
 
@@ -108,7 +108,7 @@ def _layouts(
     axis_sizes: Mapping[str, int],
     uses: Mapping[str, AxisUse],
 ) -> Iterator[_Layout]:
-    """Yields all ways to lay the axes along the dimensions that they divide."""
+    """Yield all ways to lay the axes along the dimensions that they divide."""
     choices: list[tuple[int | None, ...]] = [
         (None, *(dim for dim, side in enumerate(dims.sides)
                  if side in _DISCOMFORT[uses[axis]] and shape[dim] % axis_sizes[axis] == 0))
@@ -124,8 +124,8 @@ def _layouts(
             yield _Layout(1 / shard_count(cuts, axis_sizes), discomfort, cuts)
 
 
-def _front(layouts: Iterator[_Layout]) -> list[_Layout]:
-    """Keeps the layouts to which none is better in both costs, the fewest bytes first."""
+def _front_dims(layouts: Iterator[_Layout]) -> list[_Layout]:
+    """Keep the layouts to which none is better in both costs, the fewest bytes first."""
     front: list[_Layout] = []
     for layout in sorted(layouts, key=lambda layout: (layout.bytes, layout.discomfort)):
         if not front or layout.discomfort < front[-1].discomfort:
@@ -134,7 +134,7 @@ def _front(layouts: Iterator[_Layout]) -> list[_Layout]:
 
 
 def shard_count(cuts: Cuts, axis_sizes: Mapping[str, int]) -> int:
-    """Counts the parts of an array."""
+    """Count the parts of an array."""
     return prod(axis_sizes[axis] for axes in cuts for axis in axes)
 
 
@@ -145,7 +145,7 @@ def discomfort_of(
     axis_sizes: Mapping[str, int],
     uses: Mapping[str, AxisUse],
 ) -> int | None:
-    """Weighs what an expert would avoid in these cuts; None if they are impossible."""
+    """Weigh what an expert would avoid in these cuts; None if they are impossible."""
     counts = [prod(axis_sizes[axis] for axis in axes) for axes in cuts]
     if any(size % count for size, count in zip(shape, counts, strict=True)):
         return None
@@ -180,7 +180,7 @@ _OF_MODULE: Final = re.compile(r"b|bias|scales?")
 def with_followers(
     units: Sequence[Unit], cuts: Sequence[Cuts], axis_sizes: Mapping[str, int]
 ) -> list[Cuts]:
-    """Shards biases by the axes of their kernels' columns, and scales by all of their kernels'.
+    """Shard biases by the axes of their kernels' columns, and scales by all of their kernels'.
 
     Axes that shard them already, for the bytes, do so where that is still possible; what would hold
     more bytes then stays as it is.
@@ -188,38 +188,38 @@ def with_followers(
     kernels: dict[Axes, list[int]] = {}
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
-            kernels.setdefault(_names(unit)[:-1], []).append(number)
+            kernels.setdefault(_parameter_names(unit)[:-1], []).append(number)
     joined_cuts = list(cuts)
     for number, unit in enumerate(units):
         if not unit.dims.is_vector:
             continue
-        *module, name = _names(unit)
+        *module, name = _parameter_names(unit)
         for kernel in kernels.get(tuple(module), ()):
-            if _belongs(name, _names(units[kernel])[-1], len(kernels[*module])):
-                followed = dict(_followed(unit, units[kernel], cuts[kernel], name))
-                joined = _joined(unit.part.shape, followed, cuts[number], axis_sizes)
+            if _belongs(name, _parameter_names(units[kernel])[-1], len(kernels[*module])):
+                followed = dict(_followed_kernel(unit, units[kernel], cuts[kernel], name))
+                joined = _joined_axes(unit.part.shape, followed, cuts[number], axis_sizes)
                 if shard_count(joined, axis_sizes) >= shard_count(cuts[number], axis_sizes):
                     joined_cuts[number] = joined
                 break
     return joined_cuts
 
 
-def _names(unit: Unit) -> tuple[str, ...]:
-    """Returns the words of its path, without the `value` of flax nnx."""
+def _parameter_names(unit: Unit) -> tuple[str, ...]:
+    """Return the words of its path, without the `value` of flax nnx."""
     names = tuple(word.text for word in unit.words)
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names
 
 
 def _belongs(name: str, kernel: str, kernels: int) -> bool:
-    """Says whether an array of this name belongs to the kernel, one of so many in the module."""
+    """Say whether an array of this name belongs to the kernel, one of so many in the module."""
     if _OF_MODULE.fullmatch(name):
         return kernels == 1
     is_its = name.startswith(f"{kernel}_") or name == f"{kernel.removesuffix('_blocks')}_scales"
     return is_its and (name.endswith("_bias") or _SCALES.fullmatch(name) is not None)
 
 
-def _followed(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterator[tuple[int, Axes]]:
-    """Yields dimensions of the array with the axes that shard those of the kernel, if any."""
+def _followed_kernel(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterator[tuple[int, Axes]]:
+    """Yield dimensions of the array with the axes that shard those of the kernel, if any."""
     shape, dims = kernel.part.shape, kernel.part.dims
     if _SCALES.fullmatch(name) and 1 < len(unit.part.shape) <= len(shape):
         yield from ((dim, cuts[dim]) for dim in range(len(unit.part.shape)) if cuts[dim])
@@ -234,13 +234,13 @@ def _followed(unit: Unit, kernel: Unit, cuts: Cuts, name: str) -> Iterator[tuple
             yield dim, tuple(axis for axis in cuts[column] if use_of(axis) in uses)
 
 
-def _joined(
+def _joined_axes(
     shape: tuple[int, ...],
     followed: Mapping[int, Axes],
     cuts: Cuts,
     axis_sizes: Mapping[str, int],
 ) -> Cuts:
-    """Joins the axes of the kernel and then those of the array, as far as they divide it."""
+    """Join the axes of the kernel and then those of the array, as far as they divide it."""
     joined: list[Axes] = [()] * len(shape)
     used: set[str] = set()
     for dim, axes in (*followed.items(), *enumerate(cuts)):

@@ -86,7 +86,7 @@ def _hidden_size(part: Part, dims: Dims) -> int:
 
 
 def _with_tensor(part: Part, dims: Dims, queries: int) -> Dims:
-    """Says what tensor axes may shard of the dimensions; `queries` is the size of the widest."""
+    """Say what tensor axes may shard of the dimensions; `queries` is the size of the widest."""
     if dims.is_vector:
         return dims
     if part.is_router or (part.is_attention and _TO_LATENT.fullmatch(part.module)):
@@ -101,7 +101,7 @@ def _with_tensor(part: Part, dims: Dims, queries: int) -> Dims:
 
 
 def _widths(parts: Sequence[Part]) -> list[frozenset[int]]:
-    """Finds the residual widths near each part: its tower's; outside of towers, all.
+    """Find the residual widths near each part: its tower's; outside of towers, all.
 
     The residual width is the size that most leaves in the layers of a tower have, among those that
     leaves outside have too.
@@ -128,7 +128,7 @@ def _widths(parts: Sequence[Part]) -> list[frozenset[int]]:
 
 
 def _tower(part: Part) -> str | None:
-    """Returns the path before the number of a layer; None outside of layers."""
+    """Return the path before the number of a layer; None outside of layers."""
     before, number, _ = part.pattern.partition("{")
     if number:
         return before
@@ -136,7 +136,7 @@ def _tower(part: Part) -> str | None:
 
 
 def _free(part: Part) -> list[int]:
-    """Lists the sizes of one layer's, and one expert's, array."""
+    """List the sizes of one layer's, and one expert's, array."""
     return [
         size
         for size, role in zip(part.shape, part.dims, strict=True)
@@ -159,12 +159,14 @@ def _dims(part: Part, widths: frozenset[int]) -> Dims:
         # Of a norm, or parameters of each channel, nothing is contracted.
         sides |= dict.fromkeys(free, "vector")
     elif free:
-        of_free, is_known = _matrix(part, free, widths)
+        of_free, is_known = _matrix_dims(part, free, widths)
         sides |= of_free
     return Dims(tuple(sides[dim] for dim in range(len(part.shape))), is_known)
 
 
-def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[int, Side], bool]:
+def _matrix_dims(
+    part: Part, free: list[int], widths: frozenset[int]
+) -> tuple[dict[int, Side], bool]:
     shape = part.shape
     if "lookup" in part.dims:
         return {d: "vocabulary" if part.dims[d] == "lookup" else "residual" for d in free}, True
@@ -188,7 +190,7 @@ def _matrix(part: Part, free: list[int], widths: frozenset[int]) -> tuple[dict[i
 def _hidden(
     part: Part, ins: list[int], outs: list[int], widths: frozenset[int]
 ) -> tuple[list[int], bool]:
-    """Returns the hidden side, and whether that is sure."""
+    """Return the hidden side, and whether that is sure."""
     size_in, size_out = (prod(part.shape[dim] for dim in side) for side in (ins, outs))
     if len(ins) != len(outs):
         return (ins if len(ins) > len(outs) else outs), True
@@ -202,7 +204,7 @@ def _hidden(
 
 
 def _has_heads(part: Part) -> bool:
-    """Says whether names mean a kernel of attention, and no convolution in it."""
+    """Say whether names mean a kernel of attention, and no convolution in it."""
     path = part.pattern.lower()
     return (part.is_attention or bool(_ATTENTION.search(path))) and "conv" not in path
 
@@ -224,7 +226,7 @@ def _of_heads(part: Part, dims: list[int]) -> dict[int, Side]:
 
 
 def _is_convolution(shape: tuple[int, ...], free: list[int]) -> bool:
-    """Looks for a window, before or behind the channels: a square, or small and odd."""
+    """Look for a window, before or behind the channels: a square, or small and odd."""
     sizes = [shape[dim] for dim in free]
     ends = sizes[:2], sizes[-2:]
     if len(free) > 3:
@@ -264,7 +266,7 @@ class Unit(NamedTuple):
         return self.paths[int(self.folded.rows[0])]
 
     def with_rows(self, rows: Sequence[int], words: Path | None = None) -> Unit:
-        """Returns the unit with these of its leaves."""
+        """Return the unit with these of its leaves."""
         return self._replace(
             folded=self.folded._replace(rows=np.array(rows, np.intp)),
             words=self.words if words is None else words,
@@ -273,16 +275,16 @@ class Unit(NamedTuple):
         )
 
     def where(self, mask: npt.NDArray[np.bool_]) -> list[Unit]:
-        """Returns the unit with the leaves in a mask of rows; nothing if none are."""
+        """Return the unit with the leaves in a mask of rows; nothing if none are."""
         rows = self.folded.rows[mask[self.folded.rows]]
         return [self.with_rows(rows.tolist())] if len(rows) else []
 
     def leaves(self) -> list[Unit]:
-        """Splits the unit into one for each leaf."""
+        """Split the unit into one for each leaf."""
         return [self.with_rows([row]) for row in self.folded.rows.tolist()]
 
     def numbered(self) -> list[Unit]:
-        """Splits the unit into one for each of its words with numbers."""
+        """Split the unit into one for each of its words with numbers."""
         rows: list[int] = self.folded.rows.tolist()
         rows_of: dict[Path, list[int]] = defaultdict(list)
         paths = [self.paths[row] for row in rows]
@@ -292,7 +294,7 @@ class Unit(NamedTuple):
 
 
 def units_of(columns: Columns, heads: Mapping[int, int]) -> list[Unit]:
-    """Collects the leaves that need a rule.
+    """Collect the leaves that need a rule.
 
     Args:
         columns: Of the tree, without rules.

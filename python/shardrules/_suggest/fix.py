@@ -52,7 +52,7 @@ def fix(
     dialect: Dialect | LogicalDialect | None,
     head_dim: int | None,
 ) -> str:
-    """Writes rules for leaves that have none, or a catch-all's; "" if there are no such leaves.
+    """Write rules for leaves that have none, or a catch-all's; "" if there are no such leaves.
 
     Args:
         source: The rule file, or `package.module:NAME`.
@@ -84,7 +84,7 @@ def _refused(source: str, why: str) -> FileError:
 
 
 def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) -> _Addition:
-    """Returns the rules that `suggest` adds, before the catch-all that decides their leaves now."""
+    """Return the rules that `suggest` adds, before the catch-all that decides their leaves now."""
     suggestion = suggest(plan, like=rules, dialect=rules.dialect, head_dim=head_dim)
     assert isinstance(suggestion.rules, Rules)
     kept: list[int] = []
@@ -104,7 +104,7 @@ def _added_paths(source: str, rules: Rules, plan: Plan, head_dim: int | None) ->
 
 
 def _added_names(rules: LogicalRules, plan: Plan, head_dim: int | None) -> _Addition:
-    """Returns rules of logical axis names that have none, without the axes of names beside them."""
+    """Return rules of logical axis names that have none, without the axes of names beside them."""
     suggestion = suggest(plan, head_dim=head_dim)
     axes_of: dict[str, set[str]] = defaultdict(set)
     for name, axes in rules:
@@ -128,7 +128,7 @@ def _patched(
     addition: _Addition,
     dialect: Dialect | LogicalDialect | None,
 ) -> str:
-    """Returns the patch of a TOML file with a `[[rules]]` table for each rule; "" for others."""
+    """Return the patch of a TOML file with a `[[rules]]` table for each rule; "" for others."""
     path = Path(source)
     if path.suffix != ".toml" or not lines or printable(source) != source or "\t" in source:
         return ""
@@ -150,12 +150,12 @@ def _patched(
 
 
 def _lines(text: str) -> list[str]:
-    """Returns the lines with their ends; only a line feed ends one, as in TOML and in patches."""
+    """Return the lines with their ends; only a line feed ends one, as in TOML and in patches."""
     return list(io.StringIO(text, newline="\n"))
 
 
 def _with_tables(old: list[str], starts: tuple[int, ...], place: int, tables: list[str]) -> str:
-    """Returns the lines of a file with tables before that of a rule, or behind the last one."""
+    """Return the lines of a file with tables before that of a rule, or behind the last one."""
     new_line = "\r\n" if old[0].endswith("\r\n") else "\n"
     if place < len(starts):
         at = starts[place] - 1
@@ -172,7 +172,7 @@ def _with_tables(old: list[str], starts: tuple[int, ...], place: int, tables: li
 
 
 def _diff(source: str, before: str, after: str) -> str:
-    """Returns the unified diff, for `patch` and git in the working directory or the root."""
+    """Return the unified diff, for `patch` and git in the working directory or the root."""
     path, here = Path(source).absolute(), Path.cwd()
     name = path.relative_to(here if path.is_relative_to(here) else path.anchor).as_posix()
     name += "\t" if " " in name else ""  # else a space would end it
@@ -183,7 +183,7 @@ def _diff(source: str, before: str, after: str) -> str:
 def _pasted(
     source: str, rules: Rules | LogicalRules, lines: tuple[int, ...], addition: _Addition
 ) -> str:
-    """Returns where to paste the rules, and their text as the file has them."""
+    """Return where to paste the rules, and their text as the file has them."""
     place, count = addition.place, counted(len(addition.rules), "rule")
     where = f"before rule {place}" if place < len(rules) else "at the end of the list"
     if lines:
@@ -208,14 +208,14 @@ def _pasted(
 def _json_rule(pattern: Any, value: Any, is_logical: bool) -> str:
     if isinstance(value, RuleSpec) and value.units:
         units = [unit or 1 for unit in value.units]
-        return _json(
-            {"pattern": plain_pattern(pattern), "spec": _spec(value, False), "units": units}
+        return _json_text(
+            {"pattern": plain_pattern(pattern), "spec": _spec_content(value, False), "units": units}
         )
-    return _json([plain_pattern(pattern), _spec(value, is_logical)])
+    return _json_text([plain_pattern(pattern), _spec_content(value, is_logical)])
 
 
-def _spec(value: Any, is_logical: bool) -> Any:
-    """Returns the spec of a rule as JSON has it; of a logical axis name, its mesh axes."""
+def _spec_content(value: Any, is_logical: bool) -> Any:
+    """Return the spec of a rule as JSON has it; of a logical axis name, its mesh axes."""
     if is_logical:
         return axes_in(value)
     spec = rule_spec(value).spec
@@ -225,6 +225,6 @@ def _spec(value: Any, is_logical: bool) -> Any:
     return [axes[0] if len(axes) == 1 else axes for axes in entries]
 
 
-def _json(value: Any) -> str:
+def _json_text(value: Any) -> str:
     # A runner of a CI system would obey ##[name].
     return json.dumps(value).replace("#", "\\u0023")

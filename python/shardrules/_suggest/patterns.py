@@ -43,7 +43,7 @@ _START: Final = Word("", "\0^")
 
 
 def apart(folded: Iterable[Folded], paths: Sequence[str]) -> Iterator[Folded]:
-    """Yields folded paths with names such as w1 and w3 apart.
+    """Yield folded paths with names such as w1 and w3 apart.
 
     A folded path `mlp/w{1,3}/kernel` becomes two; `layers_{0..31}/w` and `layers/{0,1}/w` stay.
     """
@@ -71,7 +71,7 @@ def apart(folded: Iterable[Folded], paths: Sequence[str]) -> Iterator[Folded]:
 
 
 def _numbers_in(texts: Iterable[str], paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yields the numbers of each path, which stand between these texts."""
+    """Yield the numbers of each path, which stand between these texts."""
     pattern = re.compile("([0-9]+)".join(map(re.escape, texts)))
     for path in paths:
         match = pattern.fullmatch(path)
@@ -79,7 +79,7 @@ def _numbers_in(texts: Iterable[str], paths: Iterable[str]) -> Iterator[tuple[st
 
 
 def _is_name(parts: tuple[str, ...], place: int) -> bool:
-    """Says whether the numbers there end a few names, of arrays or their modules."""
+    """Say whether the numbers there end a few names, of arrays or their modules."""
     before = parts[place - 1]
     is_inside = bool(before) and before[-1] not in "/.[]'"
     words_behind = len(_WORD.findall("".join(parts[place + 1 :])))
@@ -89,7 +89,7 @@ def _is_name(parts: tuple[str, ...], place: int) -> bool:
 
 
 def words_of(folded: Sequence[Folded]) -> list[Path]:
-    """Splits folded paths into words.
+    """Split folded paths into words.
 
     A number that is a word is left open, as is one inside of a name that has many.
     """
@@ -133,7 +133,7 @@ def _split(parts: tuple[str, ...]) -> Path:
 
 
 def numbered(words: Path, paths: Iterable[str]) -> Iterator[Path]:
-    """Yields the words of each of these paths, with its numbers in the place of open ones."""
+    """Yield the words of each of these paths, with its numbers in the place of open ones."""
     texts = "".join(word.before + word.text for word in words).split(NUMBER)
     split = [(word, word.text.split(NUMBER)) for word in words]
     for numbers in map(iter, _numbers_in(texts, paths)):
@@ -195,7 +195,7 @@ class Phrase(NamedTuple):
 def phrases(
     paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
 ) -> tuple[list[Phrase], tuple[int, ...]]:
-    """Finds phrases that tell the labels apart, in the order of their first paths.
+    """Find phrases that tell the labels apart, in the order of their first paths.
 
     Those with numbers come first, plain ones last.
 
@@ -226,7 +226,7 @@ def phrases(
 def _ends(
     paths: Sequence[Path], labels: Sequence[Label], places: Sequence[int]
 ) -> Iterator[Phrase]:
-    """Yields for each path the shortest end that only its label has, and that says something."""
+    """Yield for each path the shortest end that only its label has, and that says something."""
     # Paths that differ only in numbers are looked at together: a pattern may leave them open.
     opened = [tuple(map(_opened, path)) for path in paths]
     pending = [list(range(len(paths)))]
@@ -258,7 +258,7 @@ def _is_ready(
     opened: Sequence[Path],
     labels: Sequence[Label],
 ) -> bool:
-    """Says whether these ends tell labels apart, and each says something.
+    """Say whether these ends tell labels apart, and each says something.
 
     Ends that differ only in numbers may have several labels, if their whole paths do as well.
     """
@@ -294,12 +294,12 @@ def _phrase(
 
 
 def _word(path: Path, place: int) -> Word:
-    """Returns the word at this place from the end; _START before the first."""
+    """Return the word at this place from the end; _START before the first."""
     return path[-place] if place <= len(path) else _START
 
 
 def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int]) -> bool:
-    """Says whether the next word belongs to it: a number means nothing without a name before."""
+    """Say whether the next word belongs to it: a number means nothing without a name before."""
     first = end[0].text
     if first == _START.text:
         return False
@@ -311,7 +311,7 @@ def _says_little(end: Path, label: Label, paths: Sequence[Path], units: list[int
 
 
 def _merged(phrases: Iterable[Phrase], place: int) -> Iterator[Phrase]:
-    """Merges phrases of one label that differ only in the word at this place."""
+    """Merge phrases of one label that differ only in the word at this place."""
     groups: dict[Any, list[Phrase]] = defaultdict(list)
     for number, phrase in enumerate(phrases):
         words = list(phrase.words)
@@ -341,22 +341,24 @@ _FEW: Final = 3
 
 
 def least_tightness(phrase: Phrase) -> int:
-    """Returns how tight a pattern must be not to match nearly everything."""
+    """Return how tight a pattern must be not to match nearly everything."""
     letters = sum(min(map(len, word.names)) for word in phrase.words)
     return 0 if letters >= _FEW else TIGHTEST
 
 
 def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightness: int) -> Pattern:
-    """Writes the phrase in a dialect that matches regexes, or windows of them."""
+    """Write the phrase in a dialect that matches regexes, or windows of them."""
     mode = MATCH_MODES[dialect.match[-1]]
     if mode.written_as == "window":
         return _window(phrase, dialect.separator)
     start, *rest = phrase.words
     if start.names == (_START.text,):
-        return "^" + "".join(_escaped(word.before) + _names(word.names) for word in rest) + "$"
+        return (
+            "^" + "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest) + "$"
+        )
     is_full = mode.method == "fullmatch"
-    regex = _names(start.names, is_loose=tightness == 0)
-    regex += "".join(_escaped(word.before) + _names(word.names) for word in rest)
+    regex = _names_of(start.names, is_loose=tightness == 0)
+    regex += "".join(_escaped_word(word.before) + _names_of(word.names) for word in rest)
     if tightness > 2:
         regex = _beginning(phrase, paths, is_full=is_full) + regex
     elif is_full:
@@ -365,7 +367,7 @@ def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightnes
 
 
 def text_pattern(path: Path) -> str | None:
-    """Writes a folded path as transformers does: `*` is a number between dots; None elsewhere."""
+    """Write a folded path as transformers does: `*` is a number between dots; None elsewhere."""
     numbers = [place for place, word in enumerate(path) if NUMBER in word.text]
     if any(path[n] != (".", NUMBER) or n == 0 or n - 1 in numbers for n in numbers):
         return None
@@ -378,47 +380,47 @@ def _window(phrase: Phrase, separator: str) -> tuple[str, ...]:
         if word.names == (_START.text,):
             continue
         if components and separator not in word.before:
-            components[-1] += _escaped(word.before) + _names(word.names)
+            components[-1] += _escaped_word(word.before) + _names_of(word.names)
         else:
-            components.append(_names(word.names))
+            components.append(_names_of(word.names))
     return tuple(components)
 
 
-def _names(names: tuple[str, ...], *, is_loose: bool = False) -> str:
-    """Writes one name; or several as alternatives, or as their common end."""
+def _names_of(names: tuple[str, ...], *, is_loose: bool = False) -> str:
+    """Write one name; or several as alternatives, or as their common end."""
     if len(names) == 1:
-        return _escaped(names[0])
-    end = "".join(_common([name[::-1] for name in names]))[::-1].lstrip("_")
+        return _escaped_word(names[0])
+    end = "".join(_common_words([name[::-1] for name in names]))[::-1].lstrip("_")
     is_family = len(names) >= _FEW and len(end) >= _LEAST_FAMILY
     if is_loose and is_family and end.replace("_", "").isalpha():
-        return _escaped(end)
+        return _escaped_word(end)
     # The common first and last words, which underscores part.
     split = [name.split("_") for name in names]
     most = min(map(len, split)) - 1
-    first = _common([words[:most] for words in split])
-    last = _common([words[::-1][: most - len(first)] for words in split])[::-1]
+    first = _common_words([words[:most] for words in split])
+    last = _common_words([words[::-1][: most - len(first)] for words in split])[::-1]
     middles = ["_".join(words[len(first) : len(words) - len(last)]) for words in split]
     before, after = "".join(f"{word}_" for word in first), "".join(f"_{word}" for word in last)
-    return f"{_escaped(before)}({'|'.join(map(_escaped, middles))}){_escaped(after)}"
+    return f"{_escaped_word(before)}({'|'.join(map(_escaped_word, middles))}){_escaped_word(after)}"
 
 
-def _common(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the items with which all sequences begin."""
+def _common_words(sequences: Sequence[Sequence[str]]) -> list[str]:
+    """Return the items with which all sequences begin."""
     places = takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False))
     return [items[0] for items in places]
 
 
 def _beginning(phrase: Phrase, paths: Sequence[Path], *, is_full: bool) -> str:
-    """Writes what stands before the phrase in its paths: nothing, or the end of another word."""
+    """Write what stands before the phrase in its paths: nothing, or the end of another word."""
     length = len(phrase.words)
     places = {(len(paths[unit]) == length, paths[unit][-length].before) for unit in phrase.units}
     any_start, start = (".*", "") if is_full else ("", "^")
     begins = [
-        f"{start if is_first else any_start}{_escaped(before)}"
+        f"{start if is_first else any_start}{_escaped_word(before)}"
         for is_first, before in sorted(places)
     ]
     return begins[0] if len(begins) == 1 else f"({'|'.join(begins)})"
 
 
-def _escaped(text: str) -> str:
+def _escaped_word(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", text).replace(NUMBER, r"\d+")

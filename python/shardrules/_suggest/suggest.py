@@ -52,7 +52,7 @@ def suggest(
     like: PathRules | None = None,
     names: Any = None,
 ) -> Suggestion:
-    r"""Writes rules for a model: from its shapes and paths, in the words of its paths.
+    r"""Write rules for a model: from its shapes and paths, in the words of its paths.
 
     Each leaf is decided by a rule that was written for it; no rule is a catch-all, none is dead.
     The role of each dimension follows from shapes: the residual width is the size that arrays
@@ -132,13 +132,13 @@ def suggest(
     dialect = _dialect_for(model, names, dialect)
     if like is not None and isinstance(dialect, LogicalDialect):
         raise TypeError("like: rules of paths are mended; those for logical axis names are not")
-    bare = _bare(model, mesh, devices, dialect, names)
+    bare = _bare_plan(model, mesh, devices, dialect, names)
     units = units_of(bare._columns, head_sizes(bare._columns, size))
     if devices is not None:
         over = _default_axes(units) if axes is None else texts("axes", axes)
         is_timed = device is not None and batch is not None
         # Rules that use all axes, whatever their sizes will be.
-        best, *_ = bare.with_rules(_rules(units, dict.fromkeys(over, 2), dialect)).sweep(
+        best, *_ = bare.with_rules(_suggested_rules(units, dict.fromkeys(over, 2), dialect)).sweep(
             devices=devices,
             axes=over,
             hbm=room,
@@ -163,9 +163,9 @@ def suggest(
         reasons = tuple(map(_reason_of_name, range(len(table)), table))
     else:
         current = None if like is None else bare.with_rules(_in_dialect(like, dialect))
-        rules, result = _decided(model, bare, units, dialect, current)
-        declared["replicated"] = _replicated(rules, result, units)
-        reasons = _reasons(rules)
+        rules, result = _decided_rows(model, bare, units, dialect, current)
+        declared["replicated"] = _replicated_patterns(rules, result, units)
+        reasons = _rule_reasons(rules)
     _check_room(result, room, moments)
     return Suggestion(result._declaring(declared), reasons, declared, batch, experts_per_token)
 
@@ -173,7 +173,7 @@ def suggest(
 def _dialect_for(
     model: Any, names: Any, dialect: Dialect | LogicalDialect | None
 ) -> Dialect | LogicalDialect:
-    """Returns the dialect, which says whether rules are for paths or for logical axis names.
+    """Return the dialect, which says whether rules are for paths or for logical axis names.
 
     Raises:
         TypeError: The model or `names` say something else.
@@ -201,7 +201,7 @@ def _dialect_for(
     return LINEN if is_named else EFORMER
 
 
-def _rules(
+def _suggested_rules(
     units: list[Unit], axis_sizes: dict[str, int], dialect: Dialect | LogicalDialect
 ) -> Rules | LogicalRules:
     if isinstance(dialect, LogicalDialect):
@@ -210,7 +210,7 @@ def _rules(
 
 
 def _check_named(result: Plan, declared: Declared) -> None:
-    """Checks that a table of names decides all that is large.
+    """Check that a table of names decides all that is large.
 
     Raises:
         ValueError: Arrays have no names, not as many as dimensions, or one twice.
@@ -223,7 +223,7 @@ def _check_named(result: Plan, declared: Declared) -> None:
 
 
 def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
-    """Returns the rules, in the dialect of the suggestion.
+    """Return the rules, in the dialect of the suggestion.
 
     Raises:
         TypeError: They are for logical axis names.
@@ -238,14 +238,14 @@ def _in_dialect(current: PathRules, dialect: Dialect) -> Rules:
     return rules
 
 
-def _bare(
+def _bare_plan(
     model: Any,
     mesh: MeshLike | None,
     devices: int | None,
     dialect: Dialect | LogicalDialect,
     names: Any,
 ) -> Plan:
-    """Plans the model without rules, on the mesh; or on any, if one is to be chosen."""
+    """Plan the model without rules, on the mesh; or on any, if one is to be chosen."""
     if mesh is not None and devices is not None:
         raise ValueError("give mesh or devices, not both: a mesh has its own number of devices")
     # Skip only leaves that need no rule in any dialect.
@@ -261,10 +261,10 @@ def _bare(
     return bare if on is None else bare.on_mesh(on)
 
 
-def _decided(
+def _decided_rows(
     model: Any, bare: Plan, units: list[Unit], dialect: Dialect, current: Plan | None
 ) -> tuple[Draft, Plan]:
-    """Writes rules, and plans the leaves under them so that each is decided by its own."""
+    """Write rules, and plans the leaves under them so that each is decided by its own."""
     for tightness in (0, TIGHTEST):
         if current is None:
             rules = draft(units, bare.axis_sizes, dialect, tightness)
@@ -288,7 +288,7 @@ def _default_axes(units: Iterable[Unit]) -> tuple[str, ...]:
 
 
 def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) -> None:
-    """Checks that parameters, gradients and the optimizer's moments fit.
+    """Check that parameters, gradients and the optimizer's moments fit.
 
     Raises:
         ValueError: They do not.
@@ -301,8 +301,8 @@ def _check_room(result: Plan, hbm: int | None, moments: tuple[Any, ...] | None) 
         )
 
 
-def _replicated(rules: Draft, result: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """Lists the patterns of leaves replicated on purpose, as `Plan.check` searches for them."""
+def _replicated_patterns(rules: Draft, result: Plan, units: list[Unit]) -> tuple[str, ...]:
+    """List the patterns of leaves replicated on purpose, as `Plan.check` searches for them."""
     dialect = rules.rules.dialect
     if dialect.match != ("search",) or dialect.keys != "text":
         return _spared(result, units)
@@ -310,7 +310,7 @@ def _replicated(rules: Draft, result: Plan, units: list[Unit]) -> tuple[str, ...
 
 
 def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
-    """Lists patterns of the paths that tensor axes are kept from, such as those of routers."""
+    """List patterns of the paths that tensor axes are kept from, such as those of routers."""
     patterns = []
     for unit in units:
         spec = result.kinds[int(result.kind_of[unit.folded.rows[0]])].spec
@@ -320,7 +320,7 @@ def _spared(result: Plan, units: list[Unit]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(patterns))
 
 
-def _reasons(rules: Draft) -> tuple[Reason, ...]:
+def _rule_reasons(rules: Draft) -> tuple[Reason, ...]:
     unknown = {id(unit) for unit in rules.unknown}
     reasons = []
     for number, ((pattern, value), units) in enumerate(zip(rules.rules, rules.units, strict=True)):
@@ -334,7 +334,7 @@ def _reasons(rules: Draft) -> tuple[Reason, ...]:
 
 
 def _reason_of_name(number: int, rule: NameRule) -> Reason:
-    """Explains a rule by the first of its dimensions of each size and role."""
+    """Explain a rule by the first of its dimensions of each size and role."""
     dims: dict[tuple[int, str], CutReason] = {}
     for unit, dim in rule.dims:
         cut = _cut(unit, dim, rule.axes)

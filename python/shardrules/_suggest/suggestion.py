@@ -178,7 +178,7 @@ class Suggestion:
         return self._declared
 
     def compare(self, rules: RulesLike) -> Comparison:
-        """Compares the suggested rules with others: the leaves that differ, bytes and traffic.
+        """Compare the suggested rules with others: the leaves that differ, bytes and traffic.
 
         Args:
             rules: Rules such as those that the model has: `LogicalRules` if these are.
@@ -207,7 +207,7 @@ class Suggestion:
         return Comparison(current.diff(self._plan), (len(current.rules), len(self.rules)), sent)
 
     def to_toml(self) -> str:
-        """Writes a rule file, for `shardrules check --rules` and `read_rules`.
+        """Write a rule file, for `shardrules check --rules` and `read_rules`.
 
         Raises:
             ValueError: The dialect is one of your own, which files cannot name; or a rule of `like`
@@ -229,7 +229,7 @@ class Suggestion:
         return toml_text(self.rules, self._declared, self._heading, self._notes)
 
     def to_python(self) -> str:
-        """Writes the rules as Python code.
+        """Write the rules as Python code.
 
         Raises:
             ValueError: A rule of `like` has more than a pattern, a spec and units.

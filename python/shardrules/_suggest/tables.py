@@ -47,7 +47,7 @@ class NamedArray(NamedTuple):
     dims: Dims
 
     def named(self) -> Iterator[tuple[int, str]]:
-        """Yields the dimensions with names."""
+        """Yield the dimensions with names."""
         pairs = enumerate(self.names[: len(self.shape)])
         return ((dim, name) for dim, name in pairs if isinstance(name, str))
 
@@ -106,7 +106,7 @@ class TableSearch:
         self._moves: list[tuple[str, ...]] = [(name,) for name in self.names] + sorted(pairs)
 
     def _side(self, name: str) -> Side:
-        """Finds the commonest role of the name; in biases and norms only if it has no others."""
+        """Find the commonest role of the name; in biases and norms only if it has no others."""
         arrays = [array for array, *_ in self._with_name[name]]
         dims = [(array.dims, dim) for array in arrays for dim, n in array.named() if n == name]
         of_kernels = [pair for pair in dims if not pair[0].is_vector] or dims
@@ -114,7 +114,7 @@ class TableSearch:
         return sides.most_common(1)[0][0]
 
     def usual(self) -> _Table:
-        """Returns the table that experts would write, as far as arrays can be sharded so."""
+        """Return the table that experts would write, as far as arrays can be sharded so."""
         table: _Table = dict.fromkeys(self.names, ())
         for name in self.names:
             usual = {a for a in self._sizes if self._sides[name] in _USUAL[self._uses[a]]}
@@ -126,7 +126,7 @@ class TableSearch:
         return table
 
     def smallest(self, table: _Table) -> _Table:
-        """Saves bytes, as long as other axes for two names do."""
+        """Save bytes, as long as other axes for two names do."""
         while True:
             before = table
             for names in self._moves:
@@ -137,7 +137,7 @@ class TableSearch:
                 return table
 
     def comfortable(self, table: _Table) -> _Table:
-        """Lowers discomfort, the cheapest first, while that costs hardly any bytes."""
+        """Lower discomfort, the cheapest first, while that costs hardly any bytes."""
         total = self._price(tuple(self.names), table)
         slack = SLACK * total.bytes if total else 0
         while True:
@@ -160,7 +160,7 @@ class TableSearch:
                 yield changed, price
 
     def _price(self, names: tuple[str, ...], table: _Table) -> _Price | None:
-        """Prices the arrays with one of the names; None if some cannot be sharded so."""
+        """Price the arrays with one of the names; None if some cannot be sharded so."""
         if names not in self._with_names:
             arrays = {priced[0]: priced for name in names for priced in self._with_name[name]}
             self._with_names[names] = list(arrays.values())
@@ -195,7 +195,7 @@ class TableSearch:
         return _Price(self._bytes[array] // count, lost + discomfort)
 
     def cuts(self, array: NamedArray, table: _Table) -> Cuts | None:
-        """Returns the axes of each dimension; None if two need the same one."""
+        """Return the axes of each dimension; None if two need the same one."""
         cuts: list[Axes] = [()] * len(array.shape)
         taken: set[str] = set()
         for dim, name in sorted(array.named(), key=lambda pair: self._place[pair[1]]):
@@ -219,14 +219,14 @@ class NameRule(NamedTuple):
 
 
 def rules_of(rules: Iterable[NameRule], dialect: LogicalDialect) -> LogicalRules:
-    """Makes the rules: an axis, several, or None for each name."""
+    """Make the rules: an axis, several, or None for each name."""
     return LogicalRules([(rule.name, entry_of(rule.axes)) for rule in rules], dialect)
 
 
 def name_rules(
     units: list[Unit], axis_sizes: Mapping[str, int], dialect: LogicalDialect
 ) -> list[NameRule]:
-    """Writes a rule, or more, for each name; names that get their axes first come first.
+    """Write a rule, or more, for each name; names that get their axes first come first.
 
     Raises:
         ValueError: There are too many names.

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def pattern_shown(pattern: Pattern) -> str:
-    """Formats a pattern for a message."""
+    """Format a pattern for a message."""
     return pattern if isinstance(pattern, str) else repr(pattern)
 
 
 def toml_text(
     rules: Rules | LogicalRules, declared: Declared, heading: str, notes: Sequence[str]
 ) -> str:
-    """Writes a rule file, as `Suggestion.to_toml` documents."""
+    """Write a rule file, as `Suggestion.to_toml` documents."""
     dialect = rules.dialect
     is_logical = isinstance(rules, LogicalRules)
     dialects = LOGICAL_DIALECTS if is_logical else DIALECTS
@@ -61,7 +61,7 @@ def toml_text(
 
 
 def _check_sayable(what: str, rules: Rules) -> None:
-    """Checks that each rule is a pattern, a spec and units; rules of `like` may say more.
+    """Check that each rule is a pattern, a spec and units; rules of `like` may say more.
 
     Raises:
         ValueError: One has flags, a correction, a memory kind or the like, which would be lost.
@@ -80,7 +80,7 @@ def _check_sayable(what: str, rules: Rules) -> None:
 
 
 def toml_rule(pattern: Pattern, value: Any, note: str) -> list[str]:
-    """Writes the lines of a rule, with a note above it."""
+    """Write the lines of a rule, with a note above it."""
     rule = rule_spec(value)
     lines = [f"# {note}", "[[rules]]", f"pattern = {toml_list(plain_pattern(pattern))}"]
     if isinstance(rule.spec, Fsdp):
@@ -105,17 +105,17 @@ def _toml_logical_rule(name: Any, axes: Any, note: str) -> list[str]:
 
 
 def plain_pattern(pattern: Pattern) -> str | tuple[str, ...]:
-    """Returns a pattern as files have it."""
+    """Return a pattern as files have it."""
     return pattern if isinstance(pattern, tuple) else str(pattern)
 
 
 def toml_list(value: str | Iterable[Any]) -> str:
-    """Writes a TOML string, or a list of strings."""
+    """Write a TOML string, or a list of strings."""
     return _toml(value) if isinstance(value, str) else f"[{', '.join(map(_toml, value))}]"
 
 
 def _toml(text: str) -> str:
-    """Writes a TOML string: literally, if it can stand between apostrophes."""
+    """Write a TOML string: literally, if it can stand between apostrophes."""
     if text.isprintable() and printable(text) == text:
         if "\\" not in text and '"' not in text and text.replace("_", "").isalnum():
             return f'"{text}"'
@@ -163,7 +163,7 @@ def _python_pattern(pattern: Pattern) -> str:
 
 
 def _python_text(text: str, prefix: str = "") -> str:
-    """Writes a Python string: literally between quotes, if that is safe to print."""
+    """Write a Python string: literally between quotes, if that is safe to print."""
     literal = f'{prefix}"{text}"'
     with suppress(SyntaxError, ValueError):
         if text.isprintable() and printable(text) == text and ast.literal_eval(literal) == text:

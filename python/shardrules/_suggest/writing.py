@@ -53,7 +53,7 @@ class Draft(NamedTuple):
     unknown: list[Unit]
 
     def replicated_rules(self, axis_sizes: Mapping[str, int]) -> Iterator[int]:
-        """Yields the rules whose leaves are replicated on purpose.
+        """Yield the rules whose leaves are replicated on purpose.
 
         These are norms, biases and scalars; and what tensor axes are kept from, such as routers.
         """
@@ -65,7 +65,7 @@ class Draft(NamedTuple):
                 yield rule
 
     def strays(self, rule_of: npt.NDArray[np.int32]) -> list[int]:
-        """Lists the rows that another rule decides than the one written for them."""
+        """List the rows that another rule decides than the one written for them."""
         intended = rule_of.copy()
         for rule, units in enumerate(self.units):
             for unit in units:
@@ -75,7 +75,7 @@ class Draft(NamedTuple):
 
 
 def is_spared(spec: Any, axis_sizes: Mapping[str, int]) -> bool:
-    """Says whether this spec of a leaf that tensor axes are kept from is meant.
+    """Say whether this spec of a leaf that tensor axes are kept from is meant.
 
     It is not if there are other axes for weights, and these do not shard it, either.
     """
@@ -96,7 +96,7 @@ def draft(
     entries: Mapping[Axes, Any] | None = None,
     siblings: Mapping[Any, set[Cuts]] | None = None,
 ) -> Draft:
-    """Writes rules for leaves that have none.
+    """Write rules for leaves that have none.
 
     Args:
         units: The leaves.
@@ -136,7 +136,7 @@ def draft(
 
 
 def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
-    """Keeps the rules of a plan that decide leaves, and writes rules for all other leaves.
+    """Keep the rules of a plan that decide leaves, and writes rules for all other leaves.
 
     Args:
         columns: Of the tree under these rules.
@@ -169,7 +169,7 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
 
 
 def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[Axes, Any]:
-    """Finds the entry that most of these rules have for axes of several devices.
+    """Find the entry that most of these rules have for axes of several devices.
 
     One without axes of one device is left out.
     """
@@ -187,7 +187,7 @@ def _entries_of(rules: Rules, kept: list[int], columns: Columns) -> dict[Axes, A
 def _cuts_of_siblings(
     rules: Rules, kept: list[int], of_kept: list[tuple[Unit, ...]]
 ) -> dict[Any, set[Cuts]]:
-    """Returns how rules cut their leaves, by what siblings of these have in common."""
+    """Return how rules cut their leaves, by what siblings of these have in common."""
     siblings: dict[Any, set[Cuts]] = defaultdict(set)
     for rule, units in zip(kept, of_kept, strict=True):
         cuts = tuple(tuple(entry_axes(entry)) for entry in _entries_in(rules[rule][1]))
@@ -198,13 +198,13 @@ def _cuts_of_siblings(
 
 
 def _entries_in(value: Any) -> tuple[Any, ...]:
-    """Returns the entries of a rule's spec; none if the shape decides."""
+    """Return the entries of a rule's spec; none if the shape decides."""
     spec = plain_spec(value)
     return () if spec is None or isinstance(spec, Fsdp) else tuple(entries_of(spec))
 
 
 def _copied(unit: Unit, siblings: Mapping[Any, set[Cuts]]) -> Cuts | None:
-    """Returns the cuts that all siblings of a leaf have; None if there are several, or none."""
+    """Return the cuts that all siblings of a leaf have; None if there are several, or none."""
     if not unit.dims.is_known:
         return None
     copies = {cuts for key in _sibling_keys(unit) for cuts in siblings.get(key, ())}
@@ -212,7 +212,7 @@ def _copied(unit: Unit, siblings: Mapping[Any, set[Cuts]]) -> Cuts | None:
 
 
 def _sibling_keys(unit: Unit) -> list[Any]:
-    """Returns the path without its name, and without that of its module; shape and sides."""
+    """Return the path without its name, and without that of its module; shape and sides."""
     words = [word.text for word in unit.words]
     places = [place for place in (-1, -2) if len(words) >= -place and NUMBER not in words[place]]
     array = (unit.part.shape, unit.dims.sides)
@@ -220,7 +220,7 @@ def _sibling_keys(unit: Unit) -> list[Any]:
 
 
 def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, Any]) -> Label:
-    """Labels a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
+    """Label a unit; `spared` are the axes that some kernels are not sharded by on purpose."""
     entries = [entries_of.get(axes, entry_of(axes)) for axes in cuts]
     while entries and entries[-1] is None:
         entries.pop()
@@ -236,7 +236,7 @@ def _label(unit: Unit, cuts: Cuts, spared: set[str], entries_of: Mapping[Axes, A
 
 
 def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
-    """Returns units that keep heads whole on other meshes, if axes that compute shard them."""
+    """Return units that keep heads whole on other meshes, if axes that compute shard them."""
     if unit.dims.unit == 1 or unit.dims.is_assumed or "hidden" not in unit.dims.sides:
         return ()
     hidden = unit.dims.sides.index("hidden")
@@ -247,7 +247,7 @@ def _head_units(unit: Unit, cuts: Cuts) -> tuple[int, ...]:
 
 
 def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[tuple[Unit, Label]]:
-    """Writes numbers out where only these tell labels apart; the commonest label may stay open."""
+    """Write numbers out where only these tell labels apart; the commonest label may stay open."""
     leaves_of: dict[Path, Counter[Label]] = defaultdict(Counter)
     for unit, label in labelled:
         leaves_of[unit.words][label] += unit.part.leaves
@@ -264,7 +264,7 @@ def _with_numbers(labelled: list[tuple[Unit, Label]], dialect: Dialect) -> list[
 
 
 def _text_rules(labelled: list[tuple[Unit, Label]]) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Writes a rule for each path, where patterns are texts."""
+    """Write a rule for each path, where patterns are texts."""
     units_of: dict[str, list[Unit]] = defaultdict(list)
     value_of: dict[str, Any] = {}
     for unit, label in labelled:
@@ -300,7 +300,7 @@ def _phrases(units: list[Unit], labels: list[Label]) -> tuple[list[Phrase], tupl
 def _proven(
     phrases: list[Phrase], units: Sequence[Unit], dialect: Dialect, least: int
 ) -> tuple[_Pairs, list[tuple[Unit, ...]]]:
-    """Writes patterns as loose as they may be: of the path of each unit only its own matches.
+    """Write patterns as loose as they may be: of the path of each unit only its own matches.
 
     Patterns that leave numbers open may also match what patterns with numbers, before them, match.
 
@@ -333,7 +333,7 @@ def _proven(
 def _wrong(
     rules: Rules, paths: Sequence[str], owner: Mapping[int, int], phrases: Sequence[Phrase]
 ) -> Iterator[tuple[int, str]]:
-    """Yields rules that match a path of another, or miss one of their own, and a path of each."""
+    """Yield rules that match a path of another, or miss one of their own, and a path of each."""
     for unit, path in enumerate(paths):
         mine = owner.get(unit)
         matches = rules.all_matches(path)
@@ -346,7 +346,7 @@ def _wrong(
 
 
 def _catch_all(units: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> tuple[Pattern, Any]:
-    """Writes the rule for too many names: it shards the largest dimension that divides."""
+    """Write the rule for too many names: it shards the largest dimension that divides."""
     if dialect.precedence == "only":
         raise ValueError(
             f"{len(units):,} paths, such as {brief(units[0].path)}, have too many names for rules; "

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @in_order("tree", "plan")
 def audit(tree: Any, plan: Plan) -> Findings:
-    """Compares live arrays with a plan: where they are, how they are sharded, in which memory.
+    """Compare live arrays with a plan: where they are, how they are sharded, in which memory.
 
     Nothing is moved, and no data is read. Shardings that cut alike are equal, whatever they are
     called: `P("tp")` and `P(("tp",), None)`, or a mesh axis of one device. In several processes,
@@ -202,7 +202,7 @@ class _Audit:
         return f"{counted(len(self._live.leaves), 'leaf')}, on {mesh}"
 
     def rows(self) -> list[Row]:
-        """Lists what processes must agree on: each path and what is at it, and the devices."""
+        """List what processes must agree on: each path and what is at it, and the devices."""
         texts = {row: self._text(index) for index, row in enumerate(self._live.rows)}
         planned = enumerate(self._columns.paths)
         rows = [(path, texts.get(row, "not in the tree")) for row, path in planned]
@@ -218,7 +218,7 @@ class _Audit:
         return f"{', '.join(faults) or 'as planned'}: planned {planned}"
 
     def findings(self) -> Iterator[Finding]:
-        """Yields all findings, in any order."""
+        """Yield all findings, in any order."""
         yield from self._of_structure()
         columns = self._columns
         leaves_of: dict[tuple[_Fault, bool], list[int]] = defaultdict(list)
@@ -283,7 +283,7 @@ class _Audit:
         )
 
     def _of_structure(self) -> Iterator[Finding]:
-        """Yields findings about arrays that only the plan or only the tree has."""
+        """Yield findings about arrays that only the plan or only the tree has."""
         columns, extra = self._columns, self._live.extra
         missing = [
             row
@@ -309,7 +309,7 @@ class _Audit:
             yield Finding("error", "structure", message, paths, count, None, size, fix)
 
     def _folded(self, rows: list[int]) -> tuple[str, ...]:
-        """Folds the paths of rows of the plan, those with most bytes first."""
+        """Fold the paths of rows of the plan, those with most bytes first."""
         columns = self._columns
         folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
         folded.sort(key=lambda group: -columns.kinds[group.group].device_bytes * len(group.rows))
@@ -325,7 +325,7 @@ def _structure_fix(missing: list[str], extra: list[str], separator: str) -> str:
 
 
 def _common_prefix(paths: list[str], longer: list[str], separator: str) -> str | None:
-    """Finds the prefix with which all of these paths are among the longer ones."""
+    """Find the prefix with which all of these paths are among the longer ones."""
     end = separator + paths[0] if paths else ""
     first = next((path for path in longer if path.endswith(end)), None) if paths else None
     if first is None:
@@ -339,7 +339,7 @@ def _are(count: int) -> str:
 
 
 def _bytes_of(live: Live) -> int:
-    """Computes the bytes of a leaf on the fullest device."""
+    """Compute the bytes of a leaf on the fullest device."""
     if isinstance(live.where, str):
         return 0
     shape, bits = live.shape or (), bits_of(live.dtype)
@@ -368,7 +368,7 @@ class _PlannedKinds:
             self._default_memory = self._on_mesh(partition_spec(), None).memory_kind
 
     def faults(self, live: Live, kind: Kind) -> Iterator[_Fault]:
-        """Yields the differences of a leaf from its kind."""
+        """Yield the differences of a leaf from its kind."""
         planned = placement_shown(kind)
         if kind.status != "placed":
             yield _Fault("unplanned", "", str(kind.message))
@@ -377,7 +377,7 @@ class _PlannedKinds:
             return  # a number or a function, in the plan as in the tree
         is_of_shape = live.shape == (kind.shape or ())
         if not is_of_shape or not _is_of_dtype(live, kind):
-            is_narrowed = is_of_shape and _name(live.dtype) == _name_on_devices(kind.dtype)
+            is_narrowed = is_of_shape and _fault_name(live.dtype) == _name_on_devices(kind.dtype)
             types = _type_shown(live.shape, live.dtype), _type_shown(kind.shape, kind.dtype)
             yield _Fault("narrowed" if is_narrowed else "type", *types)
         if live.where in ("deleted", "abstract", "host"):
@@ -410,7 +410,7 @@ class _PlannedKinds:
             yield _Fault("sharding", self._shown(sharding, shape), planned)
 
     def _of_abstract(self, sharding: Any, kind: Kind) -> Iterator[_Fault]:
-        """Yields the faults of a sharding on a mesh without devices."""
+        """Yield the faults of a sharding on a mesh without devices."""
         if not self._has_axes_of(sharding):
             yield _Fault("devices", mesh_shown(sharding.mesh.shape), mesh_shown(self._axis_sizes))
         elif self._axes_by_dim(sharding.spec) != self._axes_by_dim(self._spec(kind, sharding)):
@@ -426,7 +426,7 @@ class _PlannedKinds:
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
 
     def _spec(self, kind: Kind, sharding: Sharding) -> PartitionSpec:
-        """Returns the planned spec; the array's entries replace unconstrained ones."""
+        """Return the planned spec; the array's entries replace unconstrained ones."""
         spec = as_partition_spec(Entries() if kind.spec is None else kind.spec)
         entries = entries_of(spec)
         if not any(map(is_unconstrained, entries)):
@@ -438,29 +438,29 @@ class _PlannedKinds:
         )
 
     def _has_axes_of(self, sharding: Sharding) -> TypeGuard[NamedSharding]:
-        """Says whether it is a NamedSharding on the axes of the plan."""
+        """Say whether it is a NamedSharding on the axes of the plan."""
         mesh = getattr(sharding, "mesh", None)
-        return mesh is not None and _axes(mesh.shape) == _axes(self._axis_sizes)
+        return mesh is not None and _axes_shown(mesh.shape) == _axes_shown(self._axis_sizes)
 
     def _axes_by_dim(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
-        """Lists the axes of several devices of each dimension, up to the last one with any."""
-        sizes, entries = _axes(self._axis_sizes), map(entry_axes, entries_of(spec))
+        """List the axes of several devices of each dimension, up to the last one with any."""
+        sizes, entries = _axes_shown(self._axis_sizes), map(entry_axes, entries_of(spec))
         axes = [tuple(axis for axis in entry if axis in sizes) for entry in entries]
         while axes and not axes[-1]:
             axes.pop()
         return axes
 
     def _shown(self, sharding: Sharding, shape: tuple[int, ...]) -> str:
-        """Formats a sharding without device ids, which differ between processes."""
+        """Format a sharding without device ids, which differ between processes."""
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
         if mesh is None or spec is None:
             return f"shards of shape {sharding.shard_shape(shape)}"
-        is_same = [*_axes(self._axis_sizes).items()] == [*_axes(mesh.shape).items()]
+        is_same = [*_axes_shown(self._axis_sizes).items()] == [*_axes_shown(mesh.shape).items()]
         return spec_shown(spec) + ("" if is_same else f" on {mesh_shown(mesh.shape)}")
 
 
 def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | None:
-    """Makes a mesh with the plan's axes from the arrays' devices."""
+    """Make a mesh with the plan's axes from the arrays' devices."""
     from jax.sharding import Mesh
 
     meshes: Counter[Mesh] = Counter()
@@ -469,7 +469,7 @@ def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | N
         if isinstance(where, str) or not _is_on_devices(where):
             continue
         mesh = getattr(where, "mesh", None)
-        if mesh is not None and _axes(mesh.shape) == _axes(axis_sizes):
+        if mesh is not None and _axes_shown(mesh.shape) == _axes_shown(axis_sizes):
             meshes[mesh] += leaves
         devices[_devices_of(where)] += leaves
     if meshes:
@@ -481,8 +481,8 @@ def _mesh_of(axis_sizes: Mapping[str, int], wheres: Iterable[Where]) -> Mesh | N
     return None
 
 
-def _axes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Drops the axes of one device."""
+def _axes_shown(axis_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Drop the axes of one device."""
     return {axis: size for axis, size in axis_sizes.items() if size > 1}
 
 
@@ -497,14 +497,14 @@ def _devices_of(sharding: Any) -> tuple[Any, ...]:
 
 
 def _is_of_dtype(live: Live, kind: Kind) -> bool:
-    """Compares dtypes, of which the plan's may be a name; numbers have none."""
+    """Compare dtypes, of which the plan's may be a name; numbers have none."""
     # Not by ==: to numpy, None is float64.
     if live.dtype is None or kind.dtype is None:
         return True
-    return _name(live.dtype) == _name(kind.dtype)
+    return _fault_name(live.dtype) == _fault_name(kind.dtype)
 
 
-def _name(dtype: Any) -> str:
+def _fault_name(dtype: Any) -> str:
     name = str(getattr(dtype, "name", dtype))
     return SAFETENSORS.get(name, name)
 
@@ -514,7 +514,7 @@ def _name_on_devices(dtype: Any) -> str | None:
     import jax
 
     try:
-        return _name(jax.dtypes.canonicalize_dtype(_name(dtype)))
+        return _fault_name(jax.dtypes.canonicalize_dtype(_fault_name(dtype)))
     except TypeError:  # that of random keys
         return None
 
@@ -522,4 +522,4 @@ def _name_on_devices(dtype: Any) -> str | None:
 def _type_shown(shape: tuple[int, ...] | None, dtype: Any) -> str:
     if shape is None:
         return "no array" if dtype is None else with_article(dtype.__name__)
-    return "a number" if dtype is None else f"{_name(dtype)}{list(shape)}"
+    return "a number" if dtype is None else f"{_fault_name(dtype)}{list(shape)}"

@@ -78,7 +78,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(hlo: Hlo, value: Value) -> Origin | None:
-    """Finds the parameter that the value is a gathered, moved, converted or scaled copy of.
+    """Find the parameter that the value is a gathered, moved, converted or scaled copy of.
 
     None if it is computed, or has several origins in different calls or trips of a loop.
     """
@@ -103,7 +103,7 @@ def origin_of(hlo: Hlo, value: Value) -> Origin | None:
 
 
 def source_of(hlo: Hlo, value: Value) -> Value:
-    """Finds the value of the same computation that this is a moved or converted copy of.
+    """Find the value of the same computation that this is a moved or converted copy of.
 
     An asynchronous gather stands for its start.
     """
@@ -114,14 +114,14 @@ def source_of(hlo: Hlo, value: Value) -> Value:
 
 
 def returned(hlo: Hlo) -> Iterator[Value]:
-    """Yields for each output of the module the value that it is a copy of."""
+    """Yield for each output of the module the value that it is a copy of."""
     root = hlo[hlo.entry].root
     names = root.operands if root.opcode == "tuple" else (root.name,)
     return (source_of(hlo, Value(hlo.entry, name)) for name in names)
 
 
 def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
-    """Finds the values that loops of a computation keep in memory while they run."""
+    """Find the values that loops of a computation keep in memory while they run."""
     names = [name for name, line in hlo[computation].lines.items() if " while(" in line]
     loops = [loop for loop in map(hlo[computation].__getitem__, names) if loop.opcode == "while"]
     return {
@@ -132,7 +132,7 @@ def held_by_loops(hlo: Hlo, computation: str) -> set[Value]:
 
 
 def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
-    """Says whether a value is a parameter of the module, updated element by element or in part.
+    """Say whether a value is a parameter of the module, updated element by element or in part.
 
     A new state is; a gradient, which comes of a product, is not made so from its parameter.
     """
@@ -148,8 +148,8 @@ def is_made_from(hlo: Hlo, value: Value, parameter: int) -> bool:
     return False
 
 
-def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
-    """Yields the uses of a value, in loops and fusions too; slices of it are uses as well."""
+def value_uses(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
+    """Yield the uses of a value, in loops and fusions too; slices of it are uses as well."""
     pending: list[tuple[Value, tuple[_Site, ...]]] = [(value, ())]
     seen = set()
     while pending:
@@ -176,7 +176,7 @@ def uses_of(hlo: Hlo, value: Value) -> Iterator[ValueUse]:
 
 
 def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Value]:
-    """Yields the value behind an instruction that moves it, or inside what it calls."""
+    """Yield the value behind an instruction that moves it, or inside what it calls."""
     opcode = instruction.opcode
     after = value._replace(name=instruction.name)
     places = [i for i, operand in enumerate(instruction.operands) if operand == value.name]
@@ -196,7 +196,7 @@ def _passed_on(hlo: Hlo, value: Value, instruction: Instruction) -> Iterator[Val
 
 
 def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
-    """Yields the values that the definition of a value updates."""
+    """Yield the values that the definition of a value updates."""
     computation = hlo[value.computation]
     definition = computation[value.name]
     if (number := definition.parameter) is not None:
@@ -208,7 +208,7 @@ def _before_update(hlo: Hlo, value: Value) -> Iterator[Value]:
             yield value._replace(name=definition.operands[0])
         for body in definition.called.get("body") or definition.callees:
             yield Value(body, hlo[body].root.name, value.element)
-    elif (moved := _moved(hlo, definition, value.element, _GATHERS)) is not None:
+    elif (moved := _moved_value(hlo, definition, value.element, _GATHERS)) is not None:
         yield Value(value.computation, definition.operands[moved[0]], moved[1])
     elif definition.opcode == "dynamic-update-slice":
         yield from (Value(value.computation, name) for name in definition.operands[:2])
@@ -225,22 +225,22 @@ def _definition(hlo: Hlo, value: Value) -> Instruction:
 
 
 def _local_source(hlo: Hlo, value: Value, through: frozenset[str]) -> Value:
-    """Traces a value back within its computation, as far as it goes."""
+    """Trace a value back within its computation, as far as it goes."""
     while (before := _step(hlo, value, through)) is not None:
         value = before
     return value
 
 
 def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
-    """Goes one instruction back; None from a parameter, or where the value is computed."""
+    """Go one instruction back; None from a parameter, or where the value is computed."""
     definition = _definition(hlo, value)
     if definition.opcode in _CALLS:
         return _through_call(hlo, value, definition, through)
     if definition.opcode in _SCALES:
         is_through = definition.opcode in through
-        scaled = _scaled(hlo, value.computation, definition) if is_through else None
+        scaled = _scaled_value(hlo, value.computation, definition) if is_through else None
         return None if scaled is None else value._replace(name=scaled, is_scaled=True)
-    moved = _moved(hlo, definition, value.element, through)
+    moved = _moved_value(hlo, definition, value.element, through)
     if moved is None:
         return None
     operand, element = moved
@@ -248,10 +248,10 @@ def _step(hlo: Hlo, value: Value, through: frozenset[str]) -> Value | None:
     return _sliced(hlo, before, definition) if definition.opcode in _SLICES else before
 
 
-def _moved(
+def _moved_value(
     hlo: Hlo, definition: Instruction, element: int | None, through: frozenset[str]
 ) -> tuple[int, int | None] | None:
-    """Finds the operand that an instruction only moves, or slices, and the element of it."""
+    """Find the operand that an instruction only moves, or slices, and the element of it."""
     opcode = definition.opcode
     if opcode in through and not opcode.endswith("-done"):
         return element or 0, None  # it may gather several arrays at once
@@ -267,8 +267,8 @@ def _moved(
     return None
 
 
-def _scaled(hlo: Hlo, computation: str, definition: Instruction) -> str | None:
-    """Finds the operand that an instruction scales by a broadcast or a constant."""
+def _scaled_value(hlo: Hlo, computation: str, definition: Instruction) -> str | None:
+    """Find the operand that an instruction scales by a broadcast or a constant."""
     operands = [
         name
         for name in definition.operands
@@ -279,7 +279,7 @@ def _scaled(hlo: Hlo, computation: str, definition: Instruction) -> str | None:
 
 
 def _sliced(hlo: Hlo, array: Value, piece: Instruction) -> Value:
-    """Counts in the layers of an array that is sliced; only dimensions cut to 1 select one."""
+    """Count in the layers of an array that is sliced; only dimensions cut to 1 select one."""
     dims = _definition(hlo, array).results[0].dims
     pairs = zip(dims, piece.results[0].dims, strict=True)
     return array._replace(layers=array.layers * prod(size for size, part in pairs if part == 1))
@@ -288,7 +288,7 @@ def _sliced(hlo: Hlo, array: Value, piece: Instruction) -> Value:
 def _through_call(
     hlo: Hlo, value: Value, call: Instruction, through: frozenset[str]
 ) -> Value | None:
-    """Finds the operand that a called computation only moves."""
+    """Find the operand that a called computation only moves."""
     if len(call.callees) != 1:
         return None
     (body,) = call.callees
@@ -302,7 +302,7 @@ def _through_call(
 
 
 def _argument(value: Value, number: int, caller: Instruction) -> str | None:
-    """Finds the operand that a caller passes as a parameter; None if forms differ."""
+    """Find the operand that a caller passes as a parameter; None if forms differ."""
     if caller.opcode == "while":
         return caller.operands[0]
     if caller.opcode == "conditional":
@@ -313,7 +313,7 @@ def _argument(value: Value, number: int, caller: Instruction) -> str | None:
 
 
 def _is_invariant(hlo: Hlo, loop: Instruction, element: int) -> bool:
-    """Says whether each trip of a loop returns this element as it is."""
+    """Say whether each trip of a loop returns this element as it is."""
     (body,) = loop.called["body"]
     source = source_of(hlo, Value(body, hlo[body].root.name, element))
     is_parameter = _definition(hlo, source).parameter is not None
@@ -354,7 +354,7 @@ class Variation:
         self._values: dict[str, dict[str, _Elements]] = {}
 
     def of(self, computation: str, names: Iterable[str]) -> frozenset[str]:
-        """Returns the axes along which some of these values differ."""
+        """Return the axes along which some of these values differ."""
         values = self._of_module.get(computation, {})
         return frozenset().union(*(_union(values.get(name, ())).axes for name in names))
 
@@ -366,7 +366,7 @@ class Variation:
         return self._values
 
     def _run(self, computation: str, arguments: Sequence[_Elements]) -> _Elements:
-        """Computes the result of a computation; earlier calls of it count as well."""
+        """Compute the result of a computation; earlier calls of it count as well."""
         values: dict[str, _Elements] = {}
         earlier = self._values.get(computation, {})
         for instruction in self._hlo[computation]:
@@ -394,7 +394,7 @@ class Variation:
         return (self._array(instruction, operands),) * max(1, len(instruction.results))
 
     def _array(self, instruction: Instruction, operands: list[_Elements]) -> _Along:
-        """Computes the result of an instruction that makes no tuple, and calls nothing."""
+        """Compute the result of an instruction that makes no tuple, and calls nothing."""
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in ("partition-id", "replica-id"):
             return _Along(frozenset(self._axis_sizes), is_number=True)
@@ -412,7 +412,7 @@ class Variation:
         return _Along(axes)
 
     def _constant(self, instruction: Instruction) -> _Along:
-        """Reads a constant, which may have an entry for each device."""
+        """Read a constant, which may have an entry for each device."""
         sizes = tuple(self._axis_sizes.values())
         entries = _NUMBER.findall(instruction.literal)
         if instruction.results[0].dims != (prod(sizes),) or len(entries) != prod(sizes):
@@ -423,7 +423,7 @@ class Variation:
         return _Along(frozenset(), table=frozenset(differing))
 
     def _loop(self, instruction: Instruction, before: _Elements) -> _Elements:
-        """Runs a loop until what goes in again differs no more."""
+        """Run a loop until what goes in again differs no more."""
         (body,) = instruction.called["body"]
         while (after := _either(before, self._run(body, [before]))) != before:
             before = after
@@ -440,7 +440,7 @@ class Variation:
         return reduce(_either, [self._run(body, [operand]) for body, operand in branches])
 
     def _group_axes(self, instruction: Instruction) -> frozenset[str]:
-        """Returns the axes whose devices are all in one group of a collective."""
+        """Return the axes whose devices are all in one group of a collective."""
         groups = self._hlo.groups(instruction.attributes)
         axes = groups.axes(self._axis_sizes)
         is_whole = len(groups[0]) == prod(self._axis_sizes[axis] for axis in axes)
@@ -454,7 +454,7 @@ def _union(elements: Sequence[_Along]) -> _Along:
 
 
 def _either(some: _Elements, others: _Elements) -> _Elements:
-    """Joins elements: they differ along the axes of both."""
+    """Join elements: they differ along the axes of both."""
     if some == others:
         return some
     if len(some) != len(others):  # of tuples in tuples

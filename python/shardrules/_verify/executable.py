@@ -118,7 +118,7 @@ class Side:
         return tuple(self._children[1].node_data()[1])
 
     def plans_of(self, plans: Sequence[Any]) -> list[Any]:
-        """Lists the plan of each argument; behind positional ones, there may be a dict."""
+        """List the plan of each argument; behind positional ones, there may be a dict."""
         count = len(self.subtrees) - len(self.keywords)
         by_name = plans[count] if len(plans) > count else {}
         return [*plans[:count], *map(by_name.get, self.keywords)]
@@ -129,7 +129,7 @@ class Side:
         return children
 
     def bytes_of(self, leaf: int, sharding: Any = None) -> int:
-        """Computes the bytes of a leaf on a device, with its sharding or another one."""
+        """Compute the bytes of a leaf on a device, with its sharding or another one."""
         shape = (sharding or self.shardings[leaf]).shard_shape(self.shapes[leaf])
         count = bits_of(self.dtypes[leaf])
         for size in shape:
@@ -146,7 +146,7 @@ class Side:
         *,
         bytes: int = 0,
     ) -> Finding:
-        """Makes a finding about leaves, with their paths folded."""
+        """Make a finding about leaves, with their paths folded."""
         folded = fold([self.paths[leaf] for leaf in leaves], np.zeros(len(leaves), np.int32))
         patterns = tuple(group.pattern for group in folded)
         return Finding(level, kind, message, patterns, len(leaves), None, bytes, fix)
@@ -250,7 +250,7 @@ class Executable:
 
 
 def at(items: list[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns the items of these leaves, in their order."""
+    """Return the items of these leaves, in their order."""
     if isinstance(leaves, range):
         return items[leaves.start : leaves.stop]
     return [items[leaf] for leaf in leaves]
@@ -263,13 +263,13 @@ def _not_none(shardings: list[Any]) -> list[int]:
 
 
 def sharding_shown(sharding: Any) -> str:
-    """Formats a sharding for a message: as its spec if it has one."""
+    """Format a sharding for a message: as its spec if it has one."""
     spec = getattr(sharding, "spec", None)
     return type(sharding).__name__ if spec is None else spec_shown(spec)
 
 
 def _key_shown(key: Any) -> str:
-    """Formats a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
+    """Format a key of a path: of a dict, a sequence, an attribute, or a flattened index."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return str(getattr(key, name))
@@ -280,7 +280,7 @@ _EXPECTED: Final = "jax.jit(f).lower(...).compile()"
 
 
 def call_of(compiled: Any, inputs: Any) -> Call:
-    """Reads how a compiled function is called.
+    """Read how a compiled function is called.
 
     Args:
         compiled: What `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit` have compiled.
@@ -315,7 +315,7 @@ def _call(
     library: Library,
     changes: Iterator[tuple[int, int]],
 ) -> Call:
-    """Makes a call from trees of leaf numbers."""
+    """Make a call from trees of leaf numbers."""
     from jax import tree_util
 
     in_leaves, in_tree = tree_util.tree_flatten(arguments)
@@ -327,7 +327,7 @@ def _call(
 
 @contextmanager
 def _reading(library: str) -> Iterator[None]:
-    """Raises a TypeError that names the version of a library which has other private names."""
+    """Raise a TypeError that names the version of a library which has other private names."""
     try:
         yield
     except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
@@ -340,20 +340,22 @@ def _reading(library: str) -> Iterator[None]:
         ) from error
 
 
-def _numbered(treedef: Any) -> Any:
+def _numbered_leaves(treedef: Any) -> Any:
     return treedef.unflatten(range(treedef.num_leaves))
 
 
 def _nnx_call(compiled: Any, inner: Compiled, _: Any) -> Call:
-    """Reads a call of `flax.nnx.jit`: modules are their states, and come back changed."""
+    """Read a call of `flax.nnx.jit`: modules are their states, and come back changed."""
     read = _nnx_of_trees if type(compiled).__name__.startswith("Simple") else _nnx_of_graphs
     with _reading("flax"):
-        arguments, returned, changes = read(_numbered(inner.in_tree), _numbered(inner.out_tree))
+        arguments, returned, changes = read(
+            _numbered_leaves(inner.in_tree), _numbered_leaves(inner.out_tree)
+        )
         return _call(inner, arguments, returned, "nnx", changes)
 
 
 def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
-    """Returns arguments, result and changes where modules are split into graphs and states."""
+    """Return arguments, result and changes where modules are split into graphs and states."""
     extract = import_module("flax.nnx.extract")
     merge = import_module("flax.nnx.transforms.compilation")._jit_merge_fn
     args, (*after, returned) = (
@@ -364,7 +366,7 @@ def _nnx_of_graphs(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, i
 
 
 def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, int]]]:
-    """Returns the same where modules are trees of JAX, and only changed variables come back."""
+    """Return the same where modules are trees of JAX, and only changed variables come back."""
     from jax import tree_util
 
     extract, variable_type = import_module("flax.nnx.extract"), import_module("flax.nnx").Variable
@@ -387,7 +389,7 @@ def _nnx_of_trees(args: Any, out: Any) -> tuple[Any, Any, Iterator[tuple[int, in
 
 
 def _with_states(tree: Any) -> Any:
-    """Replaces modules by their states."""
+    """Replace modules by their states."""
     from jax import tree_util
 
     nnx = import_module("flax.nnx")
@@ -402,7 +404,7 @@ def _with_states(tree: Any) -> Any:
 
 
 def _at_same_paths(before: Any, after: Any) -> Iterator[tuple[int, int]]:
-    """Yields the leaves of two trees that have the same path."""
+    """Yield the leaves of two trees that have the same path."""
     from jax import tree_util
 
     leaves = dict(tree_util.tree_flatten_with_path(before)[0])
@@ -429,18 +431,21 @@ class _Entry(NamedTuple):
 
 
 def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
-    """Reads a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
+    """Read a call of `equinox.filter_jit`: arguments are flat, with the structure of plans."""
     from jax import tree_util
 
     with _reading("equinox"):
-        (groups, _), (_, returned, _) = _numbered(inner.in_tree), _numbered(inner.out_tree)
+        (groups, _), (_, returned, _) = (
+            _numbered_leaves(inner.in_tree),
+            _numbered_leaves(inner.out_tree),
+        )
         flat = {key: tree_util.tree_leaves(group[key]) for group in groups for key in group}
         first, rest = flat["first"], flat["rest"]
         parameters = dict(compiled.info[0].parameters)
     positional, keywords = _split_keywords(inputs, parameters)
     count, names = len(positional), sorted(keywords)
-    entries = [_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
-    entries += [_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
+    entries = [_call_entry(f"inputs[{i}]", plan) for i, plan in enumerate(positional)]
+    entries += [_call_entry(f"inputs[{count}][{name!r}]", keywords[name]) for name in names]
     shapes = [tuple(info.shape) for info in tree_util.tree_leaves(inner.args_info)]
     begin = min(count, 1)
     trees = [*_trees(entries[:begin], first, shapes), *_trees(entries[begin:], rest, shapes)]
@@ -451,7 +456,7 @@ def _equinox_call(compiled: Any, inner: Compiled, inputs: Any) -> Call:
 def _split_keywords(
     inputs: Any, parameters: Mapping[str, Parameter]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Splits plans into those of positional arguments and of keyword-only ones."""
+    """Split plans into those of positional arguments and of keyword-only ones."""
     if not isinstance(inputs, tuple | list):
         raise TypeError(
             f"inputs is {shown(inputs)}; give a tuple with an entry for each positional argument"
@@ -483,7 +488,7 @@ def _split_keywords(
     return positional, {**unplanned, **keywords}
 
 
-def _entry(name: str, planned: Any) -> _Entry:
+def _call_entry(name: str, planned: Any) -> _Entry:
     from jax import tree_util
     from jax.sharding import Sharding
 
@@ -503,7 +508,7 @@ def _entry(name: str, planned: Any) -> _Entry:
 def _trees(
     entries: Sequence[_Entry], numbers: list[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
-    """Yields each argument as a tree of its leaves' numbers.
+    """Yield each argument as a tree of its leaves' numbers.
 
     Plans are recognized by the shapes of their arrays; those between them are of the others.
     """
@@ -528,7 +533,7 @@ def _trees(
 
 
 def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yields the array counts of the entries, for each way in which plans fit the shapes."""
+    """Yield the array counts of the entries, for each way in which plans fit the shapes."""
     first = next((i for i, entry in enumerate(entries) if entry.tree is not None), None)
     if first is None:
         if (widths := _loose_widths(entries, len(shapes))) is not None:
@@ -544,7 +549,7 @@ def _splits(entries: Sequence[_Entry], shapes: list[tuple[int, ...]]) -> Iterato
 
 
 def _loose_widths(entries: Sequence[_Entry], count: int) -> tuple[int, ...] | None:
-    """Shares arrays out among entries that do not say how many they have; None if unclear."""
+    """Share arrays out among entries that do not say how many they have; None if unclear."""
     planned = [entry.is_planned for entry in entries]
     if count == len(entries):
         return (1,) * count

@@ -23,7 +23,7 @@ from shardrules._verify.dataflow import (
     held_by_loops,
     origin_of,
     source_of,
-    uses_of,
+    value_uses,
 )
 from shardrules._verify.executable import sharding_shown
 from shardrules._verify.placements import is_same
@@ -113,7 +113,7 @@ class _Gather(NamedTuple):
     def axes(
         self, target: PlannedSharding, shape: tuple[int, ...], layers: int = 1
     ) -> tuple[str, ...]:
-        """Lists the axes that are planned to shard an array, and do not shard the gathered copy.
+        """List the axes that are planned to shard an array, and do not shard the gathered copy.
 
         Args:
             target: The planned sharding of the array.
@@ -151,7 +151,7 @@ def gathered(
     carried: Sequence[State],
     large: int,
 ) -> Iterator[Finding]:
-    """Yields findings about planned arrays that are gathered, and are then large."""
+    """Yield findings about planned arrays that are gathered, and are then large."""
     if executable.hlo is None:
         message = (
             "this backend does not show the text of executables: what they gather is not known"
@@ -175,7 +175,7 @@ def gathered(
     operands = {source_of(executable.hlo, gather.operand) for gather in gathers}
     passed_on = operands.union(executable.sources)
     ending = [gather for gather in gathers if gather.value not in passed_on]
-    returned = _returned(executable, targets, gathers)
+    returned = _returned_copies(executable, targets, gathers)
     used = _uses(executable, inputs, carried, ending)
     for side, copies in ((executable.outputs, returned), (executable.inputs, used)):
         for (spec, axes, use), sizes in copies.items():
@@ -188,8 +188,8 @@ def gathered(
             yield side.finding(level, "gathered", message, fix, sorted(sizes), bytes=size)
 
 
-def _returned(executable: Executable, targets: _Targets, gathers: list[_Gather]) -> _Copies:
-    """Collects outputs that are planned to be sharded, and are copies of a gather's result."""
+def _returned_copies(executable: Executable, targets: _Targets, gathers: list[_Gather]) -> _Copies:
+    """Collect outputs that are planned to be sharded, and are copies of a gather's result."""
     of_value = {gather.value: gather for gather in gathers}
     copies: _Copies = defaultdict(dict)
     for leaf, (target, source) in enumerate(zip(targets, executable.sources, strict=True)):
@@ -204,7 +204,7 @@ def _returned(executable: Executable, targets: _Targets, gathers: list[_Gather])
 def _uses(
     executable: Executable, inputs: _Targets, carried: Sequence[State], gathers: list[_Gather]
 ) -> _Copies:
-    """Collects planned arguments that are gathered, by the first use that applies."""
+    """Collect planned arguments that are gathered, by the first use that applies."""
     assert executable.hlo is not None
     computations = {gather.value.computation for gather in gathers}
     in_loops = set().union(*(held_by_loops(executable.hlo, name) for name in computations))
@@ -215,7 +215,7 @@ def _uses(
         if copy is None:
             continue
         if gather.value in in_loops and any(
-            use.is_layer for use in uses_of(executable.hlo, gather.value)
+            use.is_layer for use in value_uses(executable.hlo, gather.value)
         ):
             use = "loop"
         elif work.is_the_same_with(copy, gather.value):
@@ -233,7 +233,7 @@ def _uses(
 
 
 def _copy(executable: Executable, inputs: _Targets, gather: _Gather) -> _Copy | None:
-    """Traces a gather back to a planned argument that is sharded as planned."""
+    """Trace a gather back to a planned argument that is sharded as planned."""
     assert executable.hlo is not None
     side = executable.inputs
     origin = origin_of(executable.hlo, gather.operand)
@@ -254,7 +254,7 @@ def _copy(executable: Executable, inputs: _Targets, gather: _Gather) -> _Copy | 
 
 
 def _are_for_experts(executable: Executable, target: PlannedSharding | None, copy: _Copy) -> bool:
-    """Says whether the axes shard experts for their own sake, and not as FSDP shards anything.
+    """Say whether the axes shard experts for their own sake, and not as FSDP shards anything.
 
     Their names say so, or that they shard nothing else of the argument that the leaf is in.
     """
@@ -291,7 +291,7 @@ class _Work:
                 self._axes[argument] = _union(axes)
 
     def is_the_same_with(self, copy: _Copy, value: Value) -> bool:
-        """Says whether what a copy is multiplied by is equal along some of its axes.
+        """Say whether what a copy is multiplied by is equal along some of its axes.
 
         It differs where the batch comes in sharded. Otherwise the program decides, which may shard
         the batch itself. Rows that are looked up are in no product.
@@ -300,7 +300,7 @@ class _Work:
         batch = _union(others)
         if not others or batch is None or batch.issuperset(copy.axes):
             return False
-        products = [use for use in uses_of(self._hlo, value) if use.opcode in PRODUCTS]
+        products = [use for use in value_uses(self._hlo, value) if use.opcode in PRODUCTS]
         differing: frozenset[str] = frozenset()
         for use in products:
             computation, name, operand = use.site
@@ -326,12 +326,12 @@ class _Work:
 
 
 def _sharding_axes(sharding: Any) -> frozenset[str] | None:
-    """Returns the axes that a sharding names; None if it has no mesh."""
+    """Return the axes that a sharding names; None if it has no mesh."""
     mesh = getattr(sharding, "mesh", None)
     return None if mesh is None else axes_used(sharding.spec, mesh.shape)
 
 
 def _union(axes: list[frozenset[str] | None]) -> frozenset[str] | None:
-    """Joins the axes of several shardings; None if one has no mesh."""
+    """Join the axes of several shardings; None if one has no mesh."""
     named = [names for names in axes if names is not None]
     return frozenset(chain(*named)) if len(named) == len(axes) else None

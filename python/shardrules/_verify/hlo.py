@@ -123,7 +123,7 @@ class ReplicaGroups(tuple[tuple[int, ...], ...]):
     __slots__ = ()
 
     def axes(self, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Lists the mesh axes along which members of a group differ, in the mesh's order.
+        """List the mesh axes along which members of a group differ, in the mesh's order.
 
         A group spans these axes if their sizes' product is its size. XLA may split an axis.
 
@@ -196,7 +196,7 @@ class Computation:
         return parameters.count("["), results.count("[")
 
     def users(self, name: str) -> Sequence[str]:
-        """Lists the instructions that have this operand."""
+        """List the instructions that have this operand."""
         return self._users.get(name, ())
 
     @cached_property
@@ -271,21 +271,21 @@ class Hlo:
         return tuple(self._collective(*place) for place in places)
 
     def of_kind(self, kind: CollectiveOpcode, least: int) -> Iterator[Collective]:
-        """Yields the collectives of a kind with a result of at least so many bytes."""
+        """Yield the collectives of a kind with a result of at least so many bytes."""
         for position, _, start in self._places(kind):
             results = parsed(_line_at(self.text, position)).results
             if any(shape.bytes >= least for shape in results):
                 yield self._collective(position, kind, start)
 
     def callers(self, computation: str) -> Iterator[tuple[str, Instruction]]:
-        """Yields the instructions that call a computation, each behind its own computation."""
+        """Yield the instructions that call a computation, each behind its own computation."""
         for position in self._calls.get(computation, ()):
             instruction = parsed(_line_at(self.text, position))
             if instruction.opcode not in ("async-update", "async-done"):
                 yield self._computation_at(position), instruction
 
     def times(self, computation: str) -> int | None:
-        """Counts the executions of a computation; None if a loop has an unknown trip count."""
+        """Count the executions of a computation; None if a loop has an unknown trip count."""
         if computation == self.entry:
             return 1
         if computation not in self._times:
@@ -298,7 +298,7 @@ class Hlo:
         return self._times[computation]
 
     def groups(self, attributes: str) -> ReplicaGroups:
-        """Parses the replica groups of a collective, or its (source, target) pairs."""
+        """Parse the replica groups of a collective, or its (source, target) pairs."""
         everyone = ReplicaGroups((tuple(range(self.partitions)),))
         begin = _GROUPS.search(attributes)
         if begin is None:
@@ -321,7 +321,7 @@ class Hlo:
         return calls
 
     def _places(self, kind: CollectiveOpcode) -> Iterator[tuple[int, CollectiveOpcode, str]]:
-        """Yields (position, kind, "-start" or "") of the collectives of a kind."""
+        """Yield (position, kind, "-start" or "") of the collectives of a kind."""
         # A search for a fixed string is much faster than one for a pattern.
         position = self.text.find(f" {kind}")
         while position >= 0:
@@ -348,7 +348,7 @@ class Hlo:
 
 
 def parsed(line: str) -> Instruction:
-    """Parses the line of an instruction."""
+    """Parse the line of an instruction."""
     name, _, rest = line.partition(" = ")
     opcode = _OPCODE.search(f" {rest}")
     if opcode is None:
@@ -362,7 +362,7 @@ def parsed(line: str) -> Instruction:
     return Instruction(
         name=_name_of(name),
         opcode=opcode[1],
-        results=_shapes(rest[: opcode.start()]),
+        results=_array_shapes(rest[: opcode.start()]),
         operands=tuple(_NAME.findall(rest[begin:end])),
         literal=rest[begin:end],
         attributes=rest[end + 1 :],
@@ -383,7 +383,7 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def _array_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size))
         for dtype, dims in _SHAPE.findall(text)
@@ -391,7 +391,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -> Shape:
-    """Computes the operand of a collective from its result and the size of its groups."""
+    """Compute the operand of a collective from its result and the size of its groups."""
     if dimension is None or kind not in ("all-gather", "reduce-scatter"):
         return result
     dims = list(result.dims)
@@ -403,7 +403,7 @@ def _operand_of(kind: str, result: Shape, dimension: int | None, devices: int) -
 
 
 def _times_within(times: int | None, caller: Instruction, computation: str) -> int | None:
-    """Multiplies the caller's executions by the trips of its loop, if it is one."""
+    """Multiply the caller's executions by the trips of its loop, if it is one."""
     if caller.opcode != "while" or times is None:
         return times
     trips = _number(_TRIPS, caller.attributes)
@@ -416,15 +416,15 @@ _Groups = tuple[tuple[int, ...], ...]
 
 
 def _explicit(text: re.Match[str]) -> _Groups:
-    return tuple(map(_numbers, re.findall(r"\{([\d,]+)\}", text[0])))
+    return tuple(map(_group_numbers, re.findall(r"\{([\d,]+)\}", text[0])))
 
 
 def _iota(text: re.Match[str]) -> _Groups:
-    return _rows(_transposed(text[2], text[3]), _numbers(text[1])[1])
+    return _group_rows(_transposed(text[2], text[3]), _group_numbers(text[1])[1])
 
 
 def _mesh(text: re.Match[str]) -> _Groups:
-    """Parses groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each 4."""
+    """Parse groups along mesh axes, or parts of them: `:(4)2` are 2 parts of each 4."""
     sizes = {axis: int(size) for axis, size in _AXIS.findall(text[1])}
     along = [
         (axis, int(before or 1), int(before or 1) * int(size or sizes[axis]))
@@ -443,31 +443,31 @@ def _mesh(text: re.Match[str]) -> _Groups:
     outer = [i for i in range(len(parts)) if i not in inner]
     dims = [end // begin for _, begin, end in parts]
     ids = _device_ids(text[2], prod(sizes.values())).reshape(dims).transpose(outer + inner)
-    return _rows(ids, prod(dims[i] for i in inner))
+    return _group_rows(ids, prod(dims[i] for i in inner))
 
 
 def _device_ids(text: str | None, count: int) -> npt.NDArray[np.int64]:
-    """Parses the devices of a mesh: [4,2]T(1,0), or one by one; ascending without a text."""
+    """Parse the devices of a mesh: [4,2]T(1,0), or one by one; ascending without a text."""
     if text is None:
         return np.arange(count)
     sizes, _, order = text.partition("]")
     if order:
         return _transposed(sizes.strip("(["), order.strip("T()"))
-    return np.array(_numbers(text), np.int64)
+    return np.array(_group_numbers(text), np.int64)
 
 
 def _transposed(sizes: str, order: str | None) -> npt.NDArray[np.int64]:
-    """Flattens 0, 1, 2, ... in an array of these sizes, transposed to this order."""
-    shape = _numbers(sizes)
+    """Flatten 0, 1, 2, ... in an array of these sizes, transposed to this order."""
+    shape = _group_numbers(sizes)
     ids = np.arange(prod(shape)).reshape(shape)
-    return (ids.transpose(_numbers(order)) if order else ids).ravel()
+    return (ids.transpose(_group_numbers(order)) if order else ids).ravel()
 
 
-def _rows(ids: npt.NDArray[np.int64], size: int) -> _Groups:
+def _group_rows(ids: npt.NDArray[np.int64], size: int) -> _Groups:
     return tuple(map(tuple, ids.reshape(-1, size).tolist()))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _group_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 

@@ -49,7 +49,7 @@ class _PlanLeaves(NamedTuple):
 def targets_of(
     executable: Executable, inputs: Any, outputs: Any
 ) -> tuple[list[PlannedSharding | None], list[PlannedSharding | None]]:
-    """Reads the targets of the inputs' and of the outputs' leaves.
+    """Read the targets of the inputs' and of the outputs' leaves.
 
     Arguments that the call changes in place come out as they go in.
 
@@ -127,7 +127,7 @@ class _Targets:
         self._types = (PartitionSpec, Sharding)
 
     def fill(self, at: str, plan: Any, treedef: Any) -> None:
-        """Fills in the leaves of a subtree; errors name it by `at`."""
+        """Fill in the leaves of a subtree; errors name it by `at`."""
         from jax import tree_util
 
         count = treedef.num_leaves
@@ -211,7 +211,7 @@ class _Targets:
         ]
 
     def _rows_by_paths(self, at: str, plan: Plan, treedef: Any) -> list[int]:
-        """Finds the plan's row for each leaf of another structure, by paths."""
+        """Find the plan's row for each leaf of another structure, by paths."""
         from jax import tree_util
 
         columns = plan._columns
@@ -242,7 +242,7 @@ class _Targets:
         return [leaves.rows[there.paths[row]] for row in tree_util.tree_leaves(there.tree)]
 
     def _mesh(self, at: str, axis_sizes: Mapping[str, int] | None) -> Mesh:
-        """Returns the executable's mesh, which must have these axes."""
+        """Return the executable's mesh, which must have these axes."""
         mesh = self._executable.mesh
         if mesh is None:
             raise _misfit(
@@ -258,12 +258,12 @@ class _Targets:
 
 
 def _misfit(message: str) -> ValueError:
-    """Makes an error whose text may have names of users in it."""
+    """Make an error whose text may have names of users in it."""
     return ValueError(printable(message))
 
 
 def _node_shown(treedef: Any) -> str:
-    """Formats a node without its subtrees: a dict of 'k', 'v'; a tuple of 2; a leaf."""
+    """Format a node without its subtrees: a dict of 'k', 'v'; a tuple of 2; a leaf."""
     data = treedef.node_data()
     if data is None:
         return "a leaf" if treedef.num_leaves else "nothing"

@@ -50,7 +50,7 @@ _OF_ARRAY: Final[Any] = attrgetter("sharding", "aval.shape", "aval.dtype")
 
 
 def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
-    """Matches the leaves of a tree with those of a plan: by structure, or else by path."""
+    """Match the leaves of a tree with those of a plan: by structure, or else by path."""
     from jax import tree_util
 
     rows, values = _by_structure(tree, leaves)
@@ -66,7 +66,7 @@ def live_leaves(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 
 def _by_structure(tree: Any, leaves: Leaves) -> tuple[list[int], list[Any] | None]:
-    """Returns rows and the leaf of each, or None if the structures differ."""
+    """Return rows and the leaf of each, or None if the structures differ."""
     from jax import tree_util
 
     values = values_beside(leaves.tree, tree, len(leaves.paths))
@@ -99,7 +99,7 @@ def _by_paths(tree: Any, leaves: Leaves) -> LiveLeaves:
 
 
 def _by_path(tree: Any, leaves: Leaves) -> dict[str, Any]:
-    """Returns the leaves by path, in the order of the walk."""
+    """Return the leaves by path, in the order of the walk."""
     from jax import tree_util
 
     read = survey(tree, Rules((), leaves.paths_dialect))
@@ -116,7 +116,7 @@ def _are_arrays(types: set[type]) -> bool:
 
 
 def fields_of(leaves: list[Any]) -> list[Fields]:
-    """Reads the fields of `Live` for each leaf.
+    """Read the fields of `Live` for each leaf.
 
     Raises:
         TypeError: One is traced: inside jit no array is anywhere yet.
@@ -154,5 +154,5 @@ def _live(leaf: Any) -> Live:
 
 
 def is_committed(leaf: Any) -> bool:
-    """Returns False for an array on a device that JAX chose, from which jit may move it."""
+    """Return False for an array on a device that JAX chose, from which jit may move it."""
     return bool(getattr(leaf, "committed", True))

@@ -65,7 +65,7 @@ class ObjectPairs:
     def differences(
         self, are_equal: Callable[[Any, Any, int], bool], texts: Callable[[int], _Texts]
     ) -> Iterator[tuple[_Texts, list[int]]]:
-        """Yields the positions of pairs that differ, those with the same texts together.
+        """Yield the positions of pairs that differ, those with the same texts together.
 
         Args:
             are_equal: Called once for each pair of the same objects, with one of its positions.
@@ -93,7 +93,7 @@ _Texts = tuple[str | None, str | None]
 
 
 def is_same(first: Any, second: Any, rank: int) -> bool:
-    """Says whether two shardings shard arrays of this rank equally, in whatever memory."""
+    """Say whether two shardings shard arrays of this rank equally, in whatever memory."""
     if first == second:
         return True
     first, second = first.with_memory_kind(None), second.with_memory_kind(None)
@@ -109,7 +109,7 @@ _SIDE_WORDS: Final[dict[str, tuple[VerifyKind, str, str]]] = {
 def placements(
     side: Side, targets: Sequence[PlannedSharding | None], library: Library
 ) -> Iterator[Finding]:
-    """Yields findings about leaves that are not sharded or kept in memory as planned."""
+    """Yield findings about leaves that are not sharded or kept in memory as planned."""
     pairs = ObjectPairs(targets, side.shardings)
     yield from _shardings(side, targets, pairs, _FIXES[library][side.name])
     yield from _memory_kinds(side, targets, pairs, _FIXES[library][side.name])
@@ -128,10 +128,12 @@ def _shardings(
 
     def texts(leaf: int) -> tuple[str, str]:
         _check_fits(targets[leaf], side, leaf)
-        return sharding_shown(_sharding(targets[leaf])), sharding_shown(side.shardings[leaf])
+        return sharding_shown(_planned_sharding(targets[leaf])), sharding_shown(
+            side.shardings[leaf]
+        )
 
     for (planned, actual), leaves in pairs.differences(are_equal, texts):
-        budget = sum(side.bytes_of(leaf, _sharding(targets[leaf])) for leaf in leaves)
+        budget = sum(side.bytes_of(leaf, _planned_sharding(targets[leaf])) for leaf in leaves)
         size = sum(map(side.bytes_of, leaves))
         order = ", on the devices in another order," if planned == actual else ""
         message = (
@@ -168,7 +170,7 @@ def _memory_kinds(
 def dropped(
     side: Side, targets: Sequence[PlannedSharding | None], kept: Sequence[int]
 ) -> Iterator[Finding]:
-    """Yields a finding about planned leaves that the executable does not have."""
+    """Yield a finding about planned leaves that the executable does not have."""
     if len(kept) == len(targets):
         return
     lacking = sorted(set(range(len(targets))).difference(kept))
@@ -183,12 +185,12 @@ def dropped(
 
 
 def placement_text(sharding: Any) -> str:
-    """Formats a sharding with its memory kind, if that is not the default."""
+    """Format a sharding with its memory kind, if that is not the default."""
     kind: Any = memory_apart(sharding)
     return in_memory(sharding_shown(sharding), kind)
 
 
-def _sharding(target: PlannedSharding | None) -> Any:
+def _planned_sharding(target: PlannedSharding | None) -> Any:
     return target and target.sharding
 
 
@@ -238,14 +240,14 @@ class _Subtree(NamedTuple):
 
 
 def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
-    """Finds the states of a step: the output as a whole, or else its children.
+    """Find the states of a step: the output as a whole, or else its children.
 
     Args:
         executable: The step.
         inputs: The plans of the arguments.
         outputs: The plans of the results.
     """
-    updated = list(_updated(executable))
+    updated = list(_updated_state(executable))
     taken = {leaf for state in updated for leaf in state.inputs}
     plans = executable.inputs.plans_of(inputs)
     pairs = zip(executable.inputs.subtrees, plans, strict=True)
@@ -255,13 +257,13 @@ def states(executable: Executable, inputs: Any, outputs: Any) -> list[State]:
     output = _Subtree(side.treedef, range(side.treedef.num_leaves), outputs)
     if returned := _matched(executable, arguments, [output]):
         return updated + returned
-    pairs = zip(side.subtrees, _children(outputs, side.treedef), strict=True)
+    pairs = zip(side.subtrees, _state_children(outputs, side.treedef), strict=True)
     children = [_Subtree(*subtree, plan) for subtree, plan in pairs]
     return updated + _matched(executable, arguments, children)
 
 
-def _updated(executable: Executable) -> Iterator[State]:
-    """Yields the arguments that the call changes in place."""
+def _updated_state(executable: Executable) -> Iterator[State]:
+    """Yield the arguments that the call changes in place."""
     updates = executable.call.updates
     first = len(executable.outputs.leaves) - len(updates)
     output_of = {leaf: first + number for number, (leaf, _) in enumerate(updates)}
@@ -270,8 +272,8 @@ def _updated(executable: Executable) -> Iterator[State]:
             yield State(leaves, [output_of[leaf] for leaf in leaves], "updated")
 
 
-def _children(plans: Any, treedef: Any) -> Sequence[Any]:
-    """Lists the plans of the output's children, as far as each has an entry of its own."""
+def _state_children(plans: Any, treedef: Any) -> Sequence[Any]:
+    """List the plans of the output's children, as far as each has an entry of its own."""
     if isinstance(plans, Mapping):
         return [plans.get(key) for key in treedef.node_data()[1]]
     if isinstance(plans, tuple | list) and not is_partition_spec(plans):
@@ -282,7 +284,7 @@ def _children(plans: Any, treedef: Any) -> Sequence[Any]:
 def _matched(
     executable: Executable, arguments: Mapping[int, _Subtree], outputs: list[_Subtree]
 ) -> list[State]:
-    """Matches each output with the argument at the same place, or else the first that fits."""
+    """Match each output with the argument at the same place, or else the first that fits."""
     matches: list[State] = []
     rest = dict(arguments)
     for place, output in enumerate(outputs):
@@ -294,7 +296,7 @@ def _matched(
 
 
 def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> Evidence | None:
-    """Says how we know that an output stands for an argument; None if it does not."""
+    """Say how we know that an output stands for an argument; None if it does not."""
     if not argument.leaves or argument.treedef != output.treedef:
         return None
     inputs, outputs = executable.inputs, executable.outputs
@@ -311,7 +313,7 @@ def _evidence(executable: Executable, argument: _Subtree, output: _Subtree) -> E
 
 
 def changed(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
-    """Yields findings about states that come out with another sharding, memory or dtype."""
+    """Yield findings about states that come out with another sharding, memory or dtype."""
     for state in carried:
         yield from _resharded(executable, state)
         yield from _of_other_dtype(executable, state)
@@ -371,7 +373,7 @@ def _of_other_dtype(executable: Executable, state: State) -> Iterator[Finding]:
 
 
 def undonated(executable: Executable, carried: Sequence[State]) -> Iterator[Finding]:
-    """Yields findings about donated leaves whose memory no output takes."""
+    """Yield findings about donated leaves whose memory no output takes."""
     side = executable.inputs
     if not any(executable.donated):
         return
@@ -414,7 +416,7 @@ def _not_aliased(side: Side, leaves: list[int], *, is_state: bool) -> Finding:
 
 
 def not_donated(executable: Executable, carried: Sequence[State], large: int) -> Iterator[Finding]:
-    """Yields findings about large states whose old arrays stay in memory beside the new ones."""
+    """Yield findings about large states whose old arrays stay in memory beside the new ones."""
     side = executable.inputs
     for evidence, (name, _) in _STATE_WORDS.items():
         states = [state for state in carried if state.evidence == evidence]
@@ -430,7 +432,7 @@ def not_donated(executable: Executable, carried: Sequence[State], large: int) ->
 
 
 def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
-    """Lists the leaves of a state that are not donated, and that the new ones are made from."""
+    """List the leaves of a state that are not donated, and that the new ones are made from."""
     side = executable.inputs
     pairs = [
         (before, after)
@@ -451,7 +453,7 @@ def _kept_twice(executable: Executable, state: State, large: int) -> list[int]:
 
 
 def _donation(executable: Executable, leaves: Sequence[int]) -> str:
-    """Writes the arguments of jit that donate leaves."""
+    """Write the arguments of jit that donate leaves."""
     library, side = executable.call.library, executable.inputs
     if library == "equinox":
         return (

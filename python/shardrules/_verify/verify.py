@@ -34,7 +34,7 @@ def verify(
     hbm: int | None = None,
     large: int = DEFAULT_LARGE,
 ) -> Findings:
-    """Finds where a compiled function differs from the plan, and what that costs.
+    """Find where a compiled function differs from the plan, and what that costs.
 
     Nothing is run. The page "Findings" says from where each finding is read.
 
@@ -109,7 +109,7 @@ _SIGNS: Final = {"argument": 1, "output": 1, "temp": 1, "alias": -1, "generated_
 
 
 def _peak(executable: Executable, hbm: int | None) -> Iterator[Finding]:
-    """Yields a finding if a device needs more bytes than it has."""
+    """Yield a finding if a device needs more bytes than it has."""
     if hbm is None:
         return
     memory: Any = executable.call.compiled.memory_analysis()
@@ -143,7 +143,7 @@ def _scope(
     *,
     is_compared: bool,
 ) -> str:
-    """Says in words what is compared."""
+    """Say in words what is compared."""
     texts = [
         f"{len(targets) - targets.count(None):,} of {counted(len(targets), side)} planned"
         for side, targets in (("input", inputs), ("output", outputs))

@@ -58,7 +58,7 @@ def infer_sharding(params: Any, strategy: Iterable[tuple[str, str]], mesh: Any) 
     import jax
 
     on_mesh = resolve_mesh(mesh)
-    parsed = [(pattern, _parsed(tactics)) for pattern, tactics in strategy]
+    parsed = [(pattern, _parsed_tactic(tactics)) for pattern, tactics in strategy]
     numbers = [(pattern, number) for number, (pattern, _) in enumerate(parsed)]
     specs = remembered_rules(numbers, BIG_VISION).match(params)
     memo: dict[Any, Any] = {}
@@ -89,7 +89,7 @@ def rules(strategy: Iterable[tuple[str, str]]) -> Rules:
         >>> [str(spec) for _, spec in rules([("wo", 'shard_dim("model", 0)|fsdp("data")')])]
         ["fsdp('data', min_bytes=4194305, within=P('model'))"]
     """
-    pairs = [(pattern, _spec(tactics)) for pattern, tactics in strategy]
+    pairs = [(pattern, _tactic_spec(tactics)) for pattern, tactics in strategy]
     return remembered_rules(pairs, BIG_VISION)
 
 
@@ -196,7 +196,7 @@ _TACTICS: Final[dict[str, Callable[..., Tactic]]] = {
 }
 
 
-def _parsed(tactics: str) -> tuple[Any, ...]:
+def _parsed_tactic(tactics: str) -> tuple[Any, ...]:
     return tuple(_tactic(text) for text in tactics.split("|"))
 
 
@@ -218,10 +218,10 @@ def _tactic(text: str) -> Any:
         ) from error
 
 
-def _spec(tactics: str) -> Any:
+def _tactic_spec(tactics: str) -> Any:
     """Return the tactics of one pattern as a rule's spec."""
     entries: list[Any] = []
-    parsed = _parsed(tactics)
+    parsed = _parsed_tactic(tactics)
     for tactic in parsed:
         if isinstance(tactic, _Fsdp) and tactic is parsed[-1]:
             return fsdp_spec(tactic.axis, min_bytes=tactic.min_bytes, within=tuple(entries))

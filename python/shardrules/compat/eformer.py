@@ -444,7 +444,7 @@ def get_submesh_device_index(axis_names: AxisNames) -> Any:
         Array([0, 1, 2], dtype=int32)
     """
     index: Any = 0
-    for axis in _names(axis_names):
+    for axis in _names_tuple(axis_names):
         index = index * jax.lax.psum(1, axis_name=axis) + jax.lax.axis_index(axis)
     return index
 
@@ -549,7 +549,7 @@ def _array(leaf: Any) -> Any:
     return array if is_numpy else jax.numpy.asarray(array)  # a number's type is weak
 
 
-def _names(axis_names: Any) -> Iterable[str]:
+def _names_tuple(axis_names: Any) -> Iterable[str]:
     if isinstance(axis_names, str):
         return (axis_names,)
     if isinstance(axis_names, (list, tuple)):
@@ -561,7 +561,7 @@ def _names(axis_names: Any) -> Iterable[str]:
 
 def _product(axis_names: Any, size_of: Callable[[str], Any]) -> Any:
     product = 1
-    for axis in _names(axis_names):
+    for axis in _names_tuple(axis_names):
         product *= size_of(axis)
     return product
 

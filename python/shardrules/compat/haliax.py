@@ -32,7 +32,7 @@ def physical_axis_name(axis: Any, mapping: Mapping[str, Any]) -> Any:
         'model'
     """
     check_type("mapping", mapping, Mapping, "a dict from axis names to mesh axes")
-    return mapping.get(_name(axis))
+    return mapping.get(_axis_name(axis))
 
 
 def pspec_for_axis(axis: Any, mapping: Mapping[str, Any]) -> Any:
@@ -56,7 +56,7 @@ def pspec_for_axis(axis: Any, mapping: Mapping[str, Any]) -> Any:
     return partition_spec(*(tuple(item) if isinstance(item, list) else item for item in entries))
 
 
-def _name(axis: Any) -> str:
+def _axis_name(axis: Any) -> str:
     name = axis if isinstance(axis, str) else getattr(axis, "name", None)
     if not isinstance(name, str):
         raise TypeError(f"axis is {shown(axis)}; it must be a name or an Axis of haliax")

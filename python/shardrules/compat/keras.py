@@ -53,7 +53,7 @@ class LayoutMap(MutableMapping[str, Any]):
         """The map as rules, for `shardrules.named_shardings` and others."""
         if self._rules is None:
             self._rules = remembered_rules(
-                [(key, _spec(layout)) for key, layout in self._layouts.items()], KERAS
+                [(key, _layout_spec(layout)) for key, layout in self._layouts.items()], KERAS
             )
         return self._rules
 
@@ -84,7 +84,7 @@ class LayoutMap(MutableMapping[str, Any]):
             )
         if isinstance(layout, tuple) and not is_partition_spec(layout):
             layout = partition_spec(*layout)
-        spec = _spec(layout)
+        spec = _layout_spec(layout)
         if spec is None:
             raise ValueError(
                 f"{key!r}: a layout is a tuple of axis names and None, a PartitionSpec or a "
@@ -110,7 +110,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return iter(self._layouts)
 
 
-def _spec(layout: Any) -> Any:
+def _layout_spec(layout: Any) -> Any:
     """Return the PartitionSpec of a layout; None if it is not a layout."""
     if is_partition_spec(layout):
         return layout

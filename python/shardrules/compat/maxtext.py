@@ -138,16 +138,21 @@ def read_dump(path: str | Path, *, dtype: str = "float32") -> Dump:
     check_type("path", path, str | os.PathLike, "the path of a dump")
     check_type("dtype", dtype, str, "the name of a dtype")
     place = Path(path)
-    content = _of_directory(place) if place.is_dir() else _json(place)
-    with _errors_at(place):
-        mesh = checked_sizes(_typed(content["mesh"], dict))
+    content = _dump_of_directory(place) if place.is_dir() else _dump_json(place)
+    with _dump_errors_at(place):
+        mesh = checked_sizes(_dump_typed(content["mesh"], dict))
         rules = content.get("logical_axis_rules")
         leaves = {
-            name: (_shape(line["shape"]), dtype, _names(line["logical"]), _entries(line["spec"]))
-            for name, line in _typed(content["leaves"], dict).items()
+            name: (
+                _dump_shape(line["shape"]),
+                dtype,
+                _dump_names(line["logical"]),
+                _entries(line["spec"]),
+            )
+            for name, line in _dump_typed(content["leaves"], dict).items()
         }
         named, unnamed = {}, []
-        for line in _typed(content["activations"], list):
+        for line in _dump_typed(content["activations"], list):
             if line["logical"] == _NO_NAMES:
                 unnamed.append(line["name"])
             else:
@@ -174,10 +179,10 @@ def _dumped(match: Mapping[str, _Dumped], mesh: dict[str, int]) -> DumpedArrays:
     )
 
 
-def _of_directory(path: Path) -> dict[str, Any]:
+def _dump_of_directory(path: Path) -> dict[str, Any]:
     """Return the three files that MaxText writes, as one."""
-    named, logical, inputs = (_json(path / name) for name in _FILES)
-    with _errors_at(path):
+    named, logical, inputs = (_dump_json(path / name) for name in _FILES)
+    with _dump_errors_at(path):
         first = next(iter(named.values()))
         return {
             "mesh": first["mesh"]["shape"],
@@ -197,7 +202,7 @@ def _of_directory(path: Path) -> dict[str, Any]:
         }
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _dump_json(path: Path) -> dict[str, Any]:
     content = parse_json(path, read_bytes(path))
     if not isinstance(content, dict):
         raise FileError(f"{path}: not a dump of MaxText: it holds {shown(content)}")
@@ -205,7 +210,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _errors_at(path: Path) -> Iterator[None]:
+def _dump_errors_at(path: Path) -> Iterator[None]:
     try:
         yield
     except (
@@ -229,12 +234,17 @@ def _activation(line: dict[str, Any]) -> _Dumped:
             f"the activation {shown(line['name'])} does not end in a dtype and a shape"
         )
     dims = [int(size) for size in match["dims"].split(",") if size]
-    spec = ast.literal_eval(_typed(line["spec"], str).removeprefix("P"))
-    return tuple(dims), match["dtype"], _names(ast.literal_eval(line["logical"])), _entries(spec)
+    spec = ast.literal_eval(_dump_typed(line["spec"], str).removeprefix("P"))
+    return (
+        tuple(dims),
+        match["dtype"],
+        _dump_names(ast.literal_eval(line["logical"])),
+        _entries(spec),
+    )
 
 
-def _names(names: Any) -> tuple[Any, ...]:
-    return checked_names(tuple(_typed(names, list | tuple)))
+def _dump_names(names: Any) -> tuple[Any, ...]:
+    return checked_names(tuple(_dump_typed(names, list | tuple)))
 
 
 def _entries(spec: Any) -> tuple[Any, ...]:
@@ -243,11 +253,11 @@ def _entries(spec: Any) -> tuple[Any, ...]:
     return checked_names(entries)
 
 
-def _shape(shape: Any) -> tuple[int, ...]:
-    return tuple(_typed(size, int) for size in _typed(shape, list))
+def _dump_shape(shape: Any) -> tuple[int, ...]:
+    return tuple(_dump_typed(size, int) for size in _dump_typed(shape, list))
 
 
-def _typed(value: Any, types: Any) -> Any:
+def _dump_typed(value: Any, types: Any) -> Any:
     if not isinstance(value, types) or isinstance(value, bool):
         raise TypeError(f"{shown(value)} stands where something else belongs")
     return value

@@ -93,11 +93,11 @@ def axis_names(params_axes: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(entry, Mapping):
             names[key] = axis_names(entry)
         else:
-            names[key.removesuffix(_SUFFIX)] = _names(key, entry)
+            names[key.removesuffix(_SUFFIX)] = _axis_names_of(key, entry)
     return names
 
 
-def _names(key: str, entry: Any) -> tuple[Any, ...]:
+def _axis_names_of(key: str, entry: Any) -> tuple[Any, ...]:
     names = getattr(entry, "names", None)
     if not isinstance(names, tuple | list):
         raise TypeError(

@@ -165,7 +165,7 @@ def match_tp_plan(
     def spec(path: Any, rule: Any, leaf: Any) -> Any:
         if not isinstance(rule, int):
             return rule
-        return _spec(matches[rule], _last_name(path), len(getattr(leaf, "shape", ())))
+        return _style_spec(matches[rule], _last_name(path), len(getattr(leaf, "shape", ())))
 
     return tree_util.tree_map_with_path(spec, remembered_rules(numbers, TP_PLAN).match(tree), tree)
 
@@ -188,7 +188,7 @@ def _checked_style(name: str, style: str, axis: str | tuple[str, ...]) -> _Style
     return _Style(style, axis)
 
 
-def _spec(style: _Style, parameter: str, rank: int) -> Any:
+def _style_spec(style: _Style, parameter: str, rank: int) -> Any:
     cut = SHARDED_DIMENSIONS[style.name]
     if cut is None or rank < cut[1] or (parameter == "bias" and style.name in _ROWWISE):
         return partition_spec()
