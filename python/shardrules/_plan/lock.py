@@ -28,6 +28,7 @@ from shardrules._plan.resolve import (
     AMBIGUOUS_LEAVES,
     PLACED,
     UNMATCHED_LEAVES,
+    Fit,
     Problem,
     kind_on_mesh,
 )
@@ -392,11 +393,9 @@ def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rul
     return kind_on_mesh(
         leaf,
         None,
-        spec if problem.status == "placed" else None,
+        Fit(spec if problem.status == "placed" else None, spec, problem=problem),
         axis_sizes,
-        counted=spec,
         dim_rules=_dim_rules(leaf, entry, rules),
-        problem=problem,
         origin="a lock",
         memory_kind=memory,
     )
