@@ -548,7 +548,8 @@ class _Audited:
         separator = columns.leaves.paths_dialect.separator
         fix = fix_of_structure([columns.paths[row] for row in missing], list(extra), separator)
         if missing:
-            held = int(columns.device_bytes[missing].sum())
+            kinds = (columns.kinds[columns.kind_of[row]] for row in missing)
+            held = sum(kind.device_bytes for kind in kinds)
             yield missing_leaves(self._folded(missing), len(missing), held, fix)
         if extra:
             folded = fold(list(extra), np.zeros(len(extra), np.int32))
