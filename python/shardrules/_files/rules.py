@@ -1,4 +1,4 @@
-"""`read_rules`: a rule list from JSON, TOML or MaxText's YAML, or from a module.
+"""Rule files: JSON, TOML, MaxText's YAML, and objects of modules.
 
 JSON and TOML have the same keys. In TOML:
 
@@ -32,8 +32,7 @@ logical axis names have other keys, and no companions:
     name = "embed"
     axes = ["fsdp", "expert"]         # [] for a dimension that is not sharded
 
-Any other key is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf needs
-one.
+Any other key is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._files.logical import (
@@ -53,6 +52,7 @@ from shardrules._files.logical import (
 )
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._io import FileError, parse_json, path_of, read_bytes, text_of
+from shardrules._plan import companions
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules import dialects as _dialects
@@ -61,9 +61,6 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, fsdp
 from shardrules._text import byte_count, record, shown
-
-if TYPE_CHECKING:
-    from shardrules._plan.companions import Companion
 
 # Five more than a rule needs.
 _MOST_LEVELS: Final = 8
@@ -98,17 +95,17 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def without_strings(text: str) -> str:
-    """The TOML with strings made underscores and comments spaces, of the same length and lines."""
+    """Makes strings underscores and comments spaces, of the same length and lines."""
 
-    def blank(found: re.Match[str]) -> str:
-        return _CHARACTER.sub(" " if found[0].startswith("#") else "_", found[0])
+    def blank(text: re.Match[str]) -> str:
+        return _CHARACTER.sub(" " if text[0].startswith("#") else "_", text[0])
 
     return _NO_KEY.sub(blank, text)
 
 
 TABLES: Final = {"lora": "LORA", "quantized": "QUANTIZED"}
-"""Tables of `_planning/companions.py` by their names in files."""
-# Functions of it whose arguments are entries of these keys: the path of a stack, or a table.
+"""Tables of companions by their names in files."""
+# Functions whose arguments are entries of these keys: the path of a stack, or a table.
 _STACKS: Final = {
     "stacked": ("at", "layer", "axis", "mesh_axis"),
     "unstacked": ("at", "layer", "axis"),
@@ -121,7 +118,7 @@ COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
 def companions_in(
     where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
 ) -> tuple[Companion, ...]:
-    """The companions of a rule file.
+    """Reads the companions of a rule file.
 
     Args:
         where: The file, for errors.
@@ -131,20 +128,18 @@ def companions_in(
     Raises:
         FileError: An entry is invalid.
     """
-    found: list[Companion] = []
+    records: list[Companion] = []
     for key in COMPANION_KEYS:
         entries = table.get(key, [])
         if not isinstance(entries, list):
             raise FileError(f"{where}: {key} is {shown(entries)}; write a list of strings")
         for index, entry in enumerate([*entries, *also.get(key, [])]):
             place = f"{where}: {key}[{index}]"
-            found += _table(place, entry) if key == "companions" else [_stack(place, key, entry)]
-    return tuple(dict.fromkeys(found))
+            records += _table(place, entry) if key == "companions" else [_stack(place, key, entry)]
+    return tuple(dict.fromkeys(records))
 
 
 def _table(where: str, name: object) -> tuple[Companion, ...]:
-    from shardrules._plan import companions
-
     if isinstance(name, str) and name.lower() in TABLES:
         table: tuple[Companion, ...] = getattr(companions, TABLES[name.lower()])
         return table
@@ -152,17 +147,15 @@ def _table(where: str, name: object) -> tuple[Companion, ...]:
 
 
 def _stack(where: str, key: str, entry: object) -> Companion:
-    from shardrules._plan import companions
-
-    arguments = _STACKS[key]
-    given = {"at": entry} if isinstance(entry, str) else entry
-    if not isinstance(given, dict) or "at" not in given or not given.keys() <= set(arguments):
+    names = _STACKS[key]
+    arguments = {"at": entry} if isinstance(entry, str) else entry
+    if not isinstance(arguments, dict) or "at" not in arguments or not arguments.keys() <= {*names}:
         raise FileError(
             f"{where}: it is {shown(entry)}; write the path of the stack, or a table of at and "
-            f"any of {', '.join(arguments[1:])}"
+            f"any of {', '.join(names[1:])}"
         )
     try:
-        stack: Companion = getattr(companions, key)(**given)
+        stack: Companion = getattr(companions, key)(**arguments)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
     return stack
@@ -202,7 +195,7 @@ _MOST_CHARACTERS: Final = 100_000
 
 @record
 class RuleFile(NamedTuple):
-    """The rules in a file, with what the file says about them."""
+    """Rules in a file, with what the file says about them."""
 
     rules: Rules | LogicalRules
     declared: Declared
@@ -218,7 +211,7 @@ def read_rules(
     dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
-    """The rules in a file or of a module.
+    """Reads the rules in a file or of a module.
 
     Args:
         source: A .toml file; a JSON file, which may be gzipped; MaxText's .yml or .yaml; or
@@ -235,9 +228,9 @@ def read_rules(
     path = path_of(source)
     content = _content(path)
     if path.suffix in _YAML:
-        chosen = _logical_dialect(path, dialect, MAXTEXT.name)
-        rules = rules_of_maxtext(path, content, chosen)
-        return RuleFile(rules, NOTHING, _no_companions(path, companions), path.stem)
+        _check_no_companions(path, companions)
+        logical = _logical_dialect(path, dialect, MAXTEXT.name)
+        return RuleFile(rules_of_maxtext(path, content, logical), NOTHING, (), path.stem)
     table = {"rules": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
         raise FileError(
@@ -252,8 +245,9 @@ def read_rules(
         return _of_logical_table(path, table, dialect, companions)
     if isinstance(dialect, LogicalDialect):
         raise FileError(f"{path}: the rules are for paths, and {dialect.name} is for logical names")
-    path_dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
-    return _of_table(path, table, path_dialect, companions)
+    return _of_table(
+        path, table, dialect or _dialect(path, table.get("dialect", EFORMER.name)), companions
+    )
 
 
 def _of_module(
@@ -261,12 +255,12 @@ def _of_module(
 ) -> RuleFile:
     rules = load_object(source)
     if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
-        chosen = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
+        logical = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
         try:
-            rules = LogicalRules(rules, chosen)
+            rules = LogicalRules(rules, logical)
         except (TypeError, ValueError) as error:
             raise FileError(f"{source}: {error}") from error
-        _no_companions(source, companions)
+        _check_no_companions(source, companions)
     elif dialect is not None or not isinstance(rules, Rules):
         rules = _compiled(source, rules, dialect or EFORMER)
     name = source.partition(":")[2]
@@ -295,10 +289,10 @@ def _of_logical_table(
     dialect: Dialect | LogicalDialect | None,
     companions: Mapping[str, list[str]],
 ) -> RuleFile:
-    chosen = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
-    correction = _correction(f"{path}: correction", chosen.correction, table.get("correction", {}))
-    rules = logical_rules(path, table["rules"], replace(chosen, correction=correction))
-    _no_companions(
+    logical = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
+    correction = _correction(f"{path}: correction", logical.correction, table.get("correction", {}))
+    rules = logical_rules(path, table["rules"], replace(logical, correction=correction))
+    _check_no_companions(
         path, {**companions, **{key: table[key] for key in COMPANION_KEYS if key in table}}
     )
     return RuleFile(rules, _declared(path, table), (), _name(path))
@@ -316,23 +310,22 @@ def _name(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
 
-def _no_companions(where: object, companions: Mapping[str, list[str]]) -> tuple[Companion, ...]:
-    if given := [key for key, value in companions.items() if value]:
-        raise FileError(f"{where}: {given[0]}: it is for rules of paths, and these are logical")
-    return ()
+def _check_no_companions(where: object, companions: Mapping[str, list[str]]) -> None:
+    if keys := [key for key, entries in companions.items() if entries]:
+        raise FileError(f"{where}: {keys[0]}: it is for rules of paths, and these are logical")
 
 
-def _logical_dialect(where: object, given: object, name: object) -> LogicalDialect:
-    """The dialect that is given, or else the one of this name."""
-    if isinstance(given, LogicalDialect):
-        return given
-    if given is not None:
-        raise FileError(f"{where}: the rules are logical, and {shown(given)} is for paths")
+def _logical_dialect(where: object, dialect: object, name: object) -> LogicalDialect:
+    """Returns the dialect, or else the one of this name."""
+    if isinstance(dialect, LogicalDialect):
+        return dialect
+    if dialect is not None:
+        raise FileError(f"{where}: the rules are logical, and {shown(dialect)} is for paths")
     if isinstance(name, str) and name.lower() in LOGICAL_DIALECTS:
         return LOGICAL_DIALECTS[name.lower()]
-    listed = ", ".join(LOGICAL_DIALECTS)
     raise FileError(
-        f"{where}: dialect {name!r} is unknown for logical rules; it is one of {listed}"
+        f"{where}: dialect {name!r} is unknown for logical rules; it is one of "
+        f"{', '.join(LOGICAL_DIALECTS)}"
     )
 
 
@@ -341,10 +334,10 @@ def _content(path: Path) -> Any:
     return parse(path, read_bytes(path, per_byte))
 
 
-def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:
+def _check_keys(where: str, table: dict[str, Any], keys: Iterable[str]) -> None:
     for key in table:
-        if key not in known:
-            raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(known)}")
+        if key not in keys:
+            raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(keys)}")
 
 
 def _dialect(path: Path, name: object) -> Dialect:
@@ -354,7 +347,7 @@ def _dialect(path: Path, name: object) -> Dialect:
 
 
 def _correction(where: str, base: Correction, table: object) -> Correction:
-    """`base` with its fields replaced by those of the table."""
+    """Replaces fields of `base` by those of the table."""
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
     _check_keys(where, table, _CORRECTION_KEYS)
@@ -378,15 +371,15 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     spec = _spec(where, rule["spec"])
     if rule.keys() <= {"pattern", "spec", "flags"}:
         return pattern, spec
-    units, own = rule.get("units", []), None
+    units, correction = rule.get("units", []), None
     if "correction" in rule:
-        own = _correction(f"{where}: correction", base, rule["correction"])
+        correction = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
     memory, optional = rule.get("memory_kind"), _axes(where, "optional_axes", rule)
     try:
         return pattern, RuleSpec(
-            spec, own, tuple(units), memory_kind=memory, optional_axes=optional
+            spec, correction, tuple(units), memory_kind=memory, optional_axes=optional
         )
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
@@ -402,7 +395,7 @@ def _check_length(where: str, pattern: object) -> None:
 
 
 def _pattern(where: str, pattern: object, flags: object) -> object:
-    """The pattern for `Rules`, which itself checks a pattern without flags."""
+    """Returns the pattern for `Rules`, which itself checks a pattern without flags."""
     if flags == "":
         return pattern
     if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():
@@ -420,7 +413,7 @@ def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
 
 
 def _spec(where: str, spec: object) -> object:
-    """None, a tuple of entries, or the value of `fsdp`."""
+    """Returns None, a tuple of entries, or the value of `fsdp`."""
     if spec is None:
         return None
     if isinstance(spec, dict):
@@ -432,16 +425,16 @@ def _spec(where: str, spec: object) -> object:
 
 
 def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
-    """The value of `fsdp`, of a table with its arguments."""
+    """Calls `fsdp` with the arguments in a table."""
     _check_keys(f"{where}: spec", table, _FSDP_KEYS)
     if "fsdp" not in table:
         raise FileError(f'{where}: spec has no fsdp; write the mesh axis, as {{fsdp = "fsdp"}}')
-    given = dict(table, within=_spec(where, table.get("within")))
-    axis, least = given.pop("fsdp"), given.get("min_bytes")
+    arguments = dict(table, within=_spec(where, table.get("within")))
+    axis, least = arguments.pop("fsdp"), arguments.get("min_bytes")
     try:
         if isinstance(least, str):
-            given["min_bytes"] = byte_count(least)
-        return fsdp(axis, **given)
+            arguments["min_bytes"] = byte_count(least)
+        return fsdp(axis, **arguments)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: spec: {error}") from None
 
