@@ -585,8 +585,8 @@ def test_a_bad_mesh(text, expected):
 
 def test_reading_imports_no_jax():
     code = (
-        "import sys; from shardrules import _mesh_sizes; from shardrules._files import arrays, rules\n"
-        f"arrays.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
+        "import sys; from shardrules import _mesh_sizes; from shardrules._files import models, rules\n"
+        f"models.read_arrays({str(corpus.manifest_path('gpt2'))!r})\n"
         "assert 'jax' not in sys.modules, 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,39 +1,4 @@
-"""Rule files: JSON, TOML, MaxText's YAML, and objects of modules.
-
-JSON and TOML have the same keys. In TOML:
-
-    dialect = "eformer"               # semantics of the rules; default: eformer
-    replicated = ["norm", "bias$"]    # patterns of leaves that are replicated on purpose
-    optional_axes = ["sp"]            # mesh axes that a mesh may lack
-    data_axes = ["dp"]                # mesh axes that shard only batches
-    stacked = ["layers"]              # stacks of layers, for rules of single ones; or unstacked
-    companions = ["lora"]             # tables of leaves that follow others; or quantized
-
-    [correction]                      # fields of `Correction`; default: the dialect's
-    indivisible = "prefix"
-
-    [[rules]]
-    pattern = "wq/kernel"
-    spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
-    # or: spec = { fsdp = "fsdp", min_bytes = "4MiB", min_rank = 2, within = [[], "tp"] }
-    flags = "i"                       # letters of `re`, as in (?i)
-    units = [1, 1, 128]               # as in `RuleSpec`
-    memory_kind = "pinned_host"       # as in `RuleSpec`
-    optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
-    correction = { indivisible = "error" }
-
-A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Rules for
-logical axis names have other keys, and no companions:
-
-    kind = "logical"                  # default: "regex", for paths
-    dialect = "maxtext"               # default: linen
-
-    [[rules]]
-    name = "embed"
-    axes = ["fsdp", "expert"]         # [] for a dimension that is not sharded
-
-Any other key is an error.
-"""
+"""Rule files: JSON and TOML, MaxText's YAML, and objects of modules."""
 
 from __future__ import annotations
 
@@ -120,11 +85,6 @@ def companions_in(
 ) -> tuple[Companion, ...]:
     """Reads the companions of a rule file.
 
-    Args:
-        where: The file, for errors.
-        table: Its content.
-        also: Further entries, by key.
-
     Raises:
         FileError: An entry is invalid.
     """
@@ -171,6 +131,8 @@ _KEYS: Final = (
     "kind",
 )  # fmt: skip
 _KINDS: Final = ("regex", "logical")
+# A spec is a list such as ["fsdp", [], ["tp", "sp"]], or { fsdp = "fsdp", min_bytes = "4MiB" } with
+# the arguments of `fsdp`; flags are letters of `re`; all else is as in `RuleSpec`.
 _RULE_KEYS: Final = (
     "pattern", "spec", "flags", "units", "memory_kind", "optional_axes", "correction",
 )  # fmt: skip

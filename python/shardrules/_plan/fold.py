@@ -67,11 +67,6 @@ def fold(
 ) -> list[Folded]:
     """Folds the paths of each group into patterns, in the order of their first paths.
 
-    Args:
-        paths: Of all leaves.
-        group_of: Per path the index of its group, such as its kind; not negative.
-        templates: `templates_of` the paths. Default: they are made.
-
     Example:
         >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
         >>> [folded.pattern for folded in fold(paths, np.zeros(7, np.int32))]

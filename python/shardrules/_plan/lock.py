@@ -69,17 +69,17 @@ MOST_TEXT: Final = 10**8
 _LOGICAL: Final = "logical"
 """The `kind` of a lock whose rules are for logical axis names; others have none."""
 _FIELDS: Final = frozenset(
-    ["format", "fingerprint", "rules_fingerprint", "kind", "mesh", "dialect", "rules", "leaves"]
+    ("format", "fingerprint", "rules_fingerprint", "kind", "mesh", "dialect", "rules", "leaves")
 )
 _LEAF_FIELDS: Final = frozenset(
-    ["path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem"]
+    ("path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem")
 )
 _RULE_FIELDS: Final = frozenset(
-    ["rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes"]
+    ("rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes")
 )
-_NAME_RULE_FIELDS: Final = frozenset({"rule", "name", "axes"})
-_FSDP_FIELDS: Final = frozenset({"fsdp", "min_bytes", "min_rank", "within"})
-_TAG_FIELDS: Final = frozenset({"entries", "unreduced", "reduced", "unreduced_kind"})
+_NAME_RULE_FIELDS: Final = frozenset(("rule", "name", "axes"))
+_FSDP_FIELDS: Final = frozenset(("fsdp", "min_bytes", "min_rank", "within"))
+_TAG_FIELDS: Final = frozenset(("entries", "unreduced", "reduced", "unreduced_kind"))
 """Fields of a spec with unreduced or reduced axes; others are lists of entries."""
 _FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
 _UNCONSTRAINED: Final = {"unconstrained": True}
@@ -111,14 +111,7 @@ def _placed(kind: Kind) -> str:
 
 
 def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
-    """Digests what decides the leaves, whatever their order.
-
-    Args:
-        dialect: As in a lock.
-        rules: As in a lock.
-        patterns: The folded paths.
-        decided_by: For each pattern the result of `_decided_by`.
-    """
+    """Digests what decides the leaves, whatever their order."""
     head = json.dumps([dialect, rules], sort_keys=True)
     rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
     return _digest(head, rows)

@@ -35,10 +35,6 @@ _NO_RULES: Final = Rules(())
 def survey_named(tree: Any, names: Any = None) -> Leaves:
     """Walks the tree once.
 
-    Args:
-        tree: Any pytree of arrays, boxes, nnx Variables or haliax arrays.
-        names: A tree of names that fits the tree, or {path: names}. Default: those in the boxes.
-
     Raises:
         TypeError: Nothing has names, or something else stands in their place.
         ValueError: The names do not fit the tree, or are for paths that are not there; or as

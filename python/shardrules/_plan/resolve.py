@@ -236,14 +236,7 @@ def fit_of(kind: Kind) -> Fit:
 
 
 class RulesOnMesh:
-    """Specs of a rule list, bound to a mesh.
-
-    Args:
-        rules: The rules.
-        correction: For rules that have none of their own.
-        mesh: The mesh to bind them to.
-        optional_axes: Axes that the mesh may lack, beside those of each rule.
-    """
+    """Specs of a rule list, bound to a mesh."""
 
     def __init__(
         self,
@@ -322,15 +315,7 @@ def by_rules(
     *,
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """Puts the leaves on the mesh.
-
-    Args:
-        leaves: As surveyed.
-        rules: The rules that decide them.
-        derivations: For each kind, how it follows a base, or None.
-        policies: For rules that have none of their own.
-        mesh: The mesh.
-        may_lack: Further axes that this one may lack.
+    """Puts leaves on the mesh, which may lack the axes of `may_lack` too.
 
     Raises:
         TypeError: A rule's spec cannot be made a PartitionSpec.
@@ -383,11 +368,7 @@ _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that n
 
 
 def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
-    """Returns the rules that give each of these leaves its spec, and no other leaf any.
-
-    Args:
-        leaves: As surveyed by no rules.
-        specs: A spec or sharding for all leaves, or a tree of them; None decides nothing.
+    """Returns the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
 
     Raises:
         TypeError: A spec is something else, or nothing has one.
@@ -445,12 +426,7 @@ def _regexes(folded: Folded) -> Iterator[str]:
 
 
 def by_plan(planned: Columns, tree: Beside) -> Columns:
-    """Puts the leaves of a tree on the mesh of a plan, as its leaves of the same paths.
-
-    Args:
-        planned: The plan.
-        tree: The leaves of the tree, and their rows in the plan.
-    """
+    """Puts the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
     leaves, rows = tree
     pairs, kind_of = grouped(
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)

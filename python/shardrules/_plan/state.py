@@ -149,13 +149,6 @@ def by_parameters(
 ) -> Columns:
     """Puts an optimizer's state on the mesh of its parameters.
 
-    Args:
-        params: The parameters.
-        state: The state, as surveyed by no rules.
-        parameters: The parameter of each of its leaves.
-        zero1: As in `Plan.for_optimizer`.
-        memory_kind: As in `Plan.for_optimizer`.
-
     Raises:
         ValueError: The mesh has no axis `zero1`.
     """
@@ -423,10 +416,6 @@ def _cut_by_zero1(
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
     """Returns the leaves that have gradients, with None in the tree for the others.
 
-    Args:
-        params: The leaves of any tree with parameters.
-        dtype: That of the gradients; None for the parameters' own.
-
     Raises:
         ValueError: No leaf has a gradient.
     """
@@ -464,11 +453,6 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
 
 def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
     """Puts the gradients on the mesh of their parameters.
-
-    Args:
-        params: The parameters.
-        leaves: Those of `leaves_with_gradients`.
-        unreduced: As in `Plan.for_gradients`.
 
     Raises:
         ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced

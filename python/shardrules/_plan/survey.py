@@ -151,11 +151,7 @@ class Derivation(NamedTuple):
 def with_companions(
     leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
 ) -> tuple[Leaves, list[Derivation | None]]:
-    """Decides the leaves that companions find by the rules of their bases.
-
-    Returns:
-        (the leaves, per kind how they follow their bases or None)
-    """
+    """Decides leaves that companions find by their bases' rules; adds how each kind follows."""
     if not companions:
         return leaves, [None] * len(leaves.types)
     links = links_of(leaves, companions)
@@ -279,11 +275,6 @@ _MOST_BITS: Final = 2**63 - 1
 
 def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
     """Walks the tree once.
-
-    Args:
-        tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
-        rules: The rules that decide the leaves, as in `Rules.match`.
-        min_size: As in `match_partition_rules`.
 
     Raises:
         TypeError: A dimension is not an integer; the message names the path.

@@ -45,12 +45,6 @@ def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
 def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
     """Returns the Placement of each leaf of another tree, in the order of JAX's leaves.
 
-    Args:
-        columns: The plan.
-        mesh: Its mesh.
-        tree: The tree, with the number of its row for each leaf.
-        rows: Per row of the tree, the row of the plan.
-
     Raises:
         ValueError: As `Plan.shardings`.
     """
