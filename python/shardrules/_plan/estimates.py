@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from shardrules._arguments import check_real, check_type, integer, listed, texts
 from shardrules._correction import check_memory_kind
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardrules._hardware import Hardware
     from shardrules._mesh.mesh import MeshLike
     from shardrules._plan.memory import DeviceBytes
-    from shardrules._plan.plan import Plan
     from shardrules._plan.resolve import OnMesh
 
 _SIZES: Final = "a dict of axis sizes"
@@ -40,9 +39,9 @@ class Estimates(Columns):
         self,
         *,
         gradients: Any = None,
-        optimizer: Plan | Iterable[Any] | None = None,
+        optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
-        activations: Plan | None = None,
+        activations: Self | None = None,
     ) -> DeviceBytes:
         """Counts the bytes on each device and in the host's memory, uneven shards included.
 
@@ -205,7 +204,7 @@ class Estimates(Columns):
         overlap: Iterable[Of] = OVERLAP,
         efficiency: float = 1.0,
         gradients: Any = None,
-        optimizer: Plan | Iterable[Any] | None = None,
+        optimizer: Self | Iterable[Any] | None = None,
         optimizer_memory_kind: MemoryKind | None = None,
         schedule: Mapping[str, Any] | None = None,
     ) -> StepTime:

@@ -174,7 +174,7 @@ def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Lo
 
 def kind_on_mesh(
     leaf: LeafType,
-    wanted: Spec | None,
+    by_rule: Spec | None,
     fit: Fit,
     axis_sizes: Mapping[str, int],
     *,
@@ -192,7 +192,7 @@ def kind_on_mesh(
         kept = axes_named(counted)
 
         def shards_lost(loss: Loss) -> int:
-            axes = (*_axes_lost(loss, losses, wanted), *loss.meant)
+            axes = (*_axes_lost(loss, losses, by_rule), *loss.meant)
             return prod(axis_sizes.get(axis, 1) for axis in axes if axis not in kept)
 
         losses = tuple(
@@ -205,7 +205,7 @@ def kind_on_mesh(
         status=fit.problem.status,
         message=fit.problem.message,
         fix=fit.problem.fix,
-        wanted=wanted,
+        wanted=by_rule,
         spec=fit.spec,
         losses=losses,
         origin=origin,
@@ -221,12 +221,12 @@ def kind_on_mesh(
     )
 
 
-def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
+def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
     """Returns the axes that a loss took: an absent one may take those beside it with it."""
-    counted = [other.dim for other in losses if other.kind in ("indivisible", "factored")]
+    counted = [taken.dim for taken in losses if taken.kind in ("indivisible", "factored")]
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
-    return entry_axes(entries_of(wanted or Entries())[loss.dim])
+    return entry_axes(entries_of(by_rule or Entries())[loss.dim])
 
 
 def fit_of(kind: Kind) -> Fit:

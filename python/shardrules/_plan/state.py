@@ -352,9 +352,9 @@ def _state_kind(
     memory_kind: MemoryKind | None,
 ) -> Kind:
     """Returns the kind of leaves that have this relation to a parameter of this kind."""
-    wanted, fit, origin, rule = None, Fit(Entries()), relation.origin, None
+    by_rule, fit, origin, rule = None, Fit(Entries()), relation.origin, None
     if parameter is not None and relation.dims is not None:
-        wanted, fit = _followed(parameter, relation.dims)
+        by_rule, fit = _followed(parameter, relation.dims)
         rule, memory_kind = parameter.rule, memory_kind or parameter.memory_kind
     if zero1 is not None and fit.spec is not None and leaf.shape is not None:
         cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, axis_sizes)
@@ -362,7 +362,7 @@ def _state_kind(
             fit, origin = fit._replace(spec=cut), f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
     return kind_on_mesh(
         leaf._replace(rule=NO_RULE_NEEDED if rule is None else rule),
-        wanted,
+        by_rule,
         fit,
         axis_sizes,
         origin=origin,
@@ -375,12 +375,12 @@ def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]
     fit = fit_of(parameter)
     if dims == tuple(range(len(parameter.shape or ()))):
         return parameter.wanted, fit
-    wanted, spec, counted = (
+    by_rule, spec, counted = (
         None if spec is None else _part(spec, dims)
         for spec in (parameter.wanted, fit.spec, fit.counted)
     )
     # Findings about the parameter's losses name the parameter.
-    return wanted, fit._replace(spec=spec, counted=counted, losses=())
+    return by_rule, fit._replace(spec=spec, counted=counted, losses=())
 
 
 def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -373,6 +373,7 @@ def refused(losses: Sequence[Loss]) -> tuple[str, str]:
     return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
+@lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
     """Returns the axes in a spec."""
     if isinstance(spec, Fsdp):
@@ -390,14 +391,21 @@ def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
     """Tells whether the axis cuts no dimension of these leaves, and could cut one further."""
     if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
         return False
-    entries = [*entries_of(kind.spec), *[None] * (len(kind.shape) - len(kind.spec))]
-    named = [entry_axes(entry) for entry in entries]
-    return not any(axis in axes for axes in named) and any(
+    if axis in axes_named(kind.spec):
+        return False
+    dims = [*_axes_of_dims(kind.spec), *[()] * (len(kind.shape) - len(kind.spec))]
+    return any(
         size > 0
+        and axes is not None
         and size % prod(axis_sizes.get(name, 1) for name in (*axes, axis)) == 0
-        and not is_unconstrained(entry)
-        for size, axes, entry in zip(kind.shape, named, entries, strict=True)
+        for size, axes in zip(kind.shape, dims, strict=True)
     )
+
+
+@lru_cache(maxsize=4096)
+def _axes_of_dims(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
+    """Returns the axes of each entry; None for UNCONSTRAINED."""
+    return tuple(None if is_unconstrained(e) else entry_axes(e) for e in entries_of(spec))
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
