@@ -96,7 +96,7 @@ def test_rows_are_those_of_fresh_plans(model):
         assert row.corrections == sum(bool(kind.losses) for kind in kinds)
         assert row.problems == 0
         if len(whole):
-            largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, fresh.device_bytes, strict=True)
+            largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, shard_bytes(fresh), strict=True)
                                       if not c and b == whole.max()))  # fmt: skip
             (folded,) = [one for one in fresh.folded if one.pattern == row.largest_replicated]
             assert fresh.kinds[folded.group].device_bytes == largest.device_bytes
