@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._files.logical import (
@@ -126,6 +126,8 @@ DIALECTS: Final = {
 }
 """Dialects by their names in files, in lower case."""
 
+_AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
+
 _KEYS: Final = (
     "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
     "kind",
@@ -204,12 +206,12 @@ def read_rules(
     if kind not in _KINDS:
         raise FileError(f"{path}: kind is {shown(kind)}; it is one of {', '.join(_KINDS)}")
     if kind == "logical":
-        return _of_logical_table(path, table, dialect, companions)
+        logical = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
+        return _of_logical_table(path, table, logical, companions)
     if isinstance(dialect, LogicalDialect):
         raise FileError(f"{path}: the rules are for paths, and {dialect.name} is for logical names")
-    return _of_table(
-        path, table, dialect or _dialect(path, table.get("dialect", EFORMER.name)), companions
-    )
+    dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
+    return _of_table(path, table, dialect, companions)
 
 
 def _of_module(
@@ -232,32 +234,29 @@ def _of_module(
 def _of_table(
     path: Path, table: dict[str, Any], dialect: Dialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
-    correction = _correction(f"{path}: correction", dialect.correction, table.get("correction", {}))
+    corrected = _with_correction(path, table, dialect)
     pairs = [
-        _pair(f"{path}: rule {index}", rule, correction)
+        _pair(f"{path}: rule {index}", rule, corrected.correction)
         for index, rule in enumerate(table["rules"])
     ]
-    return RuleFile(
-        _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
-        _declared(path, table),
-        companions_in(f"{path}", table, companions),
-        _name(path),
-    )
+    rules = _compiled(f"{path}", pairs, corrected)
+    records = companions_in(f"{path}", table, companions)
+    return RuleFile(rules, _declared(path, table), records, _name(path))
 
 
 def _of_logical_table(
-    path: Path,
-    table: dict[str, Any],
-    dialect: Dialect | LogicalDialect | None,
-    companions: Mapping[str, list[str]],
+    path: Path, table: dict[str, Any], dialect: LogicalDialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
-    logical = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
-    correction = _correction(f"{path}: correction", logical.correction, table.get("correction", {}))
-    rules = logical_rules(path, table["rules"], replace(logical, correction=correction))
-    _check_no_companions(
-        path, {**companions, **{key: table[key] for key in COMPANION_KEYS if key in table}}
-    )
+    rules = logical_rules(path, table["rules"], _with_correction(path, table, dialect))
+    entries: dict[str, Any] = {key: table[key] for key in COMPANION_KEYS if key in table}
+    _check_no_companions(path, {**companions, **entries})
     return RuleFile(rules, _declared(path, table), (), _name(path))
+
+
+def _with_correction(path: Path, table: dict[str, Any], dialect: _AnyDialect) -> _AnyDialect:
+    entries = table.get("correction", {})
+    correction = _correction(f"{path}: correction", dialect.correction, entries)
+    return replace(dialect, correction=correction)
 
 
 def _declared(path: Path, table: dict[str, Any]) -> Declared:

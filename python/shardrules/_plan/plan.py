@@ -198,7 +198,7 @@ class Plan(Estimates, PlanLike):
     _declared: Declared
 
     @property
-    def _columns(self) -> Plan:
+    def _columns(self) -> Plan:  # by which later rooms know the value
         return self
 
     @property
