@@ -95,18 +95,22 @@ def companions_in(
             raise FileError(f"{where}: {key} is {shown(entries)}; write a list of strings")
         for index, entry in enumerate([*entries, *also.get(key, [])]):
             place = f"{where}: {key}[{index}]"
-            records += _table(place, entry) if key == "companions" else [_stack(place, key, entry)]
+            records += (
+                _companion_table(place, entry)
+                if key == "companions"
+                else [_stack_companion(place, key, entry)]
+            )
     return tuple(dict.fromkeys(records))
 
 
-def _table(where: str, name: object) -> tuple[Companion, ...]:
+def _companion_table(where: str, name: object) -> tuple[Companion, ...]:
     if isinstance(name, str) and name.lower() in TABLES:
         table: tuple[Companion, ...] = getattr(companions, TABLES[name.lower()])
         return table
     raise FileError(f"{where}: there is no table {shown(name)}; there are {', '.join(TABLES)}")
 
 
-def _stack(where: str, key: str, entry: object) -> Companion:
+def _stack_companion(where: str, key: str, entry: object) -> Companion:
     names = _STACKS[key]
     arguments = {"at": entry} if isinstance(entry, str) else entry
     if not isinstance(arguments, dict) or "at" not in arguments or not arguments.keys() <= {*names}:
@@ -201,7 +205,7 @@ def read_rules(
             f"{path}: key 'rules': there is no list of rules; write "
             '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
         )
-    _check_keys(f"{path}", table, _KEYS)
+    _check_table(f"{path}", table, _KEYS)
     kind = table.get("kind", "regex")
     if kind not in _KINDS:
         raise FileError(f"{path}: kind is {shown(kind)}; it is one of {', '.join(_KINDS)}")
@@ -226,7 +230,7 @@ def _of_module(
             raise FileError(f"{source}: {error}") from error
         _check_no_companions(source, companions)
     elif dialect is not None or not isinstance(rules, Rules):
-        rules = _compiled(source, rules, dialect or EFORMER)
+        rules = _compiled_rules(source, rules, dialect or EFORMER)
     name = source.partition(":")[2]
     return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
 
@@ -236,12 +240,12 @@ def _of_table(
 ) -> RuleFile:
     corrected = _with_correction(path, table, dialect)
     pairs = [
-        _pair(f"{path}: rule {index}", rule, corrected.correction)
+        _path_rule(f"{path}: rule {index}", rule, corrected.correction)
         for index, rule in enumerate(table["rules"])
     ]
-    rules = _compiled(f"{path}", pairs, corrected)
+    rules = _compiled_rules(f"{path}", pairs, corrected)
     records = companions_in(f"{path}", table, companions)
-    return RuleFile(rules, _declared(path, table), records, _name(path))
+    return RuleFile(rules, _declared(path, table), records, _stem(path))
 
 
 def _of_logical_table(
@@ -250,7 +254,7 @@ def _of_logical_table(
     rules = logical_rules(path, table["rules"], _with_correction(path, table, dialect))
     entries: dict[str, Any] = {key: table[key] for key in COMPANION_KEYS if key in table}
     _check_no_companions(path, {**companions, **entries})
-    return RuleFile(rules, _declared(path, table), (), _name(path))
+    return RuleFile(rules, _declared(path, table), (), _stem(path))
 
 
 def _with_correction(path: Path, table: dict[str, Any], dialect: _AnyDialect) -> _AnyDialect:
@@ -262,12 +266,12 @@ def _with_correction(path: Path, table: dict[str, Any], dialect: _AnyDialect) ->
 def _declared(path: Path, table: dict[str, Any]) -> Declared:
     return Declared(
         replicated=_patterns(path, table.get("replicated", [])),
-        optional_axes=_axes(f"{path}", "optional_axes", table),
-        data_axes=_axes(f"{path}", "data_axes", table),
+        optional_axes=_axis_names(f"{path}", "optional_axes", table),
+        data_axes=_axis_names(f"{path}", "data_axes", table),
     )
 
 
-def _name(path: Path) -> str:
+def _stem(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
 
@@ -295,7 +299,7 @@ def _content(path: Path) -> Any:
     return parse(path, read_bytes(path, per_byte))
 
 
-def _check_keys(where: str, table: dict[str, Any], keys: Iterable[str]) -> None:
+def _check_table(where: str, table: dict[str, Any], keys: Iterable[str]) -> None:
     for key in table:
         if key not in keys:
             raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(keys)}")
@@ -311,25 +315,25 @@ def _correction(where: str, base: Correction, table: object) -> Correction:
     """Replaces fields of `base` by those of the table."""
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
-    _check_keys(where, table, _CORRECTION_KEYS)
+    _check_table(where, table, _CORRECTION_KEYS)
     try:
         return replace(base, **table)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
 
-def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
+def _path_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     if isinstance(rule, list) and len(rule) == 2:
         rule = {"pattern": rule[0], "spec": rule[1]}
     if not isinstance(rule, dict):
         raise FileError(f'{where}: it is {shown(rule)}; write ["pattern", ["axis", ...]]')
-    _check_keys(where, rule, _RULE_KEYS)
+    _check_table(where, rule, _RULE_KEYS)
     for key in ("pattern", "spec"):
         if key not in rule:
             raise FileError(f"{where}: it has no {key}; write one, where spec = [] replicates")
     _check_length(where, rule["pattern"])
-    pattern = _pattern(where, rule["pattern"], rule.get("flags", ""))
-    spec = _spec(where, rule["spec"])
+    pattern = _file_pattern(where, rule["pattern"], rule.get("flags", ""))
+    spec = _file_spec(where, rule["spec"])
     if rule.keys() <= {"pattern", "spec", "flags"}:
         return pattern, spec
     units, correction = rule.get("units", []), None
@@ -337,7 +341,7 @@ def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
         correction = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
-    memory, optional = rule.get("memory_kind"), _axes(where, "optional_axes", rule)
+    memory, optional = rule.get("memory_kind"), _axis_names(where, "optional_axes", rule)
     try:
         return pattern, RuleSpec(
             spec, correction, tuple(units), memory_kind=memory, optional_axes=optional
@@ -355,7 +359,7 @@ def _check_length(where: str, pattern: object) -> None:
         )
 
 
-def _pattern(where: str, pattern: object, flags: object) -> object:
+def _file_pattern(where: str, pattern: object, flags: object) -> object:
     """Returns the pattern for `Rules`, which itself checks a pattern without flags."""
     if flags == "":
         return pattern
@@ -373,7 +377,7 @@ def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
         raise FileError(f"{where}: the pattern {pattern!r} is invalid: {error}") from None
 
 
-def _spec(where: str, spec: object) -> object:
+def _file_spec(where: str, spec: object) -> object:
     """Returns None, a tuple of entries, or the value of `fsdp`."""
     if spec is None:
         return None
@@ -382,15 +386,15 @@ def _spec(where: str, spec: object) -> object:
     entries = [spec] if isinstance(spec, str) else spec
     if not isinstance(entries, list):
         raise FileError(f'{where}: spec is {shown(spec)}; write a list, as ["fsdp", [], "tp"]')
-    return tuple(_entry(where, dim, entry) for dim, entry in enumerate(entries))
+    return tuple(_axes_entry(where, dim, entry) for dim, entry in enumerate(entries))
 
 
 def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
     """Calls `fsdp` with the arguments in a table."""
-    _check_keys(f"{where}: spec", table, _FSDP_KEYS)
+    _check_table(f"{where}: spec", table, _FSDP_KEYS)
     if "fsdp" not in table:
         raise FileError(f'{where}: spec has no fsdp; write the mesh axis, as {{fsdp = "fsdp"}}')
-    arguments = dict(table, within=_spec(where, table.get("within")))
+    arguments = dict(table, within=_file_spec(where, table.get("within")))
     axis, least = arguments.pop("fsdp"), arguments.get("min_bytes")
     try:
         if isinstance(least, str):
@@ -400,7 +404,7 @@ def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
         raise FileError(f"{where}: spec: {error}") from None
 
 
-def _entry(where: str, dim: int, entry: object) -> object:
+def _axes_entry(where: str, dim: int, entry: object) -> object:
     axes = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(isinstance(axis, str) and axis for axis in axes):
         raise FileError(
@@ -419,14 +423,14 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _axes(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
+def _axis_names(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     axes = table.get(key, [])
     if not isinstance(axes, list) or not all(isinstance(axis, str) and axis for axis in axes):
         raise FileError(f'{where}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
     return tuple(axes)
 
 
-def _compiled(source: str, rules: Any, dialect: Dialect) -> Rules:
+def _compiled_rules(source: str, rules: Any, dialect: Dialect) -> Rules:
     try:
         return Rules(rules, dialect)
     except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:

@@ -134,7 +134,7 @@ def _is_dim(dim: object) -> bool:
     return dim is None or isinstance(dim, str)
 
 
-def _spans(sizes: Shape, base: Shape) -> list[tuple[int, int]] | None:
+def _base_spans(sizes: Shape, base: Shape) -> list[tuple[int, int]] | None:
     """Finds the leftmost dimensions of the base that each size is; several if they are merged."""
     spans: list[tuple[int, int]] = []
     start, end = 0, len(base)
@@ -152,7 +152,7 @@ def _dims_of_a(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
     """[..., in, rank]: of equal dimensions of the base, the first."""
     if not base:
         return (*range(len(shape) - 1), None)
-    spans = _spans(shape[:-1], base)
+    spans = _base_spans(shape[:-1], base)
     return (*(first for first, _ in spans), None) if spans else (None,) * len(shape)
 
 
@@ -162,7 +162,7 @@ def _dims_of_b(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
         return (None, *range(1, len(shape)))
     for rank_at in range(len(shape) - 1):
         sizes = (*shape[:rank_at], *shape[rank_at + 1 :])
-        if mirrored := _spans(sizes[::-1], base[::-1]):
+        if mirrored := _base_spans(sizes[::-1], base[::-1]):
             dims = [len(base) - end for _, end in reversed(mirrored)]
             return (*dims[:rank_at], None, *dims[rank_at:])
     return (None,) * len(shape)
@@ -272,7 +272,7 @@ def stacked(
                 r"the tree's own paths, or give a Companion('^(.*)$', r'LAYER/\1', (None, ...))"
             )
         return Companion("^(.*)$", r"\g<1>", dims)
-    return _moved(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
+    return _relocated(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
 
 
 def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
@@ -306,10 +306,10 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
     if not at:
         above = "(^|[./])" if layer else "(^)"
         return Companion(rf"{above}{pattern}(?:[./]|$)", r"\g<1>", dims)
-    return _moved(pattern, at, dims)
+    return _relocated(pattern, at, dims)
 
 
-def _moved(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
+def _relocated(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
     escaped = base.replace("\\", r"\\")
     return Companion(rf"(^|[./]){pattern}([./]|$)", rf"\g<1>{escaped}\g<2>", dims)
 

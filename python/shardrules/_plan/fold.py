@@ -37,8 +37,10 @@ class Folded(NamedTuple):
     def pattern(self) -> str:
         """Joins the parts. As in a format string, a brace of the path itself is doubled."""
         if len(self.parts) == 1:
-            return _escaped(self.parts[0])
-        return "".join(part if i % 2 else _escaped(part) for i, part in enumerate(self.parts))
+            return _doubled_braces(self.parts[0])
+        return "".join(
+            part if i % 2 else _doubled_braces(part) for i, part in enumerate(self.parts)
+        )
 
 
 class Templates(NamedTuple):
@@ -58,7 +60,7 @@ def templates_of(paths: list[str]) -> Templates:
     return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
 
 
-def _escaped(text: str) -> str:
+def _doubled_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -81,10 +83,10 @@ def fold(
     key = template_of * (int(group_of.max()) + 1) + group_of
     folded: list[Folded] = []
     firsts = []
-    for count in _ranked(holes)[0].tolist():
+    for count in _ranks(holes)[0].tolist():
         with_count = np.flatnonzero(holes == count)
         columns = [numbers[starts[with_count] + i] for i in range(count)]
-        products = _products(_ranked(key[with_count])[1], columns)
+        products = _products(_ranks(key[with_count])[1], columns)
         order = with_count[np.argsort(products, kind="stable")]
         bounds = np.append(0, np.cumsum(np.bincount(products)))
         firsts.append(order[bounds[:-1]])
@@ -113,8 +115,8 @@ def _products(
     # Down the tree of all words: the node of each row, and of each node its parent and number.
     node_of, edges = [group_of], []
     for column in columns:
-        distinct, number = _ranked(column)
-        pairs, node = _ranked(node_of[-1] * len(distinct) + number)
+        distinct, number = _ranks(column)
+        pairs, node = _ranks(node_of[-1] * len(distinct) + number)
         edges.append(np.divmod(pairs, len(distinct)))
         node_of.append(node)
     # And up again: nodes from which the same words lead to the end are one state.
@@ -122,10 +124,10 @@ def _products(
     state_of = []
     for node, (parent, number) in zip(node_of[:0:-1], edges[::-1], strict=True):
         state_of.append(state[node])
-        state = _states(parent, _ranked(number * (int(state.max()) + 1) + state)[1])
+        state = _states(parent, _ranks(number * (int(state.max()) + 1) + state)[1])
     product = group_of
     for of_rows in reversed(state_of):
-        product = _ranked(product * (int(of_rows.max()) + 1) + of_rows)[1]
+        product = _ranks(product * (int(of_rows.max()) + 1) + of_rows)[1]
     return product
 
 
@@ -143,7 +145,7 @@ def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDA
     return states
 
 
-def _ranked(
+def _ranks(
     values: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
     """Returns the distinct values, ascending, and the place of each value among them."""
@@ -159,8 +161,8 @@ def _ranked(
 
 def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> list[list[int]]:
     """Returns, per product, the numbers of a column, ascending, each once."""
-    values, place = _ranked(column)
-    products, places = np.divmod(_ranked(product_of * len(values) + place)[0], len(values))
+    values, place = _ranks(column)
+    products, places = np.divmod(_ranks(product_of * len(values) + place)[0], len(values))
     ends = np.cumsum(np.bincount(products)).tolist()
     numbers = values[places].tolist()
     return [numbers[begin:end] for begin, end in itertools.pairwise([0, *ends])]

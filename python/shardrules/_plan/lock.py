@@ -102,7 +102,7 @@ def leaves_digest(
     """Digests what each leaf gets on which mesh, whatever the order of the leaves."""
     kind_texts = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
     rows = map(kind_texts.__getitem__, kind_of.tolist())
-    return _digest(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
+    return _sha256(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
 
 
 def _placed(kind: Kind) -> str:
@@ -114,16 +114,16 @@ def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list
     """Digests what decides the leaves, whatever their order."""
     head = json.dumps([dialect, rules], sort_keys=True)
     rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
-    return _digest(head, rows)
+    return _sha256(head, rows)
 
 
-def _decided_by(entry: dict[str, Any]) -> str:
+def _decider_text(entry: dict[str, Any]) -> str:
     """Returns what decides leaves, from their entry, for `rules_digest`."""
     decider = [entry["rule"], entry.get("problem")]
     return json.dumps([*decider, entry["names"], entry["rules"]] if "names" in entry else decider)
 
 
-def _digest(head: str, rows: Iterable[str]) -> str:
+def _sha256(head: str, rows: Iterable[str]) -> str:
     # With its tabs and newlines escaped no path can pass for a row of something else.
     digest = hashlib.sha256(head.encode())
     ordered = sorted(rows)
@@ -145,7 +145,7 @@ def lock_text(columns: Columns) -> str:
     patterns = [paths.pattern for paths in folded]
     kinds = [paths.group for paths in folded]
     entries = list(map(_leaf_entry, columns.kinds))
-    leaf_of = [_json(entry).removeprefix("{") for entry in entries]
+    leaf_of = [_checked_json(entry).removeprefix("{") for entry in entries]
     leaves = [
         f'{{"path": {pattern}, {leaf_of[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
@@ -155,7 +155,7 @@ def lock_text(columns: Columns) -> str:
     rules = [{"rule": index, **rule_entry(*rule)} for index, rule in enumerate(columns.rules)]
     fields = dataclasses.asdict(columns.rules.dialect)
     dialect = {name: value for name, value in fields.items() if value is not None}
-    deciders = list(map(_decided_by, entries))
+    deciders = list(map(_decider_text, entries))
     head = {
         "format": FORMAT,
         **({"kind": _LOGICAL} if is_logical else {}),
@@ -166,8 +166,8 @@ def lock_text(columns: Columns) -> str:
         "mesh": columns.axis_sizes,
         "dialect": dialect,
     }
-    parts = [f" {json.dumps(key)}: {_json(value)}" for key, value in head.items()]
-    parts += [_line_by_line("rules", map(_json, rules)), _line_by_line("leaves", leaves)]
+    parts = [f" {json.dumps(key)}: {_checked_json(value)}" for key, value in head.items()]
+    parts += [_line_by_line("rules", map(_checked_json, rules)), _line_by_line("leaves", leaves)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -187,7 +187,7 @@ def _check_lockable(paths: list[str]) -> None:
         )
 
 
-def _json(value: Any) -> str:
+def _checked_json(value: Any) -> str:
     if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError(
             f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
@@ -200,7 +200,7 @@ def _each_json(texts: list[str]) -> list[str]:
     """Writes each text as JSON, all at once: ten times as fast."""
     for text in texts:
         if not text.isascii():
-            _json(text)
+            _checked_json(text)
     # In JSON a newline is escaped.
     return json.dumps(texts, separators=("\n", ":"))[1:-1].split("\n") if texts else []
 
@@ -230,23 +230,23 @@ def read_lock(data: bytes, name: str) -> Columns:
         FileError: It is not a lock, or its parts do not agree; `name` is the file's.
     """
     content = parse_json(Path(name), data)
-    with _errors_at(name):
+    with _lock_errors(name):
         _check_format(content)
-        axis_sizes = checked_sizes(_typed(content["mesh"], dict))
-        rule_entries = _typed(content["rules"], list)
-        leaf_entries = _typed(content["leaves"], list)
-    with _errors_at(f"{name}: rules"):
+        axis_sizes = checked_sizes(_of_type(content["mesh"], dict))
+        rule_entries = _of_type(content["rules"], list)
+        leaf_entries = _of_type(content["leaves"], list)
+    with _lock_errors(f"{name}: rules"):
         if content.get("kind", _LOGICAL) != _LOGICAL:
             raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
-        rules = _read_rules(rule_entries, _typed(content["dialect"], dict), "kind" in content)
+        rules = _read_rules(rule_entries, _of_type(content["dialect"], dict), "kind" in content)
     leaves = _Leaves(len(rules), axis_sizes)
     for number, entry in enumerate(leaf_entries):
-        with _errors_at(f"{name}: leaves[{number}]"):
+        with _lock_errors(f"{name}: leaves[{number}]"):
             leaves.add(entry)
         leaf_entries[number] = None  # so that what is made of them takes their place in the memory
     tree = {path: row for row, path in enumerate(leaves.paths)}
     kind_of = np.array(leaves.kind_of, np.int32)
-    with _errors_at(name):
+    with _lock_errors(name):
         if len(tree) < len(leaves.paths):
             raise ValueError("two of its patterns stand for the same path")
         of_leaves = leaves_digest(axis_sizes, leaves.paths, kind_of, leaves.kinds)
@@ -295,13 +295,13 @@ class _Leaves:
 
     def add(self, entry: Any) -> None:
         """Adds the leaves of an entry."""
-        _check_fields(_typed(entry, dict), _LEAF_FIELDS)
-        pattern = _typed(entry.pop("path"), str)
+        _check_fields(_of_type(entry, dict), _LEAF_FIELDS)
+        pattern = _of_type(entry.pop("path"), str)
         text = repr(entry)
         if text not in self._kinds:
             self.types.append(_read_leaf(entry, self._rules))
             self.kinds.append(_read_kind(self.types[-1], entry, self._axis_sizes, self._rules))
-            self._kinds[text] = len(self.kinds) - 1, _decided_by(entry)
+            self._kinds[text] = len(self.kinds) - 1, _decider_text(entry)
         kind, decider = self._kinds[text]
         expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._text_left)
         self._text_left -= _length(pattern) * len(expanded)
@@ -332,7 +332,7 @@ def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
 
 
 @contextmanager
-def _errors_at(place: str) -> Iterator[None]:
+def _lock_errors(place: str) -> Iterator[None]:
     """Makes a FileError that names the place of whatever is wrong with a lock."""
     try:
         yield
@@ -347,7 +347,7 @@ def _check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
         raise ValueError(f"there are fields that are not known: {shown(unknown)}")
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _of_type(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
     return value
@@ -376,9 +376,9 @@ def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
     _check_rule(rule, rules)
     if problem is None and entry["spec"] is None:
         raise ValueError("a leaf has a spec, or a problem")
-    dtype = _typed(entry["dtype"], str)
+    dtype = _of_type(entry["dtype"], str)
     if shape is not None:
-        shape = tuple(_typed(shape, list))
+        shape = tuple(_of_type(shape, list))
     elif dtype != "-":
         raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
     if rule is None:
@@ -386,7 +386,7 @@ def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
     leaf, names = checked_type(rule, shape, dtype), entry.get("names")
     if names is None:
         return leaf
-    return leaf._replace(names=tuple(map(_read_name, _typed(names, list))))
+    return leaf._replace(names=tuple(map(_read_name, _of_type(names, list))))
 
 
 def _read_kind(
@@ -401,7 +401,7 @@ def _read_kind(
     what = entry.get("problem")
     problem = PLACED
     if what is not None:
-        problem = _PROBLEMS.get(_typed(what, str)) or Problem("misfit", what)
+        problem = _PROBLEMS.get(_of_type(what, str)) or Problem("misfit", what)
     return kind_on_mesh(
         leaf,
         None,
@@ -416,7 +416,7 @@ def _read_kind(
 def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
     if leaf.names is None:
         return ()
-    dim_rules = _typed(entry["rules"], list)
+    dim_rules = _of_type(entry["rules"], list)
     if dim_rules and len(dim_rules) != len(leaf.names):
         raise ValueError("there is not one rule, or null, for each name")
     for rule in dim_rules:
@@ -425,7 +425,7 @@ def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[
 
 
 def _check_rule(rule: Any, rules: int) -> None:
-    if rule is not None and not 0 <= _typed(rule, int) < rules:
+    if rule is not None and not 0 <= _of_type(rule, int) < rules:
         raise ValueError(f"there is no rule {rule}")
 
 
@@ -437,15 +437,15 @@ def _read_rules(
     )
     pairs = []
     for index, entry in enumerate(entries):
-        _check_fields(_typed(entry, dict), fields)
-        if _typed(entry["rule"], int) != index:
+        _check_fields(_of_type(entry, dict), fields)
+        if _of_type(entry["rule"], int) != index:
             raise ValueError(f"rule {index} is {shown(entry)}")
         pairs.append(read(entry))
-    _typed(dialect["name"], str)
-    values = {**dialect, "correction": Correction(**_typed(dialect["correction"], dict))}
+    _of_type(dialect["name"], str)
+    values = {**dialect, "correction": Correction(**_of_type(dialect["correction"], dict))}
     if is_logical:
         return LogicalRules(pairs, LogicalDialect(**values))
-    match = tuple(_typed(mode, str) for mode in _typed(dialect["match"], list))
+    match = tuple(_of_type(mode, str) for mode in _of_type(dialect["match"], list))
     return Rules(pairs, Dialect(**{**values, "match": match}))
 
 
@@ -478,14 +478,14 @@ def _read_rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
     if isinstance(pattern, list):
         pattern = tuple(pattern)
     if "flags" in entry:
-        flags = _typed(entry["flags"], int)
+        flags = _of_type(entry["flags"], int)
         if flags & ~_FLAGS:
             raise ValueError(f"rule {entry['rule']} has flags that do not exist: {flags}")
-        pattern = re.compile(_typed(pattern, str), flags)
+        pattern = re.compile(_of_type(pattern, str), flags)
     correction = None
     if "correction" in entry:
-        correction = Correction(**_typed(entry["correction"], dict))
-    units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
+        correction = Correction(**_of_type(entry["correction"], dict))
+    units, optional = (_of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
     memory = entry.get("memory_kind")
     is_fsdp = isinstance(value, dict) and "fsdp" in value
     spec = _read_fsdp(value) if is_fsdp else _read_spec(value)
@@ -504,9 +504,9 @@ def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
 def _read_fsdp(entry: dict[str, Any]) -> Fsdp:
     _check_fields(entry, _FSDP_FIELDS)
     return fsdp(
-        _typed(entry["fsdp"], list),
-        min_bytes=_typed(entry["min_bytes"], int),
-        min_rank=_typed(entry["min_rank"], int),
+        _of_type(entry["fsdp"], list),
+        min_bytes=_of_type(entry["min_bytes"], int),
+        min_rank=_of_type(entry["min_rank"], int),
         within=_read_spec(entry["within"]),
     )
 
@@ -524,14 +524,14 @@ def _read_spec(entry: Any) -> Any:
     tags = {name: value for name, value in entry.items() if name != "entries"}
     for name, value in tags.items():
         if name == "unreduced_kind":
-            _typed(value, str)
-        elif not _typed(value, list) or not all(isinstance(axis, str) for axis in value):
+            _of_type(value, str)
+        elif not _of_type(value, list) or not all(isinstance(axis, str) for axis in value):
             raise TypeError(f"the {name} axes of a spec are {shown(value)}")
     return with_tags(_read_entries(entry["entries"]), tags)
 
 
 def _read_entries(entries: Any) -> Any:
-    plain = [_read_entry(entry) for entry in _typed(entries, list)]
+    plain = [_read_entry(entry) for entry in _of_type(entries, list)]
     if _UNCONSTRAINED not in plain:
         return Entries(plain)
     from jax.sharding import PartitionSpec
@@ -542,7 +542,7 @@ def _read_entries(entries: Any) -> Any:
 
 def _read_entry(entry: Any) -> Any:
     if isinstance(entry, list):
-        return tuple(_typed(axis, str) for axis in entry)
+        return tuple(_of_type(axis, str) for axis in entry)
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, dict) and entry == _UNCONSTRAINED and entry["unconstrained"] is True:

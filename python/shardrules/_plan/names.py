@@ -42,16 +42,16 @@ def survey_named(tree: Any, names: Any = None) -> Leaves:
     """
     if names is not None:
         leaves = survey(tree, _NO_RULES)
-        return _named(leaves, names_beside(leaves.tree, leaves.paths, names))
+        return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
     from jax.tree_util import tree_leaves
 
     boxes = unboxed_with_names(tree)
     leaves = survey(boxes.tree, _NO_RULES)
     names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
-    return _named(replace(leaves, tree=boxes.boxed(leaves.tree)), names)
+    return _with_names(replace(leaves, tree=boxes.boxed(leaves.tree)), names)
 
 
-def _named(leaves: Leaves, names: list[Any]) -> Leaves:
+def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
     """Returns the leaves with their kinds told apart by their names as well."""
     numbers: dict[tuple[Any, int], int] = {}
     types: list[LeafType] = []
@@ -150,8 +150,8 @@ class _NamesOnMesh:
             return kind_on_mesh(leaf, None, Fit(None, problem=problem), self._axis_sizes)
         by_names_alone = self._anywhere.resolve(leaf.names)
         resolution = self._here.resolve(leaf.names, leaf.shape)
-        bound = self._bound(_entries(by_names_alone))
-        entries = self._here.without_ones(_entries(resolution), self._axis_sizes)
+        bound = self._bound(_assigned_entries(by_names_alone))
+        entries = self._here.without_ones(_assigned_entries(resolution), self._axis_sizes)
         fit = fitted(self._bound(entries), leaf.shape)
         lost = self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape)
         return kind_on_mesh(
@@ -198,7 +198,7 @@ class _NamesOnMesh:
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
 
 
-def _entries(resolution: Resolution) -> Entries:
+def _assigned_entries(resolution: Resolution) -> Entries:
     return Entries(None if entry is UNASSIGNED else entry for entry in resolution.entries())
 
 

@@ -165,14 +165,14 @@ def _checked_companions(companions: Iterable[Companion]) -> tuple[Companion, ...
     return each("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
 
 
-def _placements(*arguments: Any, **options: Any) -> Any:
+def _planned_placements(*arguments: Any, **options: Any) -> Any:
     from shardrules._plan import trees
 
     planned = plan(*arguments, **options)
     return trees.placement_tree(planned, planned.mesh)
 
 
-find_placements_by(_placements)
+find_placements_by(_planned_placements)
 
 
 class Plan(Estimates, PlanLike):
@@ -458,12 +458,12 @@ class Plan(Estimates, PlanLike):
 
         planned = self if mesh is None else self.on_mesh(mesh)
         follow = partial(by_plan, tree=tree)
-        on_mesh = partial(_followed, planned, self._on_mesh, follow, None)
+        on_mesh = partial(_put_followers, planned, self._on_mesh, follow, None)
         return Plan(follow(planned), on_mesh, planned._mesh, self._declared)
 
     def _follow(self, follow: Callable[[Columns], Columns], memory_kind: MemoryKind | None) -> Plan:
         """Plans leaves that follow those of this plan."""
-        on_mesh = partial(_followed, self, self._on_mesh, follow, memory_kind)
+        on_mesh = partial(_put_followers, self, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(sized_mesh(self.mesh)), on_mesh, self._mesh, self._declared)
 
     def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
@@ -833,7 +833,7 @@ def _locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
     return replace(columns, explicit_axes=mesh.explicit_axes)
 
 
-def _followed(
+def _put_followers(
     params: Columns,
     on_mesh: OnMesh,
     follow: Callable[[Columns], Columns],

@@ -390,7 +390,7 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
     # No path matches two of these patterns: each lists exactly its own paths.
     folded = fold([leaves.paths[row] for row in decided], group_of)
-    return Rules([(_pattern(paths), values[paths.group]) for paths in folded], EFORMER)
+    return Rules([(_exact_pattern(paths), values[paths.group]) for paths in folded], EFORMER)
 
 
 def mesh_of_shardings(specs: Any) -> MeshLike | None:
@@ -412,7 +412,7 @@ def _rule_value(path: str, spec: Any) -> Any:
     return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
 
 
-def _pattern(folded: Folded) -> str:
+def _exact_pattern(folded: Folded) -> str:
     return rf"^{''.join(_regexes(folded))}$"
 
 

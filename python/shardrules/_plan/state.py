@@ -216,7 +216,7 @@ def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
                 break
             start = passed.end()
         rows.append(row)
-        factors.append(None if row == _NONE else _factor(path[:start]))
+        factors.append(None if row == _NONE else _factor_in(path[:start]))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
     return FoundParameters(rows, factors)
@@ -288,7 +288,7 @@ def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _factor(prefix: str) -> int | None:
+def _factor_in(prefix: str) -> int | None:
     factor = _FACTOR.search(prefix)
     return None if factor is None else _FACTORS[factor[1]]
 
@@ -330,7 +330,7 @@ def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
         by_size = int(np.argsort(full)[factor])
         if by_size in lacking:
             return by_size
-    specs = {_part(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    specs = {_part_of_spec(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
     return lacking[0] if len(specs) == 1 else None
 
 
@@ -354,7 +354,7 @@ def _state_kind(
     """Returns the kind of leaves that have this relation to a parameter of this kind."""
     by_rule, fit, origin, rule = None, Fit(Entries()), relation.origin, None
     if parameter is not None and relation.dims is not None:
-        by_rule, fit = _followed(parameter, relation.dims)
+        by_rule, fit = _followed_fit(parameter, relation.dims)
         rule, memory_kind = parameter.rule, memory_kind or parameter.memory_kind
     if zero1 is not None and fit.spec is not None and leaf.shape is not None:
         cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, axis_sizes)
@@ -370,20 +370,20 @@ def _state_kind(
     )
 
 
-def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]:
+def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]:
     """Returns the rule's spec and the fit of an array that has these of the dimensions."""
     fit = fit_of(parameter)
     if dims == tuple(range(len(parameter.shape or ()))):
         return parameter.wanted, fit
     by_rule, spec, counted = (
-        None if spec is None else _part(spec, dims)
+        None if spec is None else _part_of_spec(spec, dims)
         for spec in (parameter.wanted, fit.spec, fit.counted)
     )
     # Findings about the parameter's losses name the parameter.
     return by_rule, fit._replace(spec=spec, counted=counted, losses=())
 
 
-def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
+def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
     """Returns the entries of these dimensions; none if no axis is left, as `pad` has it."""
     part = with_dims(spec, dims)
     return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())

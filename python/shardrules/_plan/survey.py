@@ -65,7 +65,7 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
         for place, number in led:
             companion = companions[number]
             base = base_path(companion, place.path)
-            dims = _resolved(companion, place, shapes.get(base))
+            dims = _dims_at(companion, place, shapes.get(base))
             rank = None if place.shape is None else len(place.shape)
             link = Link(companion, base, Step(dims, companion.blocks, rank))
             links[place.row] = (*links.get(place.row, ()), link)
@@ -86,7 +86,7 @@ def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tu
         fitting = [
             number
             for number, companion in enumerate(companions)
-            if number not in used and _fits(companion, rank)
+            if number not in used and _can_find(companion, rank)
         ]
         pairs = [(companions[number].pattern, None) for number in fitting]
         first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
@@ -95,13 +95,13 @@ def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tu
     return led
 
 
-def _fits(companion: Companion, rank: int | None) -> bool:
+def _can_find(companion: Companion, rank: int | None) -> bool:
     if rank is not None:
         return fits_rank(companion, rank)
     return not callable(companion.dims) and named_dims(companion.dims)[1]
 
 
-def _resolved(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
+def _dims_at(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
     """Returns the dims of what the companion finds there."""
     if not callable(companion.dims):
         return companion.dims
@@ -225,13 +225,15 @@ def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tu
         rank = len(named) + len(before) if step.rank is None else step.rank
         after = dims_for(step.dims, rank, len(before))
         blocks = tuple(
-            _at(step.blocks, i, 1) * (_at(blocks, dim, 1) if isinstance(dim, int) else 1)
+            _item_or(step.blocks, i, 1) * (_item_or(blocks, dim, 1) if isinstance(dim, int) else 1)
             for i, dim in enumerate(after)
         )
         dims = (
             after
             if place == 0
-            else tuple(_at(before, dim, None) if isinstance(dim, int) else dim for dim in after)
+            else tuple(
+                _item_or(before, dim, None) if isinstance(dim, int) else dim for dim in after
+            )
         )
     return dims, blocks
 
@@ -242,7 +244,7 @@ def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
     return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
 
 
-def _at(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
+def _item_or(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
     return values[place] if place < len(values) else otherwise
 
 

@@ -56,16 +56,16 @@ _AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?
 _ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
 
 
-def _components(anywhere: str, at_top: str) -> re.Pattern[str]:
+def _component_pattern(anywhere: str, at_top: str) -> re.Pattern[str]:
     """Compiles a pattern that finds the names as whole components of paths."""
     begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
     return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
 
 
-_OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
-_OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
+_OF_OPTIMIZER: Final = _component_pattern(*_OPTIMIZER)
+_OF_STATE: Final = _component_pattern(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
 
-_OF_ACTIVATIONS: Final = _components(*_ACTIVATIONS)
+_OF_ACTIVATIONS: Final = _component_pattern(*_ACTIVATIONS)
 
 
 def optimizer_leaves(paths: list[str]) -> list[int]:

@@ -39,7 +39,7 @@ def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
     Raises:
         ValueError: As `Plan.shardings`.
     """
-    return _mapped(columns, _placements(columns, mesh))
+    return _mapped(columns, _kind_placements(columns, mesh))
 
 
 def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
@@ -50,12 +50,12 @@ def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) 
     """
     from jax import tree_util
 
-    of_kind = _placements(columns, mesh)
+    of_kind = _kind_placements(columns, mesh)
     of_row = columns.kind_of[rows].tolist()
     return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
 
 
-def _placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
+def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
     kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
     return [Placement(sharding, kind.memory_kind is not None) for kind, sharding in kinds]
 
@@ -106,10 +106,10 @@ def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
 def placement_errors(columns: Columns) -> str:
     """Words the error for leaves without a sharding; for those without a rule, as `check` does."""
     rows = [
-        LeafError(leaves.pattern, kind.shape, _decided_by(kind, columns), reasons, len(leaves.rows))
+        LeafError(leaves.pattern, kind.shape, _decider(kind, columns), reasons, len(leaves.rows))
         for leaves in columns.folded
         for kind in [columns.kinds[leaves.group]]
-        if (reasons := _reasons(kind, columns))
+        if (reasons := _refusals(kind, columns))
     ]
     said_by = "rules" if columns.leaves.path_rules is not None else "logical rules"
     messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
@@ -119,7 +119,7 @@ def placement_errors(columns: Columns) -> str:
     return "\n".join(messages)
 
 
-def _reasons(kind: Kind, columns: Columns) -> list[str]:
+def _refusals(kind: Kind, columns: Columns) -> list[str]:
     """Returns message and fix of each reason why leaves with a rule get no sharding."""
     if kind.status == "placed" and kind.shape is not None:
         return [": ".join(words) for words in refusals(kind, columns)]
@@ -134,7 +134,7 @@ def _reasons(kind: Kind, columns: Columns) -> list[str]:
     ]
 
 
-def _decided_by(kind: Kind, columns: Columns) -> str:
+def _decider(kind: Kind, columns: Columns) -> str:
     if kind.rule is None:
         return "" if kind.names is None else f"names {kind.names}"
     pattern, value = columns.rules[kind.rule]
