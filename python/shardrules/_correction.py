@@ -78,6 +78,9 @@ class Correction:
         check_choice("pad", self.pad, (True, False))
 
 
+_NOTHING: Final = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
     """A rule's spec together with what else the rule says.
@@ -109,13 +112,16 @@ class RuleSpec:
 
     spec: Any
     correction: Correction | None = None
-    units: tuple[int | None, ...] = ()
+    units: tuple[int | None, ...] = _NOTHING
     memory_kind: MemoryKind | None = field(default=None, kw_only=True)
-    optional_axes: tuple[str, ...] = field(default=(), kw_only=True)
+    optional_axes: tuple[str, ...] = field(default=_NOTHING, kw_only=True)
 
     __repr__ = without_defaults
 
     def __post_init__(self) -> None:
+        is_spec_alone = self.correction is None and self.memory_kind is None
+        if is_spec_alone and self.units is _NOTHING and self.optional_axes is _NOTHING:
+            return
         units = listed("units", self.units, "integers or None")
         checked = (u if u is None else integer(f"units[{i}]", u, 1) for i, u in enumerate(units))
         object.__setattr__(self, "units", tuple(checked))

@@ -136,6 +136,7 @@ def entries_of(spec: PartitionSpec | Entries) -> tuple[Any, ...]:
     return tuple(getattr(spec, "partitions", spec))
 
 
+@functools.lru_cache(maxsize=1024)
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes that an entry of a PartitionSpec names."""
     if entry is None or is_unconstrained(entry):
@@ -224,7 +225,7 @@ def without_axes(spec: _Spec, axes: frozenset[str], emptied: Any = None) -> _Spe
 
     An entry that has lost all its axes becomes `emptied`.
     """
-    if axes.isdisjoint(axis for entry in entries_of(spec) for axis in entry_axes(entry)):
+    if not axes or axes.isdisjoint(axis for e in entries_of(spec) for axis in entry_axes(e)):
         return spec
 
     def left(entry: Any) -> Any:

@@ -19,7 +19,7 @@ from tests.moving.test_load import LLAMA, RULES
 def test_bytes_of_each_process(sizes, processes):
     tree = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in LLAMA.items()}
     plan = sr.plan(tree, RULES, sizes)
-    found = forecast(plan._columns, processes=processes, in_flight=None, bandwidth=1000)
+    found = forecast(plan, processes=processes, in_flight=None, bandwidth=1000)
     mesh = Mesh(np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
     shardings = plan.on_mesh(mesh).shardings()
     expected = []
@@ -46,4 +46,4 @@ def test_bytes_of_each_process(sizes, processes):
 def test_it_needs_all_arrays_placed():
     tree = {"w": jax.ShapeDtypeStruct((8,), "float32")}
     with pytest.raises(ValueError, match="not all arrays are placed"):
-        forecast(sr.plan(tree, [], {"tp": 2})._columns, processes=1, in_flight=None, bandwidth=1)
+        forecast(sr.plan(tree, [], {"tp": 2}), processes=1, in_flight=None, bandwidth=1)

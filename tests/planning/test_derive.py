@@ -978,3 +978,9 @@ def test_no_jax_is_needed():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_records_of_tables_are_as_a_user_would_make_them():
+    """They are made without checks, which would cost each process that imports them."""
+    for record in (*sr.LORA, *sr.QUANTIZED):
+        assert sr.Companion(record.pattern, record.base, record.dims, record.blocks) == record

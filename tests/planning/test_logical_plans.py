@@ -13,6 +13,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
+from tests.support.plans import shard_bytes
 
 RULES = sr.LogicalRules(
     [
@@ -348,7 +349,7 @@ class TestQuestions:
         assert coverage.dead == (0,)
 
     def test_bytes_are_those_of_the_specs(self):
-        held = planned().device_bytes.tolist()
+        held = shard_bytes(planned())
         assert held == [512 * 64 * 2 // 8, 64 * 256 * 2 // 8, 64 * 8 * 16 * 2 // 8, 6 * 64 * 2 // 2]
 
     def test_a_sweep_and_another_mesh_are_new_plans(self):

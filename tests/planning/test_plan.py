@@ -28,6 +28,7 @@ from shardrules._dtypes import bits_of
 from shardrules._mesh.device_bytes import device_bytes
 from shardrules._plan.memory import by_class
 from tests.support import corpus, references
+from tests.support.plans import leaf_bytes, shard_bytes
 from tests.support.slow import MODELS, slow
 from tests.support.trees import WITHOUT_ARRAYS, kinds_of_trees, trees_of_libraries
 from tests.support.work import calls
@@ -150,7 +151,7 @@ def test_trees_of_all_kinds(name, mesh):
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     # Dicts are walked in their own order, not sorted; so by the numbered tree.
-    numbered = tree_util.tree_leaves(plan._columns.leaves.tree)
+    numbered = tree_util.tree_leaves(plan.leaves.tree)
     assert sorted(plan.paths) == sorted(map(references.SLASHED, paths))
     assert [plan.paths[row] for row in numbered] == list(map(references.SLASHED, paths))
     assert len(plan) == len(paths)
@@ -315,18 +316,14 @@ def test_columns(model):
     assert sorted(plan.paths) == sorted(leaves)
     patterns = [pattern for pattern, _ in rules]
     for path, rule, held, part in zip(
-        plan.paths, plan.rule, plan.bytes, plan.device_bytes, strict=True
+        plan.paths, plan.rule, leaf_bytes(plan), shard_bytes(plan), strict=True
     ):
         leaf = leaves[path]
         assert rule == references.by_search(patterns, path)
         assert held == whole_bytes(leaf)
         assert part == prod(shardings[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    assert (plan.rule.dtype, plan.bytes.dtype, plan.device_bytes.dtype) == (
-        np.int32,
-        np.int64,
-        np.int64,
-    )
-    assert plan.bytes_per_device().max == plan.device_bytes.sum()
+    assert plan.rule.dtype == np.int32
+    assert plan.bytes_per_device().max == sum(shard_bytes(plan))
     assert plan.counts.tolist() == np.bincount(plan.kind_of, minlength=len(plan.kinds)).tolist()
 
 
@@ -418,7 +415,7 @@ def test_bytes_per_device_of_uneven_shards(mesh, shape, spec):
         ]
         expected[np.nonzero(mesh.devices == device)] = prod(real) * 4
     np.testing.assert_array_equal(plan.bytes_per_device().total, expected)
-    assert plan.device_bytes.tolist() == [expected.max()]
+    assert shard_bytes(plan) == [expected.max()]
 
 
 UNCUT = sr.Correction(indivisible="keep", pad=False)
@@ -473,7 +470,7 @@ def test_a_million_devices_and_many_uneven_kinds(mesh, spec):
     tracemalloc.start()
     try:
         plan = sr.plan(tree, [("", spec)], mesh, correction=UNCUT)
-        fullest = by_class(plan._columns).max
+        fullest = by_class(plan).max
         told = str(plan), str(plan.diff(plan))
         assert tracemalloc.get_traced_memory()[1] < 100e6
         held = plan.bytes_per_device()
@@ -481,7 +478,7 @@ def test_a_million_devices_and_many_uneven_kinds(mesh, spec):
     finally:
         tracemalloc.stop()
     assert held.params.shape == tuple(mesh.values())
-    assert fullest == held.max == plan.device_bytes.sum()
+    assert fullest == held.max == sum(shard_bytes(plan))
     # The last device has nothing of what is cut a million times.
     of_last = sum(device_bytes_of(kind, mesh).item(-1) for kind in plan.kinds[:3])
     three = sr.plan(dict(list(tree.items())[:3]), [("", spec)], mesh, correction=UNCUT)
@@ -543,14 +540,25 @@ def test_too_many_mesh_axes():
         sr.plan({"w": array(8)}, [("w", None)], {f"a{i}": 1 for i in range(65)})
 
 
+@pytest.mark.parametrize(
+    ("name", "instead", "values"),
+    [("bytes", "total_bytes", [16, 8]), ("device_bytes", r"bytes_per_device\(\)", [8, 8])],
+)
+def test_columns_of_bytes_are_deprecated(name, instead, values):
+    plan = sr.plan({"w": array(4), "x": array(2)}, [("w", "tp"), ("", ())], {"tp": 2})
+    with pytest.warns(DeprecationWarning, match=f"Plan.{name} .* use plan.{instead}"):
+        column = getattr(plan, name)
+    assert (column.dtype, column.tolist()) == (np.int64, values)
+
+
 def test_elements_of_less_than_a_byte():
     plan = sr.plan(
         {"w": array(4, 6, dtype="int4"), "odd": array(7, dtype="int4")},
         [("w", "tp"), ("", ())],
         {"tp": 2},
     )
-    assert dict(zip(plan.paths, plan.bytes.tolist(), strict=True)) == {"w": 12, "odd": 4}
-    assert dict(zip(plan.paths, plan.device_bytes.tolist(), strict=True)) == {"w": 6, "odd": 4}
+    assert dict(zip(plan.paths, leaf_bytes(plan), strict=True)) == {"w": 12, "odd": 4}
+    assert dict(zip(plan.paths, shard_bytes(plan), strict=True)) == {"w": 6, "odd": 4}
 
 
 class TestOptimizer:
@@ -736,7 +744,7 @@ plan = sr.plan(tree, rules, {"fsdp": 2, "tp": 4}, optional_axes=["sp"])
 text = plan.lock()
 other = sr.Plan.from_lock(text)
 str(plan), str(plan.check()), plan.check().to_json(), plan.bytes_per_device(gradients="float32"), str(plan.sweep())
-str(plan.explain("b")), str(plan.diff(other)), plan.fingerprint(), plan.rule, plan.bytes, plan.device_bytes
+str(plan.explain("b")), str(plan.diff(other)), plan.fingerprint(), plan.rule, plan.total_bytes
 str(plan.transfer(plan.on_mesh({"fsdp": 4, "tp": 2}))), str(plan.for_gradients("float32"))
 sys.exit("jax" in sys.modules)
 """
@@ -776,7 +784,7 @@ def test_shapes_that_are_fine():
     plan = sr.plan(tree, [("", "tp")], {"tp": 2})
     assert [plan.kind(path).shape for path in tree] == [(4, 2), (4, 2), (0, 4), (2**57,)]
     assert all(type(size) is int for kind in plan.kinds for size in kind.shape)
-    assert [int(plan.device_bytes[plan.paths.index(path)]) for path in tree] == [16, 16, 0, 2**56]
+    assert [plan.kind(path).device_bytes for path in tree] == [16, 16, 0, 2**56]
 
 
 class Raising:
@@ -844,7 +852,7 @@ def test_the_arrays_of_an_optimizer_are_let_go():
     del state
     gc.collect()
     assert alive() is None
-    assert derived.on_mesh({"tp": 4}).device_bytes.tolist() == [16]
+    assert shard_bytes(derived.on_mesh({"tp": 4})) == [16]
 
 
 def test_arrays_are_let_go():
@@ -880,7 +888,7 @@ def test_specs_are_an_error_where_there_are_none():
         with pytest.raises(ValueError, match=r"no rule matches 1 leaf of 2"):
             ask()
     # The rest of the plan is there, as if they were replicated.
-    assert plan.device_bytes.tolist() == [24, 8]
+    assert shard_bytes(plan) == [24, 8]
 
 
 def test_a_spec_that_is_none():
@@ -892,7 +900,7 @@ def test_duplicate_paths():
     tree = {"a/b": array(4), "a": {"b": array(2)}, "x/0": array(2), "x": [array(2)]}
     plan = sr.plan(tree, [("", ())], {"tp": 2})
     assert sorted(plan.paths) == ["a/b", "a/b", "x/0", "x/0"]
-    assert plan.bytes.sum() == 4 * (4 + 2 + 2 + 2)
+    assert plan.total_bytes == 4 * (4 + 2 + 2 + 2)
     assert sum(len(one.rows) for one in plan.folded) == 4
     str(plan), str(plan.check())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from math import prod
-from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -15,8 +14,9 @@ import shardrules as sr
 from shardrules import demo
 from shardrules._estimate.sweep import factorizations
 from shardrules._plan import table
-from shardrules._plan.table import of_activations, of_optimizer, of_state
+from shardrules._plan.table import activation_leaves, optimizer_leaves, state_leaves
 from tests.support import corpus
+from tests.support.plans import shard_bytes
 from tests.support.work import calls_by_file
 
 
@@ -87,7 +87,7 @@ def test_rows_are_those_of_fresh_plans(model):
             )
             for kind in kinds
         ]
-        whole = fresh.device_bytes[~np.array(cut)]
+        whole = np.array(shard_bytes(fresh))[~np.array(cut)]
         assert row.devices == 16
         assert row.bytes == fresh.bytes_per_device(gradients="float32").max
         assert row.fits == (row.bytes <= 100 * 10**9)
@@ -96,7 +96,7 @@ def test_rows_are_those_of_fresh_plans(model):
         assert row.corrections == sum(bool(kind.losses) for kind in kinds)
         assert row.problems == 0
         if len(whole):
-            largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, fresh.device_bytes, strict=True)
+            largest = fresh.kind(next(p for p, c, b in zip(fresh.paths, cut, shard_bytes(fresh), strict=True)
                                       if not c and b == whole.max()))  # fmt: skip
             (folded,) = [one for one in fresh.folded if one.pattern == row.largest_replicated]
             assert fresh.kinds[folded.group].device_bytes == largest.device_bytes
@@ -226,13 +226,14 @@ def test_names_of_optimizer_state_are_looked_for_once(monkeypatch):
     """Each mesh of a sweep looked for them in all paths: nine tenths of its time."""
     tree = {"opt_state": {f"w{i}": array(8) for i in range(100)}}
     plan = sr.plan(tree, [("w", "tp")], {"tp": 2})
-    found = Mock(side_effect=table._found)
-    monkeypatch.setattr(table, "_found", found)
+    looked = []
+    matching = table._matching
+    monkeypatch.setattr(table, "_matching", lambda *args: looked.append(args) or matching(*args))
     plan.sweep()
-    assert found.called
-    found.reset_mock()
+    assert looked
+    looked.clear()
     plan.sweep()
-    assert not found.called
+    assert not looked
 
 
 def test_siblings_of_optimizer_state_are_found_as_each_path_is():
@@ -240,11 +241,11 @@ def test_siblings_of_optimizer_state_are_found_as_each_path_is():
     tops = ["opt_state", "opt", "opt2", "2opt", "ema", "ema\0", "0", "params", "activations"]
     inner = ["mu", "opt_state", "ema_params", "ema_params3", "w"]
     tree = {top: {str(i): {name: array(8) for name in inner} for i in (0, 1, 17)} for top in tops}
-    leaves = sr.plan(tree, [("", None)], {"tp": 2})._columns.leaves
+    leaves = sr.plan(tree, [("", None)], {"tp": 2}).leaves
     assert len(leaves.templates.texts) * 3 == len(leaves.paths) == 135
-    assert leaves.optimizer_rows == of_optimizer(leaves.paths) != []
-    assert leaves.state_rows.tolist() == of_state(leaves.paths) != leaves.optimizer_rows
-    assert leaves.activation_rows.tolist() == of_activations(leaves.paths) != []
+    assert leaves.optimizer_rows == optimizer_leaves(leaves.paths) != []
+    assert leaves.state_rows.tolist() == state_leaves(leaves.paths) != leaves.optimizer_rows
+    assert leaves.activation_rows.tolist() == activation_leaves(leaves.paths) != []
 
 
 def test_companions_are_found_once_for_all_meshes():

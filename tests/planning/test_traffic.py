@@ -29,7 +29,7 @@ def sent(tree, rules, mesh, **more):
         tree,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    columns = sr.plan(leaves, rules, mesh)._columns
+    columns = sr.plan(leaves, rules, mesh)
     schedule = Schedule(**{"tokens": 64, "batch_axes": data_axes_among(mesh), **more})
     rows = traffic(columns, schedule)
     return {(row.of, row.collective, row.axes): (row.count, row.payload) for row in rows}
@@ -92,7 +92,7 @@ def test_zero1_cuts_what_the_optimizer_plan_cuts(shape, spec):
     plan = sr.plan(params, [("kernel", spec[: len(shape)])], mesh)
     state = plan.for_optimizer({"mu": params}, zero1="data")
     is_cut = "data" in axes_named(state.specs()["mu"]["kernel"])
-    rows = traffic(plan._columns, Schedule(tokens=64, batch_axes=("data", "fsdp"), zero1="data"))
+    rows = traffic(plan, Schedule(tokens=64, batch_axes=("data", "fsdp"), zero1="data"))
     gathered = [row for row in rows if row.of == "params" and row.axes == ("data",)]
     assert bool(gathered) == is_cut
 
@@ -105,7 +105,7 @@ def test_a_shard_that_does_not_divide_is_rounded_up():
 
 def test_integers_have_no_gradients():
     tree = {"step": jax.ShapeDtypeStruct((8,), "int32")}
-    columns = sr.plan(tree, [("step", "fsdp")], {"fsdp": 8})._columns
+    columns = sr.plan(tree, [("step", "fsdp")], {"fsdp": 8})
     (row,) = traffic(columns, Schedule(tokens=64, batch_axes=("fsdp",), gathers=1))
     assert row.of == "params"
 
@@ -120,7 +120,7 @@ def test_the_optimizers_leaves_are_not_sent():
 def test_a_ring_sends_all_but_its_own_part():
     columns = sr.plan(
         {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}, [("kernel", "fsdp")], {"fsdp": 4}
-    )._columns
+    )
     rows = traffic(columns, Schedule(tokens=64, batch_axes=("fsdp",), gathers=1))
     assert [(row.payload, row.sent) for row in rows] == [(256, 192), (256, 192)]
     assert rows.sent == 384
@@ -484,7 +484,7 @@ def test_traffic_can_be_kept():
 )
 def test_a_token_meets_a_models_active_parameters(model, experts_per_token, active):
     tree = corpus.manifest(model).nested(corpus.with_dtype)
-    columns = sr.plan(tree, [("", ())], {"data": 4, "tp": 2})._columns
+    columns = sr.plan(tree, [("", ())], {"data": 4, "tp": 2})
     schedule = Schedule(tokens=1000, batch_axes=("data",), experts_per_token=experts_per_token)
     total, per_device = flops(columns, schedule)
     assert total / (6 * 1000) == pytest.approx(active, rel=0.01)
@@ -497,7 +497,7 @@ def test_what_is_cut_is_computed_once():
         {"kernel": jax.ShapeDtypeStruct((512, 512), "bfloat16")},
         [("", ("fsdp", "tp"))],
         TP | {"fsdp": 2},
-    )._columns
+    )
     total, per_device = flops(columns, Schedule(tokens=64, batch_axes=("fsdp",)))
     assert total == 6 * 64 * 512 * 512
     assert per_device == total / 8

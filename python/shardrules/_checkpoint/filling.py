@@ -134,7 +134,10 @@ def forecast(
         len(columns.paths),
         columns.total_bytes,
         tuple(map(int, read)),
-        int(columns.device_bytes.sum()),
+        sum(
+            kind.device_bytes * int(n)
+            for kind, n in zip(columns.kinds, columns.counts, strict=True)
+        ),
         largest,
         min(most, max(map(int, read))),
         bandwidth,

@@ -1,40 +1,4 @@
-"""`read_rules`: a rule list from JSON, TOML or MaxText's YAML, or from a module.
-
-JSON and TOML have the same keys. In TOML:
-
-    dialect = "eformer"               # semantics of the rules; default: eformer
-    replicated = ["norm", "bias$"]    # patterns of leaves that are replicated on purpose
-    optional_axes = ["sp"]            # mesh axes that a mesh may lack
-    data_axes = ["dp"]                # mesh axes that shard only batches
-    stacked = ["layers"]              # stacks of layers, for rules of single ones; or unstacked
-    companions = ["lora"]             # tables of leaves that follow others; or quantized
-
-    [correction]                      # fields of `Correction`; default: the dialect's
-    indivisible = "prefix"
-
-    [[rules]]
-    pattern = "wq/kernel"
-    spec = ["fsdp", [], ["tp", "sp"]] # [] leaves a dimension unsharded; in JSON also null
-    # or: spec = { fsdp = "fsdp", min_bytes = "4MiB", min_rank = 2, within = [[], "tp"] }
-    flags = "i"                       # letters of `re`, as in (?i)
-    units = [1, 1, 128]               # as in `RuleSpec`
-    memory_kind = "pinned_host"       # as in `RuleSpec`
-    optional_axes = ["sp"]            # mesh axes that a mesh may lack, as far as this rule goes
-    correction = { indivisible = "error" }
-
-A rule may also be a pair `[pattern, spec]`, and JSON may be the bare list of rules. Rules for
-logical axis names have other keys, and no companions:
-
-    kind = "logical"                  # default: "regex", for paths
-    dialect = "maxtext"               # default: linen
-
-    [[rules]]
-    name = "embed"
-    axes = ["fsdp", "expert"]         # [] for a dimension that is not sharded
-
-Any other key is an error. Must not make PartitionSpecs: `Rules` keeps entries until a leaf needs
-one.
-"""
+"""Rule files: JSON and TOML, MaxText's YAML, and objects of modules."""
 
 from __future__ import annotations
 
@@ -42,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from shardrules._correction import Correction, RuleSpec
 from shardrules._files.logical import (
@@ -53,6 +17,7 @@ from shardrules._files.logical import (
 )
 from shardrules._files.modules import is_module_form, load_object
 from shardrules._io import FileError, parse_json, path_of, read_bytes, text_of
+from shardrules._plan import companions
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared
 from shardrules._rules import dialects as _dialects
@@ -61,9 +26,6 @@ from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, fsdp
 from shardrules._text import byte_count, record, shown
-
-if TYPE_CHECKING:
-    from shardrules._plan.companions import Companion
 
 # Five more than a rule needs.
 _MOST_LEVELS: Final = 8
@@ -98,17 +60,17 @@ def parse_toml(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def without_strings(text: str) -> str:
-    """The TOML with strings made underscores and comments spaces, of the same length and lines."""
+    """Makes strings underscores and comments spaces, of the same length and lines."""
 
-    def blank(found: re.Match[str]) -> str:
-        return _CHARACTER.sub(" " if found[0].startswith("#") else "_", found[0])
+    def blank(text: re.Match[str]) -> str:
+        return _CHARACTER.sub(" " if text[0].startswith("#") else "_", text[0])
 
     return _NO_KEY.sub(blank, text)
 
 
 TABLES: Final = {"lora": "LORA", "quantized": "QUANTIZED"}
-"""Tables of `_planning/companions.py` by their names in files."""
-# Functions of it whose arguments are entries of these keys: the path of a stack, or a table.
+"""Tables of companions by their names in files."""
+# Functions whose arguments are entries of these keys: the path of a stack, or a table.
 _STACKS: Final = {
     "stacked": ("at", "layer", "axis", "mesh_axis"),
     "unstacked": ("at", "layer", "axis"),
@@ -121,48 +83,43 @@ COMPANION_KEYS: Final = ("stacked", "companions", "unstacked")
 def companions_in(
     where: str, table: Mapping[str, Any], also: Mapping[str, list[str]]
 ) -> tuple[Companion, ...]:
-    """The companions of a rule file.
-
-    Args:
-        where: The file, for errors.
-        table: Its content.
-        also: Further entries, by key.
+    """Reads the companions of a rule file.
 
     Raises:
         FileError: An entry is invalid.
     """
-    found: list[Companion] = []
+    records: list[Companion] = []
     for key in COMPANION_KEYS:
         entries = table.get(key, [])
         if not isinstance(entries, list):
             raise FileError(f"{where}: {key} is {shown(entries)}; write a list of strings")
         for index, entry in enumerate([*entries, *also.get(key, [])]):
             place = f"{where}: {key}[{index}]"
-            found += _table(place, entry) if key == "companions" else [_stack(place, key, entry)]
-    return tuple(dict.fromkeys(found))
+            records += (
+                _companion_table(place, entry)
+                if key == "companions"
+                else [_stack_companion(place, key, entry)]
+            )
+    return tuple(dict.fromkeys(records))
 
 
-def _table(where: str, name: object) -> tuple[Companion, ...]:
-    from shardrules._plan import companions
-
+def _companion_table(where: str, name: object) -> tuple[Companion, ...]:
     if isinstance(name, str) and name.lower() in TABLES:
         table: tuple[Companion, ...] = getattr(companions, TABLES[name.lower()])
         return table
     raise FileError(f"{where}: there is no table {shown(name)}; there are {', '.join(TABLES)}")
 
 
-def _stack(where: str, key: str, entry: object) -> Companion:
-    from shardrules._plan import companions
-
-    arguments = _STACKS[key]
-    given = {"at": entry} if isinstance(entry, str) else entry
-    if not isinstance(given, dict) or "at" not in given or not given.keys() <= set(arguments):
+def _stack_companion(where: str, key: str, entry: object) -> Companion:
+    names = _STACKS[key]
+    arguments = {"at": entry} if isinstance(entry, str) else entry
+    if not isinstance(arguments, dict) or "at" not in arguments or not arguments.keys() <= {*names}:
         raise FileError(
             f"{where}: it is {shown(entry)}; write the path of the stack, or a table of at and "
-            f"any of {', '.join(arguments[1:])}"
+            f"any of {', '.join(names[1:])}"
         )
     try:
-        stack: Companion = getattr(companions, key)(**given)
+        stack: Companion = getattr(companions, key)(**arguments)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
     return stack
@@ -173,11 +130,15 @@ DIALECTS: Final = {
 }
 """Dialects by their names in files, in lower case."""
 
+_AnyDialect = TypeVar("_AnyDialect", Dialect, LogicalDialect)
+
 _KEYS: Final = (
     "rules", "dialect", "correction", "replicated", "optional_axes", "data_axes", *COMPANION_KEYS,
     "kind",
 )  # fmt: skip
 _KINDS: Final = ("regex", "logical")
+# A spec is a list such as ["fsdp", [], ["tp", "sp"]], or { fsdp = "fsdp", min_bytes = "4MiB" } with
+# the arguments of `fsdp`; flags are letters of `re`; all else is as in `RuleSpec`.
 _RULE_KEYS: Final = (
     "pattern", "spec", "flags", "units", "memory_kind", "optional_axes", "correction",
 )  # fmt: skip
@@ -202,7 +163,7 @@ _MOST_CHARACTERS: Final = 100_000
 
 @record
 class RuleFile(NamedTuple):
-    """The rules in a file, with what the file says about them."""
+    """Rules in a file, with what the file says about them."""
 
     rules: Rules | LogicalRules
     declared: Declared
@@ -218,7 +179,7 @@ def read_rules(
     dialect: Dialect | LogicalDialect | None = None,
     companions: Mapping[str, list[str]] = _NO_COMPANIONS,
 ) -> RuleFile:
-    """The rules in a file or of a module.
+    """Reads the rules in a file or of a module.
 
     Args:
         source: A .toml file; a JSON file, which may be gzipped; MaxText's .yml or .yaml; or
@@ -235,25 +196,26 @@ def read_rules(
     path = path_of(source)
     content = _content(path)
     if path.suffix in _YAML:
-        chosen = _logical_dialect(path, dialect, MAXTEXT.name)
-        rules = rules_of_maxtext(path, content, chosen)
-        return RuleFile(rules, NOTHING, _no_companions(path, companions), path.stem)
+        _check_no_companions(path, companions)
+        logical = _logical_dialect(path, dialect, MAXTEXT.name)
+        return RuleFile(rules_of_maxtext(path, content, logical), NOTHING, (), path.stem)
     table = {"rules": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not isinstance(table.get("rules"), list):
         raise FileError(
             f"{path}: key 'rules': there is no list of rules; write "
             '{"rules": [["kernel", ["fsdp", "tp"]], ...]}, or [[rules]] tables in TOML'
         )
-    _check_keys(f"{path}", table, _KEYS)
+    _check_table(f"{path}", table, _KEYS)
     kind = table.get("kind", "regex")
     if kind not in _KINDS:
         raise FileError(f"{path}: kind is {shown(kind)}; it is one of {', '.join(_KINDS)}")
     if kind == "logical":
-        return _of_logical_table(path, table, dialect, companions)
+        logical = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
+        return _of_logical_table(path, table, logical, companions)
     if isinstance(dialect, LogicalDialect):
         raise FileError(f"{path}: the rules are for paths, and {dialect.name} is for logical names")
-    path_dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
-    return _of_table(path, table, path_dialect, companions)
+    dialect = dialect or _dialect(path, table.get("dialect", EFORMER.name))
+    return _of_table(path, table, dialect, companions)
 
 
 def _of_module(
@@ -261,14 +223,14 @@ def _of_module(
 ) -> RuleFile:
     rules = load_object(source)
     if isinstance(rules, LogicalRules) or isinstance(dialect, LogicalDialect):
-        chosen = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
+        logical = _logical_dialect(source, dialect, getattr(rules, "dialect", LINEN).name)
         try:
-            rules = LogicalRules(rules, chosen)
+            rules = LogicalRules(rules, logical)
         except (TypeError, ValueError) as error:
             raise FileError(f"{source}: {error}") from error
-        _no_companions(source, companions)
+        _check_no_companions(source, companions)
     elif dialect is not None or not isinstance(rules, Rules):
-        rules = _compiled(source, rules, dialect or EFORMER)
+        rules = _compiled_rules(source, rules, dialect or EFORMER)
     name = source.partition(":")[2]
     return RuleFile(rules, NOTHING, companions_in(source, {}, companions), name)
 
@@ -276,63 +238,59 @@ def _of_module(
 def _of_table(
     path: Path, table: dict[str, Any], dialect: Dialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
-    correction = _correction(f"{path}: correction", dialect.correction, table.get("correction", {}))
+    corrected = _with_correction(path, table, dialect)
     pairs = [
-        _pair(f"{path}: rule {index}", rule, correction)
+        _path_rule(f"{path}: rule {index}", rule, corrected.correction)
         for index, rule in enumerate(table["rules"])
     ]
-    return RuleFile(
-        _compiled(f"{path}", pairs, replace(dialect, correction=correction)),
-        _declared(path, table),
-        companions_in(f"{path}", table, companions),
-        _name(path),
-    )
+    rules = _compiled_rules(f"{path}", pairs, corrected)
+    records = companions_in(f"{path}", table, companions)
+    return RuleFile(rules, _declared(path, table), records, _stem(path))
 
 
 def _of_logical_table(
-    path: Path,
-    table: dict[str, Any],
-    dialect: Dialect | LogicalDialect | None,
-    companions: Mapping[str, list[str]],
+    path: Path, table: dict[str, Any], dialect: LogicalDialect, companions: Mapping[str, list[str]]
 ) -> RuleFile:
-    chosen = _logical_dialect(path, dialect, table.get("dialect", LINEN.name))
-    correction = _correction(f"{path}: correction", chosen.correction, table.get("correction", {}))
-    rules = logical_rules(path, table["rules"], replace(chosen, correction=correction))
-    _no_companions(
-        path, {**companions, **{key: table[key] for key in COMPANION_KEYS if key in table}}
-    )
-    return RuleFile(rules, _declared(path, table), (), _name(path))
+    rules = logical_rules(path, table["rules"], _with_correction(path, table, dialect))
+    entries: dict[str, Any] = {key: table[key] for key in COMPANION_KEYS if key in table}
+    _check_no_companions(path, {**companions, **entries})
+    return RuleFile(rules, _declared(path, table), (), _stem(path))
+
+
+def _with_correction(path: Path, table: dict[str, Any], dialect: _AnyDialect) -> _AnyDialect:
+    entries = table.get("correction", {})
+    correction = _correction(f"{path}: correction", dialect.correction, entries)
+    return replace(dialect, correction=correction)
 
 
 def _declared(path: Path, table: dict[str, Any]) -> Declared:
     return Declared(
         replicated=_patterns(path, table.get("replicated", [])),
-        optional_axes=_axes(f"{path}", "optional_axes", table),
-        data_axes=_axes(f"{path}", "data_axes", table),
+        optional_axes=_axis_names(f"{path}", "optional_axes", table),
+        data_axes=_axis_names(f"{path}", "data_axes", table),
     )
 
 
-def _name(path: Path) -> str:
+def _stem(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
 
-def _no_companions(where: object, companions: Mapping[str, list[str]]) -> tuple[Companion, ...]:
-    if given := [key for key, value in companions.items() if value]:
-        raise FileError(f"{where}: {given[0]}: it is for rules of paths, and these are logical")
-    return ()
+def _check_no_companions(where: object, companions: Mapping[str, list[str]]) -> None:
+    if keys := [key for key, entries in companions.items() if entries]:
+        raise FileError(f"{where}: {keys[0]}: it is for rules of paths, and these are logical")
 
 
-def _logical_dialect(where: object, given: object, name: object) -> LogicalDialect:
-    """The dialect that is given, or else the one of this name."""
-    if isinstance(given, LogicalDialect):
-        return given
-    if given is not None:
-        raise FileError(f"{where}: the rules are logical, and {shown(given)} is for paths")
+def _logical_dialect(where: object, dialect: object, name: object) -> LogicalDialect:
+    """Returns the dialect, or else the one of this name."""
+    if isinstance(dialect, LogicalDialect):
+        return dialect
+    if dialect is not None:
+        raise FileError(f"{where}: the rules are logical, and {shown(dialect)} is for paths")
     if isinstance(name, str) and name.lower() in LOGICAL_DIALECTS:
         return LOGICAL_DIALECTS[name.lower()]
-    listed = ", ".join(LOGICAL_DIALECTS)
     raise FileError(
-        f"{where}: dialect {name!r} is unknown for logical rules; it is one of {listed}"
+        f"{where}: dialect {name!r} is unknown for logical rules; it is one of "
+        f"{', '.join(LOGICAL_DIALECTS)}"
     )
 
 
@@ -341,10 +299,10 @@ def _content(path: Path) -> Any:
     return parse(path, read_bytes(path, per_byte))
 
 
-def _check_keys(where: str, table: dict[str, Any], known: Iterable[str]) -> None:
+def _check_table(where: str, table: dict[str, Any], keys: Iterable[str]) -> None:
     for key in table:
-        if key not in known:
-            raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(known)}")
+        if key not in keys:
+            raise FileError(f"{where}: key {key!r} is unknown; the keys are {', '.join(keys)}")
 
 
 def _dialect(path: Path, name: object) -> Dialect:
@@ -354,39 +312,39 @@ def _dialect(path: Path, name: object) -> Dialect:
 
 
 def _correction(where: str, base: Correction, table: object) -> Correction:
-    """`base` with its fields replaced by those of the table."""
+    """Replaces fields of `base` by those of the table."""
     if not isinstance(table, dict):
         raise FileError(f"{where}: it is {shown(table)}; write a table, as {{pad = false}}")
-    _check_keys(where, table, _CORRECTION_KEYS)
+    _check_table(where, table, _CORRECTION_KEYS)
     try:
         return replace(base, **table)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
 
 
-def _pair(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
+def _path_rule(where: str, rule: object, base: Correction) -> tuple[Any, Any]:
     if isinstance(rule, list) and len(rule) == 2:
         rule = {"pattern": rule[0], "spec": rule[1]}
     if not isinstance(rule, dict):
         raise FileError(f'{where}: it is {shown(rule)}; write ["pattern", ["axis", ...]]')
-    _check_keys(where, rule, _RULE_KEYS)
+    _check_table(where, rule, _RULE_KEYS)
     for key in ("pattern", "spec"):
         if key not in rule:
             raise FileError(f"{where}: it has no {key}; write one, where spec = [] replicates")
     _check_length(where, rule["pattern"])
-    pattern = _pattern(where, rule["pattern"], rule.get("flags", ""))
-    spec = _spec(where, rule["spec"])
+    pattern = _file_pattern(where, rule["pattern"], rule.get("flags", ""))
+    spec = _file_spec(where, rule["spec"])
     if rule.keys() <= {"pattern", "spec", "flags"}:
         return pattern, spec
-    units, own = rule.get("units", []), None
+    units, correction = rule.get("units", []), None
     if "correction" in rule:
-        own = _correction(f"{where}: correction", base, rule["correction"])
+        correction = _correction(f"{where}: correction", base, rule["correction"])
     if not isinstance(units, list):
         raise FileError(f"{where}: units is {shown(units)}; write a list, as [1, 128]")
-    memory, optional = rule.get("memory_kind"), _axes(where, "optional_axes", rule)
+    memory, optional = rule.get("memory_kind"), _axis_names(where, "optional_axes", rule)
     try:
         return pattern, RuleSpec(
-            spec, own, tuple(units), memory_kind=memory, optional_axes=optional
+            spec, correction, tuple(units), memory_kind=memory, optional_axes=optional
         )
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: {error}") from None
@@ -401,8 +359,8 @@ def _check_length(where: str, pattern: object) -> None:
         )
 
 
-def _pattern(where: str, pattern: object, flags: object) -> object:
-    """The pattern for `Rules`, which itself checks a pattern without flags."""
+def _file_pattern(where: str, pattern: object, flags: object) -> object:
+    """Returns the pattern for `Rules`, which itself checks a pattern without flags."""
     if flags == "":
         return pattern
     if not isinstance(flags, str) or not set(flags) <= _FLAGS.keys():
@@ -419,8 +377,8 @@ def _regex(where: str, pattern: str, flags: int) -> re.Pattern[str]:
         raise FileError(f"{where}: the pattern {pattern!r} is invalid: {error}") from None
 
 
-def _spec(where: str, spec: object) -> object:
-    """None, a tuple of entries, or the value of `fsdp`."""
+def _file_spec(where: str, spec: object) -> object:
+    """Returns None, a tuple of entries, or the value of `fsdp`."""
     if spec is None:
         return None
     if isinstance(spec, dict):
@@ -428,25 +386,25 @@ def _spec(where: str, spec: object) -> object:
     entries = [spec] if isinstance(spec, str) else spec
     if not isinstance(entries, list):
         raise FileError(f'{where}: spec is {shown(spec)}; write a list, as ["fsdp", [], "tp"]')
-    return tuple(_entry(where, dim, entry) for dim, entry in enumerate(entries))
+    return tuple(_axes_entry(where, dim, entry) for dim, entry in enumerate(entries))
 
 
 def _fsdp(where: str, table: dict[str, Any]) -> Fsdp:
-    """The value of `fsdp`, of a table with its arguments."""
-    _check_keys(f"{where}: spec", table, _FSDP_KEYS)
+    """Calls `fsdp` with the arguments in a table."""
+    _check_table(f"{where}: spec", table, _FSDP_KEYS)
     if "fsdp" not in table:
         raise FileError(f'{where}: spec has no fsdp; write the mesh axis, as {{fsdp = "fsdp"}}')
-    given = dict(table, within=_spec(where, table.get("within")))
-    axis, least = given.pop("fsdp"), given.get("min_bytes")
+    arguments = dict(table, within=_file_spec(where, table.get("within")))
+    axis, least = arguments.pop("fsdp"), arguments.get("min_bytes")
     try:
         if isinstance(least, str):
-            given["min_bytes"] = byte_count(least)
-        return fsdp(axis, **given)
+            arguments["min_bytes"] = byte_count(least)
+        return fsdp(axis, **arguments)
     except (TypeError, ValueError) as error:
         raise FileError(f"{where}: spec: {error}") from None
 
 
-def _entry(where: str, dim: int, entry: object) -> object:
+def _axes_entry(where: str, dim: int, entry: object) -> object:
     axes = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(isinstance(axis, str) and axis for axis in axes):
         raise FileError(
@@ -465,14 +423,14 @@ def _patterns(path: Path, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _axes(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
+def _axis_names(where: str, key: str, table: dict[str, Any]) -> tuple[str, ...]:
     axes = table.get(key, [])
     if not isinstance(axes, list) or not all(isinstance(axis, str) and axis for axis in axes):
         raise FileError(f'{where}: {key} is {shown(axes)}; write a list of axes, as ["sp", "ep"]')
     return tuple(axes)
 
 
-def _compiled(source: str, rules: Any, dialect: Dialect) -> Rules:
+def _compiled_rules(source: str, rules: Any, dialect: Dialect) -> Rules:
     try:
         return Rules(rules, dialect)
     except (TypeError, ValueError, re.error, OverflowError, RecursionError) as error:

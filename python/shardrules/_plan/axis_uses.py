@@ -1,7 +1,4 @@
-"""What mesh axes are for, by the names that the field gives them: the only table of such names.
-
-`suggest`, `traffic`, `step_time`, `sweep` and `check` guess by it. Must not know about leaves.
-"""
+"""Uses of mesh axes by their names: the table by which `suggest`, `check` and estimates guess."""
 
 from __future__ import annotations
 

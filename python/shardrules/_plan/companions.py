@@ -1,7 +1,6 @@
-"""Companions as data: LoRA factors, quantized weights with their scales, stacked layers.
+"""Companions: LoRA factors, quantized weights with their scales, and stacked layers.
 
-Each record says how a library names such leaves and how their dimensions are ordered; reading them
-costs nothing. Must not know how a companion is applied.
+Each record says how a library names such leaves and orders their dimensions.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Companion:
 
 
 class Step(NamedTuple):
-    """The dimensions of a leaf in terms of its base's."""
+    """Dimensions of a leaf in terms of its base's."""
 
     dims: Dims
     """The dims of the `Companion`, or the result of its function."""
@@ -87,7 +86,7 @@ class Step(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A companion that finds a leaf, or the base of one."""
+    """Companion that finds a leaf, or the base of one."""
 
     companion: Companion
     base: str
@@ -96,12 +95,12 @@ class Link(NamedTuple):
 
 
 def base_path(companion: Companion, path: str) -> str:
-    """The path of the base of the leaf of this path."""
+    """Returns the path of the base of the leaf of this path."""
     return re.sub(companion.pattern, companion.base, path, count=1)
 
 
 def fits_rank(companion: Companion, rank: int) -> bool:
-    """Whether leaves of this rank can follow their base like that."""
+    """Tells whether leaves of this rank can follow their base so."""
     if callable(companion.dims):
         return True
     named, is_open = named_dims(companion.dims)
@@ -124,7 +123,7 @@ def check_dims(dims: Dims) -> None:
 
 
 def named_dims(dims: Dims) -> tuple[tuple[Dim, ...], bool]:
-    """The dims before the ellipsis, and whether there is one."""
+    """Returns the dims before the ellipsis, and whether there is one."""
     named = tuple(dim for dim in dims if dim is not ...)
     return named, len(named) < len(dims)
 
@@ -137,16 +136,13 @@ def _is_dim(dim: object) -> bool:
     return dim is None or isinstance(dim, str)
 
 
-_Shape = tuple[int, ...]
-
-
-def _spans(sizes: _Shape, base: _Shape) -> list[tuple[int, int]] | None:
-    """Per size the leftmost dimensions of the base that it is, from and to, several if merged."""
+def _base_spans(sizes: Shape, base: Shape) -> list[tuple[int, int]] | None:
+    """Finds the leftmost dimensions of the base that each size is; several if they are merged."""
     spans: list[tuple[int, int]] = []
     start, end = 0, len(base)
     for size in sizes:
-        every = ((i, j) for i in range(start, end) for j in range(i + 1, end + 1))
-        span = next((one for one in every if prod(base[slice(*one)]) == size), None)
+        ranges = ((i, j) for i in range(start, end) for j in range(i + 1, end + 1))
+        span = next((span for span in ranges if prod(base[slice(*span)]) == size), None)
         if span is None:
             return None
         spans.append(span)
@@ -154,44 +150,57 @@ def _spans(sizes: _Shape, base: _Shape) -> list[tuple[int, int]] | None:
     return spans
 
 
-def _dims_of_a(shape: _Shape, base: _Shape | None) -> tuple[Dim, ...]:
+def _dims_of_a(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
     """[..., in, rank]: of equal dimensions of the base, the first."""
     if not base:
         return (*range(len(shape) - 1), None)
-    spans = _spans(shape[:-1], base)
+    spans = _base_spans(shape[:-1], base)
     return (*(first for first, _ in spans), None) if spans else (None,) * len(shape)
 
 
-def _dims_of_b(shape: _Shape, base: _Shape | None) -> tuple[Dim, ...]:
+def _dims_of_b(shape: Shape, base: Shape | None) -> tuple[Dim, ...]:
     """[rank, ..., out], or [batch, rank, out]: of equal dimensions of the base, the last."""
     if not base:
         return (None, *range(1, len(shape)))
     for rank_at in range(len(shape) - 1):
         sizes = (*shape[:rank_at], *shape[rank_at + 1 :])
-        if mirrored := _spans(sizes[::-1], base[::-1]):
+        if mirrored := _base_spans(sizes[::-1], base[::-1]):
             dims = [len(base) - end for _, end in reversed(mirrored)]
             return (*dims[:rank_at], None, *dims[rank_at:])
     return (None,) * len(shape)
+
+
+def _constant(
+    pattern: str,
+    base: str,
+    dims: Dims | Callable[[Shape, Shape | None], tuple[Dim, ...]] = (...,),
+    blocks: tuple[int, ...] = (),
+) -> Companion:
+    """Makes a record of a table below, without the checks of what users give."""
+    record = object.__new__(Companion)
+    for name, value in zip(Companion.__slots__, (pattern, base, dims, blocks), strict=True):
+        object.__setattr__(record, name, value)
+    return record
 
 
 # [./]: checkpoint names are dotted, the paths of trees made of them slashed.
 LORA: Final = (
     # flax.nnx.LoRA and LoRALinear, and linen modules of that manner: [in, r] and [r, out] beside a
     # kernel [in, out].
-    Companion(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
-    Companion(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
+    _constant(r"(^|/)(?:lora/)?lora_[aA](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(0, None)),
+    _constant(r"(^|/)(?:lora/)?lora_[bB](?:/kernel)?(/value)?$", r"\1kernel\2", dims=(None, 1)),
     # qwix: [..., in, r] and [r, ..., out], or [batch, r, out], beside a weight of any name, the
     # dimensions of which an einsum may have in any order.
-    Companion(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
-    Companion(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
+    _constant(r"_lora_a(/value)?$", r"\1", dims=_dims_of_a),
+    _constant(r"_lora_b(/value)?$", r"\1", dims=_dims_of_b),
     # peft's Linear: [r, in] and [out, r] beside a weight [out, in]; "default" is an adapter's name.
-    Companion(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
-    Companion(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
+    _constant(r"(^|[./])lora_A(?:[./]\w+)?[./]weight$", r"\1weight", dims=(None, 1)),
+    _constant(r"(^|[./])lora_B(?:[./]\w+)?[./]weight$", r"\1weight", dims=(0, None)),
     # DoRA in peft: [out].
-    Companion(r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)),
+    _constant(r"(^|[./])lora_magnitude_vector(?:[./]\w+)?(?:[./]weight)?$", r"\1weight", dims=(0,)),
     # peft's Embedding: [r, rows] and [columns, r] beside a weight [rows, columns].
-    Companion(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
-    Companion(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
+    _constant(r"(^|[./])lora_embedding_A(?:[./]\w+)?$", r"\1weight", dims=(None, 0)),
+    _constant(r"(^|[./])lora_embedding_B(?:[./]\w+)?$", r"\1weight", dims=(1, None)),
 )
 r"""Companions: the factors of LoRA follow the kernel or weight that they adapt; their dimension r,
 the rank of the adaptation, is not cut. Of flax.nnx (`lora_a`, `lora_b`), qwix (`..._lora_a`,
@@ -203,22 +212,22 @@ _GROUPED: Final = r"(^|[./])(?:qweight|qzeros|scales)$"
 
 QUANTIZED: Final = (
     # DeepSeek-V3's FP8: a scale for each block of 128 x 128.
-    Companion(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
+    _constant(r"(^|[./])weight_scale_inv$", r"\1weight", dims=(0, 1), blocks=(128, 128)),
     # compressed-tensors: [out, in / 8] and scales [out, 1] or [out, groups], or one per row.
-    Companion(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
-    Companion(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
+    _constant(r"(^|[./])weight_(?:packed|scale|zero_point)$", r"\1weight", dims=(0, 1)),
+    _constant(r"(^|[./])weight_(?:scale|zero_point)$", r"\1weight", dims=(0,)),
     # GPTQ and AWQ: [in, out], [groups, out], packed along in or out, beside a weight [out, in].
-    Companion(_GROUPED, r"\1weight", dims=(1, 0)),
-    Companion(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
+    _constant(_GROUPED, r"\1weight", dims=(1, 0)),
+    _constant(r"(^|[./])g_idx$", r"\1weight", dims=(1,)),
     # gpt-oss's MXFP4: [experts, out, in / 32, 16 bytes] and [experts, out, in / 32] beside an array
     # [experts, in, out].
-    Companion(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
-    Companion(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
+    _constant(r"_proj_blocks$", "_proj", dims=(0, 2, 1, None), blocks=(1, 1, 32, 1)),
+    _constant(r"_proj_scales$", "_proj", dims=(0, 2, 1), blocks=(1, 1, 32)),
     # qwix: the values of a quantized weight, and scales of as many dimensions, some of them 1.
-    Companion(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
+    _constant(r"/array/(?:qvalue|scale|zero_point)(/value)?$", r"\1"),
     # A flax kernel [in, out] with a scale for each output: [out] or [1, out].
-    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
-    Companion(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
+    _constant(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(1,)),
+    _constant(r"(^|/)kernel_scale(/value)?$", r"\1kernel\2", dims=(0, 1)),
 )
 r"""Companions: what quantization puts beside a weight, or in its place, follows the weight.
 DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ and AWQ;
@@ -230,7 +239,7 @@ DeepSeek's `weight_scale_inv`; `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ
 def stacked(
     at: str, layer: str | None = None, *, axis: int = 0, mesh_axis: str | None = None
 ) -> Companion:
-    r"""Rules for single layers on a tree whose layers are stacked, as `jax.lax.scan` wants them.
+    r"""Applies rules for single layers to a tree of stacked ones, as `jax.lax.scan` needs them.
 
     Args:
         at: The path of the stack, without what is above it: `decoder/layers`. "" is the root: each
@@ -265,11 +274,11 @@ def stacked(
                 r"the tree's own paths, or give a Companion('^(.*)$', r'LAYER/\1', (None, ...))"
             )
         return Companion("^(.*)$", r"\g<1>", dims)
-    return _moved(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
+    return _relocated(re.escape(at), (layer or f"{at}/*").replace("*", "0"), dims)
 
 
 def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
-    r"""Rules for stacked layers on a tree of single ones: the inverse of `stacked`.
+    r"""Applies rules for stacked layers to a tree of single ones: the inverse of `stacked`.
 
     Args:
         at: The path of the stack that the rules are for, without what is above it. "" is the root.
@@ -299,10 +308,10 @@ def unstacked(at: str, layer: str | None = None, *, axis: int = 0) -> Companion:
     if not at:
         above = "(^|[./])" if layer else "(^)"
         return Companion(rf"{above}{pattern}(?:[./]|$)", r"\g<1>", dims)
-    return _moved(pattern, at, dims)
+    return _relocated(pattern, at, dims)
 
 
-def _moved(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
+def _relocated(pattern: str, base: str, dims: tuple[Dim | EllipsisType, ...]) -> Companion:
     escaped = base.replace("\\", r"\\")
     return Companion(rf"(^|[./]){pattern}([./]|$)", rf"\g<1>{escaped}\g<2>", dims)
 

@@ -1,8 +1,7 @@
-"""Folding siblings: `layers/0/w` to `layers/60/w` are shown as `layers/{0..60}/w`.
+"""Patterns of sibling paths: `layers/{0..60}/w` stands for `layers/0/w` to `layers/60/w`.
 
 Paths of one group that differ only in numbers become one pattern, which stands for exactly these
-paths. Costs one pass over all paths in C++, and sorting within each group. Must not know what the
-paths name.
+paths.
 """
 
 from __future__ import annotations
@@ -36,14 +35,16 @@ class Folded(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """The parts in a row. As in a format string, a brace of the path itself is doubled."""
+        """Joins the parts. As in a format string, a brace of the path itself is doubled."""
         if len(self.parts) == 1:
-            return _escaped(self.parts[0])
-        return "".join(part if i % 2 else _escaped(part) for i, part in enumerate(self.parts))
+            return _doubled_braces(self.parts[0])
+        return "".join(
+            part if i % 2 else _doubled_braces(part) for i, part in enumerate(self.parts)
+        )
 
 
 class Templates(NamedTuple):
-    """Paths with holes for their numbers, so that those of sibling layers are equal."""
+    """Paths with holes for their numbers, equal for sibling layers."""
 
     texts: list[str]
     """Each template once. A hole is a NUL and #; a NUL of a path itself is a NUL and 0."""
@@ -54,24 +55,19 @@ class Templates(NamedTuple):
 
 
 def templates_of(paths: list[str]) -> Templates:
-    """The templates of the paths, in the order of their first paths."""
+    """Returns the templates of the paths, in the order of their first paths."""
     texts, of_path, numbers = _core.templates(paths)
     return Templates(texts, np.frombuffer(of_path, np.int32), np.frombuffer(numbers, np.int64))
 
 
-def _escaped(text: str) -> str:
+def _doubled_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def fold(
     paths: list[str], group_of: npt.NDArray[np.int32], templates: Templates | None = None
 ) -> list[Folded]:
-    """The paths of each group as patterns, in the order of their first paths.
-
-    Args:
-        paths: Of all leaves.
-        group_of: Per path the index of its group, such as its kind; not negative.
-        templates: `templates_of` the paths. Default: they are made.
+    """Folds the paths of each group into patterns, in the order of their first paths.
 
     Example:
         >>> paths = [f"layers/{i}/{w}" for i in range(3) for w in ("k", "v")] + ["head"]
@@ -87,11 +83,11 @@ def fold(
     key = template_of * (int(group_of.max()) + 1) + group_of
     folded: list[Folded] = []
     firsts = []
-    for count in _ranked(holes)[0].tolist():
-        chosen = np.flatnonzero(holes == count)
-        columns = [numbers[starts[chosen] + i] for i in range(count)]
-        products = _products(_ranked(key[chosen])[1], columns)
-        order = chosen[np.argsort(products, kind="stable")]
+    for count in _ranks(holes)[0].tolist():
+        with_count = np.flatnonzero(holes == count)
+        columns = [numbers[starts[with_count] + i] for i in range(count)]
+        products = _products(_ranks(key[with_count])[1], columns)
+        order = with_count[np.argsort(products, kind="stable")]
         bounds = np.append(0, np.cumsum(np.bincount(products)))
         firsts.append(order[bounds[:-1]])
         of_first = zip(firsts[-1].tolist(), group_of[firsts[-1]].tolist(), strict=True)
@@ -99,12 +95,9 @@ def fold(
         limits = itertools.pairwise(bounds.tolist())
         for i, ((row, group), (begin, end)) in enumerate(zip(of_first, limits, strict=True)):
             # Its numbers are in the path as they are, if there is only one of each.
-            alone = end - begin == 1 or all(len(one[i]) == 1 for one in sets)
-            parts = (
-                (paths[row],)
-                if alone
-                else _parts(names[template_of[row]], [one[i] for one in sets])
-            )
+            values = [numbers_of[i] for numbers_of in sets]
+            is_single = end - begin == 1 or all(len(numbers_of) == 1 for numbers_of in values)
+            parts = (paths[row],) if is_single else _parts(names[template_of[row]], values)
             folded.append(Folded(parts, group, order[begin:end]))
     return [folded[i] for i in np.argsort(np.concatenate(firsts)).tolist()]
 
@@ -112,18 +105,18 @@ def fold(
 def _products(
     group_of: npt.NDArray[np.intp], columns: list[npt.NDArray[np.int64]]
 ) -> npt.NDArray[np.intp]:
-    """Per row of numbers the index of its product.
+    """Returns, per row of numbers, the index of its product.
 
     A product is a set of numbers for each column, all combinations of which are rows of one group.
     The rows of a group are words of an automaton that reads a number for each column. Numbers that
     lead from one state to the same other state are one set: a product is a way through the states
-    of the smallest such automaton. Costs some sorts per column.
+    of the smallest such automaton.
     """
     # Down the tree of all words: the node of each row, and of each node its parent and number.
     node_of, edges = [group_of], []
     for column in columns:
-        distinct, number = _ranked(column)
-        pairs, node = _ranked(node_of[-1] * len(distinct) + number)
+        distinct, number = _ranks(column)
+        pairs, node = _ranks(node_of[-1] * len(distinct) + number)
         edges.append(np.divmod(pairs, len(distinct)))
         node_of.append(node)
     # And up again: nodes from which the same words lead to the end are one state.
@@ -131,31 +124,31 @@ def _products(
     state_of = []
     for node, (parent, number) in zip(node_of[:0:-1], edges[::-1], strict=True):
         state_of.append(state[node])
-        state = _states(parent, _ranked(number * (int(state.max()) + 1) + state)[1])
+        state = _states(parent, _ranks(number * (int(state.max()) + 1) + state)[1])
     product = group_of
     for of_rows in reversed(state_of):
-        product = _ranked(product * (int(of_rows.max()) + 1) + of_rows)[1]
+        product = _ranks(product * (int(of_rows.max()) + 1) + of_rows)[1]
     return product
 
 
 def _states(parent: npt.NDArray[np.intp], edge: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Per parent a number, equal for those with equal edges; both are ordered by parent."""
+    """Numbers the parents, equally for equal edges; both arrays are ordered by parent."""
     counts = np.bincount(parent)
     ends = np.cumsum(counts)
     states: npt.NDArray[np.intp] = edge[ends - counts]
-    known: dict[bytes, int] = {}
+    state_of: dict[bytes, int] = {}
     new = int(edge.max()) + 1
     # Those with several edges are no more than the rows, whatever the number of columns.
     for i in np.flatnonzero(counts > 1).tolist():
         edges = edge[ends[i] - counts[i] : ends[i]].tobytes()
-        states[i] = known.setdefault(edges, new + len(known))
+        states[i] = state_of.setdefault(edges, new + len(state_of))
     return states
 
 
-def _ranked(
+def _ranks(
     values: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-    """The distinct values, ascending, and of each value its place among them."""
+    """Returns the distinct values, ascending, and the place of each value among them."""
     most = int(values.max()) + 1
     if most > 4 * len(values):
         distinct, places = np.unique(values, return_inverse=True)
@@ -167,16 +160,16 @@ def _ranked(
 
 
 def _sets(product_of: npt.NDArray[np.intp], column: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Per product the numbers of a column, ascending, each once."""
-    values, place = _ranked(column)
-    products, places = np.divmod(_ranked(product_of * len(values) + place)[0], len(values))
+    """Returns, per product, the numbers of a column, ascending, each once."""
+    values, place = _ranks(column)
+    products, places = np.divmod(_ranks(product_of * len(values) + place)[0], len(values))
     ends = np.cumsum(np.bincount(products)).tolist()
-    every = values[places].tolist()
-    return [every[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    numbers = values[places].tolist()
+    return [numbers[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
-    """The template's texts and the sets of its holes; a set of one number is text."""
+    """Returns the template's texts and the sets of its holes; a set of one number is text."""
     first, *texts = template.split(_HOLE)
     parts = [first]
     for numbers, text in zip(values, texts, strict=True):
@@ -188,7 +181,7 @@ def _parts(template: str, values: list[list[int]]) -> tuple[str, ...]:
 
 
 def _set_shown(numbers: list[int]) -> str:
-    """{0..60}, or {0,2..5}."""
+    """Formats numbers as {0..60}, or {0,2..5}."""
     begins = [i for i, number in enumerate(numbers) if i == 0 or number > numbers[i - 1] + 1]
     texts: list[str] = []
     for begin, end in itertools.pairwise([*begins, len(numbers)]):
@@ -198,7 +191,7 @@ def _set_shown(numbers: list[int]) -> str:
 
 
 def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
-    """The parts of a pattern: (a text of its paths, None), or ("", a set without its braces).
+    """Yields a pattern's parts: (a text of its paths, None), or ("", a set without its braces).
 
     Raises:
         ValueError: Its braces make no sense.
@@ -219,7 +212,7 @@ def parts_of(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 
 def runs_of(numbers: str) -> list[range]:
-    """The runs of a set without its braces.
+    """Returns the runs of a set without its braces.
 
     Raises:
         ValueError: It is not a set of numbers.

@@ -1,7 +1,4 @@
-"""The text of a lock: JSON, a line for each folded path and each rule.
-
-Costs a line of text per folded path. Must not know how a plan is made.
-"""
+"""Locks: the text of a plan as JSON, a line for each folded path and each rule, and its reader."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,6 +25,7 @@ from shardrules._plan.resolve import (
     AMBIGUOUS_LEAVES,
     PLACED,
     UNMATCHED_LEAVES,
+    Fit,
     Problem,
     kind_on_mesh,
 )
@@ -62,49 +60,49 @@ from shardrules._specs import (
 )
 from shardrules._text import brief, shown, with_article
 
-if TYPE_CHECKING:
-    from shardrules._plan.table import Columns
-
 FORMAT: Final = "shardrules lock 2"
-# Version 0.1's first: nothing in it says whether the rules are those that it was made with.
-_OLD_FORMAT: Final = "shardrules lock 1"
+_FORMAT_1: Final = "shardrules lock 1"
 MOST_LEAVES: Final = 10**6
 """Ten times those of the largest models; a few characters of a pattern must not fill the memory."""
 MOST_TEXT: Final = 10**8
 """Characters of all paths, non-ASCII ones escaped: to read so many takes 400 MB."""
-_OLD_FIELDS: Final = frozenset({"format", "fingerprint", "mesh", "dialect", "rules", "leaves"})
-FIELDS: Final = {
-    FORMAT: _OLD_FIELDS | {"rules_fingerprint", "kind"},
-    _OLD_FORMAT: _OLD_FIELDS,
-}
-LOGICAL: Final = "logical"
+_LOGICAL: Final = "logical"
 """The `kind` of a lock whose rules are for logical axis names; others have none."""
-LEAF_FIELDS: Final = frozenset(
-    {"path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem"}
+_FIELDS: Final = frozenset(
+    ("format", "fingerprint", "rules_fingerprint", "kind", "mesh", "dialect", "rules", "leaves")
 )
-RULE_FIELDS: Final = frozenset(
-    {"rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes"}
+_LEAF_FIELDS: Final = frozenset(
+    ("path", "shape", "dtype", "rule", "names", "rules", "spec", "memory_kind", "problem")
 )
-LOGICAL_RULE_FIELDS: Final = frozenset({"rule", "name", "axes"})
-TAG_FIELDS: Final = frozenset({"entries", "unreduced", "reduced", "unreduced_kind"})
+_RULE_FIELDS: Final = frozenset(
+    ("rule", "pattern", "flags", "spec", "correction", "units", "memory_kind", "optional_axes")
+)
+_NAME_RULE_FIELDS: Final = frozenset(("rule", "name", "axes"))
+_FSDP_FIELDS: Final = frozenset(("fsdp", "min_bytes", "min_rank", "within"))
+_TAG_FIELDS: Final = frozenset(("entries", "unreduced", "reduced", "unreduced_kind"))
 """Fields of a spec with unreduced or reduced axes; others are lists of entries."""
-FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
-UNCONSTRAINED: Final = {"unconstrained": True}
+_FLAGS: Final = int(re.ASCII | re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.UNICODE)
+_UNCONSTRAINED: Final = {"unconstrained": True}
 _ROWS_HASHED_AT_ONCE: Final = 1000
+_FIX: Final = "make the lock again with Plan.lock"
+_RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
+_PROBLEMS: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
+# JSON's reader takes the two for the one character that they would stand for.
+_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
-def length(path: str) -> int:
-    """Characters of the path, non-ASCII ones escaped."""
-    return len(path) if path.isascii() else len(ascii(path))
+def fingerprint(columns: Columns) -> str:
+    """Returns `Plan.fingerprint`."""
+    return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
 
 
 def leaves_digest(
     axis_sizes: dict[str, int], paths: list[str], kind_of: Any, kinds: list[Kind]
 ) -> str:
-    """A digest of what each leaf gets on which mesh, whatever the order of the leaves."""
-    of_kind = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
-    of_row = map(of_kind.__getitem__, kind_of.tolist())
-    return _hash(ascii(axis_sizes), map(operator.add, map(ascii, paths), of_row))
+    """Digests what each leaf gets on which mesh, whatever the order of the leaves."""
+    kind_texts = [f"\t{k.shape}\t{dtype_shown(k)}\t{_placed(k)}\n" for k in kinds]
+    rows = map(kind_texts.__getitem__, kind_of.tolist())
+    return _sha256(ascii(axis_sizes), map(operator.add, map(ascii, paths), rows))
 
 
 def _placed(kind: Kind) -> str:
@@ -112,27 +110,20 @@ def _placed(kind: Kind) -> str:
     return placement_shown(kind) + counted
 
 
-def decided_by(entry: dict[str, Any]) -> str:
-    """What decides leaves, from their entry, for `rules_digest`."""
-    decided = [entry["rule"], entry.get("problem")]
-    return json.dumps([*decided, entry["names"], entry["rules"]] if "names" in entry else decided)
-
-
 def rules_digest(dialect: Any, rules: Any, patterns: list[str], decided_by: list[str]) -> str:
-    """A digest of what decides the leaves, whatever their order.
-
-    Args:
-        dialect: As in a lock.
-        rules: As in a lock.
-        patterns: The folded paths.
-        decided_by: Per pattern the result of `decided_by`.
-    """
+    """Digests what decides the leaves, whatever their order."""
     head = json.dumps([dialect, rules], sort_keys=True)
-    rows = (f"{one!a}\t{decided}\n" for one, decided in zip(patterns, decided_by, strict=True))
-    return _hash(head, rows)
+    rows = (f"{path!a}\t{decider}\n" for path, decider in zip(patterns, decided_by, strict=True))
+    return _sha256(head, rows)
 
 
-def _hash(head: str, rows: Iterable[str]) -> str:
+def _decider_text(entry: dict[str, Any]) -> str:
+    """Returns what decides leaves, from their entry, for `rules_digest`."""
+    decider = [entry["rule"], entry.get("problem")]
+    return json.dumps([*decider, entry["names"], entry["rules"]] if "names" in entry else decider)
+
+
+def _sha256(head: str, rows: Iterable[str]) -> str:
     # With its tabs and newlines escaped no path can pass for a row of something else.
     digest = hashlib.sha256(head.encode())
     ordered = sorted(rows)
@@ -142,351 +133,48 @@ def _hash(head: str, rows: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-_FIX: Final = "make the lock again with Plan.lock"
-_RULE_OF: Final = {"unmatched": UNMATCHED, "ambiguous": AMBIGUOUS}
-_WITHOUT_RULE: Final = {"unmatched": UNMATCHED_LEAVES, "ambiguous": AMBIGUOUS_LEAVES}
-_DIGESTS: Final = {"fingerprint": "fingerprint", "rules_fingerprint": "rules' fingerprint"}
-
-
-def read_lock(data: bytes, name: str) -> Columns:
-    """The columns of a plan, from a lock's content.
-
-    Raises:
-        FileError: It is not a lock, or its parts do not agree; `name` is the file's.
-    """
-    content = parse_json(Path(name), data)
-    with _errors_at(name):
-        fields = FIELDS.get(str(content.get("format"))) if isinstance(content, dict) else None
-        if fields is None:
-            raise ValueError(f"not a lock: its format is not {FORMAT!r}")
-        _check_known(content, fields)
-        axis_sizes = checked_sizes(_typed(content["mesh"], dict))
-        rule_entries = _typed(content["rules"], list)
-        leaf_entries = _typed(content["leaves"], list)
-    with _errors_at(f"{name}: rules"):
-        if content.get("kind", LOGICAL) != LOGICAL:
-            raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
-        rules = _rules(rule_entries, _typed(content["dialect"], dict), "kind" in content)
-    entries = _Entries(len(rules), axis_sizes)
-    for number, entry in enumerate(leaf_entries):
-        with _errors_at(f"{name}: leaves[{number}]"):
-            entries.add(entry)
-        leaf_entries[number] = None  # so that what is made of them takes their place in the memory
-    tree = {path: row for row, path in enumerate(entries.paths)}
-    kind_of = np.array(entries.kind_of, np.int32)
-    with _errors_at(name):
-        if len(tree) < len(entries.paths):
-            raise ValueError("two of its patterns stand for the same path")
-        digests = {"fingerprint": leaves_digest(axis_sizes, entries.paths, kind_of, entries.kinds)}
-        if "rules_fingerprint" in fields:
-            dialect = content["dialect"]
-            digests["rules_fingerprint"] = rules_digest(
-                dialect, rule_entries, entries.patterns, entries.decided_by
-            )
-        for field, digest in digests.items():
-            if digest != content[field]:
-                raise ValueError(
-                    f"its {_DIGESTS[field]} is that of another plan: it was changed by hand"
-                )
-    leaves = Leaves(rules, tree, entries.paths, entries.paths, kind_of, entries.types)
-    return Columns(leaves, entries.kinds, axis_sizes)
-
-
-class _Entries:
-    """The columns that the entries of a lock stand for."""
-
-    def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
-        self.paths: list[str] = []
-        self.kind_of: list[int] = []
-        self.types: list[LeafType] = []
-        self.kinds: list[Kind] = []
-        self.patterns: list[str] = []
-        self.decided_by: list[str] = []
-        self._rules = rules
-        self._axis_sizes = axis_sizes
-        self._known: dict[str, tuple[int, str]] = {}
-        self._left = MOST_TEXT
-
-    def add(self, entry: Any) -> None:
-        """One entry."""
-        _check_known(_typed(entry, dict), LEAF_FIELDS)
-        pattern = _typed(entry.pop("path"), str)
-        text = repr(entry)
-        known = self._known.get(text)
-        if known is None:
-            self.types.append(_leaf(entry, self._rules))
-            self.kinds.append(_kind(self.types[-1], entry, self._axis_sizes, self._rules))
-            known = self._known[text] = len(self.kinds) - 1, decided_by(entry)
-        kind, decided = known
-        expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._left)
-        self._left -= length(pattern) * len(expanded)
-        self.paths += expanded
-        self.kind_of += [kind] * len(expanded)
-        self.patterns.append(pattern)
-        self.decided_by.append(decided)
-
-
-@contextmanager
-def _errors_at(place: str) -> Iterator[None]:
-    """Whatever is wrong with a lock becomes a FileError that names the place."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
-        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise FileError(f"{place}: {what}; {_FIX}") from error
-
-
-def _check_known(entry: dict[str, Any], fields: frozenset[str]) -> None:
-    if not entry.keys() <= fields:
-        unknown = sorted(entry.keys() - fields)
-        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
-    return value
-
-
-def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
-    """(content, name) of a lock that is given as its text or as a file."""
-    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
-        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
-    path = Path(lock_or_path)
-    try:
-        return read_bytes(path), str(path)
-    except ValueError as error:  # such as a FileError, or no name that a file can have
-        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
-        why = str(error).removeprefix(f"{path}: ")
-        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
-
-
-def _rules(entries: list[Any], dialect: dict[str, Any], is_logical: bool) -> Rules | LogicalRules:
-    if not is_logical:
-        return Rules([_rule(*one) for one in enumerate(entries)], _dialect(dialect))
-    _typed(dialect["name"], str)
-    fields = {**dialect, "correction": _correction(dialect["correction"])}
-    return LogicalRules(
-        [_logical_rule(*one) for one in enumerate(entries)], LogicalDialect(**fields)
-    )
-
-
-def _logical_rule(index: int, entry: Any) -> tuple[Any, Any]:
-    _check_known(_typed(entry, dict), LOGICAL_RULE_FIELDS)
-    if _typed(entry["rule"], int) != index:
-        raise ValueError(f"rule {index} is {shown(entry)}")
-    return _name(entry["name"]), _name(entry["axes"])
-
-
-def _name(entry: Any) -> Any:
-    """A logical axis name or an entry of several; also the mesh axes of a rule."""
-    made = entries_of(_spec([entry]))[0]
-    if isinstance(made, tuple) and not all(one is None or isinstance(one, str) for one in made):
-        raise TypeError(f"{shown(entry)} stands where names belong")
-    return made
-
-
-def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
-    _check_known(_typed(entry, dict), RULE_FIELDS)
-    if _typed(entry["rule"], int) != index:
-        raise ValueError(f"rule {index} is {shown(entry)}")
-    pattern = entry["pattern"]
-    if isinstance(pattern, list):
-        pattern = tuple(pattern)
-    if "flags" in entry:
-        flags = _typed(entry["flags"], int)
-        if flags & ~FLAGS:
-            raise ValueError(f"rule {index} has flags that do not exist: {flags}")
-        pattern = re.compile(_typed(pattern, str), flags)
-    correction = None
-    if "correction" in entry:
-        correction = _correction(entry["correction"])
-    units, optional = (_typed(entry.get(key, []), list) for key in ("units", "optional_axes"))
-    memory, given = entry.get("memory_kind"), entry["spec"]
-    spec = _fsdp(given) if isinstance(given, dict) and "fsdp" in given else _spec(given)
-    return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
-
-
-def _fsdp(fields: dict[str, Any]) -> Fsdp:
-    _check_known(fields, frozenset({"fsdp", "min_bytes", "min_rank", "within"}))
-    return fsdp(
-        _typed(fields["fsdp"], list),
-        min_bytes=_typed(fields["min_bytes"], int),
-        min_rank=_typed(fields["min_rank"], int),
-        within=_spec(fields["within"]),
-    )
-
-
-def _dialect(fields: dict[str, Any]) -> Dialect:
-    _typed(fields["name"], str)
-    match = tuple(_typed(mode, str) for mode in _typed(fields["match"], list))
-    correction = _correction(fields["correction"])
-    return Dialect(**{**fields, "match": match, "correction": correction})
-
-
-def _correction(fields: Any) -> Correction:
-    # A choice that is gone, with the value that became the rule.
-    gone = ("size_one", "keep")
-    return Correction(**{name: v for name, v in _typed(fields, dict).items() if (name, v) != gone})
-
-
-def _spec(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return _of_entries(given)
-    _check_known(given, TAG_FIELDS)
-    tags = {name: value for name, value in given.items() if name != "entries"}
-    for name, value in tags.items():
-        if name == "unreduced_kind":
-            _typed(value, str)
-        elif not _typed(value, list) or not all(isinstance(axis, str) for axis in value):
-            raise TypeError(f"the {name} axes of a spec are {shown(value)}")
-    return with_tags(_of_entries(given["entries"]), tags)
-
-
-def _of_entries(entries: Any) -> Any:
-    plain = [_spec_part(entry) for entry in _typed(entries, list)]
-    if UNCONSTRAINED not in plain:
-        return Entries(plain)
-    from jax.sharding import PartitionSpec
-
-    free = PartitionSpec.UNCONSTRAINED
-    return partition_spec(*(free if isinstance(entry, dict) else entry for entry in plain))
-
-
-def _spec_part(entry: Any) -> Any:
-    if isinstance(entry, list):
-        return tuple(_typed(axis, str) for axis in entry)
-    if entry is None or isinstance(entry, str):
-        return entry
-    if isinstance(entry, dict) and entry == UNCONSTRAINED and entry["unconstrained"] is True:
-        return entry
-    raise TypeError(f"an entry of a spec is {shown(entry)}")
-
-
-def _leaf(entry: dict[str, Any], rules: int) -> LeafType:
-    rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
-    if rule is not None and not 0 <= _typed(rule, int) < rules:
-        raise ValueError(f"there is no rule {rule}")
-    if problem is None and entry["spec"] is None:
-        raise ValueError("a leaf has a spec, or a problem")
-    dtype = _typed(entry["dtype"], str)
-    if shape is not None:
-        shape = tuple(_typed(shape, list))
-    elif dtype != "-":
-        raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
-    if rule is None:
-        rule = _RULE_OF.get(problem or "", NO_RULE_NEEDED)
-    names = entry.get("names")
-    leaf = checked_type(rule, shape, dtype)
-    return leaf if names is None else leaf._replace(names=tuple(map(_name, _typed(names, list))))
-
-
-def _kind(leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rules: int) -> Kind:
-    spec = None if entry["spec"] is None else _spec(entry["spec"])
-    named = [axis for one in entries_of(spec or Entries()) for axis in entry_axes(one)]
-    if len(set(named)) < len(named):
-        raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
-    memory = entry.get("memory_kind")
-    check_memory_kind("memory_kind", memory)
-    problem = _problem(entry.get("problem"))
-    return kind_on_mesh(
-        leaf,
-        None,
-        spec if problem.status == "placed" else None,
-        axis_sizes,
-        counted=spec,
-        dim_rules=_dim_rules(leaf, entry, rules),
-        problem=problem,
-        origin="a lock",
-        memory_kind=memory,
-    )
-
-
-def _dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
-    if leaf.names is None:
-        return ()
-    decided = _typed(entry["rules"], list)
-    if decided and len(decided) != len(leaf.names):
-        raise ValueError("there is not one rule, or null, for each name")
-    for rule in decided:
-        if rule is not None and not 0 <= _typed(rule, int) < rules:
-            raise ValueError(f"there is no rule {rule}")
-    return tuple(decided)
-
-
-def _problem(entry: Any) -> Problem:
-    if entry is None:
-        return PLACED
-    return _WITHOUT_RULE.get(_typed(entry, str)) or Problem("misfit", entry)
-
-
-def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
-    """The paths that a folded pattern stands for."""
-    characters = length(pattern)
-    choices: list[list[str]] = []
-    count = 1
-    for text, numbers in parts_of(pattern):
-        if numbers is None:
-            choices.append([text])
-            continue
-        ranges = runs_of(numbers)
-        # Not `len`, which is for numbers of 63 bits.
-        count *= sum(numbers.stop - numbers.start for numbers in ranges)
-        if count > most or count * characters > most_text:
-            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
-        choices.append([str(number) for one in ranges for number in one])
-    if count > most or count * characters > most_text:
-        raise ValueError("there are more leaves than a lock may have")
-    return ["".join(texts) for texts in itertools.product(*choices)]
-
-
-# JSON's reader takes the two for the one character that they would stand for.
-_ADJACENT_SURROGATES: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-
-
-def fingerprint(columns: Columns) -> str:
-    """See `Plan.fingerprint`."""
-    return leaves_digest(columns.axis_sizes, columns.paths, columns.kind_of, columns.kinds)
+def _length(path: str) -> int:
+    """Counts the characters of the path, non-ASCII ones escaped."""
+    return len(path) if path.isascii() else len(ascii(path))
 
 
 def lock_text(columns: Columns) -> str:
-    """See `Plan.lock`."""
+    """Writes `Plan.lock`."""
     _check_lockable(columns.paths)
-    patterns = [one.pattern for one in columns.folded]
-    order = sorted(range(len(patterns)), key=patterns.__getitem__)
-    patterns = [patterns[i] for i in order]
-    kinds = [columns.folded[i].group for i in order]
+    folded = sorted(columns.folded, key=lambda paths: paths.pattern)
+    patterns = [paths.pattern for paths in folded]
+    kinds = [paths.group for paths in folded]
     entries = list(map(_leaf_entry, columns.kinds))
-    leaf_of = [_json(entry).removeprefix("{") for entry in entries]
+    leaf_of = [_checked_json(entry).removeprefix("{") for entry in entries]
     leaves = [
         f'{{"path": {pattern}, {leaf_of[kind]}'
         for pattern, kind in zip(_each_json(patterns), kinds, strict=True)
     ]
     is_logical = isinstance(columns.rules, LogicalRules)
-    rule_entry = _logical_rule_entry if is_logical else _rule_entry
-    rules = [rule_entry(index, rule) for index, rule in enumerate(columns.rules)]
+    rule_entry = _name_rule_entry if is_logical else _rule_entry
+    rules = [{"rule": index, **rule_entry(*rule)} for index, rule in enumerate(columns.rules)]
     fields = dataclasses.asdict(columns.rules.dialect)
     dialect = {name: value for name, value in fields.items() if value is not None}
-    decided = list(map(decided_by, entries))
+    deciders = list(map(_decider_text, entries))
     head = {
         "format": FORMAT,
-        **({"kind": LOGICAL} if is_logical else {}),
+        **({"kind": _LOGICAL} if is_logical else {}),
         "fingerprint": fingerprint(columns),
         "rules_fingerprint": rules_digest(
-            dialect, rules, patterns, [decided[kind] for kind in kinds]
+            dialect, rules, patterns, [deciders[kind] for kind in kinds]
         ),
         "mesh": columns.axis_sizes,
         "dialect": dialect,
     }
-    parts = [f" {json.dumps(key)}: {_json(value)}" for key, value in head.items()]
-    parts += [_one_a_line("rules", list(map(_json, rules))), _one_a_line("leaves", leaves)]
+    parts = [f" {json.dumps(key)}: {_checked_json(value)}" for key, value in head.items()]
+    parts += [_line_by_line("rules", map(_checked_json, rules)), _line_by_line("leaves", leaves)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _check_lockable(paths: list[str]) -> None:
     if len(paths) > MOST_LEAVES:
         raise ValueError(f"a lock holds at most {MOST_LEAVES:,} leaves, not {len(paths):,}")
-    characters = sum(map(length, paths))
+    characters = sum(map(_length, paths))
     if characters > MOST_TEXT:
         raise ValueError(
             f"a lock holds paths of at most {MOST_TEXT:,} characters together, not {characters:,}"
@@ -499,7 +187,7 @@ def _check_lockable(paths: list[str]) -> None:
         )
 
 
-def _json(value: Any) -> str:
+def _checked_json(value: Any) -> str:
     if _ADJACENT_SURROGATES.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError(
             f"a lock cannot hold adjacent lone surrogates, as in {shown(value)}: give the leaf, "
@@ -509,25 +197,172 @@ def _json(value: Any) -> str:
 
 
 def _each_json(texts: list[str]) -> list[str]:
-    """Each text as JSON, all at once: ten times as fast."""
+    """Writes each text as JSON, all at once: ten times as fast."""
     for text in texts:
         if not text.isascii():
-            _json(text)
+            _checked_json(text)
     # In JSON a newline is escaped.
     return json.dumps(texts, separators=("\n", ":"))[1:-1].split("\n") if texts else []
 
 
-def _one_a_line(key: str, entries: list[str]) -> str:
+def _line_by_line(key: str, entries: Iterable[str]) -> str:
     lines = ",\n".join("  " + entry for entry in entries)
     return f" {json.dumps(key)}: [\n{lines}\n ]"
 
 
+def content_of(lock_or_path: str | os.PathLike[str]) -> tuple[bytes, str]:
+    """Returns (content, name) of a lock that is given as its text or as a file."""
+    if isinstance(lock_or_path, str) and lock_or_path.lstrip().startswith("{"):
+        return lock_or_path.encode("utf-8", "surrogatepass"), "the lock"
+    path = Path(lock_or_path)
+    try:
+        return read_bytes(path), str(path)
+    except ValueError as error:  # such as a FileError, or no name that a file can have
+        name = path if isinstance(lock_or_path, os.PathLike) else shown(lock_or_path)
+        why = str(error).removeprefix(f"{path}: ")
+        raise FileError(f"{name}: neither a lock nor a file with one: {why}") from error
+
+
+def read_lock(data: bytes, name: str) -> Columns:
+    """Reads a plan from a lock's content.
+
+    Raises:
+        FileError: It is not a lock, or its parts do not agree; `name` is the file's.
+    """
+    content = parse_json(Path(name), data)
+    with _lock_errors(name):
+        _check_format(content)
+        axis_sizes = checked_sizes(_of_type(content["mesh"], dict))
+        rule_entries = _of_type(content["rules"], list)
+        leaf_entries = _of_type(content["leaves"], list)
+    with _lock_errors(f"{name}: rules"):
+        if content.get("kind", _LOGICAL) != _LOGICAL:
+            raise ValueError(f"its kind is {shown(content['kind'])}, which is not known")
+        rules = _read_rules(rule_entries, _of_type(content["dialect"], dict), "kind" in content)
+    leaves = _Leaves(len(rules), axis_sizes)
+    for number, entry in enumerate(leaf_entries):
+        with _lock_errors(f"{name}: leaves[{number}]"):
+            leaves.add(entry)
+        leaf_entries[number] = None  # so that what is made of them takes their place in the memory
+    tree = {path: row for row, path in enumerate(leaves.paths)}
+    kind_of = np.array(leaves.kind_of, np.int32)
+    with _lock_errors(name):
+        if len(tree) < len(leaves.paths):
+            raise ValueError("two of its patterns stand for the same path")
+        of_leaves = leaves_digest(axis_sizes, leaves.paths, kind_of, leaves.kinds)
+        _check_digest("fingerprint", content["fingerprint"], of_leaves)
+        of_rules = rules_digest(
+            content["dialect"], rule_entries, leaves.patterns, leaves.decided_by
+        )
+        _check_digest("rules' fingerprint", content["rules_fingerprint"], of_rules)
+    return Columns(
+        Leaves(rules, tree, leaves.paths, leaves.paths, kind_of, leaves.types),
+        leaves.kinds,
+        axis_sizes,
+    )
+
+
+def _check_format(content: Any) -> None:
+    form = content.get("format") if isinstance(content, dict) else None
+    if form == _FORMAT_1:
+        raise ValueError(
+            f"its format is {_FORMAT_1!r}, of shardrules 0.1, and this reads {FORMAT!r}"
+        )
+    if form != FORMAT:
+        raise ValueError(f"not a lock: its format is not {FORMAT!r}")
+    _check_fields(content, _FIELDS)
+
+
+def _check_digest(what: str, written: object, digest: str) -> None:
+    if digest != written:
+        raise ValueError(f"its {what} is that of another plan: it was changed by hand")
+
+
+class _Leaves:
+    """Columns that the entries of a lock stand for."""
+
+    def __init__(self, rules: int, axis_sizes: dict[str, int]) -> None:
+        self.paths: list[str] = []
+        self.kind_of: list[int] = []
+        self.types: list[LeafType] = []
+        self.kinds: list[Kind] = []
+        self.patterns: list[str] = []
+        self.decided_by: list[str] = []
+        self._rules = rules
+        self._axis_sizes = axis_sizes
+        self._kinds: dict[str, tuple[int, str]] = {}
+        self._text_left = MOST_TEXT
+
+    def add(self, entry: Any) -> None:
+        """Adds the leaves of an entry."""
+        _check_fields(_of_type(entry, dict), _LEAF_FIELDS)
+        pattern = _of_type(entry.pop("path"), str)
+        text = repr(entry)
+        if text not in self._kinds:
+            self.types.append(_read_leaf(entry, self._rules))
+            self.kinds.append(_read_kind(self.types[-1], entry, self._axis_sizes, self._rules))
+            self._kinds[text] = len(self.kinds) - 1, _decider_text(entry)
+        kind, decider = self._kinds[text]
+        expanded = _expanded(pattern, MOST_LEAVES - len(self.paths), self._text_left)
+        self._text_left -= _length(pattern) * len(expanded)
+        self.paths += expanded
+        self.kind_of += [kind] * len(expanded)
+        self.patterns.append(pattern)
+        self.decided_by.append(decider)
+
+
+def _expanded(pattern: str, most: int, most_text: int) -> list[str]:
+    """Lists the paths that a folded pattern stands for."""
+    characters = _length(pattern)
+    choices: list[list[str]] = []
+    count = 1
+    for text, numbers in parts_of(pattern):
+        if numbers is None:
+            choices.append([text])
+            continue
+        runs = runs_of(numbers)
+        # Not `len`, which is for numbers of 63 bits.
+        count *= sum(run.stop - run.start for run in runs)
+        if count > most or count * characters > most_text:
+            raise ValueError(f"{shown(pattern)} stands for more leaves than a lock may have")
+        choices.append([str(number) for run in runs for number in run])
+    if count > most or count * characters > most_text:
+        raise ValueError("there are more leaves than a lock may have")
+    return ["".join(texts) for texts in itertools.product(*choices)]
+
+
+@contextmanager
+def _lock_errors(place: str) -> Iterator[None]:
+    """Makes a FileError that names the place of whatever is wrong with a lock."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, re.error) as error:
+        what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise FileError(f"{place}: {what}; {_FIX}") from error
+
+
+def _check_fields(entry: dict[str, Any], fields: frozenset[str]) -> None:
+    if not entry.keys() <= fields:
+        unknown = sorted(entry.keys() - fields)
+        raise ValueError(f"there are fields that are not known: {shown(unknown)}")
+
+
+def _of_type(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{shown(value)} stands where {with_article(kind.__name__)} belongs")
+    return value
+
+
+# Each part of a lock is written by `_..._entry` and read by `_read_...`.
+
+
 def _leaf_entry(kind: Kind) -> dict[str, Any]:
+    names = None if kind.names is None else list(map(_name_entry, kind.names))
     entry = {
         "shape": kind.shape,
         "dtype": dtype_shown(kind),
         "rule": kind.rule,
-        **({} if kind.names is None else _of_names(kind.names, kind.dim_rules)),
+        **({} if names is None else {"names": names, "rules": list(kind.dim_rules)}),
         "spec": None if kind._counted is None else _spec_entry(kind._counted),
         "memory_kind": kind.memory_kind,
         "problem": problem_shown(kind),
@@ -536,29 +371,125 @@ def _leaf_entry(kind: Kind) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in optional or value is not None}
 
 
-def _spec_entry(spec: Any) -> list[Any] | dict[str, Any]:
-    entries = [UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
-    tags = tags_of(spec)
-    return {"entries": entries, **tags} if tags else entries
+def _read_leaf(entry: dict[str, Any], rules: int) -> LeafType:
+    rule, shape, problem = entry["rule"], entry["shape"], entry.get("problem")
+    _check_rule(rule, rules)
+    if problem is None and entry["spec"] is None:
+        raise ValueError("a leaf has a spec, or a problem")
+    dtype = _of_type(entry["dtype"], str)
+    if shape is not None:
+        shape = tuple(_of_type(shape, list))
+    elif dtype != "-":
+        raise ValueError(f"a leaf that is no array has the dtype {shown(dtype)}")
+    if rule is None:
+        rule = _RULE_OF.get(problem or "", NO_RULE_NEEDED)
+    leaf, names = checked_type(rule, shape, dtype), entry.get("names")
+    if names is None:
+        return leaf
+    return leaf._replace(names=tuple(map(_read_name, _of_type(names, list))))
 
 
-def _of_names(names: tuple[Any, ...], rules: tuple[int | None, ...]) -> dict[str, Any]:
-    return {"names": [_name_entry(name) for name in names], "rules": list(rules)}
+def _read_kind(
+    leaf: LeafType, entry: dict[str, Any], axis_sizes: dict[str, int], rules: int
+) -> Kind:
+    spec = None if entry["spec"] is None else _read_spec(entry["spec"])
+    axes = [axis for part in entries_of(spec or Entries()) for axis in entry_axes(part)]
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"the spec {brief(spec_shown(spec))} names an axis twice")
+    memory = entry.get("memory_kind")
+    check_memory_kind("memory_kind", memory)
+    what = entry.get("problem")
+    problem = PLACED
+    if what is not None:
+        problem = _PROBLEMS.get(_of_type(what, str)) or Problem("misfit", what)
+    return kind_on_mesh(
+        leaf,
+        None,
+        Fit(spec if problem is PLACED else None, spec, problem=problem),
+        axis_sizes,
+        dim_rules=_read_dim_rules(leaf, entry, rules),
+        origin="a lock",
+        memory_kind=memory,
+    )
 
 
-def _name_entry(name: Any) -> Any:
-    if is_unconstrained(name):
-        return UNCONSTRAINED
-    if name is None or isinstance(name, str):
-        return name
-    if isinstance(name, tuple):
-        return [_name_entry(one) for one in name]
-    raise ValueError(f"a lock cannot hold the logical axis name {shown(name)}: give it a text")
+def _read_dim_rules(leaf: LeafType, entry: dict[str, Any], rules: int) -> tuple[int | None, ...]:
+    if leaf.names is None:
+        return ()
+    dim_rules = _of_type(entry["rules"], list)
+    if dim_rules and len(dim_rules) != len(leaf.names):
+        raise ValueError("there is not one rule, or null, for each name")
+    for rule in dim_rules:
+        _check_rule(rule, rules)
+    return tuple(dim_rules)
 
 
-def _logical_rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
-    name, axes = rule
-    return {"rule": index, "name": _name_entry(name), "axes": _name_entry(axes)}
+def _check_rule(rule: Any, rules: int) -> None:
+    if rule is not None and not 0 <= _of_type(rule, int) < rules:
+        raise ValueError(f"there is no rule {rule}")
+
+
+def _read_rules(
+    entries: list[Any], dialect: dict[str, Any], is_logical: bool
+) -> Rules | LogicalRules:
+    fields, read = (
+        (_NAME_RULE_FIELDS, _read_name_rule) if is_logical else (_RULE_FIELDS, _read_rule)
+    )
+    pairs = []
+    for index, entry in enumerate(entries):
+        _check_fields(_of_type(entry, dict), fields)
+        if _of_type(entry["rule"], int) != index:
+            raise ValueError(f"rule {index} is {shown(entry)}")
+        pairs.append(read(entry))
+    _of_type(dialect["name"], str)
+    values = {**dialect, "correction": Correction(**_of_type(dialect["correction"], dict))}
+    if is_logical:
+        return LogicalRules(pairs, LogicalDialect(**values))
+    match = tuple(_of_type(mode, str) for mode in _of_type(dialect["match"], list))
+    return Rules(pairs, Dialect(**{**values, "match": match}))
+
+
+def _name_rule_entry(name: Any, axes: Any) -> dict[str, Any]:
+    return {"name": _name_entry(name), "axes": _name_entry(axes)}
+
+
+def _read_name_rule(entry: dict[str, Any]) -> tuple[Any, Any]:
+    return _read_name(entry["name"]), _read_name(entry["axes"])
+
+
+def _rule_entry(pattern: Any, value: Any) -> dict[str, Any]:
+    rule = rule_spec(value)
+    entry: dict[str, Any] = {"pattern": pattern}
+    if isinstance(pattern, re.Pattern):
+        entry = {"pattern": pattern.pattern, "flags": int(pattern.flags) & _FLAGS}
+    entry["spec"] = (
+        _fsdp_entry(rule.spec) if isinstance(rule.spec, Fsdp) else _spec_entry(rule.spec)
+    )
+    if rule.correction is not None:
+        entry["correction"] = dataclasses.asdict(rule.correction)
+    for name in ("units", "memory_kind", "optional_axes"):
+        if extra := getattr(rule, name):
+            entry[name] = extra
+    return entry
+
+
+def _read_rule(entry: dict[str, Any]) -> tuple[Any, RuleSpec]:
+    pattern, value = entry["pattern"], entry["spec"]
+    if isinstance(pattern, list):
+        pattern = tuple(pattern)
+    if "flags" in entry:
+        flags = _of_type(entry["flags"], int)
+        if flags & ~_FLAGS:
+            raise ValueError(f"rule {entry['rule']} has flags that do not exist: {flags}")
+        pattern = re.compile(_of_type(pattern, str), flags)
+    correction = None
+    if "correction" in entry:
+        correction = Correction(**_of_type(entry["correction"], dict))
+    units, optional = (_of_type(entry.get(key, []), list) for key in ("units", "optional_axes"))
+    memory = entry.get("memory_kind")
+    is_fsdp = isinstance(value, dict) and "fsdp" in value
+    spec = _read_fsdp(value) if is_fsdp else _read_spec(value)
+    return pattern, RuleSpec(spec, correction, units, memory_kind=memory, optional_axes=optional)
 
 
 def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
@@ -570,20 +501,68 @@ def _fsdp_entry(spec: Fsdp) -> dict[str, Any]:
     }
 
 
-def _rule_entry(index: int, rule: tuple[Any, Any]) -> dict[str, Any]:
-    pattern, given = rule
-    wanted = rule_spec(given)
-    entry: dict[str, Any] = {"rule": index, "pattern": pattern}
-    if isinstance(pattern, re.Pattern):
-        entry |= {"pattern": pattern.pattern, "flags": int(pattern.flags) & FLAGS}
-    is_fsdp = isinstance(wanted.spec, Fsdp)
-    entry["spec"] = _fsdp_entry(wanted.spec) if is_fsdp else _spec_entry(wanted.spec)
-    if wanted.correction is not None:
-        entry["correction"] = dataclasses.asdict(wanted.correction)
-    if wanted.units:
-        entry["units"] = wanted.units
-    if wanted.memory_kind is not None:
-        entry["memory_kind"] = wanted.memory_kind
-    if wanted.optional_axes:
-        entry["optional_axes"] = wanted.optional_axes
-    return entry
+def _read_fsdp(entry: dict[str, Any]) -> Fsdp:
+    _check_fields(entry, _FSDP_FIELDS)
+    return fsdp(
+        _of_type(entry["fsdp"], list),
+        min_bytes=_of_type(entry["min_bytes"], int),
+        min_rank=_of_type(entry["min_rank"], int),
+        within=_read_spec(entry["within"]),
+    )
+
+
+def _spec_entry(spec: Any) -> list[Any] | dict[str, Any]:
+    entries = [_UNCONSTRAINED if is_unconstrained(e) else e for e in plain_entries(spec)]
+    tags = tags_of(spec)
+    return {"entries": entries, **tags} if tags else entries
+
+
+def _read_spec(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return _read_entries(entry)
+    _check_fields(entry, _TAG_FIELDS)
+    tags = {name: value for name, value in entry.items() if name != "entries"}
+    for name, value in tags.items():
+        if name == "unreduced_kind":
+            _of_type(value, str)
+        elif not _of_type(value, list) or not all(isinstance(axis, str) for axis in value):
+            raise TypeError(f"the {name} axes of a spec are {shown(value)}")
+    return with_tags(_read_entries(entry["entries"]), tags)
+
+
+def _read_entries(entries: Any) -> Any:
+    plain = [_read_entry(entry) for entry in _of_type(entries, list)]
+    if _UNCONSTRAINED not in plain:
+        return Entries(plain)
+    from jax.sharding import PartitionSpec
+
+    free = PartitionSpec.UNCONSTRAINED
+    return partition_spec(*(free if isinstance(entry, dict) else entry for entry in plain))
+
+
+def _read_entry(entry: Any) -> Any:
+    if isinstance(entry, list):
+        return tuple(_of_type(axis, str) for axis in entry)
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, dict) and entry == _UNCONSTRAINED and entry["unconstrained"] is True:
+        return entry
+    raise TypeError(f"an entry of a spec is {shown(entry)}")
+
+
+def _name_entry(name: Any) -> Any:
+    """Returns the entry of a logical axis name, of several, or of a rule's mesh axes."""
+    if is_unconstrained(name):
+        return _UNCONSTRAINED
+    if name is None or isinstance(name, str):
+        return name
+    if isinstance(name, tuple):
+        return list(map(_name_entry, name))
+    raise ValueError(f"a lock cannot hold the logical axis name {shown(name)}: give it a text")
+
+
+def _read_name(entry: Any) -> Any:
+    name = entries_of(_read_spec([entry]))[0]
+    if isinstance(name, tuple) and not all(part is None or isinstance(part, str) for part in name):
+        raise TypeError(f"{shown(entry)} stands where names belong")
+    return name

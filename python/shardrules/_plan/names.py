@@ -1,13 +1,10 @@
-"""The columns of a plan whose leaves logical rules decide: of each kind the rules of its names.
-
-Costs one resolution and one correction per kind, and no walk. Must not know what is asked of
-columns.
-"""
+"""Kinds of leaves on a mesh by logical rules: for each kind the rules of its axis names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -15,15 +12,8 @@ import numpy as np
 from shardrules._core import resolve_all
 from shardrules._correction import RuleSpec
 from shardrules._mesh.spec_on_mesh import LostAxes, SpecOnMesh
-from shardrules._place.shardings import ManualAxes, bound_spec, local_sizes, manual_axes
-from shardrules._plan.resolve import (
-    Problem,
-    axis_sizes_of,
-    explicit_axes_of,
-    fitted,
-    kind_on_mesh,
-    loss_of,
-)
+from shardrules._place.shardings import bound_spec, local_sizes
+from shardrules._plan.resolve import Fit, Policies, Problem, fitted, kind_on_mesh, loss_of
 from shardrules._plan.survey import survey
 from shardrules._plan.table import NO_RULE_NEEDED, Columns
 from shardrules._rules.logical_rules import resolver_of
@@ -34,7 +24,7 @@ from shardrules._specs import Entries, entry_axes
 
 if TYPE_CHECKING:
     from shardrules._correction import Correction
-    from shardrules._mesh.mesh import MeshLike
+    from shardrules._plan.resolve import OnMesh, SizedMesh
     from shardrules._plan.table import Kind, LeafType, Leaves, Loss
     from shardrules._rules.logical_rules import LogicalRules
     from shardrules._rules.resolver import Resolution
@@ -42,13 +32,8 @@ if TYPE_CHECKING:
 _NO_RULES: Final = Rules(())
 
 
-def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
+def survey_named(tree: Any, names: Any = None) -> Leaves:
     """Walks the tree once.
-
-    Args:
-        tree: Any pytree of arrays, boxes, nnx Variables or haliax arrays.
-        rules: What decides the names.
-        names: A tree of names that fits the tree, or {path: names}. Default: those in the boxes.
 
     Raises:
         TypeError: Nothing has names, or something else stands in their place.
@@ -56,69 +41,81 @@ def survey_named(tree: Any, rules: LogicalRules, names: Any = None) -> Leaves:
             `survey`.
     """
     if names is not None:
-        leaves = replace(survey(tree, _NO_RULES), rules=rules)
-        return _named(leaves, names_beside(leaves.tree, leaves.paths, names))
+        leaves = survey(tree, _NO_RULES)
+        return _with_names(leaves, names_beside(leaves.tree, leaves.paths, names))
     from jax.tree_util import tree_leaves
 
     boxes = unboxed_with_names(tree)
     leaves = survey(boxes.tree, _NO_RULES)
     names = by_row(tree_leaves(leaves.tree), boxes.names_of_arrays())
-    return _named(replace(leaves, rules=rules, tree=boxes.boxed(leaves.tree)), names)
+    return _with_names(replace(leaves, tree=boxes.boxed(leaves.tree)), names)
 
 
-def _named(leaves: Leaves, names: list[Any]) -> Leaves:
-    """The leaves, their kinds told apart by their names as well."""
+def _with_names(leaves: Leaves, names: list[Any]) -> Leaves:
+    """Returns the leaves with their kinds told apart by their names as well."""
     numbers: dict[tuple[Any, int], int] = {}
     types: list[LeafType] = []
     failed: dict[tuple[Any, int], TypeError] = {}
 
-    def number(given: Any, kind: int) -> int:
+    def number(value: Any, kind: int) -> int:
         try:
-            checked = None if given is None else checked_names(given)
+            checked = None if value is None else checked_names(value)
         except TypeError as error:
-            failed[id(given), kind] = error
+            failed[id(value), kind] = error
             return -1
-        known = numbers.setdefault((checked, kind), len(types))
-        if known == len(types):
+        index = numbers.setdefault((checked, kind), len(types))
+        if index == len(types):
             types.append(leaves.types[kind]._replace(rule=NO_RULE_NEEDED, names=checked))
-        return known
+        return index
 
     if list in set(map(type, names)):
-        names = [tuple(one) if type(one) is list else one for one in names]
+        names = [tuple(value) if type(value) is list else value for value in names]
     kinds = leaves.kind_of.tolist()
     try:
-        found = resolve_all(names, kinds, {}, number)
+        kind_of = resolve_all(names, kinds, {}, number)
     except TypeError:  # something in names cannot be hashed
-        found = list(map(number, names, kinds))
+        kind_of = list(map(number, names, kinds))
     if failed:
-        row = found.index(-1)
+        row = kind_of.index(-1)
         raise TypeError(f"names: {leaves.paths[row]}: {failed[id(names[row]), kinds[row]]}")
-    return replace(leaves, kind_of=np.array(found, np.int32), types=types)
+    return replace(leaves, kind_of=np.array(kind_of, np.int32), types=types)
+
+
+def plan_by_names(
+    tree: Any,
+    rules: LogicalRules,
+    names: Any,
+    correction: Correction | None,
+    optional_axes: frozenset[str],
+) -> OnMesh:
+    """Plans a tree by logical rules; see `shardrules.plan`."""
+    return plan_named(survey_named(tree, names), rules, correction, optional_axes)
+
+
+def plan_named(
+    leaves: Leaves,
+    rules: LogicalRules,
+    correction: Correction | None,
+    optional_axes: frozenset[str],
+) -> OnMesh:
+    """Plans leaves whose names are known already by logical rules."""
+    named = replace(leaves, rules=rules)
+    policies = Policies(correction or rules.dialect.correction, optional_axes)
+    return partial(by_names, named, rules, policies)
 
 
 def by_names(
     leaves: Leaves,
     rules: LogicalRules,
-    correction: Correction,
-    mesh: MeshLike,
+    policies: Policies,
+    mesh: SizedMesh,
     *,
-    optional_axes: frozenset[str] = frozenset(),
     may_lack: frozenset[str] = frozenset(),
 ) -> Columns:
-    """The sharding of each leaf on the mesh.
-
-    Args:
-        leaves: As surveyed, with their names.
-        rules: The rules for these names.
-        correction: For rules and specs that do not fit.
-        mesh: A mesh of any form.
-        optional_axes: As in `by_rules`.
-        may_lack: As in `by_rules`.
-    """
-    on_mesh = _NamesOnMesh(rules, correction, mesh, optional_axes | may_lack)
-    return Columns(
-        leaves, list(map(on_mesh.kind, leaves.types)), on_mesh.axis_sizes, explicit_axes_of(mesh)
-    )
+    """Puts the leaves on the mesh, as `by_rules` does."""
+    on_mesh = _NamesOnMesh(rules, policies.correction, mesh, policies.optional_axes | may_lack)
+    kinds = list(map(on_mesh.kind, leaves.types))
+    return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
 
 
 class _NamesOnMesh:
@@ -128,54 +125,49 @@ class _NamesOnMesh:
         self,
         rules: LogicalRules,
         correction: Correction,
-        mesh: MeshLike,
+        mesh: SizedMesh,
         optional_axes: frozenset[str],
     ) -> None:
-        self.axis_sizes = axis_sizes_of(mesh)
+        self._axis_sizes = mesh.axis_sizes
         self._correction = correction
         self._optional_axes = optional_axes
-        self._named_with = _named_with(rules, self.axis_sizes)
-        self._manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
+        self._named_with = _named_with(rules, mesh.axis_sizes)
+        self._manual = mesh.manual
         self._anywhere = resolver_of(rules, {})
-        sizes = local_sizes(self.axis_sizes, self._manual)
+        sizes = local_sizes(mesh.axis_sizes, self._manual)
         self._here = resolver_of(rules, sizes, correction, optional_axes)
 
     def kind(self, leaf: LeafType) -> Kind:
-        """The kind of such leaves."""
+        """Returns the kind of such leaves."""
         if leaf.names is None or leaf.shape is None:
-            return kind_on_mesh(leaf, None, Entries(), self.axis_sizes)
+            return kind_on_mesh(leaf, None, Fit(Entries()), self._axis_sizes)
         if twice := repeated(leaf.names, self._here.dialect):
-            listed = ", ".join(map(repr, twice))
             problem = Problem(
                 "misfit",
-                f"the names {leaf.names} have {listed} more than once",
+                f"the names {leaf.names} have {', '.join(map(repr, twice))} more than once",
                 "give each dimension a name of its own, or None",
             )
-            return kind_on_mesh(leaf, None, None, self.axis_sizes, problem=problem)
-        wanted = self._anywhere.resolve(leaf.names)
-        found = self._here.resolve(leaf.names, leaf.shape)
-        bound = self._bound(wanted)
-        fit = fitted(self._bound(found, whole=False), leaf.shape)
+            return kind_on_mesh(leaf, None, Fit(None, problem=problem), self._axis_sizes)
+        by_names_alone = self._anywhere.resolve(leaf.names)
+        resolution = self._here.resolve(leaf.names, leaf.shape)
+        bound = self._bound(_assigned_entries(by_names_alone))
+        entries = self._here.without_ones(_assigned_entries(resolution), self._axis_sizes)
+        fit = fitted(self._bound(entries), leaf.shape)
+        lost = self._lost_to_other_rules(bound, by_names_alone, resolution, leaf.shape)
         return kind_on_mesh(
             leaf,
             bound.spec,
-            fit.spec,
-            self.axis_sizes,
-            counted=fit.counted,
-            problem=fit.problem,
-            losses=(*self._lost_to_other_rules(bound, wanted, found, leaf.shape), *fit.losses),
-            dim_rules=tuple(found.winners),
-            lost_rules=tuple(found.lost),
+            fit._replace(losses=(*lost, *fit.losses)),
+            self._axis_sizes,
+            dim_rules=tuple(resolution.winners),
+            lost_rules=tuple(resolution.lost),
         )
 
-    def _bound(self, resolution: Resolution, *, whole: bool = True) -> SpecOnMesh:
-        """The spec of the rules that were chosen, on the mesh."""
-        spec = Entries(None if one is UNASSIGNED else one for one in resolution.entries())
-        if not whole:
-            spec = self._here.without_ones(spec, self.axis_sizes)
+    def _bound(self, spec: Entries) -> SpecOnMesh:
+        """Binds the spec of the rules that win to the mesh."""
         bound = bound_spec(
             RuleSpec(spec),
-            self.axis_sizes,
+            self._axis_sizes,
             self._correction,
             self._manual,
             made=False,
@@ -187,29 +179,33 @@ class _NamesOnMesh:
         return on_mesh
 
     def _lost_to_other_rules(
-        self, bound: SpecOnMesh, wanted: Resolution, found: Resolution, shape: tuple[int, ...]
+        self, bound: SpecOnMesh, by_names: Resolution, here: Resolution, shape: tuple[int, ...]
     ) -> Iterator[Loss]:
-        """The axes of rules that win by names alone, and lose for the mesh or the shape."""
-        why = {(one.rule, one.dim): one.why for one in found.lost}
-        for dim, rule in enumerate(wanted.winners[: len(shape)]):
-            if rule is None or rule == found.winners[dim]:
+        """Yields the axes of rules that win by names alone, and lose for the mesh or the shape."""
+        why = {(loser.rule, loser.dim): loser.why for loser in here.lost}
+        for dim, rule in enumerate(by_names.winners[: len(shape)]):
+            if rule is None or rule == here.winners[dim]:
                 continue
             if (reason := why[rule, dim]) not in ("absent", "indivisible"):
                 continue
             axes = entry_axes(bound.spec[dim])
-            if absent := tuple(axis for axis in axes if axis not in self.axis_sizes):
+            if absent := tuple(axis for axis in axes if axis not in self._axis_sizes):
                 is_optional = self._optional_axes.issuperset(absent)
                 lost = LostAxes("optional" if is_optional else "absent", dim, absent)
                 yield loss_of(bound, lost, shape)
             if reason == "indivisible":
-                present = tuple(axis for axis in axes if axis in self.axis_sizes)
+                present = tuple(axis for axis in axes if axis in self._axis_sizes)
                 yield loss_of(bound, LostAxes("indivisible", dim, present), shape)
 
 
+def _assigned_entries(resolution: Resolution) -> Entries:
+    return Entries(None if entry is UNASSIGNED else entry for entry in resolution.entries())
+
+
 def _named_with(rules: LogicalRules, axis_sizes: Mapping[str, int]) -> Mapping[str, frozenset[str]]:
-    """For each axis that the mesh lacks, the axes that rules name beside it."""
-    beside: dict[str, frozenset[str]] = {}
+    """Maps each axis that the mesh lacks to the axes that rules name with it."""
+    others: dict[str, frozenset[str]] = {}
     for named in (frozenset(axes_in(axes)) for _, axes in rules):
         for axis in named.difference(axis_sizes):
-            beside[axis] = beside.get(axis, frozenset()) | named
-    return beside
+            others[axis] = others.get(axis, frozenset()) | named
+    return others

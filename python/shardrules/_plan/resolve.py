@@ -1,14 +1,12 @@
-"""The columns of a tree whose leaves another plan has decided: the same paths, of any dtype.
-
-Costs a kind per kind, and a look-up per leaf. Must not know how the other plan decided.
-"""
+"""Kinds of leaves on a mesh: by rules, by specs and shardings, or as another plan has them."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,8 +24,16 @@ from shardrules._place.shardings import (
     specs_on_mesh,
 )
 from shardrules._place.spec_trees import spread_specs
-from shardrules._plan.fold import fold
-from shardrules._plan.survey import Derivation, combined, dims_shown, grouped
+from shardrules._plan.fold import Folded, fold, runs_of
+from shardrules._plan.survey import (
+    Derivation,
+    combined,
+    dims_shown,
+    grouped,
+    redecided,
+    survey,
+    with_companions,
+)
 from shardrules._plan.table import (
     AMBIGUOUS,
     NO_RULE_NEEDED,
@@ -45,21 +51,77 @@ from shardrules._specs import Entries, entries_of, entry_axes
 from shardrules._text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from shardrules._correction import Correction, MemoryKind
     from shardrules._mesh.mesh import MeshLike
     from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
-    from shardrules._plan.fold import Folded
+    from shardrules._plan.companions import Companion
     from shardrules._plan.same_paths import Beside
-    from shardrules._plan.survey import Derivation
-    from shardrules._plan.table import Kind, LeafType, Leaves, Spec
+    from shardrules._plan.table import LeafType, Leaves, Spec
     from shardrules._rules.resolver import LostRule
-    from shardrules._rules.rules import Rules
+
+OnMesh = Callable[..., Columns]
+"""A function of a `SizedMesh` that puts leaves on it; `may_lack` has axes that it may lack."""
+
+
+class SizedMesh(NamedTuple):
+    """A mesh of any form with its axis sizes, which are checked."""
+
+    form: MeshLike
+    axis_sizes: dict[str, int]
+
+    @property
+    def explicit_axes(self) -> frozenset[str]:
+        """Returns the axes of type Explicit; the axes of a dict are of type Auto."""
+        return (
+            frozenset() if isinstance(self.form, Mapping) else axes_of_type(self.form, "Explicit")
+        )
+
+    @property
+    def manual(self) -> ManualAxes:
+        """Returns the axes of type Manual."""
+        return ManualAxes() if isinstance(self.form, Mapping) else manual_axes(self.form)
+
+    def with_axes(self, axis_sizes: dict[str, int]) -> SizedMesh:
+        """Returns the mesh with these axes, which are its own or parts of them.
+
+        Raises:
+            ValueError: The mesh cannot be factored.
+        """
+        return SizedMesh(mesh_on(self.form, axis_sizes), axis_sizes)
+
+
+def sized_mesh(mesh: MeshLike) -> SizedMesh:
+    """Returns the mesh with its axis sizes.
+
+    Raises:
+        ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
+    """
+    if isinstance(mesh, Mapping):
+        return SizedMesh(mesh, checked_sizes(mesh))
+    check_bounds(sizes := dict(mesh.shape))
+    return SizedMesh(mesh, sizes)
+
+
+def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
+    """Returns the devices along each mesh axis, as `sized_mesh` does."""
+    return sized_mesh(mesh).axis_sizes
+
+
+def mesh_on(mesh: MeshLike, axis_sizes: dict[str, int]) -> MeshLike:
+    """Returns the mesh with these axes, which are its own or parts of them."""
+    return axis_sizes if isinstance(mesh, Mapping) else on_axes(mesh, axis_sizes)
+
+
+class Policies(NamedTuple):
+    """Policies of a plan for specs that do not fit."""
+
+    correction: Correction
+    optional_axes: frozenset[str]
+    """Axes that a mesh may lack, beside those of each rule."""
 
 
 class Problem(NamedTuple):
-    """Why leaves are not placed, as `Kind` has it."""
+    """Reason why leaves are not placed, as `Kind` has it."""
 
     status: Status
     message: str | None = None
@@ -80,195 +142,72 @@ _WITHOUT_RULE: Final = {
 }
 
 
-def axis_sizes_of(mesh: MeshLike) -> dict[str, int]:
-    """Devices along each mesh axis.
-
-    Raises:
-        ValueError, TypeError: It is not a mesh, or has more devices than can be counted.
-    """
-    sizes = checked_sizes(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
-    check_bounds(sizes)
-    return sizes
-
-
-def mesh_on(mesh: MeshLike, axis_sizes: dict[str, int]) -> MeshLike:
-    """The mesh with these axes, which are its own or parts of them.
-
-    Raises:
-        ValueError: The mesh cannot be factored.
-    """
-    return axis_sizes if isinstance(mesh, Mapping) else on_axes(mesh, axis_sizes)
-
-
-def explicit_axes_of(mesh: MeshLike) -> frozenset[str]:
-    """The mesh axes of type Explicit; the axes of a dict are of type Auto."""
-    return frozenset() if isinstance(mesh, Mapping) else axes_of_type(mesh, "Explicit")
-
-
-class RulesOnMesh:
-    """The specs of a rule list, bound to a mesh.
-
-    Args:
-        rules: The rules.
-        correction: For rules that have none of their own.
-        mesh: What to bind them to.
-        optional_axes: Axes that the mesh may lack, beside those of each rule.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        correction: Correction,
-        mesh: MeshLike,
-        optional_axes: frozenset[str] = frozenset(),
-    ) -> None:
-        manual = ManualAxes() if isinstance(mesh, Mapping) else manual_axes(mesh)
-        if has_devices(mesh):
-            check_memory_of_rules(rules, mesh)
-        self.axis_sizes = axis_sizes_of(mesh)
-        self._specs, self._spec_of = specs_on_mesh(
-            rules,
-            self.axis_sizes,
-            correction,
-            manual=manual,
-            made=False,
-            optional_axes=optional_axes,
-        )
-        self._memory_of: list[MemoryKind | None] = [memory_kind_of(given) for _, given in rules]
-        self._unmatched_is_error = rules.dialect.unmatched != "replicate"
-
-    def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
-        """The kind of such leaves, with their rule's spec or one derived from it."""
-        if leaf.rule < 0:
-            return self._without_rule(leaf)
-        return self._with_spec(leaf, *self._wanted(leaf, derivation))
-
-    def factored(self, leaves: Iterable[tuple[LeafType, Derivation | None]]) -> dict[str, int]:
-        """The axis sizes of the mesh with the parts that the leaves need; see `factors`."""
-        factors: dict[str, set[int]] = defaultdict(set)
-        if any(spec.by_factors for spec in self._specs):
-            for leaf, derivation in leaves:
-                if leaf.rule >= 0 and leaf.shape is not None:
-                    by_rule = self._wanted(leaf, derivation)[0]
-                    wanted, _ = by_rule.for_array(leaf.shape, leaf.bits)
-                    for axis, factor in wanted.factors(wanted.corrector.kept(leaf.shape)):
-                        factors[axis].add(factor)
-        return in_parts(self.axis_sizes, factors)
-
-    def _wanted(
-        self, leaf: LeafType, derivation: Derivation | None
-    ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
-        """(the spec of such leaves, where it comes from)."""
-        wanted = self._specs[self._spec_of[leaf.rule]]
-        if derivation is None:
-            return wanted, None
-        shape = leaf.shape or ()
-        dims, blocks = combined(derivation.steps, len(wanted.spec))
-        cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
-        return (
-            wanted.with_dims((*cut, *dims[len(shape) :]), blocks),
-            f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
-        )
-
-    def _without_rule(self, leaf: LeafType) -> Kind:
-        problem = _WITHOUT_RULE[leaf.rule]
-        if problem is UNMATCHED_LEAVES and not self._unmatched_is_error:
-            problem = PLACED
-        spec = Entries() if problem is PLACED else None
-        return kind_on_mesh(leaf, None, spec, self.axis_sizes, problem=problem)
-
-    def _with_spec(
-        self, leaf: LeafType, by_rule: SpecOnMesh | SpecByShape, origin: str | None
-    ) -> Kind:
-        memory = self._memory_of[leaf.rule]
-        if leaf.shape is None:
-            return kind_on_mesh(
-                leaf, by_rule.spec, Entries(), self.axis_sizes, origin=origin, memory_kind=memory
-            )
-        wanted, made = by_rule.for_array(leaf.shape, leaf.bits)
-        origin = "; ".join(filter(None, (origin, made))) or None
-        fit = fitted(wanted, leaf.shape)
-        return kind_on_mesh(
-            leaf,
-            wanted.spec,
-            fit.spec,
-            self.axis_sizes,
-            counted=fit.counted,
-            problem=fit.problem,
-            losses=fit.losses,
-            origin=origin,
-            memory_kind=memory,
-        )
-
-
-class Fitted(NamedTuple):
-    """What an array gets of a spec."""
+class Fit(NamedTuple):
+    """Spec that an array gets, and the losses and the problem on the way to it."""
 
     spec: Spec | None
-    counted: Spec | None
-    """See `Kind`."""
-    losses: tuple[Loss, ...]
-    """Their bytes are 0 still."""
-    problem: Problem
+    counted: Spec | None = None
+    """See `Kind`; of a spec that is not None it is the spec."""
+    losses: tuple[Loss, ...] = ()
+    """Their bytes are not counted yet."""
+    problem: Problem = PLACED
 
 
-def fitted(wanted: SpecOnMesh, shape: tuple[int, ...]) -> Fitted:
-    """What an array of this shape gets of a spec."""
-    rank, kept = len(shape), wanted.corrector.kept(shape)
-    losses = tuple(loss_of(wanted, one, shape) for one in wanted.lost(rank, kept))
+def fitted(rule_spec: SpecOnMesh, shape: tuple[int, ...]) -> Fit:
+    """Fits a spec to an array of this shape."""
+    rank, kept = len(shape), rule_spec.corrector.kept(shape)
+    losses = tuple(loss_of(rule_spec, lost, shape) for lost in rule_spec.lost(rank, kept))
     errors = [loss for loss in losses if loss.is_error]
     counted = None
     if all(loss.kind == "absent" for loss in errors):
-        counted = wanted.without_lost(rank, kept)
+        counted = rule_spec.without_lost(rank, kept)
     if not errors:
-        return Fitted(counted, counted, losses, PLACED)
-    return Fitted(None, counted, losses, Problem("misfit", *refused(errors)))
+        return Fit(counted, counted, losses)
+    return Fit(None, counted, losses, Problem("misfit", *refused(errors)))
 
 
-def loss_of(wanted: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
-    """The loss of these axes by an array of this shape; its bytes are 0 still."""
-    words = wanted.words(lost, shape)
-    return Loss(*lost, wanted.meant(lost), wanted.beside(lost), 0, *words, wanted.is_error(lost))
+def loss_of(rule_spec: SpecOnMesh, lost: LostAxes, shape: tuple[int, ...]) -> Loss:
+    """Returns the loss of these axes by an array of this shape; its bytes are 0 still."""
+    words, is_error = rule_spec.words(lost, shape), rule_spec.is_error(lost)
+    return Loss(*lost, rule_spec.meant(lost), rule_spec.beside(lost), 0, *words, is_error)
 
 
 def kind_on_mesh(
     leaf: LeafType,
-    wanted: Spec | None,
-    spec: Spec | None,
+    by_rule: Spec | None,
+    fit: Fit,
     axis_sizes: Mapping[str, int],
     *,
-    counted: Spec | None = None,
-    problem: Problem = PLACED,
-    losses: tuple[Loss, ...] = (),
     origin: str | None = None,
     dim_rules: tuple[int | None, ...] = (),
     lost_rules: tuple[LostRule, ...] = (),
     memory_kind: MemoryKind | None = None,
 ) -> Kind:
-    """The kind of these leaves, whose spec is known: its bytes and what its losses cost.
-
-    `counted` is as in `Kind`, for leaves that are not placed.
-    """
-    counted = counted if spec is None else spec
+    """Returns the kind of leaves whose spec is known, with its bytes and those of its losses."""
+    counted = fit.counted if fit.spec is None else fit.spec
     # What is not placed is counted as if it were replicated, unless an axis alone is to be dropped.
-    held = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
-    fullest = held.most
-    kept = axes_named(counted)
+    parts = held_of(leaf.shape or (), leaf.bits, counted or Entries(), axis_sizes)
+    fullest, losses = parts.most, fit.losses
+    if losses:
+        kept = axes_named(counted)
 
-    def parts_lost(loss: Loss) -> int:
-        lost = (*_axes_lost(loss, losses, wanted), *loss.meant)
-        return prod(axis_sizes.get(axis, 1) for axis in lost if axis not in kept)
+        def shards_lost(loss: Loss) -> int:
+            axes = (*_axes_lost(loss, losses, by_rule), *loss.meant)
+            return prod(axis_sizes.get(axis, 1) for axis in axes if axis not in kept)
 
+        losses = tuple(
+            loss._replace(bytes=fullest - fullest // shards_lost(loss)) for loss in losses
+        )
     return Kind(
         rule=leaf.rule if leaf.rule >= 0 else None,
         shape=leaf.shape,
         dtype=leaf.dtype,
-        status=problem.status,
-        message=problem.message,
-        fix=problem.fix,
-        wanted=wanted,
-        spec=spec,
-        losses=tuple(loss._replace(bytes=fullest - fullest // parts_lost(loss)) for loss in losses),
+        status=fit.problem.status,
+        message=fit.problem.message,
+        fix=fit.problem.fix,
+        wanted=by_rule,
+        spec=fit.spec,
+        losses=losses,
         origin=origin,
         names=leaf.names,
         dim_rules=dim_rules,
@@ -277,28 +216,159 @@ def kind_on_mesh(
         # Elements of fewer than 8 bits are packed.
         bytes=0 if leaf.shape is None else -(-prod(leaf.shape) * leaf.bits // 8),
         device_bytes=fullest,
-        _held=held,
+        _held=parts,
         _counted=counted,
     )
 
 
-def _axes_lost(loss: Loss, losses: tuple[Loss, ...], wanted: Spec | None) -> tuple[str, ...]:
-    """The axes that a loss took: an absent one may take those beside it with it."""
-    counted = [one.dim for one in losses if one.kind in ("indivisible", "factored")]
+def _axes_lost(loss: Loss, losses: tuple[Loss, ...], by_rule: Spec | None) -> tuple[str, ...]:
+    """Returns the axes that a loss took: an absent one may take those beside it with it."""
+    counted = [taken.dim for taken in losses if taken.kind in ("indivisible", "factored")]
     if loss.kind != "absent" or loss.dim in counted:
         return loss.axes
-    return entry_axes(entries_of(wanted or Entries())[loss.dim])
+    return entry_axes(entries_of(by_rule or Entries())[loss.dim])
+
+
+def fit_of(kind: Kind) -> Fit:
+    """Returns the spec of these leaves, and why it is this one."""
+    problem = Problem(kind.status, kind.message, kind.fix)
+    return Fit(kind.spec, kind._counted, kind.losses, problem)
+
+
+class RulesOnMesh:
+    """Specs of a rule list, bound to a mesh."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        correction: Correction,
+        mesh: SizedMesh,
+        optional_axes: frozenset[str] = frozenset(),
+    ) -> None:
+        if has_devices(mesh.form):
+            check_memory_of_rules(rules, mesh.form)
+        self._axis_sizes = mesh.axis_sizes
+        self._specs, self._spec_of = specs_on_mesh(
+            rules,
+            mesh.axis_sizes,
+            correction,
+            manual=mesh.manual,
+            made=False,
+            optional_axes=optional_axes,
+        )
+        self._memory_of = [memory_kind_of(value) for _, value in rules]
+        self._unmatched_is_error = rules.dialect.unmatched != "replicate"
+
+    def kind(self, leaf: LeafType, derivation: Derivation | None = None) -> Kind:
+        """Returns the kind of such leaves, with their rule's spec or one derived from it."""
+        if leaf.rule < 0:
+            problem = _WITHOUT_RULE[leaf.rule]
+            if problem is UNMATCHED_LEAVES and not self._unmatched_is_error:
+                problem = PLACED
+            spec = Entries() if problem is PLACED else None
+            return kind_on_mesh(leaf, None, Fit(spec, problem=problem), self._axis_sizes)
+        by_rule, origin = self._spec_for(leaf, derivation)
+        memory = self._memory_of[leaf.rule]
+        if leaf.shape is None:
+            written, fit = by_rule.spec, Fit(Entries())
+        else:
+            on_mesh, origin_of_shape = by_rule.for_array(leaf.shape, leaf.bits)
+            origin = "; ".join(filter(None, (origin, origin_of_shape))) or None
+            written, fit = on_mesh.spec, fitted(on_mesh, leaf.shape)
+        return kind_on_mesh(leaf, written, fit, self._axis_sizes, origin=origin, memory_kind=memory)
+
+    def factored(self, leaves: Iterable[tuple[LeafType, Derivation | None]]) -> dict[str, int]:
+        """Returns the axis sizes with the parts of axes that the leaves need."""
+        if not any(spec.by_factors for spec in self._specs):
+            return self._axis_sizes
+        factors: dict[str, set[int]] = defaultdict(set)
+        for leaf, derivation in leaves:
+            if leaf.rule >= 0 and leaf.shape is not None:
+                by_rule = self._spec_for(leaf, derivation)[0]
+                on_mesh, _ = by_rule.for_array(leaf.shape, leaf.bits)
+                for axis, factor in on_mesh.factors(on_mesh.corrector.kept(leaf.shape)):
+                    factors[axis].add(factor)
+        return in_parts(self._axis_sizes, factors)
+
+    def _spec_for(
+        self, leaf: LeafType, derivation: Derivation | None
+    ) -> tuple[SpecOnMesh | SpecByShape, str | None]:
+        """Returns (the spec of such leaves, its origin)."""
+        by_rule = self._specs[self._spec_of[leaf.rule]]
+        if derivation is None:
+            return by_rule, None
+        shape = leaf.shape or ()
+        dims, blocks = combined(derivation.steps, len(by_rule.spec))
+        cut = tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=False))
+        return (
+            by_rule.with_dims((*cut, *dims[len(shape) :]), blocks),
+            f"the rule of what it follows, dims {dims_shown(dims[: len(shape)])} of its spec",
+        )
+
+
+def by_rules(
+    leaves: Leaves,
+    rules: Rules,
+    derivations: Iterable[Derivation | None],
+    policies: Policies,
+    mesh: SizedMesh,
+    *,
+    may_lack: frozenset[str] = frozenset(),
+) -> Columns:
+    """Puts leaves on the mesh, which may lack the axes of `may_lack` too.
+
+    Raises:
+        TypeError: A rule's spec cannot be made a PartitionSpec.
+        ValueError: The leaves need factors of axes, and the mesh cannot be factored.
+    """
+    types = list(zip(leaves.types, derivations, strict=True))
+    optional = policies.optional_axes | may_lack
+    on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
+    axis_sizes = on_mesh.factored(types)
+    if axis_sizes != mesh.axis_sizes:
+        mesh = mesh.with_axes(axis_sizes)
+        on_mesh = RulesOnMesh(rules, policies.correction, mesh, optional)
+    kinds = [on_mesh.kind(leaf, derivation) for leaf, derivation in types]
+    return Columns(leaves, kinds, mesh.axis_sizes, mesh.explicit_axes)
+
+
+def plan_by_rules(
+    tree: Any,
+    rules: Rules,
+    min_size: int,
+    companions: tuple[Companion, ...],
+    *,
+    correction: Correction | None,
+    optional_axes: frozenset[str],
+) -> OnMesh:
+    """Plans a tree by rules of paths; see `shardrules.plan`."""
+    leaves = survey(tree, rules, min_size)
+    leaves, derivations = with_companions(leaves, rules, companions, min_size)
+    policies = Policies(correction or rules.dialect.correction, optional_axes)
+    return partial(by_rules, leaves, rules, derivations, policies)
+
+
+def plan_by_specs(
+    leaves: Leaves, specs: Any, correction: Correction | None, optional_axes: frozenset[str]
+) -> OnMesh:
+    """Plans leaves by specs or shardings, one for all or a tree of them."""
+    return plan_leaves(leaves, rules_of_specs(leaves, specs), correction, optional_axes)
+
+
+def plan_leaves(
+    leaves: Leaves, rules: Rules, correction: Correction | None, optional_axes: frozenset[str]
+) -> OnMesh:
+    """Plans leaves that were surveyed already by rules of paths."""
+    decided = redecided(leaves, rules)
+    policies = Policies(correction or rules.dialect.correction, optional_axes)
+    return partial(by_rules, decided, rules, [None] * len(decided.types), policies)
 
 
 _GIVE: Final = "give a PartitionSpec, a NamedSharding, or None for a leaf that nothing decides"
 
 
 def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
-    """The rules that give each of these leaves its spec, and no other leaf any.
-
-    Args:
-        leaves: As surveyed by no rules.
-        specs: A spec or sharding for all leaves, or a tree of them; None decides nothing.
+    """Returns the rules that give each leaf, surveyed by no rules, its spec in a tree of specs.
 
     Raises:
         TypeError: A spec is something else, or nothing has one.
@@ -309,40 +379,40 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     rows, treedef = tree_util.tree_flatten(leaves.tree)
     spread = spread_specs("rules", leaves.tree, treedef, specs)
     spec_of = dict(zip(rows, spread, strict=True))
-    if spread and all(one is None for one in spread):
+    if spread and all(spec is None for spec in spread):
         raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
     needs_none = [leaf.rule == NO_RULE_NEEDED for leaf in leaves.types]
-    chosen = [
+    decided = [
         row
         for row, kind in enumerate(leaves.kind_of.tolist())
         if spec_of[row] is not None and not needs_none[kind]
     ]
-    wanted, group_of = grouped(_wanted(leaves.paths[row], spec_of[row]) for row in chosen)
-    folded = fold([leaves.paths[row] for row in chosen], group_of)
-    # Of two patterns for one path, none can be: each stands for its own paths alone.
-    return Rules([(_pattern(one), wanted[one.group]) for one in folded], EFORMER)
+    values, group_of = grouped(_rule_value(leaves.paths[row], spec_of[row]) for row in decided)
+    # No path matches two of these patterns: each lists exactly its own paths.
+    folded = fold([leaves.paths[row] for row in decided], group_of)
+    return Rules([(_exact_pattern(paths), values[paths.group]) for paths in folded], EFORMER)
 
 
 def mesh_of_shardings(specs: Any) -> MeshLike | None:
-    """The one mesh of the shardings in a tree of specs; None if they have none or several."""
+    """Returns the mesh of the shardings in a tree of specs; None if they have none or several."""
     from jax import tree_util
 
     leaves = tree_util.tree_leaves(specs, is_leaf=is_spec)
-    meshes = {one.mesh for one in leaves if is_named_sharding(one)}
+    meshes = {sharding.mesh for sharding in leaves if is_named_sharding(sharding)}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def _wanted(path: str, given: Any) -> Any:
-    """What a rule says for this spec or sharding."""
-    if is_spec_of_mesh(given):
-        return given
-    if not is_named_sharding(given):
-        raise TypeError(f"rules: for the leaf {path} the spec is {shown(given)}; {_GIVE}")
-    memory: Any = memory_apart(given)
-    return given.spec if memory is None else RuleSpec(given.spec, memory_kind=memory)
+def _rule_value(path: str, spec: Any) -> Any:
+    """Returns what a rule says for this spec or sharding."""
+    if is_spec_of_mesh(spec):
+        return spec
+    if not is_named_sharding(spec):
+        raise TypeError(f"rules: for the leaf {path} the spec is {shown(spec)}; {_GIVE}")
+    memory: Any = memory_apart(spec)
+    return spec.spec if memory is None else RuleSpec(spec.spec, memory_kind=memory)
 
 
-def _pattern(folded: Folded) -> str:
+def _exact_pattern(folded: Folded) -> str:
     return rf"^{''.join(_regexes(folded))}$"
 
 
@@ -351,91 +421,40 @@ def _regexes(folded: Folded) -> Iterator[str]:
         if place % 2 == 0:
             yield re.escape(part).replace(r"\-", "-")
         else:
-            yield f"({'|'.join(map(str, _numbers(part)))})"
-
-
-def _numbers(shown_set: str) -> Iterator[int]:
-    """The numbers of a set such as {0..3,7}."""
-    for run in shown_set.strip("{}").split(","):
-        first, _, last = run.partition("..")
-        yield from range(int(first), int(last or first) + 1)
-
-
-def by_rules(
-    leaves: Leaves,
-    rules: Rules,
-    derivations: Iterable[Derivation | None],
-    correction: Correction,
-    mesh: MeshLike,
-    *,
-    optional_axes: frozenset[str] = frozenset(),
-    may_lack: frozenset[str] = frozenset(),
-) -> Columns:
-    """The sharding of each leaf on the mesh.
-
-    Args:
-        leaves: As surveyed.
-        rules: What decides them.
-        derivations: Per kind how it follows a base, or None.
-        correction: For rules that have none of their own.
-        mesh: A mesh of any form.
-        optional_axes: Axes that a mesh may lack, beside those of each rule.
-        may_lack: Further axes that this one may lack.
-
-    Raises:
-        TypeError: A rule's spec cannot be made a PartitionSpec.
-        ValueError: The leaves need factors of axes, and the mesh cannot be factored.
-    """
-    types = list(zip(leaves.types, derivations, strict=True))
-    optional = optional_axes | may_lack
-    on_mesh = RulesOnMesh(rules, correction, mesh, optional)
-    axis_sizes = on_mesh.factored(types)
-    if axis_sizes != on_mesh.axis_sizes:
-        mesh = mesh_on(mesh, axis_sizes)
-        on_mesh = RulesOnMesh(rules, correction, mesh, optional)
-    kinds = [on_mesh.kind(*one) for one in types]
-    return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))
+            numbers = (str(number) for run in runs_of(part.strip("{}")) for number in run)
+            yield f"({'|'.join(numbers)})"
 
 
 def by_plan(planned: Columns, tree: Beside) -> Columns:
-    """The sharding of each leaf on the mesh of the plan.
-
-    Args:
-        planned: The plan's columns.
-        tree: The leaves of the tree, and their rows in the plan.
-    """
+    """Puts the leaves of a tree on the mesh of a plan, as its leaves of the same paths."""
     leaves, rows = tree
-    kinds = zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
-    pairs, kind_of = grouped(kinds)
-    made = [
-        _kind(leaves.types[kind], planned.kinds[like], planned.axis_sizes) for kind, like in pairs
-    ]
-    types = [
-        planned.leaves.types[like]._replace(dtype=own.dtype, bits=own.bits)
-        for own, like in ((leaves.types[kind], like) for kind, like in pairs)
-    ]
-    found = replace(
-        leaves,
-        rules=planned.rules,
-        sources=[planned.sources[row] for row in rows],
-        kind_of=kind_of,
-        types=types,
+    pairs, kind_of = grouped(
+        zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
     )
-    return Columns(found, made, planned.axis_sizes, planned.explicit_axes)
+    types = [
+        planned.leaves.types[decided]._replace(
+            dtype=leaves.types[kind].dtype, bits=leaves.types[kind].bits
+        )
+        for kind, decided in pairs
+    ]
+    kinds = [
+        _kind_as_planned(leaves.types[kind], planned.kinds[decided], planned.axis_sizes)
+        for kind, decided in pairs
+    ]
+    sources = [planned.sources[row] for row in rows]
+    leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kind_of, types=types)
+    return Columns(leaves, kinds, planned.axis_sizes, planned.explicit_axes)
 
 
-def _kind(leaf: LeafType, planned: Kind, axis_sizes: Mapping[str, int]) -> Kind:
-    rule = NO_RULE_NEEDED if planned.rule is None else planned.rule
+def _kind_as_planned(leaf: LeafType, kind: Kind, axis_sizes: Mapping[str, int]) -> Kind:
+    rule = NO_RULE_NEEDED if kind.rule is None else kind.rule
     return kind_on_mesh(
-        leaf._replace(rule=rule, names=planned.names),
-        planned.wanted,
-        planned.spec,
+        leaf._replace(rule=rule, names=kind.names),
+        kind.wanted,
+        fit_of(kind),
         axis_sizes,
-        counted=planned._counted,
-        problem=Problem(planned.status, planned.message, planned.fix),
-        losses=planned.losses,
-        origin=planned.origin,
-        dim_rules=planned.dim_rules,
-        lost_rules=planned.lost_rules,
-        memory_kind=planned.memory_kind,
+        origin=kind.origin,
+        dim_rules=kind.dim_rules,
+        lost_rules=kind.lost_rules,
+        memory_kind=kind.memory_kind,
     )

@@ -1,23 +1,22 @@
-"""The gradients of a plan's parameters: the same paths and specs, of another dtype maybe.
-
-Costs a kind per kind, and a look-up per leaf. Must not know how a parameter's spec was decided.
-"""
+"""Plans that follow a plan of parameters: the optimizer's state, with ZeRO-1, and gradients."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from shardrules._arguments import check_choices, check_type, texts
+from shardrules._arguments import check_choices, check_type, listed, texts
+from shardrules._correction import check_memory_kind
 from shardrules._dtypes import bits_of, is_inexact
-from shardrules._plan.resolve import Problem, kind_on_mesh
+from shardrules._plan import memory
+from shardrules._plan.resolve import Fit, fit_of, kind_on_mesh
 from shardrules._plan.survey import grouped
 from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, LeafType, Leaves, axes_named
 from shardrules._specs import (
@@ -37,7 +36,34 @@ from shardrules._text import brief, mesh_shown, without_defaults
 
 if TYPE_CHECKING:
     from shardrules._correction import MemoryKind
-    from shardrules._plan.table import Kind, LeafType, Spec
+    from shardrules._plan.memory import DeviceBytes
+    from shardrules._plan.table import Spec
+
+DTYPES: Final = "dtypes, one for each moment such as Adam's two"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Arrays that training adds to the parameters: arguments of `Plan.bytes_per_device`."""
+
+    gradients: Any = None
+    optimizer: Columns | Iterable[Any] | None = None
+    optimizer_memory_kind: MemoryKind | None = None
+    activations: Columns | None = None
+
+    def __post_init__(self) -> None:
+        check_memory_kind("optimizer_memory_kind", self.optimizer_memory_kind)
+        check_type("activations", self.activations, Columns | None, "a Plan")
+        if not isinstance(self.optimizer, Columns | None):
+            what = f"{DTYPES}; or plan.for_optimizer(state)"
+            object.__setattr__(self, "optimizer", listed("optimizer", self.optimizer, what))
+
+    def bytes_with(self, params: Columns) -> DeviceBytes:
+        """Counts the bytes of the parameters and of what training adds to them."""
+        moments: Any = self.optimizer
+        return memory.budget(
+            params, self.gradients, moments, self.optimizer_memory_kind, self.activations
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +114,27 @@ _FACTOR: Final = re.compile(rf"({'|'.join(_FACTORS)})\W*$")
 
 
 class _Relation(NamedTuple):
-    """The relation of an array to its parameter."""
+    """Relation of an array to its parameter."""
 
     dims: tuple[Dim, ...] | None
-    """Per dimension the parameter's dimension that it is, or None if it is none of them; None for
-    an array that does not follow its parameter."""
+    """For each dimension, the parameter's dimension that it is, or None if it is none of them; None
+    for an array that does not follow its parameter."""
     origin: str
 
 
 _COLLECTION: Final = "params"
-"""What flax calls the collection of the parameters."""
+"""Name of flax's collection of the parameters."""
 _NONE: Final = -1
 """In the place of a parameter's row or kind."""
 
 
 class FoundParameters(NamedTuple):
-    """The parameters that the leaves of a state belong to, by path."""
+    """Parameters that the leaves of a state belong to, by path."""
 
     rows: list[int]
-    """Per leaf the row of its parameter, or _NONE."""
+    """For each leaf, the row of its parameter, or _NONE."""
     factors: list[int | None]
-    """Per leaf the value of `_FACTORS` that its path names, or None."""
+    """For each leaf, the value of `_FACTORS` that its path names, or None."""
 
 
 _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: replicated")
@@ -117,58 +143,53 @@ _NO_PARAMETER: Final = _Relation(None, "no parameter is found by its path: repli
 def by_parameters(
     params: Columns,
     state: Leaves,
-    found: FoundParameters,
+    parameters: FoundParameters,
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Columns:
-    """The sharding of an optimizer's state on the mesh of its parameters.
-
-    Args:
-        params: The parameters.
-        state: The state, as surveyed by no rules.
-        found: The parameter of each of its leaves.
-        zero1: As in `Plan.for_optimizer`.
-        memory_kind: As in `Plan.for_optimizer`.
+    """Puts an optimizer's state on the mesh of its parameters.
 
     Raises:
         ValueError: The mesh has no axis `zero1`.
     """
     if zero1 is not None and zero1.axis not in params.axis_sizes:
         raise ValueError(f"zero1: the mesh {params.axis_sizes} has no axis {zero1.axis!r}")
-    parameters, factors = found
-    is_own = [False] * len(state.paths)
+    is_state = [False] * len(state.paths)
     if zero1 is not None or memory_kind is not None:
         for row in state.optimizer_rows or range(len(state.paths)):
-            is_own[row] = True
+            is_state[row] = True
     kind_of_parameter = [*params.kind_of.tolist(), _NONE]
-    likes = [kind_of_parameter[parameter] for parameter in parameters]
-    pairs, pair_of = grouped(zip(state.kind_of.tolist(), likes, factors, is_own, strict=True))
+    param_kinds = [kind_of_parameter[row] for row in parameters.rows]
+    pairs, pair_of = grouped(
+        zip(state.kind_of.tolist(), param_kinds, parameters.factors, is_state, strict=True)
+    )
     kind_or_none = [*params.kinds, None]
     related, of_pair = grouped(
-        (kind, of := kind_or_none[like], _relation(state.types[kind].shape, of, factor), own)
-        for kind, like, factor, own in pairs
+        (number, kind, _relation(state.types[number].shape, kind, factor), is_in_state)
+        for number, param, factor, is_in_state in pairs
+        for kind in [kind_or_none[param]]
     )
     kinds = [
         _state_kind(
-            state.types[kind],
+            state.types[number],
             parameter,
             relation,
             params.axis_sizes,
-            zero1=zero1 if own and parameter is not None else None,
-            memory_kind=memory_kind if own else None,
+            zero1=zero1 if is_in_state and parameter is not None else None,
+            memory_kind=memory_kind if is_in_state else None,
         )
-        for kind, parameter, relation, own in related
+        for number, parameter, relation, is_in_state in related
     ]
     sources = [
-        path if parameter == _NONE else params.sources[parameter]
-        for path, parameter in zip(state.paths, parameters, strict=True)
+        path if row == _NONE else params.sources[row]
+        for path, row in zip(state.paths, parameters.rows, strict=True)
     ]
     leaves = replace(
         state,
         rules=params.rules,
         sources=sources,
         kind_of=of_pair[pair_of],
-        types=[state.types[kind] for kind, *_ in related],
+        types=[state.types[number] for number, *_ in related],
     )
     return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
 
@@ -195,7 +216,7 @@ def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
                 break
             start = passed.end()
         rows.append(row)
-        factors.append(None if row == _NONE else _factor(path[:start]))
+        factors.append(None if row == _NONE else _factor_in(path[:start]))
     if params.paths and all(row == _NONE for row in rows):
         _check_no_moments(params, state)
     return FoundParameters(rows, factors)
@@ -216,7 +237,7 @@ def _may_be_moment(leaf: LeafType) -> bool:
 
 
 def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str, int]:
-    """The parameters' rows by their paths without what begins them all, or flax's `params`.
+    """Maps the parameters' paths to rows, without what begins them all, or flax's `params`.
 
     Of {"params": params} the optimizer sees params alone. A path that stands for several parameters
     is that of none, unless they are of one kind.
@@ -233,19 +254,19 @@ def _rows_without_prefix(params: Leaves, boundary: re.Pattern[str]) -> dict[str,
 
 
 def _common_prefix(paths: list[str], boundary: re.Pattern[str]) -> int:
-    """The length of the whole components that begin each of the paths."""
+    """Returns the length of the whole components that begin each of the paths."""
     shared = os.path.commonprefix(paths)  # noqa: RUF071 - by characters; components are cut below
     return max((passed.end() for passed in boundary.finditer(shared)), default=0)
 
 
 def _add_unless_ambiguous(rows: dict[str, int], name: str, row: int, params: Leaves) -> None:
-    other = rows.setdefault(name, row)
-    if other not in (_NONE, row) and params.kind_of[other] != params.kind_of[row]:
+    first = rows.setdefault(name, row)
+    if first not in (_NONE, row) and params.kind_of[first] != params.kind_of[row]:
         rows[name] = _NONE
 
 
 def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
-    """The rows by paths as Keras's optimizers write them: `net_dense_kernel` of net/dense/kernel.
+    """Maps paths as Keras's optimizers write them to rows: `net_dense_kernel` of net/dense/kernel.
 
     A name that stands for several parameters is that of none, unless they are of one kind.
     """
@@ -257,7 +278,7 @@ def _rows_of_flat_names(params: Leaves) -> dict[str, int]:
 
 
 def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
-    """The row of `net_dense_kernel_momentum`: the longest of these names that it begins with."""
+    """Returns the row of the longest of these names that `dense_kernel_momentum` begins with."""
     end = name.rfind("_")
     while end > 0:
         if (row := rows().get(name[:end])) is not None:
@@ -267,54 +288,58 @@ def _row_of_flat_name(name: str, rows: Callable[[], Mapping[str, int]]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _factor(prefix: str) -> int | None:
-    found = _FACTOR.search(prefix)
-    return None if found is None else _FACTORS[found[1]]
+def _factor_in(prefix: str) -> int | None:
+    factor = _FACTOR.search(prefix)
+    return None if factor is None else _FACTORS[factor[1]]
 
 
 def _relation(shape: _Shape | None, parameter: Kind | None, factor: int | None) -> _Relation:
-    """The relation of an array of this shape to its parameter."""
+    """Relates an array of this shape to its parameter."""
     if parameter is None:
         return _NO_PARAMETER
-    whole = parameter.shape
-    if shape is None or whole is None:
+    full = parameter.shape
+    if shape is None or full is None:
         return _Relation(None, "no array")
-    rank = len(whole)
+    rank = len(full)
     dims: tuple[Dim, ...] | None = tuple(range(rank))
-    if shape == whole:
+    if shape == full:
         origin = "the parameter's, same shape"
     elif prod(shape) == 1:
         dims, origin = None, "one element for the parameter: not cut"
-    elif len(shape) == rank and all(n in (1, of) for n, of in zip(shape, whole, strict=True)):
+    elif len(shape) == rank and all(map(_is_one_or, shape, full)):
         dims = tuple(None if n == 1 else dim for dim, n in enumerate(shape))
         origin = "the parameter's, but for dimensions of size 1"
-    elif shape[1:] == whole:
+    elif shape[1:] == full:
         dims, origin = (None, *range(rank)), "the parameter's, behind a dimension of its own"
     elif (lacking := _lacking(shape, parameter, factor)) is not None:
         dims = _without(lacking, rank)
         origin = f"the parameter's without dim {lacking} (factored moment)"
     else:
         dims = None
-        origin = f"its shape has no known relation to the parameter's {whole}: replicated"
+        origin = f"its shape has no known relation to the parameter's {full}: replicated"
     return _Relation(dims, origin)
 
 
 def _lacking(shape: _Shape, parameter: Kind, factor: int | None) -> int | None:
-    """The dimension of the parameter that this shape lacks; None if that is not certain."""
-    whole = parameter.shape or ()
-    rank = len(whole)
-    lacking = [dim for dim in range(rank) if whole[:dim] + whole[dim + 1 :] == shape]
+    """Returns the dimension of the parameter that this shape lacks; None if that is uncertain."""
+    full = parameter.shape or ()
+    rank = len(full)
+    lacking = [dim for dim in range(rank) if full[:dim] + full[dim + 1 :] == shape]
     if factor is not None and lacking:
         # The very call of optax: on equal sizes the answer is numpy's.
-        by_size = int(np.argsort(whole)[factor])
+        by_size = int(np.argsort(full)[factor])
         if by_size in lacking:
             return by_size
-    specs = {_part(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
+    specs = {_part_of_spec(parameter.spec or Entries(), _without(dim, rank)) for dim in lacking}
     return lacking[0] if len(specs) == 1 else None
 
 
 def _without(dim: int, rank: int) -> tuple[int, ...]:
-    return tuple(one for one in range(rank) if one != dim)
+    return tuple(index for index in range(rank) if index != dim)
+
+
+def _is_one_or(size: int, full: int) -> bool:
+    return size in (1, full)
 
 
 def _state_kind(
@@ -326,78 +351,70 @@ def _state_kind(
     zero1: Zero1 | None,
     memory_kind: MemoryKind | None,
 ) -> Kind:
-    """The kind of leaves that have this relation to a parameter of this kind."""
-    like = _REPLICATED
+    """Returns the kind of leaves that have this relation to a parameter of this kind."""
+    by_rule, fit, origin, rule = None, Fit(Entries()), relation.origin, None
     if parameter is not None and relation.dims is not None:
-        like = _followed(parameter, relation.dims)
-    spec, origin = like.spec, relation.origin
-    if zero1 is not None and spec is not None and leaf.shape is not None:
-        cut = _cut_too(zero1, leaf.shape, spec, axis_sizes)
-        spec, origin = cut or spec, f"{origin}, cut by {zero1.axis} too (ZeRO-1)" if cut else origin
+        by_rule, fit = _followed_fit(parameter, relation.dims)
+        rule, memory_kind = parameter.rule, memory_kind or parameter.memory_kind
+    if zero1 is not None and fit.spec is not None and leaf.shape is not None:
+        cut = _cut_by_zero1(zero1, leaf.shape, fit.spec, axis_sizes)
+        if cut is not None:
+            fit, origin = fit._replace(spec=cut), f"{origin}, cut by {zero1.axis} too (ZeRO-1)"
     return kind_on_mesh(
-        leaf._replace(rule=NO_RULE_NEEDED if like.rule is None else like.rule),
-        like.wanted,
-        spec,
+        leaf._replace(rule=NO_RULE_NEEDED if rule is None else rule),
+        by_rule,
+        fit,
         axis_sizes,
-        counted=like._counted,
-        problem=Problem(like.status, like.message, like.fix),
-        losses=like.losses,
         origin=origin,
-        memory_kind=memory_kind or like.memory_kind,
+        memory_kind=memory_kind,
     )
 
 
-_REPLICATED: Final = kind_on_mesh(LeafType(NO_RULE_NEEDED, (), None, 0), None, Entries(), {})
-
-
-def _followed(parameter: Kind, dims: tuple[Dim, ...]) -> Kind:
-    """The parameter's kind for an array that has these of its dimensions."""
+def _followed_fit(parameter: Kind, dims: tuple[Dim, ...]) -> tuple[Spec | None, Fit]:
+    """Returns the rule's spec and the fit of an array that has these of the dimensions."""
+    fit = fit_of(parameter)
     if dims == tuple(range(len(parameter.shape or ()))):
-        return parameter
-    # Findings about the parameter's losses name the parameter.
-    return replace(
-        parameter,
-        wanted=None if parameter.wanted is None else _part(parameter.wanted, dims),
-        spec=None if parameter.spec is None else _part(parameter.spec, dims),
-        _counted=None if parameter._counted is None else _part(parameter._counted, dims),
-        losses=(),
+        return parameter.wanted, fit
+    by_rule, spec, counted = (
+        None if spec is None else _part_of_spec(spec, dims)
+        for spec in (parameter.wanted, fit.spec, fit.counted)
     )
+    # Findings about the parameter's losses name the parameter.
+    return by_rule, fit._replace(spec=spec, counted=counted, losses=())
 
 
-def _part(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
-    """The entries of these dimensions; none if no axis is left, as `Correction.pad` has it."""
+def _part_of_spec(spec: Spec, dims: tuple[Dim, ...]) -> Spec:
+    """Returns the entries of these dimensions; none if no axis is left, as `pad` has it."""
     part = with_dims(spec, dims)
     return part if any(entry is not None for entry in entries_of(part)) else with_entries(part, ())
 
 
-def _cut_too(zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]) -> Spec | None:
-    """The spec with the axis of ZeRO-1 as well; None if it is there already, or nothing divides."""
+def _cut_by_zero1(
+    zero1: Zero1, shape: _Shape, spec: Spec, axis_sizes: Mapping[str, int]
+) -> Spec | None:
+    """Adds the axis of ZeRO-1 to the spec; None if it is there already, or nothing divides."""
     axis = zero1.axis
     entries = [*entries_of(spec), *[None] * (len(shape) - len(spec))]
-    named = [entry_axes(entry) for entry in entries]
-    if axis_sizes[axis] == 1 or any(axis in axes for axes in named):
+    axes_of = [entry_axes(entry) for entry in entries]
+    if axis_sizes[axis] == 1 or any(axis in axes for axes in axes_of):
         return None
-    held = {
+    size_of = {
         dim: size // parts
         for dim, size in enumerate(shape)
-        for parts in [prod(axis_sizes.get(one, 1) for one in named[dim])]
+        for parts in [prod(axis_sizes.get(name, 1) for name in axes_of[dim])]
         if size and size % (parts * axis_sizes[axis]) == 0 and not is_unconstrained(entries[dim])
-        if not set(named[dim]) & set(zero1.not_with)
+        if not set(axes_of[dim]) & set(zero1.not_with)
     }
-    if not held:
+    if not size_of:
         return None
-    dim = max(held, key=held.__getitem__) if zero1.dim == "largest" else min(held)
-    beside = named[dim]
-    entries[dim] = entry_of((axis, *beside) if zero1.place == "outer" else (*beside, axis))
+    dim = max(size_of, key=size_of.__getitem__) if zero1.dim == "largest" else min(size_of)
+    others = axes_of[dim]
+    entries[dim] = entry_of((axis, *others) if zero1.place == "outer" else (*others, axis))
     return with_entries(spec, entries)
 
 
 def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
-    """The leaves that have gradients, with None in the tree for the others.
-
-    Args:
-        params: The leaves of any tree with parameters.
-        dtype: That of the gradients; None for the parameters' own.
+    """Returns the leaves that have gradients, with None in the tree for the others.
 
     Raises:
         ValueError: No leaf has a gradient.
@@ -411,7 +428,7 @@ def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
     kinds, kind_of = np.unique(params.kind_of[rows], return_inverse=True)
     types = [params.types[kind] for kind in kinds.tolist()]
     if dtype is not None:
-        types = [one._replace(dtype=dtype, bits=bits_of(dtype)) for one in types]
+        types = [leaf._replace(dtype=dtype, bits=bits_of(dtype)) for leaf in types]
     return replace(
         params,
         tree=_without_others(params, rows.tolist()),
@@ -425,7 +442,7 @@ def leaves_with_gradients(params: Leaves, dtype: Any) -> Leaves:
 
 
 def _without_others(params: Leaves, rows: list[int]) -> Any:
-    """The tree with the new number of each of these rows."""
+    """Returns the tree with the new number of each of these rows."""
     if len(rows) == len(params.paths):
         return params.tree
     from jax import tree_util
@@ -435,12 +452,7 @@ def _without_others(params: Leaves, rows: list[int]) -> Any:
 
 
 def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) -> Columns:
-    """The sharding of the gradients on the mesh of their parameters.
-
-    Args:
-        params: The parameters.
-        leaves: Those of `leaves_with_gradients`.
-        unreduced: As in `Plan.for_gradients`.
+    """Puts the gradients on the mesh of their parameters.
 
     Raises:
         ValueError: The mesh lacks one of these axes, or it is not Explicit; or JAX has no unreduced
@@ -465,32 +477,29 @@ def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) ->
 def _gradient_kind(
     leaf: LeafType, parameter: Kind, axis_sizes: Mapping[str, int], unreduced: tuple[str, ...]
 ) -> Kind:
-    spec = parameter.spec
-    origin = parameter.origin
+    spec, origin = parameter.spec, parameter.origin
     if spec is not None:
-        spec = _spec(spec, unreduced)
+        spec = _gradient_spec(spec, unreduced)
         tags = ", ".join(tags_shown(spec))
         origin = "; ".join(filter(None, (origin, tags and f"a gradient, {tags}"))) or None
     return kind_on_mesh(
         leaf,
         parameter.wanted,
-        spec,
+        fit_of(parameter)._replace(spec=spec, counted=None),
         axis_sizes,
-        problem=Problem(parameter.status, parameter.message, parameter.fix),
-        losses=parameter.losses,
         origin=origin,
         dim_rules=parameter.dim_rules,
         lost_rules=parameter.lost_rules,
     )
 
 
-def _spec(spec: Spec, unreduced: tuple[str, ...]) -> Spec:
-    """The gradient's spec: of what is reduced it is unreduced, and the other way about, as in JAX.
+def _gradient_spec(spec: Spec, unreduced: tuple[str, ...]) -> Spec:
+    """Swaps the parameter's reduced and unreduced axes, as JAX does.
 
     An axis that cuts the parameter cuts the gradient, which is reduced over it.
     """
     tags = tags_of(spec)
     terms, sums = tags.get("unreduced", []), tags.get("reduced", [])
-    left = {*sums, *unreduced} - axes_named(spec) - set(terms)
-    swapped = {"unreduced": sorted(left), "reduced": terms}
+    rest = {*sums, *unreduced} - axes_named(spec) - set(terms)
+    swapped = {"unreduced": sorted(rest), "reduced": terms}
     return with_tags(spec, {name: axes for name, axes in swapped.items() if axes})

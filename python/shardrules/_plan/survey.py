@@ -1,7 +1,4 @@
-"""One walk over a tree: of each leaf its path and its kind, of each kind its rule, shape and dtype.
-
-Must not know about meshes.
-"""
+"""Leaves of a tree, from one walk, and the companions that lead them to other paths."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ from shardrules._text import brief, shown
 
 
 class _Place(NamedTuple):
-    """Where a leaf has been led to so far."""
+    """Place that companions have led a leaf to so far."""
 
     row: int
     path: str
@@ -52,7 +49,7 @@ class _Place(NamedTuple):
 
 
 def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tuple[Link, ...]]:
-    """The links of each row that a companion finds, from the leaf on."""
+    """Returns the links of each row that a companion finds, from the leaf on."""
     types = [leaves.types[kind] for kind in leaves.kind_of.tolist()]
     shapes: dict[str, Shape | None] = {
         path: leaf.shape for path, leaf in zip(leaves.paths, types, strict=True)
@@ -63,12 +60,12 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
         if leaf.shape is not None and leaf.rule != NO_RULE_NEEDED
     )
     links: dict[int, tuple[Link, ...]] = {}
-    while found := _found(places, companions):
+    while led := _led(places, companions):
         places = []
-        for place, number in found:
+        for place, number in led:
             companion = companions[number]
             base = base_path(companion, place.path)
-            dims = _resolved(companion, place, shapes.get(base))
+            dims = _dims_at(companion, place, shapes.get(base))
             rank = None if place.shape is None else len(place.shape)
             link = Link(companion, base, Step(dims, companion.blocks, rank))
             links[place.row] = (*links.get(place.row, ()), link)
@@ -79,33 +76,33 @@ def links_of(leaves: Leaves, companions: tuple[Companion, ...]) -> dict[int, tup
     return links
 
 
-def _found(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tuple[_Place, int]]:
-    """Each place that a companion finds, with the number of the first that does."""
+def _led(places: Iterable[_Place], companions: tuple[Companion, ...]) -> list[tuple[_Place, int]]:
+    """Pairs each place that a companion finds with the number of the first that does."""
     groups: dict[tuple[int | None, tuple[int, ...]], list[_Place]] = defaultdict(list)
     for place in places:
         groups[None if place.shape is None else len(place.shape), place.used].append(place)
-    found: list[tuple[_Place, int]] = []
+    led: list[tuple[_Place, int]] = []
     for (rank, used), group in groups.items():
         fitting = [
             number
             for number, companion in enumerate(companions)
-            if number not in used and _fits(companion, rank)
+            if number not in used and _can_find(companion, rank)
         ]
         pairs = [(companions[number].pattern, None) for number in fitting]
         first = first_rules(remembered_rules(pairs, EFORMER), [place.path for place in group])
         indices = ((place, first[place.path]) for place in group)
-        found += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
-    return found
+        led += [(place, fitting[index]) for place, index in indices if index != UNMATCHED]
+    return led
 
 
-def _fits(companion: Companion, rank: int | None) -> bool:
+def _can_find(companion: Companion, rank: int | None) -> bool:
     if rank is not None:
         return fits_rank(companion, rank)
     return not callable(companion.dims) and named_dims(companion.dims)[1]
 
 
-def _resolved(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
-    """The dims of what the companion finds there."""
+def _dims_at(companion: Companion, place: _Place, of_base: Shape | None) -> Dims:
+    """Returns the dims of what the companion finds there."""
     if not callable(companion.dims):
         return companion.dims
     shape = place.shape or ()
@@ -121,16 +118,21 @@ def _resolved(companion: Companion, place: _Place, of_base: Shape | None) -> Dim
 
 @lru_cache(maxsize=4096)
 def _shape_of_base(shape: Shape | None, dims: Dims) -> Shape | None:
-    """The shape of a base that is not in the tree, if the leaf has all of its dimensions."""
+    """Returns the shape of a base outside the tree, if the leaf has all of its dimensions."""
     named, is_open = named_dims(dims)
     if shape is None or not is_open:
         return None
-    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
-    every = (*named, *range(following, following + len(shape)))
-    sizes = {dim: size for dim, size in zip(every, shape, strict=False) if isinstance(dim, int)}
+    all_dims = _closed(named, len(shape))
+    sizes = {dim: size for dim, size in zip(all_dims, shape, strict=False) if isinstance(dim, int)}
     return (
         tuple(sizes[dim] for dim in sorted(sizes)) if len(sizes) > max(sizes, default=-1) else None
     )
+
+
+def _closed(named: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:
+    """Returns the dims with `count` of those that an ellipsis after them stands for."""
+    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
+    return (*named, *range(following, following + count))
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -138,7 +140,7 @@ _T = TypeVar("_T")
 
 
 class Derivation(NamedTuple):
-    """The way in which leaves follow a base."""
+    """Rule of a base, and the steps from a leaf to the base."""
 
     rule: int
     """The index of the base's rule; may be AMBIGUOUS."""
@@ -149,11 +151,7 @@ class Derivation(NamedTuple):
 def with_companions(
     leaves: Leaves, rules: Rules, companions: tuple[Companion, ...], min_size: int
 ) -> tuple[Leaves, list[Derivation | None]]:
-    """The leaves, those that companions find with the rules of their bases.
-
-    Returns:
-        (the leaves, per kind how they follow their bases or None)
-    """
+    """Decides leaves that companions find by their bases' rules; adds how each kind follows."""
     if not companions:
         return leaves, [None] * len(leaves.types)
     links = links_of(leaves, companions)
@@ -172,19 +170,14 @@ def with_companions(
         (kind, derivation_of.get(row)) for row, kind in enumerate(leaves.kind_of.tolist())
     )
     types = [_derived(leaves.types[kind], how, min_size) for kind, how in keys]
-    found = replace(
-        leaves,
-        sources=sources,
-        kind_of=kind_of,
-        types=types,
-        companions=companions,
-        links=links,
+    leaves = replace(
+        leaves, sources=sources, kind_of=kind_of, types=types, companions=companions, links=links
     )
-    return found, [how for _, how in keys]
+    return leaves, [how for _, how in keys]
 
 
 def redecided(leaves: Leaves, rules: Rules) -> Leaves:
-    """The same leaves under other rules; the tree is not walked again.
+    """Decides the same leaves by other rules; the tree is not walked again.
 
     Raises:
         ValueError: The rules' dialect has other paths, or other leaves that need no rule.
@@ -215,7 +208,7 @@ def redecided(leaves: Leaves, rules: Rules) -> Leaves:
 
 
 def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
-    """The leaf with the rule that decides it: its base's, unless it is too small for any."""
+    """Returns the leaf with its base's rule, unless it is too small for any."""
     if how is None:
         return leaf
     is_small = how.rule >= 0 and prod(leaf.shape or ()) < min_size
@@ -223,57 +216,57 @@ def _derived(leaf: LeafType, how: Derivation | None, min_size: int) -> LeafType:
 
 
 def combined(steps: tuple[Step, ...], entries: int) -> tuple[tuple[Dim, ...], tuple[int, ...]]:
-    """The dims and blocks of a leaf, where the spec of the base's rule has so many entries."""
+    """Combines steps to a leaf's dims and blocks; the base's spec has that many entries."""
     dims: tuple[Dim, ...] = tuple(range(entries))
     blocks: tuple[int, ...] = ()
     for place, step in enumerate(reversed(steps)):
-        known = dims if place == 0 else _without_end(dims, entries)
+        before = dims if place == 0 else _without_end(dims, entries)
         named, _ = named_dims(step.dims)
-        rank = len(named) + len(known) if step.rank is None else step.rank
-        own = dims_for(step.dims, rank, len(known))
+        rank = len(named) + len(before) if step.rank is None else step.rank
+        after = dims_for(step.dims, rank, len(before))
         blocks = tuple(
-            _at(step.blocks, i, 1) * (_at(blocks, dim, 1) if isinstance(dim, int) else 1)
-            for i, dim in enumerate(own)
+            _item_or(step.blocks, i, 1) * (_item_or(blocks, dim, 1) if isinstance(dim, int) else 1)
+            for i, dim in enumerate(after)
         )
         dims = (
-            own
+            after
             if place == 0
-            else tuple(_at(known, dim, None) if isinstance(dim, int) else dim for dim in own)
+            else tuple(
+                _item_or(before, dim, None) if isinstance(dim, int) else dim for dim in after
+            )
         )
     return dims, blocks
 
 
 def _without_end(dims: tuple[Dim, ...], entries: int) -> tuple[Dim, ...]:
-    """The dims up to the last one that an axis cuts."""
+    """Returns the dims up to the last one that an axis cuts."""
     is_cut = [not (dim is None or (isinstance(dim, int) and dim >= entries)) for dim in dims]
     return dims[: max((place + 1 for place, cut in enumerate(is_cut) if cut), default=0)]
 
 
-def _at(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
+def _item_or(values: tuple[_T, ...], place: int, otherwise: _T) -> _T:
     return values[place] if place < len(values) else otherwise
 
 
 def dims_for(dims: Dims, rank: int, entries: int) -> tuple[Dim, ...]:
-    """The dims of a leaf of this rank, where the spec of the base's rule has so many entries.
+    """Returns the dims of a leaf of this rank; the base's spec has that many entries.
 
-    Where all of the base's dimensions are taken, entries beyond the rank are too many for the base
-    as well; they are taken along, so that the correction says what becomes of them.
+    Surplus entries are kept, so that the correction reports them.
     """
     named, is_open = named_dims(dims)
     if not is_open:
         return named
-    following = max((dim for dim in named if isinstance(dim, int)), default=-1) + 1
-    every = (*named, *range(following, following + max(rank, entries)))
-    return (*every[:rank], *(dim for dim in every[rank:] if isinstance(dim, int) and dim < entries))
+    dims = _closed(named, max(rank, entries))
+    return (*dims[:rank], *(dim for dim in dims[rank:] if isinstance(dim, int) and dim < entries))
 
 
 def dims_shown(dims: tuple[Dim, ...]) -> str:
-    """(0, -, 'stage'): what a new array's dimensions are; - for those that are not cut."""
+    """Formats the dims of an array as (0, -, 'stage'); - for those that are not cut."""
     return "(" + ", ".join("-" if dim is None else repr(dim) for dim in dims) + ")"
 
 
 def grouped(keys: Iterable[_Key]) -> tuple[list[_Key], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """The distinct keys in order, and per key the index of its equal among them."""
+    """Returns the distinct keys in order, and per key the index of its equal among them."""
     numbers: dict[_Key, int] = {}
     column = [numbers.setdefault(key, len(numbers)) for key in keys]
     return list(numbers), np.array(column, np.int32)
@@ -284,11 +277,6 @@ _MOST_BITS: Final = 2**63 - 1
 
 def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
     """Walks the tree once.
-
-    Args:
-        tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
-        rules: What decides the leaves, as in `Rules.match`.
-        min_size: As in `match_partition_rules`.
 
     Raises:
         TypeError: A dimension is not an integer; the message names the path.
@@ -314,7 +302,7 @@ def survey(tree: Any, rules: Rules, min_size: int = 0) -> Leaves:
 
 
 def checked_type(rule: int, shape: tuple[Any, ...] | None, dtype: Any) -> LeafType:
-    """The type of leaves whose shape and dtype make sense.
+    """Returns the type of leaves whose shape and dtype make sense.
 
     Raises:
         TypeError, ValueError: They do not; no path is named.

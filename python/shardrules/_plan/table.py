@@ -1,15 +1,14 @@
-"""A plan as a value: what each leaf of a tree gets on a mesh, as columns.
+"""The value under `Plan`: the spec and the bytes of each leaf of a tree on a mesh, as columns.
 
-What checks, budgets, explanations, diffs, locks, sweeps, tables and reports take. A column has a
-row for each leaf, in the order of the walk; what leaves have in common is in `kinds`. A column
-costs one look-up per leaf, when it is first asked for. Must not know how rules decide.
+A column has a row for each leaf, in the order of the walk; what leaves have in common is in
+`kinds`, once for each kind.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -27,8 +26,6 @@ from shardrules._specs import Entries, Fsdp, entries_of, entry_axes, is_unconstr
 from shardrules._text import record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import numpy.typing as npt
     from jax.sharding import PartitionSpec
 
@@ -42,9 +39,6 @@ if TYPE_CHECKING:
     from shardrules._rules.resolver import LostRule
 
     Spec = PartitionSpec | Entries
-    from shardrules._plan.fold import Folded
-    from shardrules._rules.matcher import Coverage
-    from shardrules._rules.rules import Rules
 
 DEFAULT_LARGE: Final = 16 * 2**20
 """Minimum bytes per device for a replicated leaf to be reported."""
@@ -62,44 +56,44 @@ _AVERAGES: Final = ("_?ema_params|params_ema|ema_state|ema_model|model_ema", "_?
 _ACTIVATIONS: Final = ("(?!)", "activations|intermediates")
 
 
-def _components(anywhere: str, at_top: str) -> re.Pattern[str]:
-    """Finds the names as whole components of paths, or of JAX's `keystr`."""
+def _component_pattern(anywhere: str, at_top: str) -> re.Pattern[str]:
+    """Compiles a pattern that finds the names as whole components of paths."""
     begin, end = r"[/.\[\]']", r"(?:[/.\[\]']|$)"
     return re.compile(rf"(?:(?:^|{begin})(?:{anywhere})|^{begin}*(?:{at_top})){end}")
 
 
-_OF_OPTIMIZER: Final = _components(*_OPTIMIZER)
-_OF_STATE: Final = _components(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
+_OF_OPTIMIZER: Final = _component_pattern(*_OPTIMIZER)
+_OF_STATE: Final = _component_pattern(*map("|".join, zip(_OPTIMIZER, _AVERAGES, strict=True)))
 
-_OF_ACTIVATIONS: Final = _components(*_ACTIVATIONS)
-
-
-def of_optimizer(paths: list[str]) -> list[int]:
-    """The indices of those of an optimizer's state, by the names of `DeviceBytes`."""
-    return _found(paths, _OF_OPTIMIZER, ("opt", "param_states"))
+_OF_ACTIVATIONS: Final = _component_pattern(*_ACTIVATIONS)
 
 
-def of_state(paths: list[str]) -> list[int]:
-    """The indices of those of an optimizer's state and of averages of the parameters."""
-    return _found(paths, _OF_STATE, ("opt", "param_states", "ema"))
+def optimizer_leaves(paths: list[str]) -> list[int]:
+    """Returns the indices of leaves of an optimizer's state, by the names of `DeviceBytes`."""
+    return _matching(paths, _OF_OPTIMIZER, ("opt", "param_states"))
 
 
-def of_activations(paths: list[str]) -> list[int]:
-    """The indices of those of activations, by the names of `DeviceBytes`."""
-    return _found(paths, _OF_ACTIVATIONS, ("activ", "interm"))
+def state_leaves(paths: list[str]) -> list[int]:
+    """Returns the indices of the optimizer's state and of averages of the parameters."""
+    return _matching(paths, _OF_STATE, ("opt", "param_states", "ema"))
 
 
-def _found(paths: list[str], names: re.Pattern[str], words: tuple[str, ...]) -> list[int]:
+def activation_leaves(paths: list[str]) -> list[int]:
+    """Returns the indices of activations, by the names of `DeviceBytes`."""
+    return _matching(paths, _OF_ACTIVATIONS, ("activ", "interm"))
+
+
+def _matching(paths: list[str], names: re.Pattern[str], words: tuple[str, ...]) -> list[int]:
     # Most trees have none of these words, and most paths of the others neither; looking for a word
     # is ten times as fast as the pattern.
     text = "\n".join(paths)
-    there = [word for word in words if word in text]
-    if not there:
+    present = [word for word in words if word in text]
+    if not present:
         return []
     return [
         index
         for index, path in enumerate(paths)
-        if any(word in path for word in there) and names.search(path)
+        if any(word in path for word in present) and names.search(path)
     ]
 
 
@@ -110,11 +104,11 @@ AMBIGUOUS: Final = -3
 
 
 def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
-    """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
+    """Returns, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     distinct = list(dict.fromkeys(paths))
     matcher = matcher_of(rules).for_whole_paths()
     joined = dict(zip(distinct, matcher.all_joined(distinct), strict=True))
-    found = matcher.decide(
+    decided = matcher.decide(
         dict.fromkeys(joined.values(), 0),
         matcher.numbers(),
         NO_RULE_NEEDED,
@@ -122,17 +116,17 @@ def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
         AMBIGUOUS,
         strict=False,
     )
-    return {path: found.tree[key] for path, key in joined.items()}
+    return {path: decided.tree[key] for path, key in joined.items()}
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
-    """Per rule, the paths that it matches and wins. Each path counts once."""
+    """Counts, per rule, the paths that it matches and wins. Each path counts once."""
     matcher = matcher_of(rules).for_whole_paths()
     return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)
 
 
 class LeafType(NamedTuple):
-    """The rule, shape and dtype of leaves of one kind, on whatever mesh."""
+    """Rule, shape and dtype of leaves of one kind, on any mesh."""
 
     rule: int
     """Index of the rule that decides them, or one of the negative numbers of `path_rules`."""
@@ -147,7 +141,7 @@ class LeafType(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """The leaves of a tree; rows are leaves in the order of the walk."""
+    """Leaves of a tree; rows are leaves in the order of the walk."""
 
     rules: Rules | LogicalRules
     tree: Any
@@ -166,88 +160,88 @@ class Leaves:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """The row of each path."""
+        """Maps each path to its row."""
         return {path: row for row, path in enumerate(self.paths)}
 
     @cached_property
     def path_rules(self) -> Rules | None:
-        """The rules, if they are for paths; None for logical rules."""
+        """Returns the rules if they are for paths; None for logical rules."""
         return self.rules if isinstance(self.rules, Rules) else None
 
     @cached_property
     def paths_dialect(self) -> Dialect:
-        """The dialect that spells the paths."""
+        """Returns the dialect that spells the paths."""
         return self.rules.dialect if isinstance(self.rules, Rules) else EFORMER
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, how many leaves are of it."""
+        """Counts the leaves of each kind."""
         return np.bincount(self.kind_of, minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def templates(self) -> Templates:
-        """The paths with holes for their numbers."""
+        """Returns the paths with holes for their numbers."""
         return templates_of(self.paths)
 
     @cached_property
     def optimizer_rows(self) -> list[int]:
-        """The rows of an optimizer's state, by the names in their paths."""
-        rows: list[int] = self._rows(of_optimizer).tolist()
+        """Lists the rows of an optimizer's state, by the names in their paths."""
+        rows: list[int] = self._rows(optimizer_leaves).tolist()
         return rows
 
     @cached_property
     def state_rows(self) -> npt.NDArray[np.intp]:
-        """The rows of an optimizer's state and of averages of the parameters, likewise."""
-        return self._rows(of_state)
+        """Finds the rows of an optimizer's state and of averages of the parameters."""
+        return self._rows(state_leaves)
 
     @cached_property
     def activation_rows(self) -> npt.NDArray[np.intp]:
-        """The rows of activations, likewise."""
-        return self._rows(of_activations)
-
-    def _rows(self, found: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
-        is_found = np.zeros(len(self.templates.texts), np.bool_)
-        is_found[found(self.templates.texts)] = True
-        return np.flatnonzero(is_found[self.templates.of_path])
-
-    @cached_property
-    def state_counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, how many leaves are an optimizer's state or averages of the parameters."""
-        kinds = self.kind_of[self.state_rows]
-        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
-
-    @cached_property
-    def activation_counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, how many leaves are activations."""
-        kinds = self.kind_of[self.activation_rows]
-        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+        """Finds the rows of activations."""
+        return self._rows(activation_leaves)
 
     @cached_property
     def gradient_rows(self) -> npt.NDArray[np.intp]:
-        """The rows of the leaves that have gradients: parameters of real or complex numbers."""
-        has_gradient = np.array([is_inexact(one.dtype) for one in self.types], bool)[self.kind_of]
+        """Finds the rows of leaves with gradients: parameters of real or complex numbers."""
+        has_gradient = np.array([is_inexact(leaf.dtype) for leaf in self.types], bool)[self.kind_of]
         has_gradient[self.state_rows] = False
         has_gradient[self.activation_rows] = False
         return np.flatnonzero(has_gradient)
 
     @cached_property
+    def state_counts(self) -> npt.NDArray[np.int64]:
+        """Counts, per kind, the leaves of an optimizer's state or of averages of parameters."""
+        return self._counts(self.state_rows)
+
+    @cached_property
+    def activation_counts(self) -> npt.NDArray[np.int64]:
+        """Counts, per kind, the leaves that are activations."""
+        return self._counts(self.activation_rows)
+
+    @cached_property
     def gradient_counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, how many leaves have gradients."""
-        kinds = self.kind_of[self.gradient_rows]
-        return np.bincount(kinds, minlength=len(self.types)).astype(np.int64)
+        """Counts, per kind, the leaves with gradients."""
+        return self._counts(self.gradient_rows)
+
+    def _rows(self, indices_of: Callable[[list[str]], list[int]]) -> npt.NDArray[np.intp]:
+        is_in = np.zeros(len(self.templates.texts), np.bool_)
+        is_in[indices_of(self.templates.texts)] = True
+        return np.flatnonzero(is_in[self.templates.of_path])
+
+    def _counts(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        return np.bincount(self.kind_of[rows], minlength=len(self.types)).astype(np.int64)
 
     @cached_property
     def folded(self) -> list[Folded]:
-        """The leaves with siblings folded, a kind each."""
+        """Folds siblings, a kind each."""
         return fold(self.paths, self.kind_of, self.templates)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parameters with siblings folded, and what their dimensions are."""
+        """Returns the parameters with siblings folded, and what their dimensions are."""
         from shardrules._plan.roles import parts_of_model
 
         others = {*self.state_rows.tolist(), *self.activation_rows.tolist()}
-        params = [one for one in self.folded if int(one.rows[0]) not in others]
+        params = [folded for folded in self.folded if int(folded.rows[0]) not in others]
         shapes = [leaf.shape for leaf in self.types]
         return parts_of_model(params, shapes, [leaf.names for leaf in self.types])
 
@@ -257,7 +251,7 @@ Status = Literal["placed", "unmatched", "ambiguous", "misfit"]
 
 @record
 class Loss(NamedTuple):
-    """Axes of the wanted spec that leaves do not get; in `Kind.losses`.
+    """Axes of the rule's spec that leaves do not get; in `Kind.losses`.
 
     Example:
         >>> import jax, shardrules as sr
@@ -289,7 +283,7 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Leaves that are alike: one rule, shape and dtype, hence one spec and one number of bytes."""
+    """Leaves with one rule, shape and dtype, hence with one spec and one number of bytes."""
 
     rule: int | None
     """Index of the rule that decides them; None if none matches or none is needed."""
@@ -334,54 +328,54 @@ class Kind:
 
     @property
     def deciders(self) -> tuple[int, ...]:
-        """The indices of the rules that decide the leaves, ascending."""
+        """Returns the indices of the rules that decide the leaves, ascending."""
         rules = (self.rule, *self.dim_rules)
         return tuple(sorted({rule for rule in rules if rule is not None}))
 
     @property
     def decided_by(self) -> int | tuple[Any, ...] | None:
-        """The index of the rule that decides the leaves, or their names; None without both."""
+        """Returns the index of the rule that decides, or the leaves' names; None without both."""
         return self.rule if self.names is None else self.names
 
 
 def decided_shown(kind: Kind) -> str:
-    """What decides, for a table: a rule, or the names with the rule of each; - for neither."""
+    """Returns what decides, for a table: a rule, or the names with their rules; - for neither."""
     if kind.names is None:
         return "-" if kind.rule is None else str(kind.rule)
     rules = kind.dim_rules or (None,) * len(kind.names)
-    shown = (
+    texts = (
         "-" if name is None else str(name) if rule is None else f"{name}: {rule}"
         for name, rule in zip(kind.names, rules, strict=True)
     )
-    return ", ".join(shown)
+    return ", ".join(texts)
 
 
 def dtype_shown(kind: Kind) -> str:
-    """The dtype's name; - for leaves that are not arrays."""
+    """Returns the dtype's name; - for leaves that are not arrays."""
     return "-" if kind.dtype is None else str(kind.dtype)
 
 
 def problem_shown(kind: Kind) -> str | None:
-    """The text of tables and locks in the place of a spec; None for leaves that are placed."""
+    """Returns the text in the place of a spec in tables and locks; None for placed leaves."""
     if kind.status == "placed":
         return None
     return kind.message if kind.status == "misfit" else kind.status
 
 
 def placement_shown(kind: Kind) -> str:
-    """The spec and the memory kind as people write them; - for leaves that are not placed."""
+    """Formats the spec and the memory kind as people write them; - for leaves not placed."""
     return in_memory(spec_shown(kind.spec), kind.memory_kind)
 
 
 def refused(losses: Sequence[Loss]) -> tuple[str, str]:
-    """(message, fix) of leaves with these losses, which the correction forbids."""
+    """Returns (message, fix) of leaves with these losses, which the correction forbids."""
     messages = dict.fromkeys(loss.message for loss in losses)
     return "; ".join(messages), "; ".join(dict.fromkeys(loss.fix for loss in losses))
 
 
 @lru_cache(maxsize=4096)
 def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
-    """The axes in a spec."""
+    """Returns the axes in a spec."""
     if isinstance(spec, Fsdp):
         return spec.named
     entries = entries_of(spec if spec is not None else Entries())
@@ -389,12 +383,12 @@ def axes_named(spec: Spec | Fsdp | None) -> frozenset[str]:
 
 
 def axes_used(spec: Spec | None, axis_sizes: Mapping[str, int]) -> frozenset[str]:
-    """The axes of more than one device that cut an array with this spec."""
+    """Returns the axes of more than one device that cut an array with this spec."""
     return frozenset(axis for axis in axes_named(spec) if axis_sizes.get(axis, 1) > 1)
 
 
 def could_cut(axis: str, kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
-    """Whether the axis could cut a dimension of these leaves further, and does not cut any."""
+    """Tells whether the axis cuts no dimension of these leaves, and could cut one further."""
     if kind.spec is None or kind.shape is None or len(kind.shape) < 2:
         return False
     if axis in axes_named(kind.spec):
@@ -415,7 +409,7 @@ def _axes_of_dims(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
 
 
 def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
-    """Whether each of several devices is to hold its leaves whole."""
+    """Tells whether each of several devices holds these leaves whole."""
     several = kind.spec is not None and kind.bytes > 0 and prod(axis_sizes.values()) > 1
     return several and not axes_used(kind.spec, axis_sizes)
 
@@ -423,7 +417,7 @@ def is_replicated(kind: Kind, axis_sizes: Mapping[str, int]) -> bool:
 def coverage_of_names(
     rules: Iterable[tuple[Any, Any]], kinds: Iterable[Kind], counts: Iterable[int]
 ) -> Coverage:
-    """Per rule, the leaves that have its name, and those of which it decides a dimension."""
+    """Counts, per rule, the leaves with its name, and those of which it decides a dimension."""
     pairs = tuple(rules)
     of_name: dict[Any, list[int]] = defaultdict(list)
     for index, (name, _) in enumerate(pairs):
@@ -440,9 +434,9 @@ def coverage_of_names(
                 matched[rule] += count
         for winner in set(kind.dim_rules) - {None}:
             won[winner] += count  # type: ignore[index]
-        for one in kind.lost_rules:
-            if one.why == "dim taken" and one.to is not None:
-                lost[one.rule][one.to] += count
+        for loser in kind.lost_rules:
+            if loser.why == "dim taken" and loser.to is not None:
+                lost[loser.rule][loser.to] += count
     return Coverage(
         tuple(matched), tuple(won), unmatched, {rule: dict(by) for rule, by in lost.items()}
     )
@@ -450,81 +444,71 @@ def coverage_of_names(
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The sharding of each leaf of a tree on a mesh."""
+    """Shardings of the leaves of a tree on a mesh."""
 
     leaves: Leaves
     kinds: list[Kind]
-    """Per kind of `leaves`, what it gets."""
+    """The kinds of leaves: one record for all leaves that are alike."""
     axis_sizes: dict[str, int]
-    """Devices along each mesh axis, in the mesh's order."""
+    """Devices along each axis of `mesh`, in its order."""
     explicit_axes: frozenset[str] = frozenset()
     """The mesh axes of type Explicit; those of a dict are of type Auto."""
 
     @cached_property
     def rules(self) -> Rules | LogicalRules:
-        """The rules that decide the leaves."""
+        """Returns the rules that decide the leaves."""
         return self.leaves.rules
 
     @cached_property
     def paths(self) -> list[str]:
-        """Column: the leaves' paths."""
+        """Lists the leaves' paths: a column."""
         return self.leaves.paths
 
     @cached_property
     def sources(self) -> list[str]:
-        """Column: the paths that the rules meet."""
+        """Lists the paths that rules match, of the leaves or of what they follow: a column."""
         return self.leaves.sources
 
     @cached_property
     def kind_of(self) -> npt.NDArray[np.int32]:
-        """Column, int32: index of the leaf's kind in `kinds`."""
+        """Returns the index of each leaf's kind in `kinds`: a column, int32."""
         return self.leaves.kind_of
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Per kind, int64: how many leaves are of it."""
+        """Counts the leaves of each kind, int64."""
         return self.leaves.counts
 
     @cached_property
     def folded(self) -> list[Folded]:
-        """The leaves with siblings folded, a kind each."""
+        """Folds siblings: patterns such as `layers/{0..60}/w`, a kind each."""
         return self.leaves.folded
 
     @cached_property
     def rule(self) -> npt.NDArray[np.int32]:
-        """Column, int32: index of the rule that decides the leaf; -1 if none does."""
+        """Returns the index of the rule that decides each leaf, or -1: a column, int32."""
         rules = [-1 if kind.rule is None else kind.rule for kind in self.kinds]
         return np.array(rules, np.int32)[self.kind_of]
 
-    @cached_property
-    def bytes(self) -> npt.NDArray[np.int64]:
-        """Column, int64: bytes of the whole leaf."""
-        return np.array([kind.bytes for kind in self.kinds], np.int64)[self.kind_of]
-
-    @cached_property
-    def device_bytes(self) -> npt.NDArray[np.int64]:
-        """Column, int64: bytes of the leaf on the device that holds most of it."""
-        return np.array([kind.device_bytes for kind in self.kinds], np.int64)[self.kind_of]
-
     @property
     def total_bytes(self) -> int:
-        """Bytes of all leaves together, exact where int64 is too small for the sum."""
+        """Sums the bytes of all leaves, exactly where int64 is too small for the sum."""
         counted = zip(self.kinds, self.counts.tolist(), strict=True)
         return sum(kind.bytes * count for kind, count in counted)
 
-    @property
+    @cached_property
     def devices(self) -> int:
-        """Devices of the mesh."""
+        """Counts the devices of the mesh."""
         return prod(self.axis_sizes.values())
 
     @cached_property
     def held(self) -> list[Held]:
-        """Per kind, what the devices hold of one leaf."""
+        """Returns, per kind, what the devices hold of one leaf."""
         return [kind._held for kind in self.kinds]
 
     @cached_property
     def coverage(self) -> Coverage:
-        """Per rule, the leaves that it matches and wins, among those that need a rule."""
+        """Counts the leaves that each rule matches and wins, among those that need a rule."""
         rules = self.leaves.path_rules
         if rules is None:
             return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
@@ -535,11 +519,11 @@ class Columns:
         return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
 
     def spec_of_rule(self, index: int) -> Spec:
-        """The spec that a rule asks for; that of one dimension for a logical rule."""
+        """Returns the spec that a rule asks for; of one dimension for a logical rule."""
         value = self.rules[index][1]
         is_for_paths = self.leaves.path_rules is not None
         return plain_spec(value) if is_for_paths else Entries((value,))
 
     def is_on(self, axis_sizes: Mapping[str, int]) -> bool:
-        """Whether the mesh has these axes, in this order."""
+        """Tells whether the mesh has these axes, in this order."""
         return list(self.axis_sizes.items()) == list(axis_sizes.items())

@@ -1,7 +1,4 @@
-"""The trees that JAX takes: a plan's specs, its shardings, and what to restore a checkpoint into.
-
-Costs a sharding per distinct spec, and a look-up per leaf. Must not know how a spec was decided.
-"""
+"""Trees of a plan's specs, shardings, Placements and ShapeDtypeStructs, as JAX takes them."""
 
 from __future__ import annotations
 
@@ -27,50 +24,44 @@ if TYPE_CHECKING:
 
 
 def spec_tree(columns: Columns) -> Any:
-    """See `Plan.specs`."""
+    """Returns `Plan.specs`."""
     return _mapped(columns, [as_partition_spec(spec) for spec in kind_specs(columns)])
 
 
 def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """See `Plan.shardings`."""
+    """Returns `Plan.shardings`."""
     return _mapped(columns, _shardings(columns, mesh))
 
 
 def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """The tree of Placements.
+    """Returns the tree of Placements.
 
     Raises:
         ValueError: As `Plan.shardings`.
     """
-    return _mapped(columns, _placements(columns, mesh))
+    return _mapped(columns, _kind_placements(columns, mesh))
 
 
 def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
-    """The Placement of each leaf of another tree, in the order of JAX's leaves.
-
-    Args:
-        columns: The plan.
-        mesh: Its mesh.
-        tree: The tree, with the number of its row for each leaf.
-        rows: Per row of the tree, the row of the plan.
+    """Returns the Placement of each leaf of another tree, in the order of JAX's leaves.
 
     Raises:
         ValueError: As `Plan.shardings`.
     """
     from jax import tree_util
 
-    of_kind = _placements(columns, mesh)
+    of_kind = _kind_placements(columns, mesh)
     of_row = columns.kind_of[rows].tolist()
     return [of_kind[of_row[row]] for row in tree_util.tree_leaves(tree)]
 
 
-def _placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
+def _kind_placements(columns: Columns, mesh: MeshLike) -> list[Placement]:
     kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
-    return [Placement(one, kind.memory_kind is not None) for kind, one in kinds]
+    return [Placement(sharding, kind.memory_kind is not None) for kind, sharding in kinds]
 
 
 def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """See `Plan.abstract`."""
+    """Returns `Plan.abstract`."""
     from jax import ShapeDtypeStruct
 
     kinds = zip(columns.kinds, _shardings(columns, mesh), strict=True)
@@ -86,7 +77,7 @@ def abstract_tree(columns: Columns, mesh: MeshLike) -> Any:
 
 
 def kind_specs(columns: Columns) -> list[Any]:
-    """Per kind its spec.
+    """Returns the spec of each kind.
 
     Raises:
         ValueError: Some kinds are not placed; the message is that of `check`.
@@ -98,38 +89,38 @@ def kind_specs(columns: Columns) -> list[Any]:
 
 def _shardings(columns: Columns, mesh: MeshLike) -> list[NamedSharding]:
     on_mesh = as_mesh(mesh)
-    wanted: list[tuple[Any, MemoryKind | None]] = [
+    placed: list[tuple[Any, MemoryKind | None]] = [
         (spec, kind.memory_kind)
         for spec, kind in zip(kind_specs(columns), columns.kinds, strict=True)
     ]
     try:
-        made = {
+        sharding_of = {
             (spec, memory): sharding_in_memory(on_mesh, as_partition_spec(spec), memory)
-            for spec, memory in set(wanted)
+            for spec, memory in set(placed)
         }
     except ValueError as error:
         raise ValueError(placement_errors(columns) or str(error)) from error
-    return [made[one] for one in wanted]
+    return [sharding_of[pair] for pair in placed]
 
 
 def placement_errors(columns: Columns) -> str:
-    """The message about leaves that get no sharding; for those without a rule, that of `check`."""
+    """Words the error for leaves without a sharding; for those without a rule, as `check` does."""
     rows = [
-        LeafError(one.pattern, kind.shape, _decided_by(kind, columns), reasons, len(one.rows))
-        for one in columns.folded
-        for kind in [columns.kinds[one.group]]
-        if (reasons := _reasons(kind, columns))
+        LeafError(leaves.pattern, kind.shape, _decider(kind, columns), reasons, len(leaves.rows))
+        for leaves in columns.folded
+        for kind in [columns.kinds[leaves.group]]
+        if (reasons := _refusals(kind, columns))
     ]
     said_by = "rules" if columns.leaves.path_rules is not None else "logical rules"
     messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
     if any(kind.status == "unmatched" for kind in columns.kinds):
-        found = check(columns, declared=NOTHING)
-        messages += [str(one) for one in found if one.kind == "unmatched"]
+        findings = check(columns, declared=NOTHING)
+        messages += [str(finding) for finding in findings if finding.kind == "unmatched"]
     return "\n".join(messages)
 
 
-def _reasons(kind: Kind, columns: Columns) -> list[str]:
-    """Message and fix for each reason why leaves get no sharding, though they have a rule."""
+def _refusals(kind: Kind, columns: Columns) -> list[str]:
+    """Returns message and fix of each reason why leaves with a rule get no sharding."""
     if kind.status == "placed" and kind.shape is not None:
         return [": ".join(words) for words in refusals(kind, columns)]
     if kind.status in ("placed", "unmatched"):
@@ -143,11 +134,11 @@ def _reasons(kind: Kind, columns: Columns) -> list[str]:
     ]
 
 
-def _decided_by(kind: Kind, columns: Columns) -> str:
+def _decider(kind: Kind, columns: Columns) -> str:
     if kind.rule is None:
         return "" if kind.names is None else f"names {kind.names}"
-    pattern, given = columns.rules[kind.rule]
-    return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(given)}"
+    pattern, value = columns.rules[kind.rule]
+    return f"rule {kind.rule}: {pattern!r} -> {rule_spec_shown(value)}"
 
 
 def _mapped(columns: Columns, of_kind: list[Any]) -> Any:

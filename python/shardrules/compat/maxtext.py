@@ -22,7 +22,7 @@ from shardrules._io import FileError, parse_json, read_bytes
 from shardrules._mesh_sizes import checked_sizes
 from shardrules._plan.diff import PlanDiff, diff
 from shardrules._plan.plan import Plan
-from shardrules._plan.resolve import kind_on_mesh
+from shardrules._plan.resolve import Fit, kind_on_mesh
 from shardrules._plan.state import Zero1
 from shardrules._plan.survey import checked_type
 from shardrules._plan.table import NO_RULE_NEEDED, Columns, Kind, Leaves
@@ -84,7 +84,7 @@ class DumpedArrays(NamedTuple):
         for path, array in self.arrays.items():
             leaf = checked_type(NO_RULE_NEEDED, array.shape, array.dtype)
             types.append(leaf)
-            kinds.append(kind_on_mesh(leaf, None, Entries(self.specs[path]), self.mesh))
+            kinds.append(kind_on_mesh(leaf, None, Fit(Entries(self.specs[path])), self.mesh))
         kind_of = np.arange(len(paths), dtype=np.int32)
         tree = {path: row for row, path in enumerate(paths)}
         return Columns(
