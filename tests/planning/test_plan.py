@@ -151,7 +151,7 @@ def test_trees_of_all_kinds(name, mesh):
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     # Dicts are walked in their own order, not sorted; so by the numbered tree.
-    numbered = tree_util.tree_leaves(plan.leaves.tree)
+    numbered = tree_util.tree_leaves(plan._leaves.tree)
     assert sorted(plan.paths) == sorted(map(references.SLASHED, paths))
     assert [plan.paths[row] for row in numbered] == list(map(references.SLASHED, paths))
     assert len(plan) == len(paths)

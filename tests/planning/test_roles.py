@@ -15,7 +15,7 @@ def roles(tree, names=None):
     """{folded path: the roles of its dimensions}."""
     rules = sr.LogicalRules([]) if names else [(".*", ())]
     plan = sr.plan(tree, rules, {"tp": 2}, names=names)
-    return {part.pattern: part for part in plan.leaves.parts}
+    return {part.pattern: part for part in plan._leaves.parts}
 
 
 def of_model(name):

@@ -241,7 +241,7 @@ def test_siblings_of_optimizer_state_are_found_as_each_path_is():
     tops = ["opt_state", "opt", "opt2", "2opt", "ema", "ema\0", "0", "params", "activations"]
     inner = ["mu", "opt_state", "ema_params", "ema_params3", "w"]
     tree = {top: {str(i): {name: array(8) for name in inner} for i in (0, 1, 17)} for top in tops}
-    leaves = sr.plan(tree, [("", None)], {"tp": 2}).leaves
+    leaves = sr.plan(tree, [("", None)], {"tp": 2})._leaves
     assert len(leaves.templates.texts) * 3 == len(leaves.paths) == 135
     assert leaves.optimizer_rows == optimizer_leaves(leaves.paths) != []
     assert leaves.state_rows.tolist() == state_leaves(leaves.paths) != leaves.optimizer_rows

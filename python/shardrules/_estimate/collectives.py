@@ -81,9 +81,9 @@ def cut_parts(columns: Columns, schedule: Schedule) -> list[CutPart]:
     Raises:
         ValueError: The schedule lacks what the model needs, or its roles do not fit.
     """
-    parts: Iterable[Part] = columns.leaves.parts
+    parts: Iterable[Part] = columns._leaves.parts
     if schedule.roles:
-        parts = with_roles(columns.leaves.parts, schedule.roles)
+        parts = with_roles(columns._leaves.parts, schedule.roles)
     batch = frozenset(schedule.batch_axes)
     cuts = [cut_of(part, columns.kinds[part.kind], columns.axis_sizes, batch) for part in parts]
     _check_experts(list(parts), schedule)

@@ -124,5 +124,5 @@ def traffic(columns: Columns, schedule: Schedule) -> Traffic:
         *activation_rows(uses, schedule),
         *expert_rows(uses, schedule),
     )
-    missing = (*uncounted(uses), *of_muon(columns, columns.leaves.optimizer_rows))
+    missing = (*uncounted(uses), *of_muon(columns, columns._leaves.optimizer_rows))
     return Traffic(merged(rows, columns.axis_sizes), schedule.assumptions, missing)

@@ -31,7 +31,7 @@ def manifest_text(plan: Plan, name: str) -> str:
         ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
             one that files do not have.
     """
-    leaves = plan._columns.leaves
+    leaves = plan._columns._leaves
     if leaves.paths_dialect.separator != "/":
         raise ValueError(
             f"a manifest has paths such as layers/0/w, not {plan.paths[:1]}: give rules of another "

@@ -38,14 +38,14 @@ def following(queries: Queries) -> Iterator[Finding]:
     """Leaves that companions find but no rule for their bases; companions that find nothing."""
     columns = queries.columns
     unled: dict[Companion, list[int]] = defaultdict(list)
-    for row, links in columns.leaves.links.items():
+    for row, links in columns._leaves.links.items():
         if columns.sources[row] != links[-1].base:
             unled[links[-1].companion].append(row)
     for companion, of_it in unled.items():
         rows = np.array(sorted(of_it))
         folded = fold([columns.paths[row] for row in rows], columns.kind_of[rows])
         rules = queries.rules_of(folded)
-        base = columns.leaves.links[int(rows[0])][-1].base
+        base = columns._leaves.links[int(rows[0])][-1].base
         yield finding(
             "warning",
             "companion",
@@ -57,8 +57,8 @@ def following(queries: Queries) -> Iterator[Finding]:
             folded=folded,
             bytes=queries.device_bytes(folded),
         )
-    successful = {link.companion for links in columns.leaves.links.values() for link in links}
-    for name, table in _sets_of(columns.leaves.companions).items():
+    successful = {link.companion for links in columns._leaves.links.values() for link in links}
+    for name, table in _sets_of(columns._leaves.companions).items():
         if successful.isdisjoint(table):
             yield finding(
                 "warning",
@@ -140,13 +140,13 @@ def _missed(
 ) -> Iterator[_Missed]:
     """Yield the leaves that follow nothing, and would, by the table, follow what a rule matches."""
     columns = queries.columns
-    rules = columns.leaves.path_rules
+    rules = columns._leaves.path_rules
     if rules is None:
         return
     of_rank: dict[int, dict[str, Folded]] = defaultdict(dict)
     for part in folded:
         shape = columns.kinds[part.group].shape
-        if shape is not None and int(part.rows[0]) not in columns.leaves.links:
+        if shape is not None and int(part.rows[0]) not in columns._leaves.links:
             of_rank[len(shape)][columns.paths[part.rows[0]]] = part
     for rank, free in of_rank.items():
         fitting = tuple(record for record in table if fits_rank(record, rank))
@@ -294,5 +294,5 @@ def replicated(queries: Queries) -> Iterator[Finding]:
 
 def _is_exempt(kind: Kind, columns: Columns) -> bool:
     """Return whether a rule that is made from shapes leaves such arrays whole itself."""
-    spec = None if kind.rule is None else columns.spec_of_rule(kind.rule)
+    spec = None if kind.rule is None else columns._spec_of_rule(kind.rule)
     return isinstance(spec, Fsdp) and not kind.losses and axes_named(kind.wanted) == frozenset()

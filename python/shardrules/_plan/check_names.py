@@ -203,7 +203,7 @@ _MOST_NAMES: Final = 8
 )
 def unknown_names(queries: Queries) -> Iterator[Finding]:
     """Names that no rule has: an error where one was probably meant, or leaves are replicated."""
-    if queries.columns.leaves.path_rules is not None:
+    if queries.columns._leaves.path_rules is not None:
         return
     kinds, coverage = queries.columns.kinds, queries.columns.coverage
     rule_names = {name for name, _ in queries.columns.rules}
@@ -320,7 +320,7 @@ def taken(queries: Queries) -> Iterator[Finding]:
 def dead_names(queries: Queries) -> Iterator[Finding]:
     """Rules for names that no leaf has: often those of activations, or of other models."""
     columns = queries.columns
-    if columns.leaves.path_rules is not None:
+    if columns._leaves.path_rules is not None:
         return
     # These are told of leaves without a name, and of axes that cut no leaf, or they are declared.
     explained = {*queries.missing_names, *itertools.chain(*queries.dead_rules_of.values())}
@@ -361,7 +361,7 @@ class _Matches(NamedTuple):
 )
 def nnx_values(queries: Queries) -> Iterator[Finding]:
     """Rules that match a leaf only through its `value`, or match none because of it."""
-    rules, coverage = queries.columns.leaves.path_rules, queries.columns.coverage
+    rules, coverage = queries.columns._leaves.path_rules, queries.columns.coverage
     if rules is None or rules.dialect.hidden_key is not None:
         return
     end = (rules.dialect.separator or ".") + _KEY

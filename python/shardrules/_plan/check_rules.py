@@ -35,7 +35,7 @@ _NUMBERS_OF_SIBLINGS: Final = re.compile(r"(?<![A-Za-z0-9])[0-9]+")
 @check("dead", "warning, info", "rules that match no leaf; info for logical rules")
 def dead_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match no leaf."""
-    if queries.columns.leaves.path_rules is None:  # such rules are often for other trees as well
+    if queries.columns._leaves.path_rules is None:  # such rules are often for other trees as well
         return
     for rule in queries.columns.coverage.dead:
         yield finding(
@@ -51,7 +51,7 @@ def dead_rules(queries: Queries) -> Iterator[Finding]:
 def shadowed_rules(queries: Queries) -> Iterator[Finding]:
     """Rules that match leaves, all of which earlier rules win."""
     columns = queries.columns
-    rules = columns.leaves.path_rules
+    rules = columns._leaves.path_rules
     if rules is None:  # later rules for a name are for where the first does not fit
         return
     for rule, winners in columns.coverage.shadowed.items():
@@ -109,7 +109,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
     alone says nothing about matrices, but one for matrices does about experts.
     """
     columns = queries.columns
-    state = {int(columns.kind_of[row]) for row in columns.leaves.optimizer_rows}
+    state = {int(columns.kind_of[row]) for row in columns._leaves.optimizer_rows}
     for axis, size in columns.axis_sizes.items():
         # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
         kinds = _forgotten(queries, axis, in_state=False, state=state)
@@ -173,7 +173,7 @@ def unused_axes(queries: Queries) -> Iterator[Finding]:
     """Axes that cut no leaf and are not declared to cut data; a warning where they could."""
     columns = queries.columns
     # Locks know rules alone.
-    specs = [columns.spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
+    specs = [columns._spec_of_rule(rule) for kind in columns.kinds for rule in kind.deciders]
     requested = [kind.wanted for kind in columns.kinds]
     named = frozenset().union(*map(axes_named, dict.fromkeys([*specs, *requested])))
     # An axis that leaves lose, or that a misspelt one means, is reported as a correction.
@@ -210,7 +210,7 @@ def _are_for_others(queries: Queries) -> bool:
     some.
     """
     columns = queries.columns
-    if columns.leaves.path_rules is not None:
+    if columns._leaves.path_rules is not None:
         return True
     names_of_rules = {None, *(name for name, _ in columns.rules)}
     names = itertools.chain(*(kind.names or () for kind in columns.kinds))
@@ -305,7 +305,7 @@ def refusals(kind: Kind, columns: Columns) -> Iterator[tuple[str, str]]:
             "rename it, add it to the mesh, or drop it with Correction(absent='drop_axis')",
         )
     for name in ("unreduced", "reduced"):
-        for axis in sorted(frozenset(getattr(spec, name, None) or ()) - columns.explicit_axes):
+        for axis in sorted(frozenset(getattr(spec, name, None) or ()) - columns._explicit_axes):
             is_there = axis in columns.axis_sizes
             lacks = "is not Explicit" if is_there else "is no axis of the mesh"
             yield (

@@ -210,9 +210,9 @@ def _outcome_words(tried: TriedName, names: tuple[Any, ...]) -> str:
 def explanation(columns: Columns, row: int, leaves: int) -> Explanation:
     """Return the explanation of the leaf of this row, which stands for so many that are like it."""
     kind, source = columns.kinds[columns.kind_of[row]], columns.sources[row]
-    rules = columns.leaves.path_rules
+    rules = columns._leaves.path_rules
     tried = _tried_names(kind, columns) if rules is None else _tried(kind, source, rules)
-    links = columns.leaves.links.get(row, ())
+    links = columns._leaves.links.get(row, ())
     companions, bases = tuple(link.companion for link in links), tuple(link.base for link in links)
     mesh = mesh_shown(columns.axis_sizes)
     path = columns.paths[row]

@@ -149,15 +149,15 @@ def _counted(
             on_host = is_on_host(memory or kind.memory_kind)
             parts["host" if on_host else part].append((leaves, array))
 
-    of_state = columns.leaves.state_counts
-    of_activations = columns.leaves.activation_counts
+    of_state = columns._leaves.state_counts
+    of_activations = columns._leaves.activation_counts
     of_params = (columns.counts - of_state - of_activations).tolist()
-    count("params", columns, of_params, columns.held)
-    count("optimizer", columns, of_state.tolist(), columns.held)
-    count("activations", columns, of_activations.tolist(), columns.held)
-    with_gradients = columns.leaves.gradient_counts.tolist()
+    count("params", columns, of_params, columns._held)
+    count("optimizer", columns, of_state.tolist(), columns._held)
+    count("activations", columns, of_activations.tolist(), columns._held)
+    with_gradients = columns._leaves.gradient_counts.tolist()
     if gradients is not None and gradients is not False:
-        arrays = columns.held
+        arrays = columns._held
         if gradients is not True:
             arrays = _like_params(columns, given_bits("gradients", gradients))
         # They are made on the device, wherever the parameters come from.
@@ -169,10 +169,10 @@ def _counted(
     elif optimizer is not None:
         _check_same_mesh("the optimizer's", optimizer, columns)
         counts = optimizer.counts.tolist()
-        count("optimizer", optimizer, counts, optimizer.held, optimizer_memory_kind)
+        count("optimizer", optimizer, counts, optimizer._held, optimizer_memory_kind)
     if activations is not None:
         _check_same_mesh("the activations'", activations, columns)
-        count("activations", activations, activations.counts.tolist(), activations.held)
+        count("activations", activations, activations.counts.tolist(), activations._held)
     all_arrays = (array for part in parts.values() for _, array in part)
     classes = DeviceClasses(all_arrays, columns.axis_sizes)
     return classes, DeviceBytes(*map(classes.total, parts.values()))
@@ -180,7 +180,7 @@ def _counted(
 
 def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:
     # With the axes in another order, the arrays would have other dimensions.
-    if not columns.is_on(plan.axis_sizes):
+    if not columns._is_on(plan.axis_sizes):
         raise ValueError(
             f"{whose} plan is for the mesh {plan.axis_sizes}, this one for {columns.axis_sizes}"
         )

@@ -134,7 +134,7 @@ def plan(
         decider, min_size=smallest, companions=followers, names=names, correction=correction
     )
     if isinstance(decider, Plan):
-        return decider._for(beside(surveyed(tree, decider.leaves), decider.leaves), mesh)
+        return decider._for(beside(surveyed(tree, decider._leaves), decider._leaves), mesh)
     if decider is None and mesh is None:
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force. One that is wrong is
@@ -393,7 +393,7 @@ class Plan(Estimates, PlanLike):
         decider = as_decider("rules", rules)
         optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
-            return decider._for(beside(self.leaves, decider.leaves), self._mesh)
+            return decider._for(beside(self._leaves, decider._leaves), self._mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
@@ -403,11 +403,11 @@ class Plan(Estimates, PlanLike):
         if isinstance(decider, LogicalRules):
             from shardrules._plan.names import plan_named
 
-            on_mesh = plan_named(self.leaves, decider, None, optional)
+            on_mesh = plan_named(self._leaves, decider, None, optional)
         elif isinstance(decider, Rules):
-            on_mesh = plan_leaves(self.leaves, decider, None, optional)
+            on_mesh = plan_leaves(self._leaves, decider, None, optional)
         else:
-            on_mesh = plan_by_specs(self.leaves, rules, None, optional)
+            on_mesh = plan_by_specs(self._leaves, rules, None, optional)
         # Patterns and data axes that were declared are about the rules of this plan.
         declared = Declared(replicated=(), optional_axes=tuple(optional), data_axes=())
         return self._put_on(self._mesh, on_mesh, declared)
@@ -438,7 +438,7 @@ class Plan(Estimates, PlanLike):
         from shardrules._plan import trees
 
         planned = self if mesh is None else self.on_mesh(mesh)
-        leaves, rows = beside(surveyed(tree, self.leaves), self.leaves)
+        leaves, rows = beside(surveyed(tree, self._leaves), self._leaves)
         return trees.placements_of(planned, planned.mesh, leaves.tree, rows)
 
     def fingerprint(self) -> str:
@@ -596,12 +596,12 @@ class Plan(Estimates, PlanLike):
         check_memory_kind("memory_kind", memory_kind)
         is_boxed = isinstance(self.rules, LogicalRules)
         leaves = survey(
-            unboxed(state).tree if is_boxed else state, Rules((), self.leaves.paths_dialect)
+            unboxed(state).tree if is_boxed else state, Rules((), self._leaves.paths_dialect)
         )
         follow = partial(
             by_parameters,
             state=leaves,
-            parameters=find_parameters(self.leaves, leaves),
+            parameters=find_parameters(self._leaves, leaves),
             zero1=Zero1(zero1) if isinstance(zero1, str) else zero1,
             memory_kind=memory_kind,
         )
@@ -637,7 +637,7 @@ class Plan(Estimates, PlanLike):
         from shardrules._plan.state import gradients_of, leaves_with_gradients
 
         checked = None if dtype is None else given_dtype("dtype", dtype)
-        leaves = leaves_with_gradients(self.leaves, checked)
+        leaves = leaves_with_gradients(self._leaves, checked)
         follow = partial(gradients_of, leaves=leaves, unreduced=texts("unreduced", unreduced))
         return self._follow(follow, None)
 
@@ -796,9 +796,9 @@ def _warn_of(name: str, instead: str) -> None:
 
 
 def _locked(columns: Columns, mesh: SizedMesh, **_: frozenset[str]) -> Columns:
-    if not columns.is_on(mesh.axis_sizes):
+    if not columns._is_on(mesh.axis_sizes):
         raise ValueError(f"a locked plan is for the mesh {mesh_shown(columns.axis_sizes)} alone")
-    return replace(columns, explicit_axes=mesh.explicit_axes)
+    return replace(columns, _explicit_axes=mesh.explicit_axes)
 
 
 def _put_followers(
@@ -813,5 +813,5 @@ def _put_followers(
     """Puts leaves that follow others on the mesh, where these may stand already."""
     if has_devices(mesh.form):
         check_memory_on_mesh("for_optimizer", memory_kind, mesh.form)
-    is_there = params.is_on(mesh.axis_sizes) and params.explicit_axes == mesh.explicit_axes
+    is_there = params._is_on(mesh.axis_sizes) and params._explicit_axes == mesh.explicit_axes
     return follow(params if is_there and not may_lack else on_mesh(mesh, may_lack=may_lack))

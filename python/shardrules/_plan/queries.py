@@ -117,7 +117,7 @@ class Queries:
     @cached_property
     def catch_alls(self) -> frozenset[int]:
         """Rules that match every path: these here, and others."""
-        rules = self.columns.leaves.path_rules
+        rules = self.columns._leaves.path_rules
         if rules is None:
             return frozenset()
         coverage = self.columns.coverage
@@ -129,7 +129,7 @@ class Queries:
     @cached_property
     def silent_catch_alls(self) -> frozenset[int]:
         """Those of them that give all leaves one spec, whatever they are."""
-        spec_of = self.columns.spec_of_rule
+        spec_of = self.columns._spec_of_rule
         return frozenset(rule for rule in self.catch_alls if not isinstance(spec_of(rule), Fsdp))
 
     def folded(self, is_wanted: Callable[[Kind], bool]) -> list[Folded]:
@@ -182,7 +182,7 @@ class Queries:
 
     def is_unnamed(self, kind: Kind) -> bool:
         """Return whether logical rules are to decide leaves that have no names."""
-        has_rules = self.columns.leaves.path_rules is None and kind.rule is None
+        has_rules = self.columns._leaves.path_rules is None and kind.rule is None
         return has_rules and kind.names is None and kind.origin is None and bool(kind.shape)
 
     def matters(self, count: int, together: int) -> bool:
@@ -211,7 +211,7 @@ class Queries:
     def dead_rules_of(self) -> dict[str, list[int]]:
         """The mesh axes that cut no leaf, each with the rules for no leaf that name it."""
         columns = self.columns
-        named = {rule: axes_named(columns.spec_of_rule(rule)) for rule in columns.coverage.dead}
+        named = {rule: axes_named(columns._spec_of_rule(rule)) for rule in columns.coverage.dead}
         return {
             axis: [rule for rule, axes in named.items() if axis in axes]
             for axis, size in columns.axis_sizes.items()
@@ -236,7 +236,7 @@ class Queries:
         return [
             rule
             for rule in columns.coverage.dead
-            for axes in [axes_named(columns.spec_of_rule(rule)) & self.used_axes]
+            for axes in [axes_named(columns._spec_of_rule(rule)) & self.used_axes]
             if lacking and axes and isinstance(columns.rules[rule][0], str)
             if all(could_cut(axis, kind, columns.axis_sizes) for axis in axes for kind in lacking)
         ]
@@ -244,7 +244,7 @@ class Queries:
     def rule(self, index: int) -> str:
         """Return a rule, for a message."""
         pattern, spec = self.columns.rules[index]
-        is_logical = self.columns.leaves.path_rules is None
+        is_logical = self.columns._leaves.path_rules is None
         text = repr(spec) if is_logical else rule_spec_shown(spec)
         return f"rule {index} {pattern!r} -> {text}"
 
@@ -280,7 +280,7 @@ class Queries:
 
     def example(self, folded: Folded) -> str:
         """Return a rule, as one writes it, that matches these leaves."""
-        dialect = self.columns.leaves.paths_dialect
+        dialect = self.columns._leaves.paths_dialect
         if MATCH_MODES[dialect.match[-1]].written_as != "window":
             return f"({_pattern_of(folded.pattern)}, P(...))"
         windows = map(_pattern_of, folded.pattern.split(dialect.separator))
@@ -289,7 +289,7 @@ class Queries:
     @property
     def example_of_a_catch_all(self) -> str:
         """A rule that replicates whatever comes."""
-        mode = MATCH_MODES[self.columns.leaves.paths_dialect.match[-1]].written_as
+        mode = MATCH_MODES[self.columns._leaves.paths_dialect.match[-1]].written_as
         return "(('.*',), P())" if mode == "window" else "('.*', P())"
 
 

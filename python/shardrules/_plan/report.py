@@ -125,7 +125,7 @@ def _plan_row(name: str, columns: Columns, budget: DeviceBytes, room: Room) -> d
 def _check_same_budget(columns: Columns, sweep: Sweep | None, budget: DeviceBytes) -> None:
     mine = budget.max, budget.max_host
     for row in sweep or ():
-        if columns.is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
+        if columns._is_on(row.mesh) and (row.bytes, row.host_bytes) != mine:
             raise ValueError(
                 f"the sweep counts {row.bytes:,} bytes on the fullest device of this plan's mesh "
                 f"and {row.host_bytes:,} on the host, the report {mine[0]:,} and {mine[1]:,}: give "
@@ -140,7 +140,7 @@ def _pattern_shown(pattern: Pattern) -> str:
 
 def _separators(columns: Columns) -> str:
     """Before which characters a path comes apart into modules."""
-    dialect = columns.leaves.paths_dialect
+    dialect = columns._leaves.paths_dialect
     if dialect.keys == "keystr":
         return "[."
     # A flat dict of checkpoint names has dots in its keys.
@@ -197,8 +197,8 @@ def _rule_data(columns: Columns) -> list[dict[str, Any]]:
 
 def _asked_shown(columns: Columns, rule: int) -> str:
     """Return what a rule asks for: a spec, and its memory kind if it has one."""
-    if columns.leaves.path_rules is None:
-        return spec_shown(columns.spec_of_rule(rule))
+    if columns._leaves.path_rules is None:
+        return spec_shown(columns._spec_of_rule(rule))
     return rule_spec_shown(columns.rules[rule][1])
 
 

@@ -432,7 +432,7 @@ def by_plan(planned: Columns, tree: Beside) -> Columns:
         zip(leaves.kind_of.tolist(), planned.kind_of[rows].tolist(), strict=True)
     )
     types = [
-        planned.leaves.types[decided]._replace(
+        planned._leaves.types[decided]._replace(
             dtype=leaves.types[kind].dtype, bits=leaves.types[kind].bits
         )
         for kind, decided in pairs
@@ -443,7 +443,7 @@ def by_plan(planned: Columns, tree: Beside) -> Columns:
     ]
     sources = [planned.sources[row] for row in rows]
     leaves = replace(leaves, rules=planned.rules, sources=sources, kind_of=kind_of, types=types)
-    return Columns(leaves, kinds, planned.axis_sizes, planned.explicit_axes)
+    return Columns(leaves, kinds, planned.axis_sizes, planned._explicit_axes)
 
 
 def _kind_as_planned(leaf: LeafType, kind: Kind, axis_sizes: Mapping[str, int]) -> Kind:

@@ -81,7 +81,7 @@ def meant_by(columns: Columns, path: str) -> Meant:
 
 
 def _exactly(columns: Columns, path: str) -> Meant | None:
-    row = columns.leaves.rows.get(path)
+    row = columns._leaves.rows.get(path)
     if row is not None:
         return Meant(row, 1)
     part = next((part for part in columns.folded if part.pattern == path), None)

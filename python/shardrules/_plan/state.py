@@ -191,7 +191,7 @@ def by_parameters(
         kind_of=of_pair[pair_of],
         types=[state.types[number] for number, *_ in related],
     )
-    return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
+    return Columns(leaves, kinds, params.axis_sizes, params._explicit_axes)
 
 
 def find_parameters(params: Leaves, state: Leaves) -> FoundParameters:
@@ -461,17 +461,17 @@ def gradients_of(params: Columns, leaves: Leaves, unreduced: tuple[str, ...]) ->
     for axis in unreduced:
         if axis not in params.axis_sizes:
             raise ValueError(f"unreduced: the mesh {params.axis_sizes} has no axis {axis!r}")
-        if axis not in params.explicit_axes:
+        if axis not in params._explicit_axes:
             raise ValueError(
                 f"unreduced: {axis!r} is not Explicit in the mesh {mesh_shown(params.axis_sizes)}, "
                 "and JAX leaves no other axis unreduced; make the mesh with AxisType.Explicit"
             )
-    numbers = np.unique(params.kind_of[params.leaves.gradient_rows]).tolist()
+    numbers = np.unique(params.kind_of[params._leaves.gradient_rows]).tolist()
     kinds = [
         _gradient_kind(leaf, params.kinds[number], params.axis_sizes, unreduced)
         for number, leaf in zip(numbers, leaves.types, strict=True)
     ]
-    return Columns(leaves, kinds, params.axis_sizes, params.explicit_axes)
+    return Columns(leaves, kinds, params.axis_sizes, params._explicit_axes)
 
 
 def _gradient_kind(

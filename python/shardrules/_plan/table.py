@@ -446,43 +446,43 @@ def coverage_of_names(
 class Columns:
     """Shardings of the leaves of a tree on a mesh."""
 
-    leaves: Leaves
+    _leaves: Leaves
     kinds: list[Kind]
     """The kinds of leaves: one record for all leaves that are alike."""
     axis_sizes: dict[str, int]
     """Devices along each axis of `mesh`, in its order."""
-    explicit_axes: frozenset[str] = frozenset()
+    _explicit_axes: frozenset[str] = frozenset()
     """The mesh axes of type Explicit; those of a dict are of type Auto."""
 
     @cached_property
     def rules(self) -> Rules | LogicalRules:
         """Returns the rules that decide the leaves."""
-        return self.leaves.rules
+        return self._leaves.rules
 
     @cached_property
     def paths(self) -> list[str]:
         """Lists the leaves' paths: a column."""
-        return self.leaves.paths
+        return self._leaves.paths
 
     @cached_property
     def sources(self) -> list[str]:
         """Lists the paths that rules match, of the leaves or of what they follow: a column."""
-        return self.leaves.sources
+        return self._leaves.sources
 
     @cached_property
     def kind_of(self) -> npt.NDArray[np.int32]:
         """Returns the index of each leaf's kind in `kinds`: a column, int32."""
-        return self.leaves.kind_of
+        return self._leaves.kind_of
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
         """Counts the leaves of each kind, int64."""
-        return self.leaves.counts
+        return self._leaves.counts
 
     @cached_property
     def folded(self) -> list[Folded]:
         """Folds siblings: patterns such as `layers/{0..60}/w`, a kind each."""
-        return self.leaves.folded
+        return self._leaves.folded
 
     @cached_property
     def rule(self) -> npt.NDArray[np.int32]:
@@ -502,14 +502,14 @@ class Columns:
         return prod(self.axis_sizes.values())
 
     @cached_property
-    def held(self) -> list[Held]:
+    def _held(self) -> list[Held]:
         """Returns, per kind, what the devices hold of one leaf."""
         return [kind._held for kind in self.kinds]
 
     @cached_property
     def coverage(self) -> Coverage:
         """Counts the leaves that each rule matches and wins, among those that need a rule."""
-        rules = self.leaves.path_rules
+        rules = self._leaves.path_rules
         if rules is None:
             return coverage_of_names(self.rules, self.kinds, self.counts.tolist())
         needed = [kind.rule is not None or kind.status != "placed" for kind in self.kinds]
@@ -518,12 +518,12 @@ class Columns:
         rows = np.flatnonzero(np.array(needed, bool)[self.kind_of])
         return coverage_of(rules, map(self.sources.__getitem__, rows.tolist()))
 
-    def spec_of_rule(self, index: int) -> Spec:
+    def _spec_of_rule(self, index: int) -> Spec:
         """Returns the spec that a rule asks for; of one dimension for a logical rule."""
         value = self.rules[index][1]
-        is_for_paths = self.leaves.path_rules is not None
+        is_for_paths = self._leaves.path_rules is not None
         return plain_spec(value) if is_for_paths else Entries((value,))
 
-    def is_on(self, axis_sizes: Mapping[str, int]) -> bool:
+    def _is_on(self, axis_sizes: Mapping[str, int]) -> bool:
         """Tells whether the mesh has these axes, in this order."""
         return list(self.axis_sizes.items()) == list(axis_sizes.items())

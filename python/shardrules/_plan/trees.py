@@ -111,7 +111,7 @@ def placement_errors(columns: Columns) -> str:
         for kind in [columns.kinds[leaves.group]]
         if (reasons := _refusals(kind, columns))
     ]
-    said_by = "rules" if columns.leaves.path_rules is not None else "logical rules"
+    said_by = "rules" if columns._leaves.path_rules is not None else "logical rules"
     messages = [leaf_errors(rows, columns.axis_sizes, said_by=said_by)] if rows else []
     if any(kind.status == "unmatched" for kind in columns.kinds):
         findings = check(columns, declared=NOTHING)
@@ -145,4 +145,4 @@ def _mapped(columns: Columns, of_kind: list[Any]) -> Any:
     from jax import tree_util
 
     of_row = [of_kind[kind] for kind in columns.kind_of.tolist()]
-    return tree_util.tree_map(of_row.__getitem__, columns.leaves.tree)
+    return tree_util.tree_map(of_row.__getitem__, columns._leaves.tree)

@@ -143,7 +143,7 @@ def mended(columns: Columns, units: list[Unit], tightness: int = 0) -> Draft:
         units: All leaves that need a rule.
         tightness: As in `draft`.
     """
-    rules = columns.leaves.path_rules
+    rules = columns._leaves.path_rules
     assert rules is not None
     queries = Queries(columns, DEFAULT_LARGE, NOTHING, None)
     kept = [

@@ -190,7 +190,7 @@ class _Audit:
 
     def __init__(self, tree: Any, plan: Plan) -> None:
         self._columns = plan._columns
-        self._live = live_leaves(tree, self._columns.leaves)
+        self._live = live_leaves(tree, self._columns._leaves)
         self._fields = fields_of(self._live.leaves)
         self.kinds = _PlannedKinds(plan.axis_sizes, plan.mesh, map(itemgetter(0), self._fields))
         self._has_devices = has_devices(plan.mesh)
@@ -296,7 +296,7 @@ class _Audit:
             for path, live in lives
             if live.shape is not None and live.dtype is not None
         }
-        separator = columns.leaves.paths_dialect.separator
+        separator = columns._leaves.paths_dialect.separator
         fix = _structure_fix([columns.paths[row] for row in missing], list(sizes), separator)
         if missing:
             message = f"the tree lacks {counted(len(missing), 'array')} of the plan"

@@ -499,7 +499,7 @@ def _call_entry(name: str, planned: Any) -> _Entry:
     columns = planned._columns
     shape_of = [columns.kinds[kind].shape for kind in columns.kind_of.tolist()]
     tree = tree_util.tree_map(
-        lambda row: None if shape_of[row] is None else row, columns.leaves.tree
+        lambda row: None if shape_of[row] is None else row, columns._leaves.tree
     )
     shapes = tuple(shape_of[row] or () for row in tree_util.tree_leaves(tree))
     return _Entry(name, True, tree, shapes)

@@ -180,7 +180,7 @@ class _Targets:
     def _of_plan(self, at: str, plan: Plan, treedef: Any) -> list[PlannedSharding | None]:
         from jax import tree_util
 
-        leaves = plan._columns.leaves
+        leaves = plan._columns._leaves
         if id(plan) not in self._plans:
             rows, structure = tree_util.tree_flatten(leaves.tree)
             self._plans[id(plan)] = _plan_leaves(plan, self._of_kind(at, plan), structure, rows)
@@ -215,7 +215,7 @@ class _Targets:
         from jax import tree_util
 
         columns = plan._columns
-        leaves = columns.leaves
+        leaves = columns._leaves
         begin = len(self.targets)
         arrays = self._side.leaves[begin : begin + treedef.num_leaves]
         tree, rules = treedef.unflatten(arrays), Rules((), leaves.paths_dialect)

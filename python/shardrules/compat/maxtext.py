@@ -276,7 +276,7 @@ def _plainest(columns: Columns) -> Columns:
         return replace(kind, dtype=None, spec=with_entries(kind.spec, entries))
 
     sizes = {axis: n for axis, n in columns.axis_sizes.items() if n > 1}
-    return Columns(columns.leaves, list(map(plain, columns.kinds)), sizes)
+    return Columns(columns._leaves, list(map(plain, columns.kinds)), sizes)
 
 
 def add_data_to_sharding(mesh: Mesh, path: Any, aval: Any, sharding: Any) -> NamedSharding:
