@@ -164,6 +164,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     Raises:
         TypeError: It is something else.
     """
+    if type(value) is tuple and not value:
+        return value
     items = listed(name, value, "strings")
     return each(name, items, str, "a string")
 

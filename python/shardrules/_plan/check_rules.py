@@ -15,7 +15,6 @@ from shardrules._plan.queries import Queries, check, finding, leaves_in, rules_l
 from shardrules._plan.table import (
     Loss,
     axes_named,
-    axes_used,
     could_cut,
     dtype_shown,
     is_replicated,
@@ -112,8 +111,7 @@ def uncut(queries: Queries) -> Iterator[Finding]:
     state = {int(columns.kind_of[row]) for row in columns._leaves.optimizer_rows}
     for axis, size in columns.axis_sizes.items():
         # ZeRO-1 cuts optimizer state by axes that do not cut parameters.
-        kinds = _forgotten(queries, axis, in_state=False, state=state)
-        kinds |= _forgotten(queries, axis, in_state=True, state=state)
+        kinds = _forgotten(queries, axis, state)
         folded = queries.undeclared(queries.folded_kinds(kinds))
         cost = _saved_by(queries, size, folded)
         if not queries.is_much(cost):
@@ -132,24 +130,31 @@ def uncut(queries: Queries) -> Iterator[Finding]:
         )
 
 
-def _forgotten(queries: Queries, axis: str, *, in_state: bool, state: set[int]) -> set[int]:
-    """Kinds of parameters, or of optimizer state, whose like this axis cuts, but not them."""
-    columns = queries.columns
-    mine = [(n, kind) for n, kind in enumerate(columns.kinds) if (n in state) == in_state]
-    counts = columns.counts.tolist()
-    cut: dict[int, int] = defaultdict(int)
-    for number, kind in mine:
-        if axis in axes_used(kind.spec, columns.axis_sizes):
-            cut[len(kind.shape or ())] += kind.bytes * counts[number]
+def _forgotten(queries: Queries, axis: str, state: set[int]) -> set[int]:
+    """Find the kinds that this axis does not cut, though it cuts others like them.
+
+    Parameters are like parameters, and optimizer state, `state`, is like optimizer state.
+    """
+    columns, counts = queries.columns, queries.columns.counts.tolist()
+    cut: dict[tuple[bool, int], int] = defaultdict(int)
+    for number, kind in enumerate(columns.kinds):
+        if axis in axes_named(kind.spec) and columns.axis_sizes[axis] > 1:
+            cut[number in state, len(kind.shape or ())] += kind.bytes * counts[number]
+    if not cut:
+        return set()
     return {
         number
-        for number, kind in mine
+        for number, kind in enumerate(columns.kinds)
         if could_cut(axis, kind, columns.axis_sizes)
         # What is replicated, or has lost the axis, is reported as that.
         and not is_replicated(kind, columns.axis_sizes)
         and axis not in axes_named(kind.wanted)
-        and sum(size for rank, size in cut.items() if rank <= len(kind.shape or ()))
-        >= queries.large
+        and queries.large
+        <= sum(
+            size
+            for (in_state, rank), size in cut.items()
+            if in_state == (number in state) and rank <= len(kind.shape or ())
+        )
     }
 
 

@@ -155,7 +155,8 @@ def _counted(
     count("params", columns, of_params, columns._held)
     count("optimizer", columns, of_state.tolist(), columns._held)
     count("activations", columns, of_activations.tolist(), columns._held)
-    with_gradients = columns._leaves.gradient_counts.tolist()
+    is_training = not (gradients is None or gradients is False) or isinstance(optimizer, tuple)
+    with_gradients = columns._leaves.gradient_counts.tolist() if is_training else []
     if gradients is not None and gradients is not False:
         arrays = columns._held
         if gradients is not True:
@@ -175,7 +176,9 @@ def _counted(
         count("activations", activations, activations.counts.tolist(), activations._held)
     all_arrays = (array for part in parts.values() for _, array in part)
     classes = DeviceClasses(all_arrays, columns.axis_sizes)
-    return classes, DeviceBytes(*map(classes.total, parts.values()))
+    nothing = classes.total(())
+    totals = (classes.total(part) if part else nothing for part in parts.values())
+    return classes, DeviceBytes(*totals)
 
 
 def _check_same_mesh(whose: str, plan: Columns, columns: Columns) -> None:

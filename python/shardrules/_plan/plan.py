@@ -278,7 +278,8 @@ class Plan(Estimates, PlanLike):
         check_real("large", large)
         check_type("levels", levels, Mapping | None, "a dict such as {'dead': 'error'}")
         patterns = listed("replicated", replicated, "patterns")
-        each("replicated", patterns, str | re.Pattern, "a pattern")
+        if patterns:
+            each("replicated", patterns, str | re.Pattern, "a pattern")
         arguments = Declared(
             replicated=patterns,
             optional_axes=texts("optional_axes", optional_axes),

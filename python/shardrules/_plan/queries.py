@@ -6,7 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ from shardrules._specs import Fsdp
 if TYPE_CHECKING:
     from shardrules._plan.findings import Declared
     from shardrules._plan.table import Columns
+    from shardrules._rules.rules import Rules
 
 # A rule that matches these, and all leaves, matches whatever comes.
 _PROBES: Final = ("~", "\x01/\x02")
@@ -95,6 +96,12 @@ def rules_listed(rules: Iterable[int]) -> str:
     return ("rule " if len(indices) == 1 else "rules ") + ", ".join(map(str, indices))
 
 
+@lru_cache(maxsize=64)
+def _matching_all(rules: Rules) -> frozenset[int]:
+    """Return the rules that match whatever comes."""
+    return frozenset.intersection(*(frozenset(rules.all_matches(probe)) for probe in _PROBES))
+
+
 class Queries:
     """A plan, what is declared about it, and what several checks ask of it."""
 
@@ -122,9 +129,7 @@ class Queries:
             return frozenset()
         coverage = self.columns.coverage
         leaves = sum(coverage.won) + coverage.unmatched
-        matched = [set(rules.all_matches(probe)) for probe in _PROBES]
-        everything = set.intersection(*matched)
-        return frozenset(rule for rule in everything if coverage.matched[rule] == leaves)
+        return frozenset(rule for rule in _matching_all(rules) if coverage.matched[rule] == leaves)
 
     @cached_property
     def silent_catch_alls(self) -> frozenset[int]:
