@@ -10,9 +10,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree, in_order
 from shardrules._core import resolve_all
-from shardrules._place.decider import RulesLike, as_decider, is_named_sharding
-from shardrules._place.spec_trees import spread_specs
-from shardrules._plan_like import PlanLike
+from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
+from shardrules._place.spec_trees import is_named_sharding, spread_specs
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.matcher import Matcher, checked_min_size
 from shardrules._rules.names import logical_names, named_arrays, rows_and_paths
@@ -106,11 +105,10 @@ def compare(
 
     check_tree("tree", tree)
     least = checked_min_size(min_size)
-    given = {"rules_a": rules_a, "rules_b": rules_b}
-    deciders = {name: _unplanned(name, rules) for name, rules in given.items()}
+    deciders = _without_mesh("rules_a", rules_a), _without_mesh("rules_b", rules_b)
     plain: Any = tree
     named: list[Any] = []
-    if any(isinstance(one, LogicalRules) for one in deciders.values()):
+    if any(isinstance(decider, ByNames) for decider in deciders):
         if least:
             raise ValueError(f"min_size is {least}; it is not for LogicalRules: leave it")
         plain, named, _ = named_arrays(tree, names)
@@ -120,24 +118,25 @@ def compare(
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(plain)
 
-    decisions = [
-        _by_names(decider, named)
-        if isinstance(decider, LogicalRules)
-        else list(map(_of_spec, spread_specs(name, tree, treedef, given[name])))
-        if decider is None
-        else treedef.flatten_up_to(_by_paths(matcher_of(decider), plain, least))
-        for name, decider in deciders.items()
-    ]
+    def decisions(decider: ByPaths | ByNames | BySpecs) -> list[Decision]:
+        if isinstance(decider, ByNames):
+            return _by_names(decider.rules, named)
+        if isinstance(decider, BySpecs):
+            specs = spread_specs(decider.parameter, tree, treedef, decider.specs)
+            return list(map(_of_spec, specs))
+        by_paths = _by_paths(matcher_of(decider.rules), plain, least)
+        return treedef.flatten_up_to(by_paths)  # type: ignore[no-any-return]
+
     differing = [
         (index, a, b)
-        for index, (a, b) in enumerate(zip(*decisions, strict=True))
+        for index, (a, b) in enumerate(zip(*map(decisions, deciders), strict=True))
         if _essence(a) != _essence(b)
     ]
     if not differing:
         return []
     # Only the paths are wanted here, whatever the rules say and the leaves are.
-    decider = deciders["rules_a"]
-    spelling = decider if isinstance(decider, Rules) else Rules(())
+    first = deciders[0]
+    spelling = first.rules if isinstance(first, ByPaths) else Rules(())
     numbered = treedef.unflatten(range(len(leaves)))
     rows, paths = rows_and_paths(numbered, spelling)
     row_of = treedef.flatten_up_to(rows)
@@ -147,10 +146,12 @@ def compare(
     ]
 
 
-def _unplanned(name: str, given: Any) -> Rules | LogicalRules | None:
-    decider = as_decider(name, given)
-    # It is two things: its rules, and what a mesh has made of them.
-    return as_rules(name, given) if isinstance(decider, PlanLike) else decider
+def _without_mesh(name: str, rules: Any) -> ByPaths | ByNames | BySpecs:
+    decider = as_decider(name, rules)
+    if isinstance(decider, ByPaths | ByNames | BySpecs):
+        return decider
+    # A plan is ambiguous: its rules, or what a mesh has made of them. This refuses it.
+    return ByPaths(as_rules(name, rules))
 
 
 def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:

@@ -18,10 +18,10 @@ from shardrules._correction import Correction, RuleSpec
 from shardrules._jax import trace_state_check
 from shardrules._mesh.memory import moved_inside_jit
 from shardrules._mesh.mesh import contexts, has_devices
+from shardrules._place.decider import Decider
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
 from shardrules._place.shard import agreed_shardings, put
-from shardrules._plan_like import PlanLike
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardrules._place.decider import RulesLike
 
 _MOST_LEAVES: Final = 2**16
-_DECIDERS: Final = (Rules, LogicalRules, PlanLike)
+_DECIDERS: Final = (Rules, LogicalRules, Decider)
 
 
 class _Known(NamedTuple):
@@ -48,7 +48,7 @@ class _Known(NamedTuple):
 
 def constrained(
     tree: Any,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None,
     *,
     correction: Correction | None,
@@ -60,18 +60,18 @@ def constrained(
     known = None
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
-        _check_not_read_once(specs_or_rules)
-        leaves, structure = _names_of_jax().flatten((tree, specs_or_rules, names))
+        _check_not_read_once(rules)
+        leaves, structure = _names_of_jax().flatten((tree, rules, names))
         said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
         asked = structure, said, mesh, correction, optional_axes, contexts()
         known = _memory.get(asked)
         key = asked
     if known is None:
         leaves, treedef, shardings = requested_shardings(
-            tree, specs_or_rules, mesh, correction, names=names, optional_axes=optional_axes
+            tree, rules, mesh, correction=correction, names=names, optional_axes=optional_axes
         )
         operations = operations_for(leaves, shardings)
-        known = _Known(treedef, operations, one_call(leaves, operations), specs_or_rules)
+        known = _Known(treedef, operations, one_call(leaves, operations), rules)
         if key is not None and not _has_symbols(leaves):
             _memory.put(key, known)
     if known.call is not None:
@@ -121,8 +121,8 @@ class _SaidBy(dict[type, Callable[[Any], Hashable]]):
         return self[kind]
 
 
-def _check_not_read_once(specs_or_rules: RulesLike) -> None:
-    if hasattr(specs_or_rules, "__next__"):  # pairs from an iterator are not there again
+def _check_not_read_once(rules: RulesLike) -> None:
+    if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
         raise TypeError
 
 
@@ -159,10 +159,10 @@ class _Memory:
 _memory: Final = _Memory()
 
 
-@in_order("tree", "rules", "mesh")
+@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
 def with_sharding_constraint(
     tree: Tree,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
@@ -186,7 +186,7 @@ def with_sharding_constraint(
 
     Args:
         tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
             found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
             these, which may be a prefix of `tree`. None leaves a leaf unchanged.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
@@ -217,13 +217,13 @@ def with_sharding_constraint(
     optional = texts("optional_axes", optional_axes)
     if is_tracing([]):
         traced: Tree = constrained(
-            tree, specs_or_rules, mesh, correction=correction, names=names, optional_axes=optional
+            tree, rules, mesh, correction=correction, names=names, optional_axes=optional
         )
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",
         tree,
-        specs_or_rules,
+        rules,
         mesh,
         correction=correction,
         names=names,

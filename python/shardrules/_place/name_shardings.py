@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_shapes
 from shardrules._core import resolve_all
-from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
+from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import resolver_of
 from shardrules._rules.names import logical_names, named_arrays
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
@@ -109,10 +109,7 @@ def shardings_by_names(
     tree: Any,
     rules: LogicalRules,
     mesh: AnyMesh,
-    *,
-    names: Any = None,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
+    policy: Policy,
 ) -> tuple[Any, list[NamedSharding]]:
     """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
@@ -120,9 +117,7 @@ def shardings_by_names(
         tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
         rules: What decides the names.
         mesh: The mesh.
-        names: As in `plan`.
-        correction: Default: the dialect's.
-        optional_axes: As in `plan`.
+        policy: The keywords of the call.
 
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
@@ -130,16 +125,16 @@ def shardings_by_names(
     """
     from jax import tree_util
 
-    named = named_arrays(tree, names)
+    named = named_arrays(tree, policy.names)
     arrays: list[Any]
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
     if not arrays:
         check_shapes("tree", tree, None)
-    policy = correction or rules.dialect.correction
+    correction = policy.correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
-    resolver = resolver_of(rules, sizes, policy, optional_axes)
-    make = corrected(resolver, mesh, policy, optional_axes)
+    resolver = resolver_of(rules, sizes, correction, policy.optional_axes)
+    make = corrected(resolver, mesh, correction, policy.optional_axes)
     given = [() if one is None else one for one in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
     shardings = resolve_all(given, shapes, {}, make)

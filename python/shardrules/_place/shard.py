@@ -35,10 +35,10 @@ _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
-@in_order("tree", "rules", "mesh")
+@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
 def shard(
     tree: Tree,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     correction: Correction | None = None,
@@ -59,7 +59,7 @@ def shard(
     Args:
         tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and the
             attributes of modules that are no arrays stay unchanged, such as a dropout rate.
-        specs_or_rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
+        rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
@@ -97,7 +97,7 @@ def shard(
     leaves, treedef, wanted = agreed_shardings(
         "shard",
         tree,
-        specs_or_rules,
+        rules,
         mesh,
         correction=correction,
         companions=companions,
@@ -191,44 +191,30 @@ def gather(tree: Tree) -> Tree:
 def agreed_shardings(
     name: str,
     tree: Any,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None,
     *,
-    correction: Correction | None,
-    companions: Iterable[Any] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
     chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     options: Callable[[], list[Row]] = list,
+    **keywords: Any,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
     """The result of `requested_shardings`, after all processes have agreed on it.
 
     Args:
         name: The name of the function that agrees.
         tree: Any pytree.
-        specs_or_rules: As in `requested_shardings`.
+        rules: As in `requested_shardings`.
         mesh: As in `requested_shardings`.
-        correction: As in `requested_shardings`.
-        companions: As in `requested_shardings`.
-        names: As in `requested_shardings`.
-        optional_axes: As in `requested_shardings`.
         chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
         options: Checks further arguments, and returns them as rows on which processes agree.
+        keywords: As in `requested_shardings`.
     """
     with JointCall(name) as call:
         more = options()
-        if call.joint and asks_for_own_devices(specs_or_rules, mesh) and not has_spread(tree):
+        if call.joint and asks_for_own_devices(rules, mesh) and not has_spread(tree):
             call.alone()
-        leaves, treedef, wanted = requested_shardings(
-            tree,
-            specs_or_rules,
-            mesh,
-            correction,
-            companions=companions,
-            names=names,
-            optional_axes=optional_axes,
-        )
+        leaves, treedef, wanted = requested_shardings(tree, rules, mesh, **keywords)
         if chosen is not None:
             wanted = chosen(tree, leaves, wanted)
         if call.joint:

@@ -23,7 +23,7 @@ from shardrules._correction import (
 from shardrules._mesh.memory import sharding_in_memory
 from shardrules._mesh.mesh import axes_of_type, on_axes
 from shardrules._mesh.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
-from shardrules._rules.matcher import Matcher, checked_min_size, decided_tree
+from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
 from shardrules._specs import (
     Entries,
@@ -47,18 +47,14 @@ if TYPE_CHECKING:
     from shardrules._mesh.mesh import AnyMesh
 
 
-def shardings_by_rules(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> Any:
-    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
-    on_mesh = _bound(matcher, mesh, correction, optional_axes)
-    return _decided(tree, matcher, on_mesh, on_mesh.shardings, min_size)
+class Policy(NamedTuple):
+    """The checked keywords of functions that take rules."""
+
+    min_size: int = 0
+    correction: Correction | None = None
+    companions: tuple[Any, ...] = ()
+    names: Any = None
+    optional_axes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,60 +68,65 @@ class Placement:
     says_memory: bool
 
 
+def shardings_by_rules(
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, *, may_factor: bool = True
+) -> Any:
+    """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
+    on_mesh = _bound(tree, matcher, mesh, policy, may_factor)
+    return _decided(tree, matcher, on_mesh, on_mesh.shardings, policy.min_size)
+
+
 def placements_by_rules(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy
 ) -> list[Placement]:
-    """The placement of each leaf, in the order of JAX's leaves."""
+    """Return the placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound(matcher, mesh, correction, optional_axes)
-    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, min_size)
+    on_mesh = _bound(tree, matcher, mesh, policy)
+    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, policy.min_size)
     return tree_util.tree_leaves(placements)
 
 
 def _decided(
-    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int | None
+    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int
 ) -> Any:
-    found = matcher.decide(
-        tree, answers.table, answers.replicated, min_size=checked_min_size(min_size)
-    )
-    return decided_tree(matcher, found, functools.partial(_misfits_message, on_mesh))
+    decided = matcher.decide(tree, answers.table, answers.replicated, min_size=min_size)
+    return decided_tree(matcher, decided, functools.partial(_misfits_message, on_mesh))
 
 
-def mesh_for(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> AnyMesh:
-    """The mesh with the parts of axes that the leaves need for indivisible="factor"; see `factors`.
-
-    Costs a walk over the tree, if that is the policy of any rule.
+def _bound(
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
+) -> _OnMesh:
+    """Return the rules on the mesh; with indivisible="factor", on the parts that the leaves need.
 
     Raises:
         ValueError: The mesh cannot be factored.
     """
-    bound = _bound(matcher, mesh, correction, optional_axes)
-    specs, spec_of = bound.specs, bound.spec_of
-    if not any(spec.by_factors for spec in specs):
-        return mesh
+    correction = policy.correction or matcher.dialect.correction
+
+    def bind(mesh: AnyMesh) -> _OnMesh:
+        key = mesh, correction, policy.optional_axes
+        return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
+
+    on_mesh = bind(mesh)
+    if not (on_mesh.by_factors and may_factor):
+        return on_mesh
+    factors = _factors(tree, matcher, on_mesh, policy.min_size)
+    factored = on_axes(mesh, in_parts(mesh.shape, factors))
+    return on_mesh if factored is mesh else bind(factored)
+
+
+def _factors(tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int) -> dict[str, set[int]]:
+    """Return by axis the factors that cut some leaf; costs a walk over the tree."""
+    specs = on_mesh.specs
     factors: dict[str, set[int]] = defaultdict(set)
 
     def note(spec: int, _: int, kept: int) -> bool:
         return note_of(cast(SpecOnMesh, specs[spec]), kept)
 
     def note_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> bool:
-        on_mesh = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
-        return on_mesh is None or note_of(on_mesh, on_mesh.corrector.kept(shape))
+        made = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
+        return made is None or note_of(made, made.corrector.kept(shape))
 
     def note_of(spec: SpecOnMesh, kept: int) -> bool:
         for axis, factor in spec.factors(kept):
@@ -133,9 +134,10 @@ def mesh_for(
         return True
 
     # A table of its own, because one that is remembered would not ask again.
-    table = ShardingTable([spec.corrector for spec in specs], spec_of, note, note_for_shape)
-    matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
-    return on_axes(mesh, in_parts(mesh.shape, factors))
+    correctors = [spec.corrector for spec in specs]
+    table = ShardingTable(correctors, on_mesh.spec_of, note, note_for_shape)
+    matcher.decide(tree, table, True, min_size=min_size)
+    return factors
 
 
 @functools.lru_cache(maxsize=4096)
@@ -247,17 +249,8 @@ class _OnMesh(NamedTuple):
     specs: list[SpecOnMesh | SpecByShape]
     spec_of: list[int]
     mesh: AnyMesh
-
-
-def _bound(
-    matcher: Matcher,
-    mesh: AnyMesh,
-    correction: Correction | None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> _OnMesh:
-    chosen = correction or matcher.dialect.correction
-    key = mesh, chosen, optional_axes
-    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
+    by_factors: bool
+    """Whether a factor of an axis may cut a leaf."""
 
 
 def specs_on_mesh(
@@ -410,6 +403,7 @@ def _bind(
         specs,
         spec_of,
         mesh,
+        any(spec.by_factors for spec in specs),
     )
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
 from shardrules._mesh.mesh import local_view, resolve_mesh
-from shardrules._place.decider import is_named_sharding, is_spec, is_spec_of_mesh
-from shardrules._place.shardings import Placement, sharding_or_reasons
+from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.names import leaf_paths
 from shardrules._specs import Fsdp, is_partition_spec, spec_shown
@@ -25,6 +24,24 @@ if TYPE_CHECKING:
 
     from shardrules._mesh.mesh import AnyMesh, MeshLike
 
+
+def is_spec(node: Any) -> bool:
+    """Return whether it is a leaf of a tree of specs that JAX takes for none."""
+    return node is None or is_partition_spec(node)
+
+
+def is_spec_of_mesh(spec: Any) -> bool:
+    """Return whether it is a spec that needs a mesh."""
+    return is_partition_spec(spec) or isinstance(spec, Fsdp)
+
+
+def is_named_sharding(spec: Any) -> bool:
+    """Return whether it is a spec with its mesh."""
+    from jax.sharding import NamedSharding
+
+    return isinstance(spec, NamedSharding)
+
+
 _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
@@ -33,29 +50,27 @@ def placements_by_specs(
     tree: Any,
     specs: Any,
     mesh: MeshLike | None,
-    *,
-    correction: Correction | None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> tuple[list[Any], Any, list[Placement | None]]:
-    """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
+    policy: Policy,
+) -> list[Placement | None]:
+    """Return the placement of each leaf; `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
     spread = spread_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
-    policy = correction or EFORMER.correction
+    correction = policy.correction or EFORMER.correction
     by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
     dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
+    optional = policy.optional_axes
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
+        kind: None if spec is None else _of_kind(spec, kind, bound, correction, optional)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
     if any(isinstance(found, list) for found in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
-    placements: Any = list(map(of_kind.__getitem__, kinds))
-    return leaves, treedef, placements
+    return list(map(of_kind.__getitem__, kinds))  # type: ignore[arg-type]
 
 
 def _errors(

@@ -27,13 +27,21 @@ from shardrules._arguments import (
     listed,
     texts,
 )
-from shardrules._correction import Correction, MemoryKind, check_correction, check_memory_kind
+from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
 from shardrules._mesh_sizes import checked_sizes
-from shardrules._place.decider import RulesLike, as_decider, check_taken, find_placements_by
-from shardrules._place.shardings import check_memory_on_mesh
+from shardrules._place.decider import (
+    ByNames,
+    ByPaths,
+    BySpecs,
+    Decider,
+    RulesLike,
+    as_decider,
+    policy_for,
+)
+from shardrules._place.shardings import Policy, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.resolve import axis_sizes_of, by_rules, explicit_axes_of, mesh_on
@@ -41,9 +49,7 @@ from shardrules._plan.same_paths import beside, surveyed
 from shardrules._plan.show import table
 from shardrules._plan.survey import redecided, survey, with_companions
 from shardrules._plan.table import DEFAULT_LARGE, OVERLAP
-from shardrules._plan_like import PlanLike
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.names import check_rules_are_for_paths, unboxed
 from shardrules._rules.rules import Rules
 from shardrules._text import mesh_shown
@@ -58,7 +64,7 @@ if TYPE_CHECKING:
     from shardrules._estimate.traffic import Traffic
     from shardrules._estimate.transfer import Transfer
     from shardrules._hardware import Hardware
-    from shardrules._mesh.mesh import MeshLike
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
     from shardrules._place.shardings import Placement
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
@@ -131,35 +137,34 @@ def plan(
         array([3840])
     """
     check_tree("tree", tree)
-    check_correction(correction)
-    followers = each(
-        "companions",
-        listed("companions", companions, "Companion records, such as shardrules.LORA"),
-        Companion,
-        "a Companion, such as those of shardrules.LORA",
-    )
-    smallest = checked_min_size(min_size)
-    lacking = texts("optional_axes", optional_axes)
-    optional = frozenset(lacking)
     decider = as_decider("rules", rules)
-    check_taken(
-        decider, min_size=smallest, companions=followers, names=names, correction=correction
+    lacking = texts("optional_axes", optional_axes)
+    policy = policy_for(
+        decider,
+        min_size=min_size,
+        correction=correction,
+        companions=companions,
+        names=names,
+        optional_axes=lacking,
     )
+    what = "a Companion, such as those of shardrules.LORA"
+    each("companions", policy.companions, Companion, what)
+    optional = policy.optional_axes
     if isinstance(decider, Plan):
         planned = decider._columns.leaves
         return decider._for(beside(surveyed(tree, planned), planned), mesh)
-    if decider is None and mesh is None:
+    if isinstance(decider, BySpecs) and mesh is None:
         from shardrules._plan.resolve import mesh_of_shardings
 
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force.
     chosen = mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh)
     axis_sizes_of(chosen)  # a mesh that is wrong is refused before the walk
-    if isinstance(decider, LogicalRules):
-        on_mesh = _by_names(tree, decider, names, correction, optional)
-    elif isinstance(decider, Rules):
-        check_rules_are_for_paths(decider, tree)
-        on_mesh = _by_paths(tree, decider, smallest, followers, correction, optional=optional)
+    if isinstance(decider, ByNames):
+        on_mesh = _by_names(tree, decider.rules, names, correction, optional)
+    elif isinstance(decider, ByPaths):
+        check_rules_are_for_paths(decider.rules, tree)
+        on_mesh = _by_paths(tree, decider.rules, policy)
     else:
         on_mesh = _by_rules_of_leaves(survey(tree, Rules(())), rules, correction, optional)
     columns = on_mesh(chosen)
@@ -186,16 +191,13 @@ def _by_names(
 def _by_paths(
     tree: Any,
     rules: Rules,
-    min_size: int,
-    companions: tuple[Companion, ...],
-    correction: Correction | None,
-    *,
-    optional: frozenset[str],
+    policy: Policy,
 ) -> _OnMesh:
-    leaves = survey(tree, rules, min_size)
-    leaves, derivations = with_companions(leaves, rules, companions, min_size)
-    policy = correction or rules.dialect.correction
-    return partial(by_rules, leaves, rules, derivations, policy, optional_axes=optional)
+    leaves = survey(tree, rules, policy.min_size)
+    leaves, derivations = with_companions(leaves, rules, policy.companions, policy.min_size)
+    correction = policy.correction or rules.dialect.correction
+    optional = policy.optional_axes
+    return partial(by_rules, leaves, rules, derivations, correction, optional_axes=optional)
 
 
 def _by_rules_of_leaves(
@@ -214,17 +216,7 @@ def _by_rules_of_leaves(
     return partial(by_rules, decided, compiled, none, policy, optional_axes=optional)
 
 
-def _placements(*arguments: Any, **more: Any) -> Any:
-    from shardrules._plan import trees
-
-    found = plan(*arguments, **more)
-    return trees.placement_tree(found._columns, found.mesh)
-
-
-find_placements_by(_placements)
-
-
-class Plan(PlanLike):
+class Plan(Decider):
     """The sharding of each leaf of a tree on a mesh; from `shardrules.plan`.
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
@@ -238,6 +230,9 @@ class Plan(PlanLike):
         path             leaves  shape   dtype     rule  spec           bytes  per device
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
+
+    _name = "a Plan, which has decided already"
+    _refused = ("min_size", "companions", "names", "correction")
 
     def __init__(
         self, _columns: Columns, _on_mesh: _OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
@@ -531,21 +526,23 @@ class Plan(PlanLike):
         optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
             return decider._for(beside(leaves, decider._columns.leaves), self._mesh)
-        if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
+        if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
                 if isinstance(self.rules, LogicalRules)
                 else "rules: these are logical, and the plan's are of paths: plan the tree itself"
             )
-        if isinstance(decider, LogicalRules):
+        if isinstance(decider, ByNames):
             from shardrules._plan.names import by_names
 
-            named = replace(leaves, rules=decider)
-            policy = decider.dialect.correction
-            on_mesh: _OnMesh = partial(by_names, named, decider, policy, optional_axes=optional)
+            named = replace(leaves, rules=decider.rules)
+            policy = decider.rules.dialect.correction
+            on_mesh: _OnMesh = partial(
+                by_names, named, decider.rules, policy, optional_axes=optional
+            )
         else:
-            given = rules if decider is None else decider
-            on_mesh = _by_rules_of_leaves(leaves, given, None, optional)
+            compiled = decider.rules if isinstance(decider, ByPaths) else rules
+            on_mesh = _by_rules_of_leaves(leaves, compiled, None, optional)
         # What else was declared is about the rules of this plan.
         declared = Declared(replicated=(), optional_axes=tuple(optional), data_axes=())
         return Plan(on_mesh(self._mesh), on_mesh, self._mesh, declared)
@@ -563,12 +560,21 @@ class Plan(PlanLike):
         on_mesh = partial(_followed, chosen._columns, self._on_mesh, follow, None)
         return Plan(follow(chosen._columns), on_mesh, chosen._mesh, self._declared)
 
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
+    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
+        return {resolve_mesh(self.mesh if mesh is None else mesh)}
+
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Placement]:
         from shardrules._plan import trees
 
         chosen = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = beside(surveyed(tree, self._columns.leaves), self._columns.leaves)
         return trees.placements_of(chosen._columns, chosen.mesh, leaves.tree, rows)
+
+    def _own_placements(self) -> list[Placement]:
+        from shardrules._plan import trees
+
+        rows = range(len(self))
+        return trees.placements_of(self._columns, self.mesh, self._columns.leaves.tree, rows)
 
     def sweep(
         self,

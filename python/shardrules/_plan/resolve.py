@@ -18,14 +18,18 @@ from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import axes_of_type, has_devices, on_axes
 from shardrules._mesh.spec_on_mesh import in_parts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
-from shardrules._place.decider import is_named_sharding, is_spec, is_spec_of_mesh
 from shardrules._place.shardings import (
     ManualAxes,
     check_memory_of_rules,
     manual_axes,
     specs_on_mesh,
 )
-from shardrules._place.spec_trees import spread_specs
+from shardrules._place.spec_trees import (
+    is_named_sharding,
+    is_spec,
+    is_spec_of_mesh,
+    spread_specs,
+)
 from shardrules._plan.fold import fold
 from shardrules._plan.survey import Derivation, combined, dims_shown, grouped
 from shardrules._plan.table import (

@@ -19,6 +19,8 @@ from shardrules._specs import as_partition_spec
 from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jax.sharding import NamedSharding
 
     from shardrules._correction import MemoryKind
@@ -36,16 +38,9 @@ def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
     return _mapped(columns, _shardings(columns, mesh))
 
 
-def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """The tree of Placements.
-
-    Raises:
-        ValueError: As `Plan.shardings`.
-    """
-    return _mapped(columns, _placements(columns, mesh))
-
-
-def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
+def placements_of(
+    columns: Columns, mesh: MeshLike, tree: Any, rows: Sequence[int]
+) -> list[Placement]:
     """The Placement of each leaf of another tree, in the order of JAX's leaves.
 
     Args:

@@ -15,7 +15,6 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._arguments import boolean, check_order, check_tree, check_type, integer
 from shardrules._correction import Correction, RuleSpec
-from shardrules._plan_like import PlanLike
 from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.matcher import (
     Coverage,
@@ -349,7 +348,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
             "names; give them to named_shardings, shard or plan"
         )
-    if isinstance(rules, PlanLike):
+    if callable(getattr(rules, "specs", None)):
         raise TypeError(
             f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
             "plan.rules, or take plan.specs()"
