@@ -23,7 +23,7 @@ from shardrules import demo
 from shardrules._arguments import check_tree
 from shardrules._rules import matcher
 from shardrules._text import shown
-from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
+from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
 from tests.support import api
 from tests.support.files import header_file
 
@@ -266,8 +266,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
-    # Their own rules are windows.
-    "compat.windows.set_partitions.rules": ("w", 3, {}, THING, [("w", "tp")], [((), "tp")]),
     "compat.spectrax.match_partition_rules.tree": (),
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
@@ -513,10 +511,6 @@ CALLS |= {
             "additional_rules": None,
         },
     ),
-    "compat.windows.set_partitions": (
-        windows.set_partitions,
-        {"in_dict": TREE, "rules": [(("w",), "tp")], "scanned": ()},
-    ),
 }
 
 # Records that the package makes, for reading; values.
@@ -530,8 +524,7 @@ THEIRS = (
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
-                  "compat.jaxseq.match_partition_rules.params",
-                  "compat.windows.set_partitions.in_dict"}  # fmt: skip
+                  "compat.jaxseq.match_partition_rules.params"}  # fmt: skip
 
 
 def public_callables() -> dict[str, list[str]]:

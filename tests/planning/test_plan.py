@@ -165,10 +165,6 @@ def test_trees_of_all_kinds(name, mesh):
         ("SPECTRAX", [("wq", P(("fsdp", "xx"), "dp")), (".*", P("dp", "fsdp"))]),
         ("KERAS", [(".*wq", P(None, "fsdp")), ("layers/1/b", P("dp"))]),
         ("KEYSTR", [(r"\['wq'\]", P("fsdp")), (r"\[1\]", P("dp")), (".*", P())]),
-        (
-            "WINDOW",
-            [(("layers", r"\d", "wq"), P("fsdp", None)), (("b|one|step",), P()), ((".*",), P())],
-        ),
         ("TP_PLAN", [("layers.*.wq", P("fsdp", "dp")), ("layers.1.b", P("dp"))]),
     ],
 )
@@ -178,7 +174,7 @@ def test_dialects(dialect, rules, mesh):
         "one": array(1),
         "step": array(),
     }
-    rules = sr.Rules(rules, getattr(sr, dialect))
+    rules = sr.Rules(rules, getattr(sr.dialects, dialect))
     plan = sr.plan(tree, rules, mesh)
     check_equal_to_named_shardings(plan, tree, rules, mesh)
     text = {"KEYSTR": tree_util.keystr, "TP_PLAN": references.DOTTED}.get(

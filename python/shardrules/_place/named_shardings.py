@@ -191,15 +191,15 @@ def spec_for(
             "rules: LogicalRules decide by the names of dimensions, which one path does not have; "
             "give shardrules.logical_to_mesh(names, rules)"
         )
+    check_type("path", path, str, "a string")
     if isinstance(decider, ByPaths):
         matcher = matcher_of(decider.rules).for_whole_paths()
-        tree = {(key := matcher.joined(path)): array}
+        tree = {path: array}
         if mesh is None and context_mesh() is None:
-            return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
+            return specs_by_rules(matcher, tree, min_size)[path]  # type: ignore[no-any-return]
         on_mesh = local_view(resolve_mesh(mesh))
         shardings = shardings_by_rules(tree, matcher, on_mesh, policy, may_factor=False)
-        return shardings[key].spec  # type: ignore[no-any-return]
-    check_type("path", path, str, "a string")
+        return shardings[path].spec  # type: ignore[no-any-return]
     if dtype is None and not isinstance(decider, BySpecs):
         array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
     return decider._shardings({path: array}, mesh, policy)[path].spec  # type: ignore[no-any-return]

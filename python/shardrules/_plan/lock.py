@@ -291,8 +291,6 @@ def _rule(index: int, entry: Any) -> tuple[Any, RuleSpec]:
     if _typed(entry["rule"], int) != index:
         raise ValueError(f"rule {index} is {shown(entry)}")
     pattern = entry["pattern"]
-    if isinstance(pattern, list):
-        pattern = tuple(pattern)
     if "flags" in entry:
         flags = _typed(entry["flags"], int)
         if flags & ~FLAGS:

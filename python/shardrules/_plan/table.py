@@ -111,24 +111,22 @@ AMBIGUOUS: Final = -3
 
 def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
     """Per path the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
-    distinct = list(dict.fromkeys(paths))
     matcher = matcher_of(rules).for_whole_paths()
-    joined = dict(zip(distinct, matcher.all_joined(distinct), strict=True))
     found = matcher.decide(
-        dict.fromkeys(joined.values(), 0),
+        dict.fromkeys(paths, 0),
         matcher.numbers(),
         NO_RULE_NEEDED,
         UNMATCHED,
         AMBIGUOUS,
         strict=False,
     )
-    return {path: found.tree[key] for path, key in joined.items()}
+    return found.tree  # type: ignore[no-any-return]
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
     """Per rule, the paths that it matches and wins. Each path counts once."""
     matcher = matcher_of(rules).for_whole_paths()
-    return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)
+    return matcher.coverage(dict.fromkeys(paths, 0), strict=False)
 
 
 class LeafType(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from shardrules._arguments import check_real, check_type
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
 from shardrules._correction import plain_spec
-from shardrules._rules.dialects import Dialect, key_separator
+from shardrules._rules.dialects import Dialect
 from shardrules._rules.patterns import (
     EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
     MATCH_MODES,
@@ -361,26 +361,14 @@ class Matcher:
 
     def first_match(self, path: str) -> int | None:
         """The index of the first rule that matches the path, or None."""
-        return self.rule_set.first_match(self.joined(path))
+        return self.rule_set.first_match(checked_path(path))
 
     def all_matches(self, path: str) -> list[int]:
         """The indices of all rules that match the path, ascending."""
-        return self.rule_set.all_matches(self.joined(path))
-
-    def joined(self, path: str) -> str:
-        """A path as people write it, as the patterns meet it."""
-        check_type("path", path, str, "a string")
-        return self.all_joined([path])[0]
-
-    def all_joined(self, paths: Iterable[str]) -> list[str]:
-        """`joined` for many paths."""
-        written, met = self.dialect.separator, key_separator(self.dialect)
-        if not written or written == met:
-            return list(paths)
-        return [path.replace(written, met) for path in paths]
+        return self.rule_set.all_matches(checked_path(path))
 
     def for_whole_paths(self) -> Matcher:
-        """These rules, for trees whose only keys are `joined` paths."""
+        """Return these rules, for trees whose only keys are paths."""
         if self.dialect.keys == "text":
             return self
         dialect = replace(self.dialect, keys="text")
@@ -398,6 +386,16 @@ class Matcher:
     def counters(self) -> Counters:
         """The counts of the core so far."""
         return Counters(*self.rule_set.counters())
+
+
+def checked_path(path: object) -> str:
+    """Return a path that users give.
+
+    Raises:
+        TypeError: It is not a string.
+    """
+    check_type("path", path, str, "a string")
+    return str(path)
 
 
 def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
@@ -420,7 +418,7 @@ def _spec_table(
 
 def _choices(dialect: Dialect) -> Choices:
     return Choices(
-        key_separator(dialect),
+        "" if dialect.keys == "keystr" else dialect.separator,
         dialect.separator,
         dialect.keys == "keystr",
         dialect.hidden_key,

@@ -103,7 +103,7 @@ class Rules:
 
     Args:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
-            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
+            hold. A spec is a PartitionSpec; or None, an axis name,
             or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
             them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
             which leaves get as it is. A `RuleSpec` adds a
@@ -348,7 +348,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
             "names; give them to named_shardings, shard or plan"
         )
-    if callable(getattr(rules, "specs", None)):
+    if hasattr(rules, "with_rules"):
         raise TypeError(
             f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
             "plan.rules, or take plan.specs()"

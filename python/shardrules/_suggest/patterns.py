@@ -181,9 +181,7 @@ def least_tightness(phrase: Phrase) -> int:
 def pattern_of(
     phrase: Phrase, paths: Sequence[tuple[Word, ...]], dialect: Dialect, tightness: int
 ) -> Pattern:
-    """The phrase in a dialect that matches regexes, or windows of them."""
-    if MATCH_MODES[dialect.match[-1]].written_as == "window":
-        return _window(phrase, dialect.separator)
+    """Return the phrase as a regex for the dialect."""
     start, *rest = phrase.words
     if start.names == (START.text,):
         return "^" + _joined(rest, loose=False, first=True) + "$"
@@ -202,19 +200,6 @@ def text_pattern(path: tuple[Word, ...]) -> str | None:
     if any(path[n] != (".", NUMBER) or n == 0 or n - 1 in numbers for n in numbers):
         return None
     return "".join(word.before + word.text.replace(NUMBER, "*") for word in path)
-
-
-def _window(phrase: Phrase, separator: str) -> tuple[str, ...]:
-    components: list[str] = []
-    for word in phrase.words:
-        if word.names == (START.text,):
-            continue
-        names = _names(word.names, loose=False)
-        if components and separator not in word.before:
-            components[-1] += _escaped(word.before) + names
-        else:
-            components.append(names)
-    return tuple(components)
 
 
 def _joined(words: Sequence[object], *, loose: bool, first: bool = False) -> str:
