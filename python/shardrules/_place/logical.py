@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def logical_to_mesh(
         ('dp', 'tp', None)
     """
     resolver = compiled(rules, None, dialect)
-    return _resolved(tree, None, lambda names, _: resolver.spec(names))
+    return resolved(tree, None, lambda names, _: resolver.spec(names))
 
 
 @in_order("tree", "mesh", "rules")
@@ -131,16 +131,13 @@ def logical_to_mesh_sharding(
     check_correction(correction)
     on_mesh = resolve_mesh(mesh)
     if correction is None:
-        resolver = compiled(rules, on_mesh, dialect)
-        make = ErrorCollector(
-            lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
-        )
-        return _resolved(tree, None, make)
+        make = sharding_maker(compiled(rules, on_mesh, dialect), on_mesh)
+        return resolved(tree, None, make)
     pairs, chosen = _in_force(rules, dialect)
     resolver = resolver_for(
         pairs, chosen, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
     )
-    return _resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
+    return resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
 
 
 def with_logical_constraint(
@@ -259,19 +256,33 @@ def _in_force(
     return chosen, dialect or LINEN
 
 
-def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
+def resolved(
+    tree: Any,
+    shapes: list[Any] | None,
+    make: Callable[[Any, Any], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Return the tree with make(names, shape or None) for each leaf.
+
+    Args:
+        tree: A tree of names, boxes, Variables or arrays.
+        shapes: The shape of each leaf, if `make` needs it.
+        make: Called once for equal names and shapes. An `ErrorCollector` reports all errors.
+        is_leaf: Tells the leaves, which are names then. Default: whatever has names.
+    """
     from jax import tree_util
 
     forms = NodeForms()
-    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.has_names)
-    if forms.are_specs(leaves):
+    find = is_leaf or forms.has_names
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=find)
+    if is_leaf is not None or forms.are_specs(leaves):
         names = leaves
     else:
         forms.check_some_have_names(leaves)
         names = list(map(forms.names_of, leaves))
     answers = resolve_all(names, shapes, {}, make)
     if isinstance(make, ErrorCollector):
-        make.check(lambda: zip(_paths(tree, forms), names, shapes or repeat(None), strict=False))
+        make.check(lambda: zip(_paths(tree, find), names, shapes or repeat(None), strict=False))
     if names is not leaves:
         answers = [
             # As in flax.nnx.get_partition_spec, a Variable holds the result.
@@ -281,11 +292,11 @@ def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     return tree_util.tree_unflatten(treedef, answers)
 
 
-def _paths(tree: Any, forms: NodeForms) -> list[str]:
+def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     from jax import tree_util
 
-    found = tree_util.tree_flatten_with_path(tree, is_leaf=forms.has_names)[0]
-    return [tree_util.keystr(path) for path, _ in found]
+    leaves = tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [tree_util.keystr(path) for path, _ in leaves]
 
 
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
@@ -309,9 +320,15 @@ def _shapes(tree: Any, arrays: Any) -> list[Any]:
     return [tuple(array.shape) for array in arrays_of_leaves]
 
 
+def sharding_maker(resolver: Resolver, mesh: AnyMesh) -> ErrorCollector:
+    """Return a function from (names, shape) to the NamedSharding, which collects errors."""
+    return ErrorCollector(
+        lambda names, _: _named_sharding(resolver.spec(names), mesh), resolver, mesh
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
-    """The NamedSharding; equal ones are one object."""
+def _named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
     from jax.sharding import NamedSharding
 
     return NamedSharding(mesh, spec)
