@@ -423,7 +423,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
-        "tree": TREE, "rules": RULES, "mesh": MESH, "correction": None,
+        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
         "optional_axes": ()}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
@@ -440,8 +440,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
-        "tree": TREE, "rules": RULES, "mesh": MESH, "correction": None, "names": None,
-        "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
+        "companions": (), "names": None, "optional_axes": ()}),
 }  # fmt: skip
 
 CALLS |= {

@@ -30,15 +30,8 @@ from shardrules._files.leaves import ArraySpec
 from shardrules._place.decider import BySpecs, policy_for
 from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
-from shardrules._place.shard import (
-    check_reachable,
-    converted,
-    has_spread,
-    leaf_path,
-    of_placeable,
-    put,
-    stays_in_part,
-)
+from shardrules._place.shard import converted, leaf_path, of_placeable
+from shardrules._place.transfers import check_reachable, has_spread, put, stays_in_part
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown

@@ -21,7 +21,8 @@ from shardrules._mesh.mesh import contexts, has_devices
 from shardrules._place.decider import Decider
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
-from shardrules._place.shard import agreed_shardings, put
+from shardrules._place.shard import agreed_shardings
+from shardrules._place.transfers import put
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
@@ -46,30 +47,28 @@ class _Known(NamedTuple):
     """Kept alive, so that no other object gets its id."""
 
 
-def constrained(
-    tree: Any,
-    rules: RulesLike,
-    mesh: MeshLike | None,
-    *,
-    correction: Correction | None,
-    names: Any,
-    optional_axes: tuple[str, ...],
-) -> Any:
-    """See `with_sharding_constraint`."""
+class _Keywords(NamedTuple):
+    min_size: int | None
+    correction: Correction | None
+    companions: Any
+    names: Any
+    optional_axes: tuple[str, ...]
+
+
+def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords) -> Any:
+    """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable = None
     known = None
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         _check_not_read_once(rules)
-        leaves, structure = _names_of_jax().flatten((tree, rules, names))
+        leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
         said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, said, mesh, correction, optional_axes, contexts()
+        asked = structure, said, mesh, keywords._replace(names=None), contexts()
         known = _memory.get(asked)
         key = asked
     if known is None:
-        leaves, treedef, shardings = requested_shardings(
-            tree, rules, mesh, correction=correction, names=names, optional_axes=optional_axes
-        )
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, **keywords._asdict())
         operations = operations_for(leaves, shardings)
         known = _Known(treedef, operations, one_call(leaves, operations), rules)
         if key is not None and not _has_symbols(leaves):
@@ -165,7 +164,9 @@ def with_sharding_constraint(
     rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
     correction: Correction | None = None,
+    companions: Iterable[Any] = (),
     names: Any = None,
     optional_axes: Iterable[str] = (),
 ) -> Tree:
@@ -190,8 +191,10 @@ def with_sharding_constraint(
             found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
             these, which may be a prefix of `tree`. None leaves a leaf unchanged.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
+        min_size: As in `named_shardings`.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
+        companions: As in `named_shardings`.
         names: For `LogicalRules`, as in `plan`.
         optional_axes: As in `plan`.
 
@@ -214,20 +217,22 @@ def with_sharding_constraint(
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
-    optional = texts("optional_axes", optional_axes)
+    keywords = _Keywords(
+        min_size,
+        correction,
+        tuple(companions) if isinstance(companions, Iterable) else companions,
+        names,
+        texts("optional_axes", optional_axes),
+    )
     if is_tracing([]):
-        traced: Tree = constrained(
-            tree, rules, mesh, correction=correction, names=names, optional_axes=optional
-        )
+        traced: Tree = constrained(tree, rules, mesh, keywords)
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",
         tree,
         rules,
         mesh,
-        correction=correction,
-        names=names,
-        optional_axes=optional,
+        **keywords._asdict(),
     )
     placed = (
         applied(leaves, operations_for(leaves, shardings))
