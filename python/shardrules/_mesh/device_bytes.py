@@ -105,9 +105,9 @@ def device_bytes(
         >>> device_bytes((10, 4), 16, P("dp"), {"dp": 4, "tp": 1}).ravel()
         array([24, 24, 24,  8])
     """
-    held = held_of(shape, bits, spec, axis_sizes)
-    classes = DeviceClasses([held], axis_sizes)
-    return classes.each(classes.total([(1, held)]))
+    share = held_of(shape, bits, spec, axis_sizes)
+    classes = DeviceClasses([share], axis_sizes)
+    return classes.each(classes.total([(1, share)]))
 
 
 class DeviceClasses:
@@ -127,17 +127,17 @@ class DeviceClasses:
 
     def __init__(self, arrays: Iterable[Held], axis_sizes: Mapping[str, int]) -> None:
         self._axis_sizes = axis_sizes
-        distinct = {held.cuts for held in arrays}
+        distinct = {array.cuts for array in arrays}
         starts = {axis: {0} for axis in axis_sizes}
         for cut in {cut for cuts in distinct for cut in cuts}:
             for position in cut.steps(axis_sizes)[0]:
                 # A box for the position itself, and one for all after it, along each axis.
-                left = position
+                rest = position
                 for axis in reversed(cut.axes):
-                    left, coordinate = divmod(left, axis_sizes[axis])
+                    rest, coordinate = divmod(rest, axis_sizes[axis])
                     starts[axis] |= {coordinate, coordinate + 1}
         self._starts = {
-            axis: np.array(sorted(one for one in starts[axis] if one < size), np.int64)
+            axis: np.array(sorted(start for start in starts[axis] if start < size), np.int64)
             for axis, size in axis_sizes.items()
         }
         self._check_work(distinct)
@@ -163,18 +163,18 @@ class DeviceClasses:
             An array of int64, or of Python ints if int64 is too small.
         """
         counts: Counter[Held] = Counter()
-        for count, held in counted:
-            counts[held] += count
-        most = max((held.most_bits for held in counts), default=0)
-        most = max(most, sum(count * held.most for held, count in counts.items()))
+        for count, array in counted:
+            counts[array] += count
+        most = max((array.most_bits for array in counts), default=0)
+        most = max(most, sum(count * array.most for array, count in counts.items()))
         exact = np.dtype(np.int64 if most <= MOST else object)
-        whole = sum(count * held.most for held, count in counts.items() if not held.cuts)
-        total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), whole, exact)
-        alike: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)
-        for held, count in counts.items():
-            if held.cuts:
-                alike[tuple(cut.axes for cut in held.cuts)][held] = count
-        for axes, uneven in alike.items():
+        base = sum(count * array.most for array, count in counts.items() if not array.cuts)
+        total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), base, exact)
+        groups: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)
+        for array, count in counts.items():
+            if array.cuts:
+                groups[tuple(cut.axes for cut in array.cuts)][array] = count
+        for axes, uneven in groups.items():
             total = total + self._cut_alike(axes, uneven, exact)
         return total
 
@@ -186,26 +186,26 @@ class DeviceClasses:
         Bytes as a function of the position among the shards are a step function. The steps of each
         array are added up, and one cumulative sum gives the total of all arrays.
         """
-        steps = {held: [cut.steps(self._axis_sizes) for cut in held.cuts] for held in counts}
+        steps = {array: [cut.steps(self._axis_sizes) for cut in array.cuts] for array in counts}
         starts = [
             np.unique(np.concatenate([of_dims[dim][0] for of_dims in steps.values()]))
             for dim in range(len(axes))
         ]
-        noted = np.zeros([len(one) for one in starts], exact)
-        for held, of_dims in steps.items():
-            stepping = np.array(held.bits, exact)
+        noted = np.zeros([len(begins) for begins in starts], exact)
+        for array, of_dims in steps.items():
+            stepping = np.array(array.bits, exact)
             for _, lengths in of_dims:
                 stepping = np.multiply.outer(stepping, np.array(lengths, exact))
             stepping = -(-stepping // 8)
             for dim in range(len(axes)):
                 stepping = np.diff(stepping, axis=dim, prepend=0)
             places = [np.searchsorted(s, p) for s, (p, _) in zip(starts, of_dims, strict=True)]
-            noted[np.ix_(*places)] += counts[held] * stepping
+            noted[np.ix_(*places)] += counts[array] * stepping
         for dim in range(len(axes)):
             noted = np.cumsum(noted, axis=dim)
         places = [
-            np.searchsorted(one, self._positions(named), "right") - 1
-            for one, named in zip(starts, axes, strict=True)
+            np.searchsorted(begins, self._positions(named), "right") - 1
+            for begins, named in zip(starts, axes, strict=True)
         ]
         return noted[tuple(places)]
 
@@ -309,8 +309,8 @@ class Grid:
 
     def group_sums(self, value: _Ints, used: frozenset[str]) -> _Ints:
         """The sums over the devices of each group, with the dimensions of `of_groups`."""
-        alike = tuple(dim for dim, axis in enumerate(self._axis_sizes) if axis not in used)
-        sums: _Ints = value.reshape(self.sizes).sum(axis=alike, keepdims=True)
+        dims = tuple(dim for dim, axis in enumerate(self._axis_sizes) if axis not in used)
+        sums: _Ints = value.reshape(self.sizes).sum(axis=dims, keepdims=True)
         return sums
 
     def shares(self, of_group: _Ints, used: frozenset[str]) -> _Ints:
@@ -320,11 +320,11 @@ class Grid:
             of_group: With the dimensions of `of_groups`.
             used: As there.
         """
-        alike = [size if axis not in used else 1 for axis, size in self._axis_sizes.items()]
-        each = of_group // prod(alike)
-        rank = np.arange(prod(alike)).reshape(alike)
-        more = rank < of_group - each * prod(alike)
-        return np.broadcast_to(each + more, self.sizes).ravel()
+        copies = [size if axis not in used else 1 for axis, size in self._axis_sizes.items()]
+        each = of_group // prod(copies)
+        rank = np.arange(prod(copies)).reshape(copies)
+        extra = rank < of_group - each * prod(copies)
+        return np.broadcast_to(each + extra, self.sizes).ravel()
 
 
 class Moved(NamedTuple):
@@ -359,23 +359,25 @@ def moved_bytes(
     """
     old, new = grids
     cuts, new_cuts = (grid.cuts(len(shape), spec) for grid, spec in zip(grids, specs, strict=True))
-    held, wanted, kept = old.full(bits), new.full(bits), new.full(bits)[new.shared]
+    before, after, kept = old.full(bits), new.full(bits), new.full(bits)[new.shared]
     for size, axes, new_axes in zip(shape, cuts, new_cuts, strict=True):
         start, stop = old.interval(size, axes)
         new_start, new_stop = new.interval(size, new_axes)
-        held *= stop - start
-        wanted *= new_stop - new_start
+        before *= stop - start
+        after *= new_stop - new_start
         first = np.maximum(old.on_shared(start), new.on_shared(new_start))
         last = np.minimum(old.on_shared(stop), new.on_shared(new_stop))
         kept *= np.maximum(last - first, 0)
-    used, new_used = (frozenset(axis for axes in of for axis in axes) for of in (cuts, new_cuts))
+    used, new_used = (
+        frozenset(axis for axes in dims for axis in axes) for dims in (cuts, new_cuts)
+    )
     # The new shards cover each element of an old one once for each copy of the array. Who holds the
     # old one takes what it needs of it for nothing.
-    asked = old.of_groups(held, used) * new.copies(new_used)
+    asked = old.of_groups(before, used) * new.copies(new_used)
     asked -= old.group_sums(old.of_shared(kept), used)
     kept_of_all = new.of_shared(kept)
     return Moved(
-        received=_bytes(wanted - kept_of_all),
+        received=_bytes(after - kept_of_all),
         kept=_bytes(kept_of_all),
         sent=old.shares(_bytes(asked) * count, used),
         used=used,

@@ -57,21 +57,21 @@ def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
     from jax.core import Tracer
 
     kinds: dict[int, tuple[Sharding, str | None]] = {}
-    made: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
+    remembered: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
 
     def kept(leaf: Any, sharding: NamedSharding) -> NamedSharding:
         if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
             return sharding
-        own = leaf.sharding
-        if id(own) not in kinds:
-            kinds[id(own)] = own, memory_apart(own)
-        kind = kinds[id(own)][1]
+        current = leaf.sharding
+        if id(current) not in kinds:
+            kinds[id(current)] = current, memory_apart(current)
+        kind = kinds[id(current)][1]
         if kind is None:
             return sharding
         key = id(sharding), kind
-        if key not in made:
-            made[key] = sharding, sharding.with_memory_kind(kind)
-        return made[key][1]
+        if key not in remembered:
+            remembered[key] = sharding, sharding.with_memory_kind(kind)
+        return remembered[key][1]
 
     return kept
 

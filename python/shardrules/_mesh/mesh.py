@@ -49,13 +49,13 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
         >>> resolve_mesh({"dp": 8, "tp": 4}).size
         32
     """
-    found = context_mesh() if mesh is None else as_mesh(mesh)
-    if found is None:
+    resolved = context_mesh() if mesh is None else as_mesh(mesh)
+    if resolved is None:
         raise ValueError(
             "no mesh: pass mesh=..., or call this inside `with jax.set_mesh(mesh):` (or, in older "
             "code, `with mesh:`)"
         )
-    return found
+    return resolved
 
 
 def as_mesh(mesh: MeshLike) -> AnyMesh:
@@ -172,22 +172,22 @@ def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
             )
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices.reshape(sizes), names)
-    made = _abstract_mesh(axis_sizes)
+    abstract = _abstract_mesh(axis_sizes)
     device = getattr(mesh, "abstract_device", None)
-    return made.update(abstract_device=device) if device else made
+    return abstract.update(abstract_device=device) if device else abstract
 
 
-def places_in(mesh: MeshLike, other: MeshLike) -> npt.NDArray[np.int64]:
+def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
     """Per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
 
     Without devices in both, those of one place are taken for the same.
     """
     import numpy as np
 
-    if has_devices(mesh) and has_devices(other):
+    if has_devices(mesh) and has_devices(target):
         place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
-        return np.array([place_of.get(device, -1) for device in other.devices.flat], np.int64)
-    count, places = _device_count(mesh), np.arange(_device_count(other))
+        return np.array([place_of.get(device, -1) for device in target.devices.flat], np.int64)
+    count, places = _device_count(mesh), np.arange(_device_count(target))
     return np.where(places < count, places, -1)
 
 

@@ -112,13 +112,13 @@ def _sizes_of_parts(size: int, factors: Iterable[int]) -> tuple[int, ...]:
 @functools.cache
 def _primes(number: int) -> tuple[int, ...]:
     """The prime factors in ascending order; of 0 and 1 the number itself."""
-    found, divisor = [], 2
+    factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         divisor += 1
-    return (*found, number) if number > 1 or not found else tuple(found)
+    return (*factors, number) if number > 1 or not factors else tuple(factors)
 
 
 LossKind = Literal[
@@ -274,9 +274,9 @@ class SpecOnMesh:
         """
 
         def unit(position: int, dim: Dim) -> int:
-            known = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
+            base = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
             block = blocks[position] if position < len(blocks) else 1
-            return lcm(known, block) // block
+            return lcm(base, block) // block
 
         return SpecOnMesh(
             with_dims(self.written, dims),
@@ -297,15 +297,15 @@ class SpecOnMesh:
                 return
         seen: set[str] = set()
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
-            wanted = self._axes[dim]
-            absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
+            named = self._axes[dim]
+            absent = tuple(axis for axis in named if axis not in self.axis_sizes)
             optional = tuple(filter(self._may_lack, absent))
             if unknown := tuple(axis for axis in absent if axis not in optional):
                 yield LostAxes("absent", dim, unknown)
             if optional:
                 yield LostAxes("optional", dim, optional)
-            if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
-                present = tuple(axis for axis in wanted if axis not in absent)
+            if len(axes) < len(named) and not (absent and self._lost_to_absent(named, axes)):
+                present = tuple(axis for axis in named if axis not in absent)
                 yield self._indivisible(dim, present, axes, kept)
             twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
             if twice:
@@ -313,17 +313,17 @@ class SpecOnMesh:
             seen.update(axes)
 
     def _indivisible(
-        self, dim: int, wanted: tuple[str, ...], had: tuple[str, ...], kept: int
+        self, dim: int, present: tuple[str, ...], had: tuple[str, ...], kept: int
     ) -> LostAxes:
         """The loss of an array that has only some of the wanted axes, or none."""
         if not self.by_factors:
-            return LostAxes("indivisible", dim, wanted)
+            return LostAxes("indivisible", dim, present)
         factored = {axis for axis, _ in self.factors(kept)}
-        if unfactored := tuple(axis for axis in wanted if axis in factored):
+        if unfactored := tuple(axis for axis in present if axis in factored):
             return LostAxes("unfactored", dim, unfactored)
         is_cut = any(self.axis_sizes.get(axis, 1) > 1 for axis in had)
-        left = tuple(axis for axis in wanted if axis not in had)
-        return LostAxes("factored" if is_cut else "indivisible", dim, left)
+        missing = tuple(axis for axis in present if axis not in had)
+        return LostAxes("factored" if is_cut else "indivisible", dim, missing)
 
     def factors(self, kept: int) -> Iterator[tuple[str, int]]:
         """(axis, factor) of each axis that fits no array with this decision, but for a factor."""
@@ -351,9 +351,9 @@ class SpecOnMesh:
             elif self._correction.rank == "keep":
                 yield self._axes[dim]  # the core decides only about existing dimensions
 
-    def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
+    def _lost_to_absent(self, named: tuple[str, ...], kept: tuple[str, ...]) -> bool:
         """Whether the absent axes explain the whole loss."""
-        return list(kept) == axes_present(list(wanted), self.axis_sizes, self._if_absent)
+        return list(kept) == axes_present(list(named), self.axis_sizes, self._if_absent)
 
     @property
     def _if_absent(self) -> str:
@@ -377,7 +377,7 @@ class SpecOnMesh:
 
     def _near(self, axis: str) -> str | None:
         named = self._named_with.get(axis, frozenset()).union(*self._axes)
-        return nearest(axis, [other for other in self.axis_sizes if other not in named])
+        return nearest(axis, [name for name in self.axis_sizes if name not in named])
 
     def _may_lack(self, axis: str) -> bool:
         """Whether it is declared that the mesh may lack the axis, which is dropped alone."""
@@ -409,8 +409,8 @@ class SpecOnMesh:
             f"the spec has {counted(len(self.spec), 'entry')}, the array "
             f"{counted(len(shape), 'dimension')}"
         )
-        other = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
-        return message, f"shorten the spec{other}"
+        hint = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
+        return message, f"shorten the spec{hint}"
 
     def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         meant = ", ".join(map(repr, self.meant(lost)))
@@ -421,12 +421,12 @@ class SpecOnMesh:
             f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
             f"optional_axes={list(lost.axes)}"
         )
-        beside = self.beside(lost)
-        if not beside:
+        others = self.beside(lost)
+        if not others:
             return message, fix
-        verb = "is" if len(beside) == 1 else "are"
+        verb = "is" if len(others) == 1 else "are"
         return (
-            f"{message}, so {', '.join(map(repr, beside))} beside {it} {verb} dropped too",
+            f"{message}, so {', '.join(map(repr, others))} beside {it} {verb} dropped too",
             f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
         )
 
@@ -522,17 +522,15 @@ class SpecByShape:
     """A spec that is made from shapes, bound as `SpecOnMesh` is.
 
     Args:
-        wanted: What is made of a shape.
+        fsdp: What is made of a shape.
         fixed: Its fixed part, bound to the mesh.
         closed: Dimensions that must not be cut.
     """
 
     __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_wanted")
 
-    def __init__(
-        self, wanted: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()
-    ) -> None:
-        self._wanted = wanted
+    def __init__(self, fsdp: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()) -> None:
+        self._wanted = fsdp
         self._fixed = fixed
         self._closed = closed
         self._bound: dict[Entries, SpecOnMesh] = {}
@@ -551,7 +549,7 @@ class SpecByShape:
         Raises:
             ValueError: The bytes of an element matter, and are not known.
         """
-        made, origin = self._wanted.spec(
+        entries, origin = self._wanted.spec(
             shape,
             bits,
             {axis: self._fixed.size_of(axis) or 1 for axis in self._wanted.axes},
@@ -559,9 +557,9 @@ class SpecByShape:
             units=self._fixed.units,
             closed=self._closed,
         )
-        if made not in self._bound:
-            self._bound[made] = self._fixed.with_spec(made)
-        return self._bound[made], origin
+        if entries not in self._bound:
+            self._bound[entries] = self._fixed.with_spec(entries)
+        return self._bound[entries], origin
 
     def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecByShape:
         """The spec for arrays that have some of the dimensions, as in `SpecOnMesh.with_dims`.
@@ -579,10 +577,10 @@ class SpecByShape:
     def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
         """The corrected spec for arrays of this shape and dtype; None if it is forbidden."""
         on_mesh = self.for_leaf(shape, dtype)
-        found = None if on_mesh is None else on_mesh.decided(shape, dtype)
-        if found is None and on_mesh is not None:
+        bound = None if on_mesh is None else on_mesh.decided(shape, dtype)
+        if bound is None and on_mesh is not None:
             self._failed(shape, list(on_mesh.errors(shape)))
-        return found
+        return bound
 
     def for_leaf(self, shape: tuple[Any, ...], dtype: Any) -> SpecOnMesh | None:
         """The spec for arrays of this shape and dtype; None if these cannot be; see `errors`."""

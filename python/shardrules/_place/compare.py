@@ -157,19 +157,19 @@ def _without_mesh(name: str, rules: Any) -> ByPaths | ByNames | BySpecs:
 def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
     resolver = resolver_of(rules, {})
 
-    def decision(given: Any, _: None) -> Decision:
-        if given is not None and repeated(logical_names(given), rules.dialect):
+    def decision(names: Any, _: None) -> Decision:
+        if names is not None and repeated(logical_names(names), rules.dialect):
             return _NAME_TWICE
-        spec = partition_spec() if given is None else resolver.spec(given)
+        spec = partition_spec() if names is None else resolver.spec(names)
         return Decision(spec, None, None, None)
 
     return resolve_all(names, None, {}, decision)
 
 
-def _of_spec(given: Any) -> Decision:
+def _of_spec(sharding: Any) -> Decision:
     """The decision of a spec or a sharding that was given for a leaf."""
-    spec = given.spec if is_named_sharding(given) else given
-    return Decision(spec, None, None, "unmatched" if given is None else None)
+    spec = sharding.spec if is_named_sharding(sharding) else sharding
+    return Decision(spec, None, None, "unmatched" if sharding is None else None)
 
 
 def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:

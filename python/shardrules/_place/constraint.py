@@ -58,25 +58,25 @@ class _Keywords(NamedTuple):
 def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords) -> Any:
     """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable = None
-    known = None
+    cached = None
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         _check_not_read_once(rules)
         leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
-        said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, said, mesh, keywords._replace(names=None), contexts()
-        known = _memory.get(asked)
+        values = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
+        asked = structure, values, mesh, keywords._replace(names=None), contexts()
+        cached = _memory.get(asked)
         key = asked
-    if known is None:
+    if cached is None:
         leaves, treedef, shardings = requested_shardings(tree, rules, mesh, **keywords._asdict())
         operations = operations_for(leaves, shardings)
-        known = _Known(treedef, operations, one_call(leaves, operations), rules)
+        cached = _Known(treedef, operations, one_call(leaves, operations), rules)
         if key is not None and not _has_symbols(leaves):
-            _memory.put(key, known)
-    if known.call is not None:
-        function, sharding = known.call
+            _memory.put(key, cached)
+    if cached.call is not None:
+        function, sharding = cached.call
         return function(tree, sharding)
-    return known.treedef.unflatten(applied(leaves[: known.treedef.num_leaves], known.operations))
+    return cached.treedef.unflatten(applied(leaves[: cached.treedef.num_leaves], cached.operations))
 
 
 def is_tracing(leaves: list[Any]) -> bool:
@@ -99,8 +99,10 @@ def _names_of_jax() -> _NamesOfJax:
     from jax.sharding import NamedSharding, PartitionSpec
     from jax.tree_util import tree_flatten
 
-    own = type(PartitionSpec.UNCONSTRAINED)
-    values = frozenset({str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, own})
+    unconstrained = type(PartitionSpec.UNCONSTRAINED)
+    values = frozenset(
+        {str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, unconstrained}
+    )
     return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
 
 
@@ -147,12 +149,12 @@ class _Memory:
     def get(self, key: Hashable) -> _Known | None:
         return self._known.get(key)
 
-    def put(self, key: Hashable, known: _Known) -> None:
+    def put(self, key: Hashable, entry: _Known) -> None:
         if self._leaves > _MOST_LEAVES:
             self._known.clear()
             self._leaves = 0
-        self._known[key] = known
-        self._leaves += 1 + known.treedef.num_leaves
+        self._known[key] = entry
+        self._leaves += 1 + entry.treedef.num_leaves
 
 
 _memory: Final = _Memory()
@@ -239,8 +241,8 @@ def with_sharding_constraint(
         if is_tracing(leaves)
         else _put(leaves, shardings)
     )
-    made: Tree = treedef.unflatten(placed)
-    return made
+    result: Tree = treedef.unflatten(placed)
+    return result
 
 
 def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:

@@ -119,8 +119,10 @@ class ByNames(Decider):
 
     def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
         shardings = self._decided(tree, mesh, policy)[1]
-        placement_of = {id(one): Placement(one, says_memory=False) for one in shardings}
-        return [placement_of[id(one)] for one in shardings]
+        placement_of = {
+            id(sharding): Placement(sharding, says_memory=False) for sharding in shardings
+        }
+        return [placement_of[id(sharding)] for sharding in shardings]
 
     def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
         return self._decided(tree, mesh, policy)[0]

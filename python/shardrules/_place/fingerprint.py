@@ -48,16 +48,16 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     check_tree("tree", tree)
     check_decided("shardings", shardings, "named_shardings(tree, rules, mesh) or plan.shardings()")
     leaves = tree_util.tree_flatten_with_path(tree)[0]
-    wanted = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
-    if len(leaves) != len(wanted):
+    of_leaves = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
+    if len(leaves) != len(of_leaves):
         raise ValueError(
-            f"tree has {counted(len(leaves), 'leaf')}, but shardings has {len(wanted):,}"
+            f"tree has {counted(len(leaves), 'leaf')}, but shardings has {len(of_leaves):,}"
         )
-    for sharding in wanted:
+    for sharding in of_leaves:
         check_type("a leaf of shardings", sharding, NamedSharding | None, "a NamedSharding or None")
     return _digest(
         (tree_util.keystr(path), leaf, sharding)
-        for (path, leaf), sharding in zip(leaves, wanted, strict=True)
+        for (path, leaf), sharding in zip(leaves, of_leaves, strict=True)
     )
 
 

@@ -67,29 +67,29 @@ def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
         leaves, treedef = tree_util.tree_flatten(batch)
         paths = [keys for keys, _ in tree_util.tree_flatten_with_path(batch)[0]]
         specs = spread_specs("spec", batch, treedef, spec)
-        wanted = []
-        for keys, leaf, one in zip(paths, leaves, specs, strict=True):
+        targets = []
+        for keys, leaf, leaf_spec in zip(paths, leaves, specs, strict=True):
             path = tree_util.keystr(keys) or "(the tree)"
-            sharding = _sharding(path, one, mesh)
-            wanted.append((sharding, _global_shape(path, leaf, sharding)))
+            sharding = _sharding(path, leaf_spec, mesh)
+            targets.append((sharding, _global_shape(path, leaf, sharding)))
         abstract = [
             jax.ShapeDtypeStruct(shape, leaf.dtype)
-            for leaf, (_, shape) in zip(leaves, wanted, strict=True)
+            for leaf, (_, shape) in zip(leaves, targets, strict=True)
         ]
-        of_rows = dict(enumerate(sharding for sharding, _ in wanted))
+        of_rows = dict(enumerate(sharding for sharding, _ in targets))
         call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), of_rows))
-    made = [
+    arrays = [
         jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
-        for leaf, (sharding, shape) in zip(leaves, wanted, strict=True)
+        for leaf, (sharding, shape) in zip(leaves, targets, strict=True)
     ]
-    return tree_util.tree_unflatten(treedef, made)
+    return tree_util.tree_unflatten(treedef, arrays)
 
 
 def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
     from jax.sharding import NamedSharding
 
     if isinstance(spec, NamedSharding):
-        found = spec
+        sharding = spec
     elif is_partition_spec(spec):
         on_mesh: Any = resolve_mesh(mesh)
         if unknown := [a for entry in spec for a in entry_axes(entry) if a not in on_mesh.shape]:
@@ -97,13 +97,13 @@ def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
                 f"spec: for {path} it has the axis {unknown[0]!r}, and the mesh is "
                 f"{mesh_shown(on_mesh.shape)}"
             )
-        found = NamedSharding(on_mesh, spec)
+        sharding = NamedSharding(on_mesh, spec)
     else:
         raise TypeError(
             f"spec: for {path} it is {shown(spec)}; it must be a PartitionSpec or a NamedSharding"
         )
-    check_placeable(found, lambda: path)
-    return found
+    check_placeable(sharding, lambda: path)
+    return sharding
 
 
 def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, ...]:
@@ -124,17 +124,20 @@ def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, .
     shape = list(leaf.shape)
     for dim, entry in enumerate(entries):
         axes = entry_axes(entry)
-        parts, own = prod(sharding.mesh.shape[axis] for axis in axes), _own_parts(sharding, axes)
-        if own and shape[dim] % own:
+        parts, local = (
+            prod(sharding.mesh.shape[axis] for axis in axes),
+            _local_parts(sharding, axes),
+        )
+        if local and shape[dim] % local:
             raise ValueError(
                 f"batch: {path} has the shape {list(leaf.shape)}, and the devices of this process "
-                f"hold {own} parts of dimension {dim}: give a number of rows that {own} divides"
+                f"hold {local} parts of dimension {dim}: give a number of rows that {local} divides"
             )
-        shape[dim] = shape[dim] // max(1, own) * parts
+        shape[dim] = shape[dim] // max(1, local) * parts
     return tuple(shape)
 
 
-def _own_parts(sharding: NamedSharding, axes: tuple[str, ...]) -> int:
+def _local_parts(sharding: NamedSharding, axes: tuple[str, ...]) -> int:
     """How many of the parts that these axes make are on devices of this process."""
     import jax
 

@@ -133,9 +133,9 @@ def logical_to_mesh_sharding(
     if correction is None:
         make = sharding_maker(compiled(rules, on_mesh, dialect), on_mesh)
         return resolved(tree, None, make)
-    pairs, chosen = _in_force(rules, dialect)
+    pairs, in_force = _in_force(rules, dialect)
     resolver = resolver_for(
-        pairs, chosen, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
+        pairs, in_force, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
     )
     return resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
 
@@ -176,13 +176,13 @@ def with_logical_constraint(
     """
     check_tree("tree", tree)
     check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
-    choices = tuple(one.value for one in RulesFallback)
+    choices = tuple(member.value for member in RulesFallback)
     check_choice("fallback", getattr(fallback, "value", fallback), choices)
-    chosen = get_logical_axis_rules() if rules is None else rules
+    in_force = get_logical_axis_rules() if rules is None else rules
     on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
-    if not chosen or logical_names is None or on_mesh is None:
+    if not in_force or logical_names is None or on_mesh is None:
         return tree
-    resolver = compiled(chosen, None)
+    resolver = compiled(in_force, None)
 
     def spec(names: Any) -> PartitionSpec | None:
         resolution = resolver.resolve(names)
@@ -227,12 +227,12 @@ def explain_logical(
     """
     sizes = None if shape is None else shape_of("shape", shape)
     on_mesh = None if sizes is None and mesh is None else resolve_mesh(mesh)
-    pairs, chosen = _in_force(rules, dialect)
+    pairs, in_force = _in_force(rules, dialect)
     axis_sizes = {} if on_mesh is None else dict(on_mesh.shape)
-    correction = None if sizes is None else chosen.correction
-    found = resolver_for(pairs, chosen, axis_sizes, correction).resolve(names, sizes)
-    lacking = [] if on_mesh is None else unknown_axes(found, axis_sizes)
-    return "\n".join([found.explained(), *lacking])
+    correction = None if sizes is None else in_force.correction
+    resolution = resolver_for(pairs, in_force, axis_sizes, correction).resolve(names, sizes)
+    lacking = [] if on_mesh is None else unknown_axes(resolution, axis_sizes)
+    return "\n".join([resolution.explained(), *lacking])
 
 
 def compiled(
@@ -241,8 +241,8 @@ def compiled(
     dialect: LogicalDialect | None = None,
 ) -> Resolver:
     """The rules, by default those in force, compiled for the axis sizes of the mesh."""
-    pairs, chosen = _in_force(rules, dialect)
-    return resolver_for(pairs, chosen, {} if mesh is None else dict(mesh.shape))
+    pairs, in_force = _in_force(rules, dialect)
+    return resolver_for(pairs, in_force, {} if mesh is None else dict(mesh.shape))
 
 
 def _in_force(
@@ -250,10 +250,10 @@ def _in_force(
 ) -> tuple[Any, LogicalDialect]:
     """The rules, by default those of the context, as pairs; and their dialect."""
     check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
-    chosen: Any = get_logical_axis_rules() if rules is None else rules
-    if isinstance(chosen, LogicalRules):
-        return tuple(chosen), dialect or chosen.dialect
-    return chosen, dialect or LINEN
+    in_force: Any = get_logical_axis_rules() if rules is None else rules
+    if isinstance(in_force, LogicalRules):
+        return tuple(in_force), dialect or in_force.dialect
+    return in_force, dialect or LINEN
 
 
 def resolved(

@@ -64,13 +64,13 @@ class ErrorCollector:
 
     def __call__(self, names: Any, shape: Any) -> Any:
         try:
-            found = self._make(names, shape)
+            result = self._make(names, shape)
         except ValueError as error:
-            found = error
-        if isinstance(found, ValueError | list):
-            self._failed[names, shape] = found
+            result = error
+        if isinstance(result, ValueError | list):
+            self._failed[names, shape] = result
             return None
-        return found
+        return result
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
         """Checks that there was no error.
@@ -135,10 +135,10 @@ def shardings_by_names(
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
     resolver = resolver_of(rules, sizes, correction, policy.optional_axes)
     make = corrected(resolver, mesh, correction, policy.optional_axes)
-    given = [() if one is None else one for one in named.names]
+    entries = [() if entry is None else entry for entry in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
-    shardings = resolve_all(given, shapes, {}, make)
-    make.check(lambda: zip(named.paths(), given, shapes, strict=True))
+    shardings = resolve_all(entries, shapes, {}, make)
+    make.check(lambda: zip(named.paths(), entries, shapes, strict=True))
     return named.boxed(treedef.unflatten(shardings)), shardings
 
 

@@ -41,11 +41,11 @@ class Operation(NamedTuple):
 def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Operation]:
     """The calls for these leaves, in their order."""
     calls_for = functools.cache(lambda sharding: list(_calls(sharding)))
-    by_function: dict[Function, dict[int, NamedSharding]] = {one: {} for one in _functions()}
+    by_function: dict[Function, dict[int, NamedSharding]] = {each: {} for each in _functions()}
     for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is not None and hasattr(leaf, "shape"):
-            for function, wanted in calls_for(sharding):
-                by_function[function][place] = wanted
+            for function, target in calls_for(sharding):
+                by_function[function][place] = target
     return [
         Operation(function, list(of_leaf), list(of_leaf.values()))
         for function, of_leaf in by_function.items()
@@ -55,12 +55,12 @@ def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> 
 
 def applied(leaves: list[Any], operations: list[Operation]) -> list[Any]:
     """The leaves after these calls."""
-    made = list(leaves)
+    arrays_after = list(leaves)
     for function, places, shardings in operations:
-        arrays = function([made[i] for i in places], shardings)
+        arrays = function([arrays_after[i] for i in places], shardings)
         for place, array in zip(places, arrays, strict=True):
-            made[place] = array
-    return made
+            arrays_after[place] = array
+    return arrays_after
 
 
 def one_call(
@@ -109,9 +109,9 @@ def _reshard_beside(arrays: list[Any], shardings: list[NamedSharding]) -> list[A
     """`reshard` with an array's own entries for UNCONSTRAINED, which JAX refuses."""
     import jax
 
-    wanted = list(map(_with_own_entries, shardings, arrays))
-    made: list[Any] = jax.sharding.reshard(arrays, wanted)
-    return made
+    targets = list(map(_with_own_entries, shardings, arrays))
+    resharded: list[Any] = jax.sharding.reshard(arrays, targets)
+    return resharded
 
 
 def _move(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -122,14 +122,14 @@ def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
     """The sharding with the array's own entries for UNCONSTRAINED."""
     import jax
 
-    wanted = entries_of(sharding.spec)
-    taken = {axis for entry in wanted for axis in entry_axes(entry)}
-    own = entries_of(jax.typeof(array).sharding.spec)
+    entries = entries_of(sharding.spec)
+    taken = {axis for entry in entries for axis in entry_axes(entry)}
+    current = entries_of(jax.typeof(array).sharding.spec)
     filled = (
         entry_of(tuple(axis for axis in entry_axes(mine) if axis not in taken))
         if is_unconstrained(entry)
         else entry
-        for entry, mine in zip(wanted, own, strict=False)
+        for entry, mine in zip(entries, current, strict=False)
     )
     return jax.sharding.NamedSharding(sharding.mesh, with_entries(sharding.spec, filled))
 
@@ -143,7 +143,7 @@ def _by_axis_type(
     types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}
     local = without_axes(sharding.spec, *manual_axes(view))
 
-    def only(kind: str, other: str) -> NamedSharding | None:
-        return NamedSharding(view, without_axes(local, types[other])) if types[kind] else None
+    def only(kind: str, excluded: str) -> NamedSharding | None:
+        return NamedSharding(view, without_axes(local, types[excluded])) if types[kind] else None
 
     return only("Explicit", "Auto"), only("Auto", "Explicit")

@@ -87,13 +87,13 @@ def wait_limit() -> float:
     Raises:
         ValueError: The environment variable is not a number above 0.
     """
-    given = os.environ.get(_LIMIT, "")
+    text = os.environ.get(_LIMIT, "")
     try:
-        seconds = float(given or _LIMIT_SECONDS)
+        seconds = float(text or _LIMIT_SECONDS)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ValueError(f"{_LIMIT} is {brief(given)}; it must be a number of seconds above 0")
+        raise ValueError(f"{_LIMIT} is {brief(text)}; it must be a number of seconds above 0")
     return seconds
 
 
@@ -126,12 +126,12 @@ class _Job:
 
     def notes(self) -> dict[int, str]:
         """By process, the calls that others have made alone since the previous joint call."""
-        found = {}
+        notes = {}
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
             if int(number) == self.number - 1:
-                found[_last(key)] = text
-        return found
+                notes[_last(key)] = text
+        return notes
 
 
 class _Round:
@@ -202,11 +202,11 @@ class _Round:
 
     def _difference(self, rows: list[Row], others: list[int]) -> str:
         """The first difference between process 0 and the first of the others."""
-        me, other = self._job.me, others[0]
-        if me == other:
+        me, peer = self._job.me, others[0]
+        if me == peer:
             self._set_rows(rows)
         if me == 0:
-            names = ("process 0", f"process {other}")
+            names = ("process 0", f"process {peer}")
             theirs = self._rows_there()
             first = first_difference(rows, theirs, names) if theirs else "(no answer)"
             self._set("difference", first)
@@ -330,19 +330,19 @@ DEVICES: Final = "the order of the mesh's devices"
 _SHOWN: Final = 200
 
 
-def rows_of(tree: Any, wanted: Mapping[int, NamedSharding | None]) -> list[Row]:
+def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
     """A row for each of these leaves, and one for the devices of all meshes.
 
     Args:
         tree: A pytree.
-        wanted: The new sharding by the leaf's index. None for a leaf that stays.
+        shardings: The new sharding by the leaf's index. None for a leaf that stays.
     """
     from jax import tree_util
 
     texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
-        for index, to in wanted.items()
+        for index, to in shardings.items()
     ]
     return [*rows, (DEVICES, texts.devices())]
 
@@ -354,10 +354,10 @@ def digest(rows: list[Row]) -> str:
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -> str:
+def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, str]) -> str:
     """The first row that differs between two processes, with the text of each process."""
-    *leaves, devices = one
-    *other_leaves, other_devices = other
+    *leaves, devices = rows
+    *other_leaves, other_devices = other_rows
     pairs = [*zip_longest(leaves, other_leaves), (devices, other_devices)]
     place, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     if a and b and a[0] == b[0]:
@@ -367,8 +367,8 @@ def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -
         ends = "no such leaf"
         texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
     start = max(0, _common(*texts) - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
-    said = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
-    return f"{where}: {', and '.join(said)}"
+    texts_of = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
+    return f"{where}: {', and '.join(texts_of)}"
 
 
 def is_spread(leaf: Any) -> bool:
@@ -417,10 +417,10 @@ class _Texts:
         )
 
     def _of(self, sharding: Sharding) -> str:
-        known = self._texts.get(id(sharding))
-        if known is None:
-            known = self._texts[id(sharding)] = (sharding, self._made(sharding))
-        return known[1]
+        entry = self._texts.get(id(sharding))
+        if entry is None:
+            entry = self._texts[id(sharding)] = (sharding, self._made(sharding))
+        return entry[1]
 
     def _made(self, sharding: Any) -> str:
         from jax.sharding import NamedSharding
@@ -439,10 +439,10 @@ class _Texts:
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """Length of the common prefix."""
-    same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+    same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(same, min(len(first), len(second)))
 
 
 def _cut(text: str, start: int) -> str:
@@ -498,6 +498,6 @@ class JointCall:
             ValueError: The environment's time limit is not a number above 0.
         """
         if self.joint:
-            own, limit = rows(), wait_limit()
+            own_rows, limit = rows(), wait_limit()
             self.joint = False
-            settle(self._name, own, limit)
+            settle(self._name, own_rows, limit)

@@ -101,7 +101,7 @@ def shard(
         >>> tuple(placed["w"].sharding.spec)
         ('tp', None)
     """
-    leaves, treedef, wanted = agreed_shardings(
+    leaves, treedef, targets = agreed_shardings(
         "shard",
         tree,
         rules,
@@ -111,15 +111,15 @@ def shard(
         companions=companions,
         names=names,
         optional_axes=optional_axes,
-        chosen=partial(of_placeable, scalars=scalars),
+        select=partial(of_placeable, scalars=scalars),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
-    chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
-    shardings: list[Any] = [wanted[i] for i in chosen]
-    ready = [converted(leaves[i], dtype) for i in chosen]
-    placed = replace_at(leaves, chosen, put(ready, shardings, donate=donate))
-    made: Tree = treedef.unflatten(placed)
-    return made
+    placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
+    shardings: list[Any] = [targets[i] for i in placed_at]
+    ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
+    placed = replace_at(leaves, placed_at, put(ready, shardings, donate=donate))
+    result: Tree = treedef.unflatten(placed)
+    return result
 
 
 def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
@@ -135,8 +135,8 @@ def converted(leaf: Any, dtype: Any) -> Any:
     """The leaf with this dtype, if it is a floating array of 16 bits or more."""
     if dtype is None:
         return leaf
-    own = getattr(getattr(leaf, "dtype", None), "name", "")
-    if not is_plain_float(own) or isinstance(leaf, np.generic):
+    name = getattr(getattr(leaf, "dtype", None), "name", "")
+    if not is_plain_float(name) or isinstance(leaf, np.generic):
         return leaf
     return leaf.astype(np.dtype(dtype))
 
@@ -192,8 +192,8 @@ def gather(tree: Tree) -> Tree:
     fetched = jax.device_get([leaves[i] for i in at_once])
     for index, array in zip(at_once, fetched, strict=True):
         leaves[index] = array
-    made: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
-    return made
+    result: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
+    return result
 
 
 def agreed_shardings(
@@ -202,7 +202,7 @@ def agreed_shardings(
     rules: RulesLike,
     mesh: MeshLike | None,
     *,
-    chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    select: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     options: Callable[[], list[Row]] = list,
     **keywords: Any,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
@@ -213,24 +213,24 @@ def agreed_shardings(
         tree: Any pytree.
         rules: As in `requested_shardings`.
         mesh: As in `requested_shardings`.
-        chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
+        select: select(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
         options: Checks further arguments, and returns them as rows on which processes agree.
         keywords: As in `requested_shardings`.
     """
     with JointCall(name) as call:
-        more = options()
+        extra = options()
         if call.joint and asks_for_own_devices(rules, mesh) and not has_spread(tree):
             call.alone()
-        leaves, treedef, wanted = requested_shardings(tree, rules, mesh, **keywords)
-        if chosen is not None:
-            wanted = chosen(tree, leaves, wanted)
+        leaves, treedef, targets = requested_shardings(tree, rules, mesh, **keywords)
+        if select is not None:
+            targets = select(tree, leaves, targets)
         if call.joint:
-            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+            for i, (leaf, sharding) in enumerate(zip(leaves, targets, strict=True)):
                 if sharding is not None:
                     check_reachable(partial(leaf_path, tree, i), leaf, sharding)
-        call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
-    return leaves, treedef, wanted
+        call.agree(lambda: [*extra, *rows_of(tree, dict(enumerate(targets)))])
+    return leaves, treedef, targets
 
 
 def leaf_path(tree: Any, index: int) -> str:
@@ -250,28 +250,30 @@ def of_placeable(
     """Returns the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
     import jax
 
-    chosen = list(shardings)
+    targets = list(shardings)
     if scalars == "keep":
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
-        chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
+        targets = [
+            target if is_array else None for is_array, target in zip(arrays, targets, strict=True)
+        ]
     elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
         numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
         for index, path in _paths(tree, numbers):
             if _is_attribute_of_module(tree, path):
-                chosen[index] = None
+                targets[index] = None
     can_all = all(map(_can_be_placed, of_each_type(leaves)))
     others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
-        if chosen[index] is None:
+        if targets[index] is None:
             continue
         if not _stays(leaves[index], path) or len(others) == len(leaves):
             raise TypeError(
                 f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
                 f"{shown(leaves[index])}; {_instead(leaves[index])}"
             )
-        chosen[index] = None
-    _check_placeable(tree, leaves, chosen)
-    return chosen
+        targets[index] = None
+    _check_placeable(tree, leaves, targets)
+    return targets
 
 
 def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
@@ -279,7 +281,7 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
     from jax.core import Tracer
 
     def path(sharding: NamedSharding) -> str:
-        return leaf_path(tree, next(i for i, one in enumerate(shardings) if one is sharding))
+        return leaf_path(tree, next(i for i, target in enumerate(shardings) if target is sharding))
 
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is not None and isinstance(leaf, Tracer):

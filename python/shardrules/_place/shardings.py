@@ -125,8 +125,8 @@ def _factors(tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int) -> di
         return note_of(cast(SpecOnMesh, specs[spec]), kept)
 
     def note_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> bool:
-        made = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
-        return made is None or note_of(made, made.corrector.kept(shape))
+        bound = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
+        return bound is None or note_of(bound, bound.corrector.kept(shape))
 
     def note_of(spec: SpecOnMesh, kept: int) -> bool:
         for axis, factor in spec.factors(kept):
@@ -166,14 +166,14 @@ def corrected_sharding(
     Raises:
         ValueError: The correction makes it an error. The message names no path.
     """
-    found = sharding_or_reasons(spec, shape, mesh, correction)
-    if not isinstance(found, list):
-        return found
+    result = sharding_or_reasons(spec, shape, mesh, correction)
+    if not isinstance(result, list):
+        return result
     what = (
         f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
         f"{mesh_shown(mesh.shape)}:"
     )
-    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in found)]))
+    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in result)]))
 
 
 def correction_losses(
@@ -259,7 +259,7 @@ def specs_on_mesh(
     correction: Correction,
     *,
     manual: ManualAxes = _NO_MANUAL_AXES,
-    made: bool = True,
+    as_specs: bool = True,
     optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
     """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
@@ -269,7 +269,7 @@ def specs_on_mesh(
         axis_sizes: Devices along each mesh axis.
         correction: The correction of rules without their own.
         manual: Manual axes, which are left out because shapes are local.
-        made: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
+        as_specs: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
         optional_axes: Axes that the mesh may lack, beside those of each rule.
 
     Raises:
@@ -279,47 +279,47 @@ def specs_on_mesh(
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
     for index, (_, spec) in enumerate(rules):
-        wanted = rule_spec(spec)
-        is_spec = is_partition_spec(wanted.spec) or isinstance(wanted.spec, Entries | Fsdp)
+        rule = rule_spec(spec)
+        is_spec = is_partition_spec(rule.spec) or isinstance(rule.spec, Entries | Fsdp)
         if not is_spec:
             raise TypeError(
-                f"rule {index}: the spec {shown(wanted.spec)} cannot be put on a mesh: it is no "
+                f"rule {index}: the spec {shown(rule.spec)} cannot be put on a mesh: it is no "
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
-        spec_of.append(index_of.setdefault(wanted, len(index_of)))
-    policies = [wanted.correction or correction for wanted in index_of]
+        spec_of.append(index_of.setdefault(rule, len(index_of)))
+    policies = [rule.correction or correction for rule in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
-    options: Any = {"made": made, "has_parts": has_parts, "optional_axes": optional_axes}
+    options: Any = {"as_specs": as_specs, "has_parts": has_parts, "optional_axes": optional_axes}
     specs = [
-        bound_spec(one, axis_sizes, policy, manual, **options)
-        for one, policy in zip(index_of, policies, strict=True)
+        bound_spec(key, axis_sizes, policy, manual, **options)
+        for key, policy in zip(index_of, policies, strict=True)
     ]
     return specs, spec_of
 
 
 def bound_spec(
-    wanted: RuleSpec,
+    rule: RuleSpec,
     axis_sizes: Mapping[str, int],
     correction: Correction,
     manual: ManualAxes,
     *,
-    made: bool = True,
+    as_specs: bool = True,
     has_parts: bool = False,
     optional_axes: frozenset[str] = frozenset(),
     named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
     """One of the specs of `specs_on_mesh`."""
-    by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
-    given: Any = wanted.spec if by_shape is None else by_shape.within
-    spec = as_partition_spec(given) if made else given
+    by_shape = rule.spec if isinstance(rule.spec, Fsdp) else None
+    entries: Any = rule.spec if by_shape is None else by_shape.within
+    spec = as_partition_spec(entries) if as_specs else entries
     local, inside = _inside_shard_map(spec, correction, manual)
     on_mesh = SpecOnMesh(
         local,
         axis_sizes,
         inside,
-        wanted.units,
+        rule.units,
         has_parts=has_parts,
-        optional_axes=optional_axes.union(wanted.optional_axes),
+        optional_axes=optional_axes.union(rule.optional_axes),
         named_with=named_with,
     )
     if by_shape is None:
@@ -340,8 +340,8 @@ def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -
         ValueError: They do not; the message names the rule.
     """
     first: dict[MemoryKind | None, str] = {}
-    for index, (pattern, given) in enumerate(rules):
-        first.setdefault(memory_kind_of(given), f"rule {index} {pattern!r}")
+    for index, (pattern, spec) in enumerate(rules):
+        first.setdefault(memory_kind_of(spec), f"rule {index} {pattern!r}")
     for kind, rule in first.items():
         check_memory_on_mesh(rule, kind, mesh)
 
@@ -369,9 +369,7 @@ def _bind(
         rules, dict(mesh.shape), correction, manual=manual, optional_axes=optional_axes
     )
     check_memory_of_rules(rules, mesh)
-    memory_of = {
-        spec: memory_kind_of(given) for spec, (_, given) in zip(spec_of, rules, strict=True)
-    }
+    memory_of = {spec: memory_kind_of(rule) for spec, (_, rule) in zip(spec_of, rules, strict=True)}
 
     @functools.cache
     def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
@@ -381,16 +379,18 @@ def _bind(
         return None if corrected is None else sharding(corrected, memory_of[spec])
 
     def placed(spec: int, corrected: PartitionSpec | None) -> Placement | None:
-        made = sharded(spec, corrected)
-        return None if made is None else Placement(made, memory_of[spec] is not None)
+        sharding = sharded(spec, corrected)
+        return None if sharding is None else Placement(sharding, memory_of[spec] is not None)
 
-    def answers(of: Callable[[int, PartitionSpec | None], object], replicated: object) -> _Answers:
+    def answers(
+        convert: Callable[[int, PartitionSpec | None], object], replicated: object
+    ) -> _Answers:
         # These must not refer to the tables, because the tables refer to them.
         def make(spec: int, rank: int, kept: int) -> object:
-            return of(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
+            return convert(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
 
         def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
-            return of(spec, specs[spec].decided(shape, dtype))
+            return convert(spec, specs[spec].decided(shape, dtype))
 
         correctors = [spec.corrector for spec in specs]
         table = ShardingTable(correctors, spec_of, make, make_for_shape)
@@ -413,8 +413,8 @@ def _misfits_message(
     rows = []
     for path, (rule, shape) in leaves:
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
-        said = plain_spec(matcher.pairs[rule][1])
-        given = said if isinstance(said, Fsdp) else spec.spec
-        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(given)}"
+        rule_spec = plain_spec(matcher.pairs[rule][1])
+        written = rule_spec if isinstance(rule_spec, Fsdp) else spec.spec
+        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(written)}"
         rows.append(LeafError(path, shape, decided_by, list(spec.errors(tuple(shape)))))
     return leaf_errors(rows, on_mesh.mesh.shape, count=count)

@@ -59,7 +59,7 @@ def placements_by_specs(
     spread = spread_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
     correction = policy.correction or EFORMER.correction
-    by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
+    by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
     dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
@@ -68,7 +68,7 @@ def placements_by_specs(
         kind: None if spec is None else _of_kind(spec, kind, bound, correction, optional)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
-    if any(isinstance(found, list) for found in of_kind.values()):
+    if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
     return list(map(of_kind.__getitem__, kinds))  # type: ignore[arg-type]
 
@@ -98,14 +98,14 @@ def _of_kind(
 ) -> Placement | list[str]:
     """What leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
-    wanted, on_mesh = bound[number]
+    bare, on_mesh = bound[number]
     try:
         sharding = sharding_or_reasons(
-            wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
+            bare, shape, on_mesh, policy, dtype, optional_axes=optional_axes
         )
         if isinstance(sharding, list):
             return sharding
-        if wanted is spec:
+        if bare is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)
     except ValueError as error:
@@ -127,7 +127,7 @@ def _bound_specs(
         elif is_named_sharding(spec):
             bound[id(spec)] = spec.spec, local_view(spec.mesh)
         else:
-            index = next(index for index, one in enumerate(spread) if one is spec)
+            index = next(index for index, other in enumerate(spread) if other is spec)
             raise TypeError(
                 f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
                 "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
@@ -135,11 +135,11 @@ def _bound_specs(
     return bound
 
 
-def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    kind = given.memory_kind
+def _in_memory_of(target: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    kind = target.memory_kind
     if kind is not None and kind != sharding.memory_kind:
         sharding = sharding.with_memory_kind(kind)
-    return given if given == sharding else sharding  # JAX's caches know that one already
+    return target if target == sharding else sharding  # JAX's caches know that one already
 
 
 def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
@@ -148,10 +148,10 @@ def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
 
     if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
         return [specs] * treedef.num_leaves
-    if (alike := _leaves_alike(specs, treedef)) is not None:
-        return alike
+    if (same := _leaves_alike(specs, treedef)) is not None:
+        return same
     try:
-        given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
+        flat, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
         node: Any = structure  # JAX's types do not know its methods
         parts = node.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
@@ -161,8 +161,8 @@ def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
             "structure, or one that ends earlier; rules are (pattern, spec) pairs"
         ) from None
     if tree_util.all_leaves(parts):
-        return given
-    pairs = zip(given, parts, strict=True)
+        return flat
+    pairs = zip(flat, parts, strict=True)
     return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
 
 
@@ -171,9 +171,9 @@ def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
     from jax import tree_util
 
     with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
-        given, structure = tree_util.tree_flatten(specs)
+        flat, structure = tree_util.tree_flatten(specs)
         if structure == treedef:
-            return given
+            return flat
     return None
 
 
@@ -186,8 +186,8 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
     if there is None:
         return f"{at} the specs go on, where the tree has {shown(tree)}"
     if here.keys() != there.keys():
-        more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-        return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
+        extra, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+        return f"{at} the specs alone have {brief(extra)}, and the tree alone {brief(missing)}"
     if type(specs) is not type(tree):
         return (
             f"{at} the specs have {with_article(type(specs).__name__)}, and the tree "

@@ -41,19 +41,19 @@ def put(
     import jax
 
     to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
-    made: list[Any]
+    result: list[Any]
     if not any(map(is_array, of_each_type(leaves))) and _are_for_here(shardings):
-        made = to_devices(leaves, shardings)
-        return made
+        result = to_devices(leaves, shardings)
+        return result
     ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
     arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
-    made = replace_at(ready, moved, arrays)
+    result = replace_at(ready, moved, arrays)
     if donate:
-        jax.block_until_ready(made)
-        for leaf, array in zip(leaves, made, strict=True):
+        jax.block_until_ready(result)
+        for leaf, array in zip(leaves, result, strict=True):
             if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
                 leaf.delete()
-    return made
+    return result
 
 
 def check_reachable(
@@ -120,7 +120,7 @@ def _prepared(
     """(the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
     import jax
 
-    own = {id(one): one.is_fully_addressable for one in distinct(shardings)}
+    is_local = {id(target): target.is_fully_addressable for target in distinct(shardings)}
     ready, moved, elsewhere = list(leaves), [], []
     for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         # Asked once: that of random keys takes long.
@@ -128,7 +128,7 @@ def _prepared(
         if was is not None and may_stay and _is_in_place(leaf, was, sharding):
             continue
         moved.append(index)
-        if own[id(sharding)]:
+        if is_local[id(sharding)]:
             if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
                 elsewhere.append(index)
         elif not is_spread(leaf):
@@ -138,7 +138,7 @@ def _prepared(
 
 def _are_for_here(shardings: list[NamedSharding]) -> bool:
     """Whether all their devices are of this process."""
-    return all(one.is_fully_addressable for one in distinct(shardings))
+    return all(sharding.is_fully_addressable for sharding in distinct(shardings))
 
 
 def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
@@ -148,11 +148,11 @@ def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
+def _are_cut_alike(before: Any, after: Any, shape: tuple[int, ...]) -> bool:
     """Whether the devices, in their order, have the same parts."""
-    if len(one.device_set) != len(other.device_set):
+    if len(before.device_set) != len(after.device_set):
         return False
-    maps = (each.devices_indices_map(shape).values() for each in (one, other))
+    maps = (each.devices_indices_map(shape).values() for each in (before, after))
     return all(a == b for a, b in zip(*maps, strict=True))
 
 
@@ -209,8 +209,8 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def replace_at(listed: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
+def replace_at(items: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
     """The list, with other objects in these places."""
-    for place, other in zip(places, others, strict=True):
-        listed[place] = other
-    return listed
+    for place, item in zip(places, others, strict=True):
+        items[place] = item
+    return items

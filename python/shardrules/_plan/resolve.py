@@ -135,7 +135,7 @@ class RulesOnMesh:
             self.axis_sizes,
             correction,
             manual=manual,
-            made=False,
+            as_specs=False,
             optional_axes=optional_axes,
         )
         self._memory_of: list[MemoryKind | None] = [memory_kind_of(given) for _, given in rules]

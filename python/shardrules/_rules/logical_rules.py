@@ -60,14 +60,14 @@ class LogicalRules:
     ) -> None:
         check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
         check_not_for_paths(rules)
-        given = rules.items() if isinstance(rules, Mapping) else rules
-        is_listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-        if not is_listed or is_partition_spec(given):
+        items = rules.items() if isinstance(rules, Mapping) else rules
+        is_listed = isinstance(items, Iterable) and not isinstance(items, str | bytes)
+        if not is_listed or is_partition_spec(items):
             raise TypeError(
                 f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}; write "
                 "[('embed', 'fsdp'), ...]"
             )
-        pairs = tuple(given)
+        pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_pair, range(len(pairs)), pairs)))
         object.__setattr__(self, "dialect", dialect)

@@ -88,7 +88,7 @@ class Coverage(NamedTuple):
     def _line(self, rule: int) -> str:
         if not self.matched[rule]:
             return f"rule {rule}: dead, matches no leaf"
-        winners = ", ".join(f"rule {other}" for other in sorted(self.lost.get(rule, ())))
+        winners = ", ".join(f"rule {winner}" for winner in sorted(self.lost.get(rule, ())))
         matched = counted(self.matched[rule], "leaf")
         if not self.won[rule]:
             return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
@@ -97,7 +97,7 @@ class Coverage(NamedTuple):
 
 
 def decided_tree(
-    matcher: Matcher, found: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
+    matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
 ) -> Any:
     """The tree of a walk, if nothing went wrong. Its events become warnings.
 
@@ -105,29 +105,29 @@ def decided_tree(
 
     Args:
         matcher: What made the walk.
-        found: Its result.
-        misfits_message: misfits_message(matcher, count, leaves) words `found.misfits`.
+        walk: Its result.
+        misfits_message: misfits_message(matcher, count, leaves) words `walk.misfits`.
 
     Raises:
         ValueError: Some leaves are not decided; one message lists all.
     """
-    for path, spec in found.events[1]:
+    for path, spec in walk.events[1]:
         warnings.warn(_event_message(path, spec), stacklevel=4)
     messages = []
-    if found.unmatched[0]:
-        messages.append(_unmatched_message(matcher, *found.unmatched))
-    if found.ambiguous[0]:
-        messages.append(ambiguous_message(matcher, *found.ambiguous))
-    if found.misfits[0]:
-        messages.append(misfits_message(matcher, *found.misfits))
+    if walk.unmatched[0]:
+        messages.append(_unmatched_message(matcher, *walk.unmatched))
+    if walk.ambiguous[0]:
+        messages.append(ambiguous_message(matcher, *walk.ambiguous))
+    if walk.misfits[0]:
+        messages.append(misfits_message(matcher, *walk.misfits))
     if messages:
         raise ValueError("\n".join(messages))
-    return found.tree
+    return walk.tree
 
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
     """About leaves that no rule matches; of the first ones (path, shape or None)."""
-    listed = _listed(
+    lines = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
     searches = matcher.dialect.match == ("search",)
@@ -135,7 +135,7 @@ def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any
     fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
         f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
-        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{listed}\n"
+        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{lines}\n"
         f"  {fix}"
     )
 
@@ -144,7 +144,7 @@ def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
     """About leaves that several rules match, where only one may; (path, (rules, shape))."""
-    listed = _listed(
+    lines = _listed(
         count,
         [
             f"{path}  shape {shape}  "
@@ -155,7 +155,7 @@ def ambiguous_message(
     tries_exact = matcher.dialect.match[0] == "exact"
     exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
     return (
-        f"{_leaves_match(count)} several rules, where only one may:\n{listed}\n"
+        f"{_leaves_match(count)} several rules, where only one may:\n{lines}\n"
         f"  Make the patterns exclude each other{exact}."
     )
 
@@ -164,7 +164,7 @@ def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
     """About leaves of a lower rank than their spec has entries; (path, (rule, shape))."""
-    listed = _listed(
+    lines = _listed(
         count,
         [
             f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
@@ -173,7 +173,7 @@ def too_long_message(
     )
     have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
     return (
-        f"{have} fewer dimensions than the spec has entries:\n{listed}\n"
+        f"{have} fewer dimensions than the spec has entries:\n{lines}\n"
         "  Shorten the specs, or take a dialect with rank='truncate'."
     )
 
@@ -187,9 +187,9 @@ def _event_message(path: str, spec: object) -> str:
     return printable(f"PartitionSpec Related to {path} {what}")
 
 
-def rule_shown(pattern: Pattern, given: Any) -> str:
+def rule_shown(pattern: Pattern, spec: Any) -> str:
     """A rule, for a message."""
-    return f"{pattern!r} -> {plain_spec(given)}"
+    return f"{pattern!r} -> {plain_spec(spec)}"
 
 
 def _leaves_match(count: int) -> str:
@@ -376,12 +376,12 @@ class Matcher:
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """The result of `make`, remembered for the next call with this key."""
-        found = self._remembered.get(key)
-        if found is None:
+        value = self._remembered.get(key)
+        if value is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered.setdefault(key, make())
-        return found  # type: ignore[no-any-return]
+            value = self._remembered.setdefault(key, make())
+        return value  # type: ignore[no-any-return]
 
     def counters(self) -> Counters:
         """The counts of the core so far."""
@@ -399,7 +399,7 @@ def checked_path(path: object) -> str:
 
 
 def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
-    return [plain_spec(given) for _, given in pairs]
+    return [plain_spec(spec) for _, spec in pairs]
 
 
 def _spec_table(

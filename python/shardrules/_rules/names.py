@@ -38,14 +38,14 @@ def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
         >>> last_wins([("embed", "tp"), ("embed", None)])
         {'embed': None}
     """
-    listed = rules if isinstance(rules, (tuple, list)) else tuple(rules)
-    if _PAIRS.issuperset(map(type, listed)):
+    pairs = rules if isinstance(rules, (tuple, list)) else tuple(rules)
+    if _PAIRS.issuperset(map(type, pairs)):
         try:
-            return dict(listed)
+            return dict(pairs)
         except (TypeError, ValueError):
             pass  # the error below names the rule
-    check_rules(listed, ".items()" if isinstance(rules, dict) else "")
-    return dict(listed)
+    check_rules(pairs, ".items()" if isinstance(rules, dict) else "")
+    return dict(pairs)
 
 
 def check_rules(rules: Iterable[Any], instead: str = "") -> None:
@@ -130,9 +130,9 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
     Raises:
         ValueError: The names do not fit the tree, or are for paths that are not there.
     """
-    found = values_beside(of_rows, names, len(paths))
-    if found is not None:
-        return found
+    values = values_beside(of_rows, names, len(paths))
+    if values is not None:
+        return values
     is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))
     if is_by_path and names.keys() <= set(paths):
         return list(map(names.get, paths))
@@ -142,15 +142,15 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
         raise (_unknown_paths(paths, names) if is_by_path else error) from None
 
 
-def _may_be_names(one: Any) -> bool:
-    if is_partition_spec(one):
+def _may_be_names(names: Any) -> bool:
+    if is_partition_spec(names):
         return True
-    return isinstance(one, tuple | list) and not any(isinstance(x, Mapping | list) for x in one)
+    return isinstance(names, tuple | list) and not any(isinstance(x, Mapping | list) for x in names)
 
 
 def _unknown_paths(paths: list[str], names: Mapping[Any, Any]) -> ValueError:
-    known = set(paths)
-    unknown = [path for path in names if path not in known]
+    leaf_paths = set(paths)
+    unknown = [path for path in names if path not in leaf_paths]
     lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
     for path in unknown[:_SHOWN]:
         near = near_shown(path, paths) if isinstance(path, str) else ""
@@ -166,13 +166,13 @@ def _by_jax(of_rows: Any, names: Any) -> list[Any]:
     treedef: Any
     rows, treedef = tree_util.tree_flatten(of_rows)
     try:
-        given: list[Any] = treedef.flatten_up_to(names)
+        values: list[Any] = treedef.flatten_up_to(names)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
             "the same structure with a tuple of names for each array, or {path: names}"
         ) from None
-    return by_row(rows, given)
+    return by_row(rows, values)
 
 
 def by_row(rows: list[int], values: list[Any]) -> list[Any]:
@@ -235,8 +235,8 @@ def says_its_sharding(variable: Any) -> bool:
 
 def named_array_types() -> tuple[type, ...]:
     """The class NamedArray; () without haliax."""
-    found = loaded("haliax.core", "NamedArray")
-    return () if found is None else (found,)
+    named_array = loaded("haliax.core", "NamedArray")
+    return () if named_array is None else (named_array,)
 
 
 def axis_names(named: Any) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
 
 
 def _hashable(names: list[Any]) -> list[Any]:
-    return [tuple(one) if isinstance(one, list) else one for one in names]
+    return [tuple(entry) if isinstance(entry, list) else entry for entry in names]
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -425,10 +425,10 @@ class Unboxed(NamedTuple):
         """The names of each array; a box may hold a tree of several, such as a quantized one."""
         from jax import tree_util
 
-        held = self.treedef.flatten_up_to(self.tree)
-        if tree_util.all_leaves(held):  # most often, and ten times as fast
+        subtrees = self.treedef.flatten_up_to(self.tree)
+        if tree_util.all_leaves(subtrees):  # most often, and ten times as fast
             return self.names
-        pairs = zip(self.names, map(tree_util.tree_leaves, held), strict=True)
+        pairs = zip(self.names, map(tree_util.tree_leaves, subtrees), strict=True)
         return [names for names, arrays in pairs for _ in arrays]
 
     def boxed(self, answers: Any) -> Any:
@@ -472,7 +472,7 @@ def unboxed_with_names(tree: Any) -> Unboxed:
         ValueError: As `unboxed`.
     """
     boxes = unboxed(tree)
-    if boxes.leaves and all(one is None for one in boxes.names):
+    if boxes.leaves and all(entry is None for entry in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))
     return boxes
 

@@ -219,11 +219,11 @@ class _Lowering:
 
     def number(self, op: int, argument: object, flags: int) -> int:
         key = (op, argument, flags & _CLASS_FLAGS)
-        known = self._numbers.get(key)
-        if known is None:
-            known = self._numbers[key] = len(self._classes)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._classes)
             self._classes.append(_char_class(*key))
-        return known
+        return number
 
     def word_class(self, *, ascii_only: bool) -> int:
         r"""The class that \b looks at, or -1 if no pattern has one."""
@@ -316,8 +316,8 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
         regex = mode.regex(pattern)
         try:
             tree = parse(f"rule {index}", regex)
-            whole = mode.method == "fullmatch"
-            items = [*_BEFORE, *tree.data, *_AFTER] if whole else tree.data
+            is_full = mode.method == "fullmatch"
+            items = [*_BEFORE, *tree.data, *_AFTER] if is_full else tree.data
             size = lowering.sequence(items, tree.state.flags, code, 0)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")

@@ -95,14 +95,14 @@ class Resolver:
         for index, (name, value) in enumerate(self.rules):
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
-            left = axes_present(axes, axis_sizes, policy.absent)
+            unassigned = axes_present(axes, axis_sizes, policy.absent)
             if policy.absent == "error":
-                left = [a for a in axes if a in axis_sizes or a not in optional_axes]
-            if axes and not left:
+                unassigned = [a for a in axes if a in axis_sizes or a not in optional_axes]
+            if axes and not unassigned:
                 self._absent.setdefault(name, []).append(index)
                 continue
             self._numbers.append(index)
-            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in left]
+            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in unassigned]
             numbered.append((number, ids))
         self._core = LogicalRuleSet(
             numbered,
@@ -140,8 +140,8 @@ class Resolver:
             ValueError: A name occurs twice.
             TypeError: `names` is not a tuple, list or PartitionSpec.
         """
-        wanted = logical_names(names)
-        if twice := repeated(wanted, self.dialect):
+        free = logical_names(names)
+        if twice := repeated(free, self.dialect):
             raise ValueError(
                 f"Unsupported: Dimensions {twice} occur more than once in array names {names}; "
                 "give each dimension a name of its own, or None"
@@ -150,7 +150,7 @@ class Resolver:
             winners, lost = self._core.resolve(
                 [
                     (self._name_id(entry), self._known_axes(entry), _at(shape, dim))
-                    for dim, entry in enumerate(wanted)
+                    for dim, entry in enumerate(free)
                 ]
             )
         except TypeError as error:
@@ -161,9 +161,9 @@ class Resolver:
         numbers = self._numbers
         return Resolution(
             self,
-            wanted,
+            free,
             [None if winner is None else numbers[winner] for winner in winners],
-            sorted([*self._lost_to_absent(wanted), *self._lost(lost)]),
+            sorted([*self._lost_to_absent(free), *self._lost(lost)]),
         )
 
     def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
@@ -172,12 +172,12 @@ class Resolver:
             return spec
         return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
 
-    def _lost(self, found: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
+    def _lost(self, losses: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
         """The rules that lost, by their numbers in the core."""
         numbers = self._numbers
-        for rule, dim, why, to in found:
-            other = numbers[to] if why == "dim taken" and to is not None else to
-            yield LostRule(numbers[rule], dim, cast(Reason, why), other)
+        for rule, dim, why, to in losses:
+            rival = numbers[to] if why == "dim taken" and to is not None else to
+            yield LostRule(numbers[rule], dim, cast(Reason, why), rival)
 
     def _lost_to_absent(self, names: tuple[Any, ...]) -> Iterator[LostRule]:
         if self._absent:
@@ -230,9 +230,9 @@ class Resolution(NamedTuple):
             by = "" if winner is None else f"  (rule {winner})"
             lines.append(f"dim {dim} {name!r} -> {got}{by}")
             lines += [
-                f"    rule {one.rule} {self.rules.rules[one.rule]!r} lost: {self.reason(one)}"
-                for one in self.lost
-                if one.dim == dim
+                f"    rule {lost.rule} {self.rules.rules[lost.rule]!r} lost: {self.reason(lost)}"
+                for lost in self.lost
+                if lost.dim == dim
             ]
         return printable_lines(lines)
 

@@ -287,14 +287,14 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
             f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
             "use named_shardings or plan, with a mesh"
         )
-    found = matcher.decide(
+    walk = matcher.decide(
         tree,
         matcher.specs,
         as_partition_spec(Entries()),
         min_size=checked_min_size(min_size),
         strict=boolean("strict", strict),
     )
-    return decided_tree(matcher, found, too_long_message)
+    return decided_tree(matcher, walk, too_long_message)
 
 
 def as_rules(name: str, rules: PathRules) -> Rules:
@@ -314,16 +314,16 @@ def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules"
     """
     pairs = tuple(_checked_rules(rules, name))
     try:
-        given = GivenPairs(pairs, dialect)
+        key = GivenPairs(pairs, dialect)
     except TypeError:  # lists, as JSON has them; checked, they are tuples
-        given = GivenPairs(_checked_pairs(pairs, dialect), dialect)
-    return _compiled(given)
+        key = GivenPairs(_checked_pairs(pairs, dialect), dialect)
+    return _compiled(key)
 
 
 # Each may hold its memory budget in states, but real rules take some 100 KB.
 @functools.lru_cache(maxsize=16)
-def _compiled(given: GivenPairs) -> Rules:
-    return Rules(given.pairs, given.dialect)
+def _compiled(key: GivenPairs) -> Rules:
+    return Rules(key.pairs, key.dialect)
 
 
 def matcher_of(rules: Rules) -> Matcher:
@@ -362,12 +362,12 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
     return list(rules)
 
 
-def where_rules_are(given: Any) -> str:
+def where_rules_are(thing: Any) -> str:
     """The end of an error about what is no rules itself, but leads to some; or ""."""
-    if isinstance(given, str | os.PathLike):
+    if isinstance(thing, str | os.PathLike):
         return "; the rules of a file are shardrules.read_rules(path).rules"
-    has_rules = hasattr(getattr(given, "rules", None), "dialect")  # of paths, or of names
-    return "; give its .rules" if has_rules and not isinstance(given, Mapping) else ""
+    has_rules = hasattr(getattr(thing, "rules", None), "dialect")  # of paths, or of names
+    return "; give its .rules" if has_rules and not isinstance(thing, Mapping) else ""
 
 
 def _pairs_of(rules: Mapping[Any, Any]) -> str:

@@ -40,13 +40,13 @@ def leaf_errors(
         said_by: What decides the leaves.
         count: How many leaves there are. Default: those of the rows.
     """
-    shown = rows[:MOST_LISTED]
+    first = rows[:MOST_LISTED]
     total = sum(row.leaves for row in rows) if count is None else count
     mesh = "their meshes" if axis_sizes is None else f"the mesh {mesh_shown(axis_sizes)}"
     lines = [f"{counted(total, 'leaf')} cannot be sharded as the {said_by} say, on {mesh}:"]
-    for path, shape, decided_by, reasons, _ in shown:
+    for path, shape, decided_by, reasons, _ in first:
         size = "" if shape is None else f"  shape {tuple(shape)}"
         lines.append(f"    {path or '(the tree)'}{size}  {decided_by}")
         lines += [f"        {reason}" for reason in reasons]
-    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in shown), "leaf")]
+    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in first), "leaf")]
     return printable_lines(lines)
