@@ -1,9 +1,4 @@
-"""Bytes that devices receive and send when an array gets another sharding, on the same mesh or not.
-
-A device keeps the part of its new shard that it holds already, and receives the rest. Shards are
-boxes of a grid, so that part is a product of overlaps along the dimensions. Costs some passes over
-the devices per array. Must not know about trees, rules or JAX's devices.
-"""
+"""Bytes of arrays on the devices of a mesh, and bytes that move to another sharding."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ _MOST_WORK: Final = 2**30
 
 
 class _Cut(NamedTuple):
-    """A dimension that its mesh axes do not divide."""
+    """Dimension that its mesh axes do not divide."""
 
     axes: tuple[str, ...]
     size: int
@@ -38,7 +33,7 @@ class _Cut(NamedTuple):
     """Size of a full shard. After the full shards one device has the rest, and others nothing."""
 
     def steps(self, axis_sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """(positions at which the shard's length changes, the lengths from there on)."""
+        """Return (positions at which the shard's length changes, the lengths from there on)."""
         full = self.size // self.part
         positions, lengths = [0, full, full + 1], [self.part, self.size - full * self.part, 0]
         kept = 3 if full + 1 < prod(axis_sizes[axis] for axis in self.axes) else 2
@@ -46,7 +41,7 @@ class _Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The bits of one array on each device."""
+    """Bits of one array on each device."""
 
     bits: int
     """Bits of an element, times each device's share of the evenly cut dimensions."""
@@ -55,19 +50,19 @@ class Held(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Bytes on the fullest device, which is the first one."""
+        """Return bytes on the fullest device, which is the first one."""
         return -(-self.most_bits // 8)
 
     @property
     def most_bits(self) -> int:
-        """Bits on the fullest device."""
+        """Return bits on the fullest device."""
         return self.bits * prod(cut.part for cut in self.cuts)
 
 
 def held_of(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> Held:
-    """The bits of an array on each device; arguments as in `device_bytes`."""
+    """Return the bits of an array on each device; arguments as in `device_bytes`."""
     entries = entries_of(spec)
     cuts = []
     for dim, size in enumerate(shape):
@@ -85,7 +80,7 @@ def held_of(
 def device_bytes(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> npt.NDArray[Any]:
-    """Bytes of an array on each device of a mesh.
+    """Return bytes of an array on each device of a mesh.
 
     A dimension that its axes do not divide is cut as in XLA: the shard size is rounded up, and the
     last shards are smaller or empty.
@@ -154,7 +149,7 @@ class DeviceClasses:
             )
 
     def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
-        """Bytes per class of all arrays.
+        """Return bytes per class of all arrays.
 
         Args:
             counted: (number of arrays, one of them) pairs.
@@ -181,7 +176,7 @@ class DeviceClasses:
     def _cut_alike(
         self, axes: tuple[tuple[str, ...], ...], counts: dict[Held, int], exact: np.dtype[Any]
     ) -> npt.NDArray[Any]:
-        """The total of arrays whose uneven dimensions are cut by the same axes.
+        """Return the total of arrays whose uneven dimensions are cut by the same axes.
 
         Bytes as a function of the position among the shards are a step function. The steps of each
         array are added up, and one cumulative sum gives the total of all arrays.
@@ -210,7 +205,7 @@ class DeviceClasses:
         return noted[tuple(places)]
 
     def _positions(self, axes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """Per class, the position of its first device among the shards that these axes make."""
+        """Return by class the position of its first device among the shards of these axes."""
         names = list(self._axis_sizes)
         position = np.zeros((1,) * len(names), np.int64)
         for axis in axes:
@@ -220,7 +215,7 @@ class DeviceClasses:
         return position
 
     def each(self, of_classes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Numbers per class as numbers per device, with a dimension for each mesh axis in order.
+        """Return numbers per class as numbers per device, with a dimension for each mesh axis.
 
         The result is read-only, because equal numbers along an axis are stored once.
         """
@@ -234,7 +229,7 @@ class DeviceClasses:
 
 
 class Grid:
-    """The devices of a mesh in row-major order, and which of them are in another mesh too.
+    """Devices of a mesh in row-major order, and which of them are in another mesh too.
 
     Args:
         axis_sizes: Devices along each mesh axis, in the mesh's order.
@@ -253,16 +248,16 @@ class Grid:
         self._positions: dict[tuple[str, ...], _Ints] = {}
 
     def full(self, value: Any) -> _Ints:
-        """A new array with this number, or these, for the devices."""
+        """Return a new array with this number, or these, for the devices."""
         return np.full(self.devices, value, self._exact)
 
     def cuts(self, rank: int, spec: PartitionSpec | Entries) -> list[tuple[str, ...]]:
-        """For each of so many dimensions, the axes of more than one device that cut it."""
+        """Return for each of so many dimensions, the axes of more than one device that cut it."""
         named = [*map(entry_axes, entries_of(spec)), *[()] * (rank - len(spec))]
         return [tuple(a for a in axes if self._axis_sizes[a] > 1) for axes in named[:rank]]
 
     def interval(self, size: int, axes: tuple[str, ...]) -> tuple[Any, Any]:
-        """Per device the (start, stop) of its part of a dimension that these axes cut, as in XLA.
+        """Return by device the (start, stop) of its shard of a dimension, as in XLA.
 
         Parts are rounded up; the last ones are smaller, or empty.
         """
@@ -273,7 +268,7 @@ class Grid:
         return start, np.minimum(start + part, size)
 
     def _position(self, axes: tuple[str, ...]) -> _Ints:
-        """Per device its position among the parts that these axes make."""
+        """Return per device its position among the parts that these axes make."""
         if axes not in self._positions:
             names, position = list(self._axis_sizes), np.zeros((1,) * len(self.sizes), np.int64)
             for axis in axes:
@@ -285,21 +280,21 @@ class Grid:
         return self._positions[axes]
 
     def on_shared(self, value: Any) -> Any:
-        """A number for each device, or one for all, for the shared devices alone."""
+        """Return a number for each device, or one for all, for the shared devices alone."""
         return value[self.shared] if isinstance(value, np.ndarray) else value
 
     def of_shared(self, value: _Ints) -> _Ints:
-        """A number for each of the shared devices as one for each device, 0 for the others."""
+        """Return numbers of the shared devices as numbers of all devices, 0 for the others."""
         each = self.full(0)
         each[self.shared] = value
         return each
 
     def copies(self, used: frozenset[str]) -> int:
-        """How many devices hold the same part of an array that these axes cut."""
+        """Return how many devices hold the same part of an array that these axes cut."""
         return prod(size for axis, size in self._axis_sizes.items() if axis not in used)
 
     def of_groups(self, value: _Ints, used: frozenset[str]) -> _Ints:
-        """A number for each device, which is the same for those of a group, as one for each group.
+        """Return by group a number that is equal on all devices of the group.
 
         A group is the devices that hold the same part. The result has a dimension for each axis, of
         size 1 for those that tell no groups apart.
@@ -308,13 +303,13 @@ class Grid:
         return value.reshape(self.sizes)[first]
 
     def group_sums(self, value: _Ints, used: frozenset[str]) -> _Ints:
-        """The sums over the devices of each group, with the dimensions of `of_groups`."""
+        """Return the sums over the devices of each group, with the dimensions of `of_groups`."""
         dims = tuple(dim for dim, axis in enumerate(self._axis_sizes) if axis not in used)
         sums: _Ints = value.reshape(self.sizes).sum(axis=dims, keepdims=True)
         return sums
 
     def shares(self, of_group: _Ints, used: frozenset[str]) -> _Ints:
-        """Numbers of groups, shared out equally among their devices; the first ones get the rest.
+        """Return numbers of groups, shared equally among their devices; the first get the rest.
 
         Args:
             of_group: With the dimensions of `of_groups`.
@@ -328,7 +323,7 @@ class Grid:
 
 
 class Moved(NamedTuple):
-    """What moves of arrays that are alike. Bytes of a device are rounded up for each array."""
+    """Bytes that move of equal arrays. Bytes of a device are rounded up for each array."""
 
     received: _Ints
     """Per device of the new mesh, bytes of one array."""
@@ -348,7 +343,7 @@ def moved_bytes(
     grids: tuple[Grid, Grid],
     count: int = 1,
 ) -> Moved:
-    """What moves of so many arrays.
+    """Return what moves of so many arrays.
 
     Args:
         shape: Shape of the whole array.

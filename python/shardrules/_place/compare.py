@@ -1,8 +1,4 @@
-"""`compare`: the leaves of a tree that two rule lists, or trees of specs, decide differently.
-
-One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
-a dialect's choices mean.
-"""
+"""`compare`: the leaves of a tree that two rule lists, or trees of specs, decide differently."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice
 
 @record
 class Decision(NamedTuple):
-    """The decision of a rule list about a leaf."""
+    """Decision of a rule list about a leaf."""
 
     spec: Any
     """None if there is a problem."""
@@ -46,7 +42,7 @@ class Decision(NamedTuple):
 
 @record
 class Difference(NamedTuple):
-    """A leaf that two rule lists decide differently."""
+    """Leaf that two rule lists decide differently."""
 
     path: str
     """The path in the dialect of the first rule list."""
@@ -69,7 +65,7 @@ def compare(
     min_size: int | None = 0,
     names: Any = None,
 ) -> list[Difference]:
-    """The leaves whose specs differ between two rule lists: for migrating from one to the other.
+    """Return the leaves whose specs differ between two rule lists, for migrating to the other.
 
     Specs are equal if they shard alike: `P("tp")`, `P("tp", None)` and `P(("tp",))` are. Those of
     logical rules are `logical_to_mesh`'s, without a mesh.
@@ -167,13 +163,13 @@ def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
 
 
 def _of_spec(sharding: Any) -> Decision:
-    """The decision of a spec or a sharding that was given for a leaf."""
+    """Return the decision of a spec or a sharding that was given for a leaf."""
     spec = sharding.spec if is_named_sharding(sharding) else sharding
     return Decision(spec, None, None, "unmatched" if sharding is None else None)
 
 
 def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
-    """The tree with a Decision for each leaf."""
+    """Return the tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
 
     def decision(rule: int, spec: object) -> Decision:
@@ -191,7 +187,7 @@ def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
 
 
 def _essence(decision: Decision) -> object:
-    """Equal for decisions that shard alike."""
+    """Return a key that is equal for decisions that shard alike."""
     spec, problem = decision.spec, decision.problem
     if problem is not None or not is_partition_spec(spec):
         return problem, spec

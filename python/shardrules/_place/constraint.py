@@ -1,8 +1,4 @@
-"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit.
-
-Outside jit it is a placement, of copies; inside, `traced` has the operations. Must not know how a
-sharding was decided.
-"""
+"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _K
 
 
 def is_tracing(leaves: list[Any]) -> bool:
-    """Whether the caller, or one of the leaves, is inside jit or another transformation."""
+    """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
     jax = _names_of_jax()
     return not jax.trace_state_clean() or any(isinstance(leaf, jax.tracer) for leaf in leaves)
 
@@ -135,12 +131,12 @@ _SAID_BY: Final = _SaidBy()
 
 
 def _has_symbols(leaves: list[Any]) -> bool:
-    """Whether a dimension is symbolic: only its scope knows what divides it."""
+    """Return whether a dimension is symbolic: only its scope knows what divides it."""
     return any(type(size) is not int for leaf in leaves for size in getattr(leaf, "shape", ()))
 
 
 class _Memory:
-    """The operations for what was asked before; all are forgotten when their leaves are many."""
+    """Operations for what was asked before; all are forgotten when their leaves are many."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}

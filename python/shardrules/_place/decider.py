@@ -42,7 +42,7 @@ _PATTERNS: Final = (str, re.Pattern)
 
 
 class Decider(ABC):
-    """An object that decides the placement of each leaf of a tree on a mesh."""
+    """Object that decides the placement of each leaf of a tree on a mesh."""
 
     _name: ClassVar[str]
     """How messages call it."""

@@ -1,7 +1,4 @@
-"""A fingerprint of all leaves' shardings, to compare between processes and over time.
-
-Costs microseconds per leaf. Must not know how a sharding was decided.
-"""
+"""`fingerprint`: a digest of all leaves' shardings, for comparison between processes and runs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
-    """A digest of the sharding of every leaf, equal in every process and every run.
+    """Return a digest of the sharding of every leaf, equal in every process and every run.
 
     It changes with any path, shape, dtype, spec, mesh axis size or memory kind. It does not depend
     on devices.
@@ -80,7 +77,7 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
 
 
 def spec_text(sharding: NamedSharding) -> str:
-    """The spec as text, with the memory kind if that is not the default."""
+    """Return the spec as text, with the memory kind if that is not the default."""
     extra = tags_shown(sharding.spec)
     if memory := memory_apart(sharding):
         extra.append(f"memory={memory}")

@@ -1,8 +1,4 @@
-"""`shard_local`: each process's own part of a batch as global arrays.
-
-The parts are neither compared nor sent; the processes agree on shapes, dtypes and shardings. Costs
-what `jax.make_array_from_process_local_data` costs. Must not know about rules.
-"""
+"""`shard_local`: global arrays of a batch of which each process has its own part."""
 
 from __future__ import annotations
 
@@ -107,7 +103,7 @@ def _sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
 
 
 def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, ...]:
-    """The shape of which the process's part has the leaf's.
+    """Return the shape of which the process's part has the leaf's.
 
     Raises:
         ValueError: The parts do not divide it, or the spec has more dimensions.
@@ -138,7 +134,7 @@ def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, .
 
 
 def _local_parts(sharding: NamedSharding, axes: tuple[str, ...]) -> int:
-    """How many of the parts that these axes make are on devices of this process."""
+    """Return how many of the parts that these axes make are on devices of this process."""
     import jax
 
     mesh, me = sharding.mesh, jax.process_index()

@@ -1,8 +1,4 @@
-"""Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints.
-
-One call into the core for all leaves, and one object per distinct (names, shape). Boxes, ours and
-flax's, are leaves with names. Must not know how rules are resolved.
-"""
+"""Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 
 
 class RulesFallback(enum.Enum):
-    """The action of `with_logical_constraint` if a name gets no mesh axes from any rule.
+    """Action of `with_logical_constraint` if a name gets no mesh axes from any rule.
 
     Semantics of flax.linen.spmd.RulesFallback, whose members are accepted too.
     """
@@ -240,7 +236,7 @@ def compiled(
     mesh: AnyMesh | None,
     dialect: LogicalDialect | None = None,
 ) -> Resolver:
-    """The rules, by default those in force, compiled for the axis sizes of the mesh."""
+    """Return the rules, by default those in force, compiled for the axis sizes of the mesh."""
     pairs, in_force = _in_force(rules, dialect)
     return resolver_for(pairs, in_force, {} if mesh is None else dict(mesh.shape))
 
@@ -248,7 +244,7 @@ def compiled(
 def _in_force(
     rules: LogicalRulesLike | None, dialect: LogicalDialect | None
 ) -> tuple[Any, LogicalDialect]:
-    """The rules, by default those of the context, as pairs; and their dialect."""
+    """Return the rules, by default those of the context, as pairs; and their dialect."""
     check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
     in_force: Any = get_logical_axis_rules() if rules is None else rules
     if isinstance(in_force, LogicalRules):
@@ -335,7 +331,7 @@ def _named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
 
 
 def constraint_spec(resolution: Resolution, fallback: Any) -> PartitionSpec | None:
-    """The spec of a constraint; None for no constraint. See `with_logical_constraint`."""
+    """Return the spec of a constraint; None for no constraint. See `with_logical_constraint`."""
     entries = resolution.entries()
     if UNASSIGNED in entries and fallback.value != RulesFallback.AXIS_IS_UNSHARDED.value:
         if fallback.value == RulesFallback.NO_CONSTRAINT.value:
@@ -361,7 +357,7 @@ def _map_names(function: Any, names: Any) -> Any:
 
 
 def is_logical_spec(node: Any) -> bool:
-    """Whether it is for one array: a spec, a tuple of names, or None for no constraint."""
+    """Return whether it is for one array: a spec, a tuple of names, or None for no constraint."""
     return (
         node is None
         or is_partition_spec(node)

@@ -1,7 +1,4 @@
-"""From logical rules, names and a mesh to NamedShardings, one object per distinct one.
-
-One call into the core for all leaves. Must not know how the shardings are applied.
-"""
+"""NamedShardings from logical rules, names and a mesh, and the errors of leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
-    """A line for each mesh axis that an array gets and the mesh does not have."""
+    """Return a line for each mesh axis that an array gets and the mesh does not have."""
     lines = []
     for dim, (entry, winner) in enumerate(
         zip(resolution.entries(), resolution.winners, strict=True)
@@ -73,7 +70,7 @@ class ErrorCollector:
         return result
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
-        """Checks that there was no error.
+        """Check that there was no error.
 
         Args:
             leaves: Returns (path, names, shape or None) of each leaf; called only after an error.
@@ -111,7 +108,7 @@ def shardings_by_names(
     mesh: AnyMesh,
     policy: Policy,
 ) -> tuple[Any, list[NamedSharding]]:
-    """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
+    """Return (the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
     Args:
         tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
@@ -148,7 +145,7 @@ def corrected(
     correction: Correction,
     optional_axes: frozenset[str] = frozenset(),
 ) -> ErrorCollector:
-    """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
+    """Return a function from (names, shape) to the corrected NamedSharding; it collects errors."""
 
     def make(names: Any, shape: tuple[int, ...]) -> NamedSharding | list[str]:
         spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)

@@ -155,7 +155,7 @@ def spec_for(
     dtype: Any = None,
     optional_axes: Iterable[str] = (),
 ) -> PartitionSpec:
-    """The PartitionSpec of one array.
+    """Return the PartitionSpec of one array.
 
     It is the spec of `named_shardings`. Without a mesh, neither given nor in the context, it is the
     spec of `match_partition_rules`.

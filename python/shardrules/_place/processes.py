@@ -1,8 +1,4 @@
-"""Calls that several processes make together: all agree on the call, or all get an error.
-
-Costs a microsecond or two in one process. Must not know what the processes agree on, nor how they
-communicate.
-"""
+"""Collective calls: all processes agree on a call by their rows, or all get an error."""
 
 from __future__ import annotations
 
@@ -52,26 +48,26 @@ _lock: Final = threading.Lock()
 
 
 def settle(name: str, rows: list[Row], limit: float) -> None:
-    """Returns when all processes have these rows, for the call of this name; see `JointCall`."""
+    """Return when all processes have these rows, for the call of this name; see `JointCall`."""
     with _lock:
         _next_round(name).settle(rows, limit)
 
 
 def fail(name: str, error: BaseException, when: str) -> None:
-    """Tells the other processes that this process has failed in its call, and when."""
+    """Tell the other processes that this process has failed in its call, and when."""
     # The process raises its own error, whatever happens here.
     with contextlib.suppress(RuntimeError), _lock:
         _next_round(name).fail(error, when)
 
 
 def note(text: str) -> None:
-    """Tells waiting processes which call this process made last, without them."""
+    """Tell waiting processes which call this process made last, without them."""
     with contextlib.suppress(RuntimeError):
         _job().note(text)
 
 
 def leave() -> None:
-    """Tells the others that this process has ended. Creates no backend, which needs all of them."""
+    """Tell the others that this process has ended. Creates no backend, which needs all of them."""
     state = coordination_state()
     if state is None:
         return
@@ -82,7 +78,7 @@ def leave() -> None:
 
 
 def wait_limit() -> float:
-    """Seconds to wait for the other processes.
+    """Return seconds to wait for the other processes.
 
     Raises:
         ValueError: The environment variable is not a number above 0.
@@ -98,7 +94,7 @@ def wait_limit() -> float:
 
 
 class _Job:
-    """A process in its job, and the number of its last joint call."""
+    """Process in its job, and the number of its last joint call."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -125,7 +121,7 @@ class _Job:
             self._noted = noted
 
     def notes(self) -> dict[int, str]:
-        """By process, the calls that others have made alone since the previous joint call."""
+        """Return by process the calls that others have made alone since the last joint call."""
         notes = {}
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
@@ -135,14 +131,14 @@ class _Job:
 
 
 class _Round:
-    """The data of one joint call in the store: a row for each process, and the verdict."""
+    """Data of one joint call in the store: a row for each process, and the verdict."""
 
     def __init__(self, job: _Job, name: str) -> None:
         self._job, self._name = job, name
         self._at = f"{_ROOT}/{job.number}"
 
     def fail(self, error: BaseException, when: str) -> None:
-        """Writes a verdict of failure, without waiting."""
+        """Write a verdict of failure, without waiting."""
         why = f"failed {when}: {_first_line(error)}"
         verdict = {"error": f"process {self._job.me} {why}"}
         # Either may exist: others may have given up, or this process may be interrupted.
@@ -178,7 +174,7 @@ class _Round:
         return verdict
 
     def _news(self) -> dict[str, Any] | None:
-        """The verdict, if there is one within a second."""
+        """Return the verdict, if there is one within a second."""
         if self._job.me != 0:
             return self._found("verdict", _SLICE_SECONDS)  # type: ignore[no-any-return]
         rows = self._rows()
@@ -194,14 +190,14 @@ class _Round:
         return None
 
     def _forget(self) -> None:
-        """Deletes earlier calls: all processes are here, so none reads them any more."""
+        """Delete earlier calls: all processes are here, so none reads them any more."""
         job = self._job
         for number in range(job.oldest, job.number):
             job.client.key_value_delete(f"{_ROOT}/{number}")
         job.oldest = job.number
 
     def _difference(self, rows: list[Row], others: list[int]) -> str:
-        """The first difference between process 0 and the first of the others."""
+        """Return the first difference between process 0 and the first of the others."""
         me, peer = self._job.me, others[0]
         if me == peer:
             self._set_rows(rows)
@@ -231,7 +227,7 @@ class _Round:
         return f"{waited:.0f} s for {_processes(missing)}{alone}"
 
     def decide(self, verdict: dict[str, Any]) -> dict[str, Any]:
-        """Writes the verdict, unless there is one already; returns the one that counts."""
+        """Write the verdict, unless there is one already; returns the one that counts."""
         try:
             self._set("verdict", verdict)
         except RuntimeError:
@@ -242,7 +238,7 @@ class _Round:
         return verdict
 
     def _rows(self) -> dict[int, Any]:
-        """The rows so far, by process."""
+        """Return the rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
         return dict(sorted((_last(key), json.loads(row)) for key, row in there))
 
@@ -265,7 +261,7 @@ class _Round:
         self._job.client.key_value_set(f"{self._at}/{key}", json.dumps(value))
 
     def _found(self, key: str, seconds: float = 0.0) -> Any:
-        """The value of a key, waiting up to this time; None if there is none."""
+        """Return the value of a key, waiting up to this time; None if there is none."""
         get, path = self._job.client, f"{self._at}/{key}"
         try:
             if seconds:
@@ -298,7 +294,7 @@ def _next_round(name: str) -> _Round:
 
 
 def _judged(rows: dict[int, Any]) -> dict[str, Any]:
-    """The verdict on the rows of all processes."""
+    """Return the verdict on the rows of all processes."""
     name, mine = rows[0]
     others = [i for i, row in rows.items() if row[0] != name]
     if others:
@@ -331,7 +327,7 @@ _SHOWN: Final = 200
 
 
 def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
-    """A row for each of these leaves, and one for the devices of all meshes.
+    """Return a row for each of these leaves, and one for the devices of all meshes.
 
     Args:
         tree: A pytree.
@@ -348,14 +344,14 @@ def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Ro
 
 
 def digest(rows: list[Row]) -> str:
-    """64 hex digits that differ if any row differs."""
+    """Return 64 hex digits that differ if any row differs."""
     import hashlib
 
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, str]) -> str:
-    """The first row that differs between two processes, with the text of each process."""
+    """Return the first row that differs between two processes, with the text of each process."""
     *leaves, devices = rows
     *other_leaves, other_devices = other_rows
     pairs = [*zip_longest(leaves, other_leaves), (devices, other_devices)]
@@ -372,14 +368,14 @@ def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, s
 
 
 def is_spread(leaf: Any) -> bool:
-    """Whether other processes hold parts of this array."""
+    """Return whether other processes hold parts of this array."""
     import jax
 
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def canonical_dtype(leaf: Any) -> Any:
-    """The dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
+    """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
     import jax
     import numpy as np
 
@@ -408,7 +404,7 @@ class _Texts:
         return f"{text}, which stays" if to is None else f"{text} for {self._of(to)}"
 
     def devices(self) -> str:
-        """The ids of the devices of all meshes, in order."""
+        """Return the ids of the devices of all meshes, in order."""
         meshes = [getattr(mesh, "devices", None) for mesh in self._meshes]
         return "; ".join(
             " ".join(str(device.id) for device in devices.flat)
@@ -440,7 +436,7 @@ _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to 
 
 
 def _common(first: str, second: str) -> int:
-    """Length of the common prefix."""
+    """Return length of the common prefix."""
     same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(same, min(len(first), len(second)))
 
@@ -451,7 +447,7 @@ def _cut(text: str, start: int) -> str:
 
 
 class JointCall:
-    """A context manager for one process's part of a joint call, up to the agreement.
+    """Context manager for one process's part of a joint call, up to the agreement.
 
     Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
     processes, unless `alone` or `agree` was called before it.
@@ -484,13 +480,13 @@ class JointCall:
             fail(self._name, error, self._when)
 
     def alone(self) -> None:
-        """Ends the joint call, which uses only this process's devices. Leaves a note for others."""
+        """End the joint call, which uses only this process's devices. Leaves a note for others."""
         if self.joint:
             self.joint = False
             note(f"{self._name} on devices of its own")
 
     def agree(self, rows: Callable[[], list[Row]]) -> None:
-        """Waits until all processes have the same rows.
+        """Wait until all processes have the same rows.
 
         Raises:
             RuntimeError: Their rows differ, a process has failed or is late, or there is no

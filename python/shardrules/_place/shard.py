@@ -1,9 +1,4 @@
-"""`shard` and `gather`: whole trees onto devices and back.
-
-In one process this is one batched call, and nothing is compiled per leaf. In several processes each
-device gets its own part of the hosts' data, after the processes have agreed on the call. Must not
-know how a sharding was decided.
-"""
+"""`shard` and `gather`: whole trees onto devices and back."""
 
 from __future__ import annotations
 
@@ -132,7 +127,7 @@ def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
 
 
 def converted(leaf: Any, dtype: Any) -> Any:
-    """The leaf with this dtype, if it is a floating array of 16 bits or more."""
+    """Return the leaf with this dtype, if it is a floating array of 16 bits or more."""
     if dtype is None:
         return leaf
     name = getattr(getattr(leaf, "dtype", None), "name", "")
@@ -206,7 +201,7 @@ def agreed_shardings(
     options: Callable[[], list[Row]] = list,
     **keywords: Any,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """The result of `requested_shardings`, after all processes have agreed on it.
+    """Return the result of `requested_shardings`, after all processes have agreed on it.
 
     Args:
         name: The name of the function that agrees.
@@ -234,7 +229,7 @@ def agreed_shardings(
 
 
 def leaf_path(tree: Any, index: int) -> str:
-    """The path of a leaf as JAX writes it, for errors."""
+    """Return the path of a leaf as JAX writes it, for errors."""
     from jax import tree_util
 
     return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
@@ -247,7 +242,7 @@ def of_placeable(
     *,
     scalars: Literal["place", "keep"] | None = None,
 ) -> list[NamedSharding | None]:
-    """Returns the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
+    """Return the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
     import jax
 
     targets = list(shardings)
@@ -277,7 +272,7 @@ def of_placeable(
 
 
 def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
-    """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
+    """Check that the leaves with a sharding can be placed: here, on devices, and as it says."""
     from jax.core import Tracer
 
     def path(sharding: NamedSharding) -> str:
@@ -295,7 +290,7 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
 
 
 def _instead(leaf: Any) -> str:
-    """What to do with a leaf that cannot be placed."""
+    """Return what to do with a leaf that cannot be placed."""
     if hasattr(leaf, "shape") and not isinstance(leaf, type):
         return (
             "it is abstract and has no data to place: make the arrays where they belong, with "
@@ -309,7 +304,7 @@ def _instead(leaf: Any) -> str:
 
 
 def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
-    """(index, keys) of each of these leaves."""
+    """Return (index, keys) of each of these leaves."""
     from jax import tree_util
 
     if not indices:
@@ -319,7 +314,7 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf of this path is in a module, or a node of its own kind, and not in data."""
+    """Return whether the leaf of this path is in a module, and not in a node of data."""
     from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
     if not path or isinstance(path[-1], (DictKey, SequenceKey)):
@@ -333,7 +328,7 @@ def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
 
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf is a part of a model but not data: a flag, a function, an attribute."""
+    """Return whether the leaf is a part of a model but not data: a flag, function or attribute."""
     from jax.tree_util import GetAttrKey
 
     if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array

@@ -1,8 +1,4 @@
-"""From rules and a mesh to NamedShardings: one walk over the tree, one object per sharding.
-
-Binds the specs of a rule list to a mesh once, and words the errors. Must not know about arrays
-or devices beyond shapes.
-"""
+"""NamedShardings from rules of paths and a mesh: one walk, one object per sharding."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Policy(NamedTuple):
-    """The checked keywords of functions that take rules."""
+    """Checked keywords of functions that take rules."""
 
     min_size: int = 0
     correction: Correction | None = None
@@ -59,7 +55,7 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The sharding of a leaf, and whether the rule says in which memory it is to be.
+    """Sharding of a leaf, and whether the rule says in which memory it is to be.
 
     The sharding alone does not tell: JAX has no NamedSharding of devices without a memory kind.
     """
@@ -150,7 +146,7 @@ def sharding_or_reasons(
     *,
     optional_axes: frozenset[str] = frozenset(),
 ) -> NamedSharding | list[str]:
-    """The NamedSharding of one array whose spec is known; or why the correction forbids it."""
+    """Return the NamedSharding of an array with this spec, or why the correction forbids it."""
     from jax.sharding import NamedSharding
 
     on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
@@ -161,7 +157,7 @@ def sharding_or_reasons(
 def corrected_sharding(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> NamedSharding:
-    """The NamedSharding of one array whose spec is known.
+    """Return the NamedSharding of one array whose spec is known.
 
     Raises:
         ValueError: The correction makes it an error. The message names no path.
@@ -179,7 +175,7 @@ def corrected_sharding(
 def correction_losses(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> list[LostAxes]:
-    """The axes of its spec that an array of this shape loses."""
+    """Return the axes of its spec that an array of this shape loses."""
     on_mesh, _ = _spec_on_mesh(spec, mesh, correction).for_array(shape, None)
     return list(on_mesh.lost(len(shape), on_mesh.corrector.kept(shape)))
 
@@ -197,7 +193,7 @@ def _spec_on_mesh(
 
 
 class ManualAxes(NamedTuple):
-    """The manual axes of a mesh, over which a shard_map runs. Shapes inside it are local."""
+    """Manual axes of a mesh, over which a shard_map runs. Shapes inside it are local."""
 
     axes: frozenset[str] = frozenset()
     emptied: Any = None
@@ -210,12 +206,12 @@ _NO_MANUAL_AXES: Final = ManualAxes()
 
 
 def local_sizes(axis_sizes: Mapping[str, int], manual: ManualAxes) -> dict[str, int]:
-    """Devices along each mesh axis that shapes are not local to: 1 for manual axes."""
+    """Return devices along each mesh axis that shapes are not local to: 1 for manual axes."""
     return {axis: 1 if axis in manual.axes else size for axis, size in axis_sizes.items()}
 
 
 def manual_axes(mesh: AnyMesh) -> ManualAxes:
-    """The manual axes of the mesh of the traced code."""
+    """Return the manual axes of the mesh of the traced code."""
     from jax.sharding import PartitionSpec
 
     has_auto = axes_of_type(mesh, "Auto")
@@ -226,7 +222,7 @@ def manual_axes(mesh: AnyMesh) -> ManualAxes:
 def _inside_shard_map(
     spec: Any, correction: Correction, manual: ManualAxes
 ) -> tuple[Any, Correction]:
-    """The spec and the correction for local arrays."""
+    """Return the spec and the correction for local arrays."""
     if manual.axes and correction.unconstrained == "drop":  # only what the user wrote
         written = (None if is_unconstrained(entry) else entry for entry in entries_of(spec))
         spec, correction = with_entries(spec, written), replace(correction, unconstrained="keep")
@@ -234,7 +230,7 @@ def _inside_shard_map(
 
 
 class _Answers(NamedTuple):
-    """What a walk puts in the place of leaves."""
+    """Answers that a walk puts in the place of leaves."""
 
     table: ShardingTable
     replicated: Any
@@ -242,7 +238,7 @@ class _Answers(NamedTuple):
 
 
 class _OnMesh(NamedTuple):
-    """A rule list bound to a mesh."""
+    """Rule list bound to a mesh."""
 
     shardings: _Answers
     placements: _Answers
@@ -262,7 +258,7 @@ def specs_on_mesh(
     as_specs: bool = True,
     optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
-    """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
+    """Return (the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
     Args:
         rules: (pattern, spec) pairs, as `Rules` has them.
@@ -308,7 +304,7 @@ def bound_spec(
     optional_axes: frozenset[str] = frozenset(),
     named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
-    """One of the specs of `specs_on_mesh`."""
+    """Return one of the specs of `specs_on_mesh`."""
     by_shape = rule.spec if isinstance(rule.spec, Fsdp) else None
     entries: Any = rule.spec if by_shape is None else by_shape.within
     spec = as_partition_spec(entries) if as_specs else entries
@@ -334,7 +330,7 @@ def bound_spec(
 
 
 def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
-    """Checks that the mesh's devices have the memory kind of each rule.
+    """Check that the mesh's devices have the memory kind of each rule.
 
     Raises:
         ValueError: They do not; the message names the rule.
@@ -347,7 +343,7 @@ def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -
 
 
 def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> None:
-    """Checks that the mesh's devices have this memory kind; `name` is what says so, for errors.
+    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors.
 
     Raises:
         ValueError: They do not.

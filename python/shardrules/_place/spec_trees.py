@@ -1,8 +1,4 @@
-"""Trees of specs and shardings beside a tree of arrays: the spec, and the placement, of each leaf.
-
-Costs some look-ups per leaf, and a decision for each kind of leaf: one spec, shape and dtype. Must
-not know about rules.
-"""
+"""Trees of specs and shardings, broadcast to the leaves of a tree, and their placements."""
 
 from __future__ import annotations
 
@@ -96,7 +92,7 @@ def _of_kind(
     policy: Correction,
     optional_axes: frozenset[str],
 ) -> Placement | list[str]:
-    """What leaves of one spec, shape and dtype get, or why they get nothing."""
+    """Return what leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
     bare, on_mesh = bound[number]
     try:
@@ -115,7 +111,7 @@ def _of_kind(
 def _bound_specs(
     name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
 ) -> dict[int, tuple[Any, AnyMesh]]:
-    """(its spec, its mesh), by the id of each distinct spec or sharding."""
+    """Return (its spec, its mesh), by the id of each distinct spec or sharding."""
     resolved: AnyMesh | None = None
     bound: dict[int, tuple[Any, AnyMesh]] = {}
     for spec in dict(zip(map(id, spread), spread, strict=True)).values():
@@ -143,7 +139,7 @@ def _in_memory_of(target: NamedSharding, sharding: NamedSharding) -> NamedShardi
 
 
 def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
-    """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
+    """Return the spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 
     if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
@@ -167,7 +163,7 @@ def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
 
 
 def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
-    """The specs, if they are in a tree of the same structure; that takes no call for each."""
+    """Return the specs if their tree has the same structure; this takes no call per leaf."""
     from jax import tree_util
 
     with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
@@ -178,7 +174,7 @@ def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
 
 
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:
-    """The first place where a tree of specs is not a prefix of the tree."""
+    """Return the first place where a tree of specs is not a prefix of the tree."""
     here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
     if here is None:
         return None
@@ -198,7 +194,7 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
 
 
 def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The children of a node by `keystr` of their keys; None for a leaf."""
+    """Return the children of a node by `keystr` of their keys; None for a leaf."""
     from jax import tree_util
 
     if is_leaf(node) or tree_util.all_leaves([node]):

@@ -26,7 +26,7 @@ def put(
     may_alias: bool = True,
     donate: bool = False,
 ) -> list[Any]:
-    """`jax.device_put` in one batch, without its costs per leaf.
+    """Return `jax.device_put` in one batch, without its costs per leaf.
 
     In several processes each process places its own devices' part of host arrays; JAX would compare
     the data between all processes. An array on other devices where it is cut otherwise, such as a
@@ -62,7 +62,7 @@ def check_reachable(
     sharding: NamedSharding,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Checks that JAX can move an array that several processes hold.
+    """Check that JAX can move an array that several processes hold.
 
     Args:
         path: Gives the array's path, for the error.
@@ -98,7 +98,7 @@ def check_reachable(
 
 
 def has_spread(tree: Any) -> bool:
-    """Whether other processes hold parts of an array of the tree that this one does not hold."""
+    """Return whether other processes hold parts of an array that this one does not hold."""
     import jax
 
     leaves = jax.tree_util.tree_leaves(tree)
@@ -106,7 +106,7 @@ def has_spread(tree: Any) -> bool:
 
 
 def stays_in_part(leaf: Any, array: jax.Array) -> bool:
-    """Whether a device has the same part of both, which may then be the same memory."""
+    """Return whether a device has the same part of both, which may then be the same memory."""
     if getattr(leaf, "sharding", None) is None or leaf.shape != array.shape:
         return False
     was = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -117,7 +117,7 @@ def stays_in_part(leaf: Any, array: jax.Array) -> bool:
 def _prepared(
     leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
 ) -> tuple[list[Any], list[int]]:
-    """(the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
+    """Return (the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
     import jax
 
     is_local = {id(target): target.is_fully_addressable for target in distinct(shardings)}
@@ -137,19 +137,19 @@ def _prepared(
 
 
 def _are_for_here(shardings: list[NamedSharding]) -> bool:
-    """Whether all their devices are of this process."""
+    """Return whether all their devices are of this process."""
     return all(sharding.is_fully_addressable for sharding in distinct(shardings))
 
 
 def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
+    """Return whether `jax.device_put` would return the array itself; it takes microseconds."""
     is_there = was is sharding or was == sharding
     return is_there and getattr(leaf, "committed", False)
 
 
 @lru_cache(maxsize=4096)
 def _are_cut_alike(before: Any, after: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the devices, in their order, have the same parts."""
+    """Return whether the devices, in their order, have the same parts."""
     if len(before.device_set) != len(after.device_set):
         return False
     maps = (each.devices_indices_map(shape).values() for each in (before, after))
@@ -172,7 +172,7 @@ def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedShardi
 
 
 def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
-    """The global array, made from the parts of host data that this process's devices need."""
+    """Return the global array, made from the shards of host data on local devices."""
     import jax
 
     host, weak = _on_host(leaf)
@@ -182,7 +182,7 @@ def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _on_host(leaf: Any) -> tuple[Any, bool]:
-    """(the leaf with its dtype on devices, whether its type is weak)."""
+    """Return (the leaf with its dtype on devices, whether its type is weak)."""
     import jax
     import jax.numpy as jnp
 
@@ -194,12 +194,12 @@ def _on_host(leaf: Any) -> tuple[Any, bool]:
 
 
 def distinct(objects: list[_T]) -> Iterable[_T]:
-    """Each object once, told apart by identity."""
+    """Return each object once, told apart by identity."""
     return dict(zip(map(id, objects), objects, strict=True)).values()
 
 
 def of_each_type(leaves: list[Any]) -> Iterable[Any]:
-    """A leaf of each type."""
+    """Return a leaf of each type."""
     return dict(zip(map(type, leaves), leaves, strict=True)).values()
 
 
@@ -210,7 +210,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def replace_at(items: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
-    """The list, with other objects in these places."""
+    """Return the list, with other objects in these places."""
     for place, item in zip(places, others, strict=True):
         items[place] = item
     return items

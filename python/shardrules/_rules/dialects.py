@@ -1,7 +1,4 @@
-"""Dialects of logical axis rules: how the libraries of the field choose a rule for each name.
-
-Records. Must not know how names are resolved.
-"""
+"""Dialects: how libraries apply rules to paths, and rules to logical names, as records."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from shardrules._text import without_defaults
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    r"""A library's way of applying rules to a tree.
+    r"""Library's way of applying rules to a tree.
 
     `dataclasses.replace` makes a dialect with other choices.
 
@@ -156,7 +153,7 @@ _NAMES_LONG: Final = Correction(pad=False)
 
 @dataclass(frozen=True, slots=True)
 class LogicalDialect:
-    """A way in which logical axis rules apply to the names of an array.
+    """Way in which logical axis rules apply to the names of an array.
 
     Args:
         name: The name of the dialect.

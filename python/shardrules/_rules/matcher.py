@@ -1,8 +1,4 @@
-"""`Matcher`: a rule list compiled for one dialect, the one door of this package to the C++ core.
-
-Each walk over a tree is one call. A matcher reports what it has found, also what went wrong, and
-raises nothing about it. Takes arguments that are checked. Must not know how a problem is worded.
-"""
+"""`Matcher`: a rule list compiled for one dialect, and the messages about its walks over trees."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _TRUE_WORDS: Final = ("true", "yes", "1", "on")
 
 
 def checked_min_size(min_size: Any) -> Any:
-    """A function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
+    """Return a function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
 
     Raises:
         TypeError: It is neither a number nor None.
@@ -50,13 +46,13 @@ def checked_min_size(min_size: Any) -> Any:
 
 
 def logs_moves() -> bool:
-    """Whether LOG_SHARDING_MOVE asks to be warned of leaves that do not get their whole spec."""
+    """Return whether LOG_SHARDING_MOVE asks for warnings about leaves that lose specs."""
     return os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS
 
 
 @answer
 class Coverage(NamedTuple):
-    """The leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
+    """Leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
 
     matched: tuple[int, ...]
     """Per rule, the leaves that its pattern matches."""
@@ -69,12 +65,12 @@ class Coverage(NamedTuple):
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Rules that match no leaf."""
+        """Return rules that match no leaf."""
         return tuple(rule for rule, leaves in enumerate(self.matched) if leaves == 0)
 
     @property
     def shadowed(self) -> dict[int, tuple[int, ...]]:
-        """Rules that match leaves but win none, with the rules that win them all."""
+        """Return rules that match leaves but win none, with the rules that win them all."""
         return {
             rule: tuple(sorted(self.lost[rule]))
             for rule, leaves in enumerate(self.matched)
@@ -99,7 +95,7 @@ class Coverage(NamedTuple):
 def decided_tree(
     matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
 ) -> Any:
-    """The tree of a walk, if nothing went wrong. Its events become warnings.
+    """Return the tree of a walk, if nothing went wrong. Its events become warnings.
 
     The warnings name the line that called the public function, three frames above this one.
 
@@ -126,7 +122,7 @@ def decided_tree(
 
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
-    """About leaves that no rule matches; of the first ones (path, shape or None)."""
+    """Word the message about leaves that no rule matches: (path, shape or None)."""
     lines = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
@@ -143,7 +139,7 @@ def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any
 def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
-    """About leaves that several rules match, where only one may; (path, (rules, shape))."""
+    """Word the message about leaves that several rules match: (path, (rules, shape))."""
     lines = _listed(
         count,
         [
@@ -163,7 +159,7 @@ def ambiguous_message(
 def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    """About leaves of a lower rank than their spec has entries; (path, (rule, shape))."""
+    """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
     lines = _listed(
         count,
         [
@@ -179,7 +175,7 @@ def too_long_message(
 
 
 def _event_message(path: str, spec: object) -> str:
-    """In eformer's own words, so that filters of its warnings work."""
+    """Return an event in the words of eformer, so that filters of its warnings work."""
     if spec is None:
         what = "was safer and faster being local array."
     else:
@@ -188,7 +184,7 @@ def _event_message(path: str, spec: object) -> str:
 
 
 def rule_shown(pattern: Pattern, spec: Any) -> str:
-    """A rule, for a message."""
+    """Return a rule, for a message."""
     return f"{pattern!r} -> {plain_spec(spec)}"
 
 
@@ -206,7 +202,7 @@ _MOST_REMEMBERED: Final = 16
 
 
 class WalkResult(NamedTuple):
-    """The result of one walk. Each kind of failure is (number of leaves, the first of them)."""
+    """Result of one walk. Each kind of failure is (number of leaves, the first of them)."""
 
     tree: Any
     """The answer of each leaf; None where something went wrong."""
@@ -236,7 +232,7 @@ class Counters(NamedTuple):
 
 
 class Matcher:
-    """A compiled rule list.
+    """Compiled rule list.
 
     Args:
         pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
@@ -298,7 +294,7 @@ class Matcher:
         min_size: int = 0,
         strict: bool = True,
     ) -> WalkResult:
-        """The tree with each leaf replaced by what `answers` has for it.
+        """Return the tree with each leaf replaced by what `answers` has for it.
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
@@ -322,7 +318,7 @@ class Matcher:
     def survey(
         self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
     ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
-        """The leaves by kind: those of one kind have the same rule, shape and dtype.
+        """Return the leaves by kind: those of one kind have the same rule, shape and dtype.
 
         Args:
             tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
@@ -340,7 +336,7 @@ class Matcher:
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
-        """Per rule, the leaves of the tree that it matches and wins."""
+        """Return per rule, the leaves of the tree that it matches and wins."""
         matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict)
         lost: dict[int, dict[int, int]] = {}
         for loser, winner, leaves in lost_pairs:
@@ -348,23 +344,23 @@ class Matcher:
         return Coverage(tuple(matched), tuple(won), unmatched, lost)
 
     def answers(self, answer: Callable[[int, Any], object]) -> Answers:
-        """For `decide`: answer(rule, spec cut to the leaf), made once for each rule and rank.
+        """Return for `decide` answer(rule, spec cut to the leaf), made once per rule and rank.
 
         The spec is None where it is longer than the rank and the dialect calls that an error.
         """
         return _spec_table(_specs_of(self.pairs), self.dialect.rank, answer)
 
     def numbers(self) -> Answers:
-        """For `decide`: the index of the rule itself; needs no JAX."""
+        """Return for `decide` the index of the rule itself; needs no JAX."""
         count = len(self.pairs)
         return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
 
     def first_match(self, path: str) -> int | None:
-        """The index of the first rule that matches the path, or None."""
+        """Return the index of the first rule that matches the path, or None."""
         return self.rule_set.first_match(checked_path(path))
 
     def all_matches(self, path: str) -> list[int]:
-        """The indices of all rules that match the path, ascending."""
+        """Return the indices of all rules that match the path, ascending."""
         return self.rule_set.all_matches(checked_path(path))
 
     def for_whole_paths(self) -> Matcher:
@@ -375,7 +371,7 @@ class Matcher:
         return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The result of `make`, remembered for the next call with this key."""
+        """Return the result of `make`, remembered for the next call with this key."""
         value = self._remembered.get(key)
         if value is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
@@ -384,7 +380,7 @@ class Matcher:
         return value  # type: ignore[no-any-return]
 
     def counters(self) -> Counters:
-        """The counts of the core so far."""
+        """Return the counts of the core so far."""
         return Counters(*self.rule_set.counters())
 
 

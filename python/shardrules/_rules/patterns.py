@@ -1,9 +1,7 @@
-"""From a rule's pattern to the code that the automaton is built from.
+"""Patterns of rules, and the code that the automaton is built from.
 
-Patterns are parsed by the running Python's own `re` parser, and the characters that a class accepts
-are asked from the running `re`, so neither can differ from it. What is not regular (lookaround,
-backreferences, ...) is left to `re` and named. Costs one parse per pattern and match mode; plain
-literals that are searched for skip it. Must not know about specs, trees or JAX.
+Python's own `re` parses patterns and says which characters a class accepts, so nothing can differ
+from it. What is not regular (lookaround, backreferences, ...) is left to `re`, with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _NEVER_MATCHES: Final = "(?!)"
 
 
 class MatchMode(NamedTuple):
-    """A way of matching a pattern with a path."""
+    """Way of matching a pattern with a path."""
 
     written_as: Literal["regex", "text"]
     """The form in which users write the pattern."""
@@ -87,7 +85,7 @@ MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
 
 
 def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
-    """The pattern of rule `index` in a hashable form.
+    """Return the pattern of rule `index` in a hashable form.
 
     Raises:
         TypeError: The match mode does not take such a pattern.
@@ -168,7 +166,7 @@ _AFTER: Final = ((_constants.AT, _constants.AT_END_STRING),)
 
 
 class PatternCode(NamedTuple):
-    """The patterns of one rule list, ready for `_core.RuleSet`."""
+    """Patterns of one rule list, ready for `_core.RuleSet`."""
 
     patterns: tuple[str | list[int] | None, ...]
     """Per match mode and rule: a literal, code words, or None where `re` evaluates the rule."""
@@ -201,7 +199,7 @@ class _CharClass(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _char_class(op: int, argument: object, flags: int) -> _CharClass:
-    """Asks `re` which characters a single-character node of a parse tree accepts."""
+    """Ask `re` which characters a single-character node of a parse tree accepts."""
     operand = list(argument) if isinstance(argument, tuple) else argument
     node = _parser.SubPattern(_parser.State(), [(op, operand)])
     compiled = _compiler.compile(node, flags)
@@ -226,7 +224,7 @@ class _Lowering:
         return number
 
     def word_class(self, *, ascii_only: bool) -> int:
-        r"""The class that \b looks at, or -1 if no pattern has one."""
+        r"""Return the class that \b looks at, or -1 if no pattern has one."""
         return self._boundaries.get(ascii_only, -1)
 
     def classes(self) -> tuple[int, ...]:
@@ -239,7 +237,7 @@ class _Lowering:
     def sequence(
         self, items: Sequence[tuple[Any, Any]], flags: int, code: list[int], depth: int
     ) -> int:
-        """Appends the code of a parse tree to `code`; returns its unrolled size in nodes."""
+        """Append the code of a parse tree to `code`; returns its unrolled size in nodes."""
         if depth > _MAX_DEPTH:
             raise _NotRegularError("nested too deeply for the automaton")
         if len(items) != 1:
@@ -296,7 +294,7 @@ class _Lowering:
 
 
 def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> PatternCode:
-    """Lowers all patterns of a rule list for the first match mode, then all for the next one.
+    """Lower all patterns of a rule list for the first match mode, then all for the next one.
 
     Raises:
         re.error: `re` rejects a pattern; the message has the rule's index and a caret.
@@ -380,7 +378,7 @@ def _shown(text: str) -> str:
 
 
 def _located(where: str, error: re.error, pattern: str) -> re.error:
-    """The same error, naming the rule, with a caret under the place; each line is printable."""
+    """Return the error with the rule and a caret under the place; each line is printable."""
     located = re.error(error.msg, pattern, error.pos)
     message = printable(f"{where}: {located}")
     if located.pos is not None and located.lineno is not None and located.colno is not None:

@@ -1,8 +1,4 @@
-"""`Resolver`: logical axis rules compiled for a mesh, which chooses the rules of an array's names.
-
-Gives numbers to names and mesh axes. The C++ core decides which rule each dimension gets, and why
-other rules lose. Must not know about trees, contexts or arrays beyond shapes.
-"""
+"""`Resolver`: logical axis rules compiled for a mesh, and the rules that names get."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ Reason = Literal["dim taken", "axis taken", "indivisible", "absent"]
 
 
 class LostRule(NamedTuple):
-    """A rule for the name of a dimension that does not decide it."""
+    """Rule for the name of a dimension that does not decide it."""
 
     rule: int
     dim: int
@@ -43,7 +39,7 @@ class LostRule(NamedTuple):
 
 
 class Resolver:
-    """A list of (logical name, mesh axes) rules on a mesh. Immutable.
+    """List of (logical name, mesh axes) rules on a mesh. Immutable.
 
     Args:
         rules: Pairs. The mesh axes are a name, a tuple or list of names, or None.
@@ -114,11 +110,11 @@ class Resolver:
 
     @property
     def names(self) -> list[str]:
-        """The logical names that have rules."""
+        """Return the logical names that have rules."""
         return [name for name in self._name_ids if isinstance(name, str)]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec of an array with these names and any shape; cached.
+        """Return the PartitionSpec of an array with these names and any shape; cached.
 
         Raises:
             ValueError, TypeError: As `resolve`.
@@ -129,7 +125,7 @@ class Resolver:
             return self.resolve(names).spec(names)
 
     def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Resolution:
-        """The rule of each dimension of an array with these names.
+        """Return the rule of each dimension of an array with these names.
 
         Args:
             names: A name for each dimension. None, a tuple of mesh axes and UNCONSTRAINED stay
@@ -167,13 +163,13 @@ class Resolver:
         )
 
     def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
-        """The spec, without axes of one device if the dialect leaves them out."""
+        """Return the spec, without axes of one device if the dialect leaves them out."""
         if self.dialect.keeps_size_one:
             return spec
         return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
 
     def _lost(self, losses: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
-        """The rules that lost, by their numbers in the core."""
+        """Return the rules that lost, by their numbers in the core."""
         numbers = self._numbers
         for rule, dim, why, to in losses:
             rival = numbers[to] if why == "dim taken" and to is not None else to
@@ -197,7 +193,7 @@ class Resolver:
 
 
 class Resolution(NamedTuple):
-    """The rules that the names of one array got, and the rules that lost."""
+    """Rules that the names of one array got, and the rules that lost."""
 
     rules: Resolver
     names: tuple[Any, ...]
@@ -207,7 +203,7 @@ class Resolution(NamedTuple):
     """The rules that lost, in order."""
 
     def entries(self) -> list[Any]:
-        """The entry of each dimension; UNASSIGNED for a name without mesh axes."""
+        """Return the entry of each dimension; UNASSIGNED for a name without mesh axes."""
         unknown_stays = self.rules.dialect.keeps_unknown
         return [
             _tuple_if_list(self.rules.rules[winner][1])
@@ -217,12 +213,12 @@ class Resolution(NamedTuple):
         ]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec, with None for unassigned names and the unreduced axes of `names`."""
+        """Return the PartitionSpec; names without a rule are None, unreduced axes stay."""
         entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
         return spec_of_names(names, entries)
 
     def explained(self) -> str:
-        """A line for each dimension, followed by a line for each rule that lost it, and why."""
+        """Return a line per dimension, and a line per rule that lost it, and why."""
         lines = []
         for dim, (name, entry) in enumerate(zip(self.names, self.entries(), strict=True)):
             winner = self.winners[dim]
@@ -237,7 +233,7 @@ class Resolution(NamedTuple):
         return printable_lines(lines)
 
     def reason(self, lost: LostRule) -> str:
-        """Why the rule lost, in words."""
+        """Return why the rule lost, in words."""
         if lost.why == "dim taken":
             return f"the dimension has the mesh axes of rule {lost.to}"
         if lost.why == "axis taken" and lost.to is not None:
@@ -254,7 +250,7 @@ def resolver_for(
     correction: Correction | None = None,
     optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
-    """The rules, compiled once for these axis sizes."""
+    """Return the rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
     # Most rules have no lists in them.
     for as_key in (_as_tuple, _hashable):
@@ -278,7 +274,7 @@ def _compiled(
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical names, in the dialect of flax.core.
+    """Return the PartitionSpec of an array with these logical names, in the dialect of flax.core.
 
     Each entry of `names` is looked up as a whole, also a tuple of names. The last rule for an entry
     wins. An entry without a rule stays unchanged. Semantics of flax.core.spmd.apply_rules, 0.12.
@@ -310,7 +306,7 @@ def _remembered_spec(rules: Resolver, names: Any) -> PartitionSpec:
 
 
 def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]:
-    """The names of an array that it has twice, where the dialect does not allow that."""
+    """Return the names of an array that it has twice, where the dialect does not allow that."""
     if dialect.last_wins:
         return ()
     counts = Counter(name for name in names if isinstance(name, str))
@@ -318,7 +314,7 @@ def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]
 
 
 def axes_in(value: Any) -> list[str]:
-    """The mesh axes of a rule's value."""
+    """Return the mesh axes of a rule's value."""
     if value is None or is_unconstrained(value):
         return []
     if isinstance(value, (tuple, list)):
@@ -336,7 +332,7 @@ def _tuple_if_list(mesh_axes: Any) -> Any:
 
 
 def _hashable(rules: Any) -> Any:
-    """A list of pairs as a tuple of tuples; anything else unchanged."""
+    """Return a list of pairs as a tuple of tuples; anything else unchanged."""
     if not isinstance(rules, (tuple, list)):
         return rules
     return tuple(

@@ -1,7 +1,4 @@
-"""The message about leaves that get no sharding: one form, whatever decides them.
-
-Costs a line or more for each leaf listed. Must not know why a leaf gets none.
-"""
+"""Message about leaves that get no sharding: path, shape, rule, reasons and fixes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ MOST_LISTED: Final = 20
 
 
 class LeafError(NamedTuple):
-    """A leaf, or several that are alike, without a sharding."""
+    """Leaf, or several that are alike, without a sharding."""
 
     path: str
     shape: Sequence[int] | None
@@ -32,7 +29,7 @@ def leaf_errors(
     said_by: str = "rules",
     count: int | None = None,
 ) -> str:
-    """The message: how many leaves, and of the first ones path, shape, what decides, why, the fix.
+    """Return the message: the number of leaves; path, shape, rule, reasons, fix of the first.
 
     Args:
         rows: The leaves, or the first of them.
