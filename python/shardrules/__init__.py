@@ -23,12 +23,11 @@ _PUBLIC = {
     "_place.compare": "compare",
     "_place.constraint": "with_sharding_constraint",
     "_place.fingerprint": "fingerprint",
-    "_place.local_data": "shard_local",
     "_place.logical": (
         "explain_logical logical_to_mesh logical_to_mesh_sharding with_logical_constraint"
     ),
     "_place.named_shardings": "named_shardings spec_for",
-    "_place.shard": "gather shard",
+    "_place.shard": "gather shard shard_local",
     "_plan.companions": "Companion LORA QUANTIZED stacked unstacked",
     "_plan.findings": "FindingsError",
     "_plan.plan": "Plan plan",

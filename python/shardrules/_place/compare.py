@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 from shardrules._arguments import check_tree, in_order
 from shardrules._core import resolve_all
 from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
-from shardrules._place.spec_trees import is_named_sharding, spread_specs
+from shardrules._place.spec_trees import broadcast_specs, is_named_sharding
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.matcher import Matcher, checked_min_size
 from shardrules._rules.names import logical_names, named_arrays, rows_and_paths
@@ -118,7 +118,7 @@ def compare(
         if isinstance(decider, ByNames):
             return _by_names(decider.rules, named)
         if isinstance(decider, BySpecs):
-            specs = spread_specs(decider.parameter, tree, treedef, decider.specs)
+            specs = broadcast_specs(decider.parameter, tree, treedef, decider.specs)
             return list(map(_of_spec, specs))
         by_paths = _by_paths(matcher_of(decider.rules), plain, least)
         return treedef.flatten_up_to(by_paths)  # type: ignore[no-any-return]

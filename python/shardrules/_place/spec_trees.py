@@ -52,7 +52,7 @@ def placements_by_specs(
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
-    spread = spread_specs(name, tree, treedef, specs)
+    spread = broadcast_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
     correction = policy.correction or EFORMER.correction
     by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
@@ -138,7 +138,7 @@ def _in_memory_of(target: NamedSharding, sharding: NamedSharding) -> NamedShardi
     return target if target == sharding else sharding  # JAX's caches know that one already
 
 
-def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
+def broadcast_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
     """Return the spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 

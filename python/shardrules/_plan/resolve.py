@@ -25,10 +25,10 @@ from shardrules._place.shardings import (
     specs_on_mesh,
 )
 from shardrules._place.spec_trees import (
+    broadcast_specs,
     is_named_sharding,
     is_spec,
     is_spec_of_mesh,
-    spread_specs,
 )
 from shardrules._plan.fold import fold
 from shardrules._plan.survey import Derivation, combined, dims_shown, grouped
@@ -311,7 +311,7 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     from jax import tree_util
 
     rows, treedef = tree_util.tree_flatten(leaves.tree)
-    spread = spread_specs("rules", leaves.tree, treedef, specs)
+    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
     spec_of = dict(zip(rows, spread, strict=True))
     if spread and all(one is None for one in spread):
         raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")
