@@ -199,20 +199,10 @@ class DeviceClasses:
         for dim in range(len(axes)):
             noted = np.cumsum(noted, axis=dim)
         places = [
-            np.searchsorted(begins, self._positions(named), "right") - 1
+            np.searchsorted(begins, _positions(named, self._axis_sizes, self._starts), "right") - 1
             for begins, named in zip(starts, axes, strict=True)
         ]
         return noted[tuple(places)]
-
-    def _positions(self, axes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """Return by class the position of its first device among the shards of these axes."""
-        names = list(self._axis_sizes)
-        position = np.zeros((1,) * len(names), np.int64)
-        for axis in axes:
-            along = [1] * len(names)
-            along[names.index(axis)] = -1
-            position = position * self._axis_sizes[axis] + self._starts[axis].reshape(along)
-        return position
 
     def each(self, of_classes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return numbers per class as numbers per device, with a dimension for each mesh axis.
@@ -226,6 +216,24 @@ class DeviceClasses:
             if of_classes.shape[dim] > 1:
                 of_classes = np.repeat(of_classes, np.diff(starts, append=size), axis=dim)
         return np.broadcast_to(of_classes, sizes)
+
+
+def _positions(
+    axes: tuple[str, ...],
+    axis_sizes: Mapping[str, int],
+    coordinates: Mapping[str, npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
+    """Return positions among the shards of some axes, from coordinates along each of them.
+
+    The result has a dimension for each mesh axis, of size 1 for the other axes.
+    """
+    names = list(axis_sizes)
+    position = np.zeros((1,) * len(names), np.int64)
+    for axis in axes:
+        along = [1] * len(names)
+        along[names.index(axis)] = -1
+        position = position * axis_sizes[axis] + coordinates[axis].reshape(along)
+    return position
 
 
 class Grid:
@@ -270,12 +278,8 @@ class Grid:
     def _position(self, axes: tuple[str, ...]) -> _Ints:
         """Return per device its position among the parts that these axes make."""
         if axes not in self._positions:
-            names, position = list(self._axis_sizes), np.zeros((1,) * len(self.sizes), np.int64)
-            for axis in axes:
-                along = [1] * len(names)
-                along[names.index(axis)] = -1
-                size = self._axis_sizes[axis]
-                position = position * size + np.arange(size).reshape(along)
+            coordinates = {axis: np.arange(self._axis_sizes[axis]) for axis in axes}
+            position = _positions(axes, self._axis_sizes, coordinates)
             self._positions[axes] = self.full(np.broadcast_to(position, self.sizes).ravel())
         return self._positions[axes]
 

@@ -151,7 +151,7 @@ def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
 
     Args:
         mesh: The mesh.
-        axis_sizes: Its axes, or those of `factors.in_parts`.
+        axis_sizes: Its axes, or those of `in_parts`.
 
     Raises:
         ValueError: It would have other axes, and has some that are not of type Auto.

@@ -143,7 +143,7 @@ class SpecOnMesh:
         correction: The policies.
         units: As in `RuleSpec`.
         follows: Whether the shapes of its arrays depend on other arrays, as for scales.
-        has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
+        has_parts: Whether an axis may be on the mesh in parts, see `in_parts`. So it is for
             indivisible="factor".
         optional_axes: Axes that the mesh may lack, which are no error then.
         named_with: For axes that the mesh may lack, others that rules name beside them, which they
@@ -227,12 +227,15 @@ class SpecOnMesh:
 
     def with_spec(self, spec: Entries) -> SpecOnMesh:
         """Return another spec, bound to the same sizes, correction and units."""
+        return self._bound(with_entries(self.written, spec), self.units, self._follows)
+
+    def _bound(self, spec: Any, units: tuple[int, ...], follows: bool) -> SpecOnMesh:
         return SpecOnMesh(
-            with_entries(self.written, spec),
+            spec,
             self.axis_sizes,
             self._correction,
-            self.units,
-            follows=self._follows,
+            units,
+            follows=follows,
             has_parts=self._has_parts,
             optional_axes=self._optional_axes,
         )
@@ -275,15 +278,8 @@ class SpecOnMesh:
             block = blocks[position] if position < len(blocks) else 1
             return lcm(base, block) // block
 
-        return SpecOnMesh(
-            with_dims(self.written, dims),
-            self.axis_sizes,
-            self._correction,
-            tuple(unit(position, dim) for position, dim in enumerate(dims)),
-            follows=True,
-            has_parts=self._has_parts,
-            optional_axes=self._optional_axes,
-        )
+        units = tuple(unit(position, dim) for position, dim in enumerate(dims))
+        return self._bound(with_dims(self.written, dims), units, follows=True)
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
         """Yield the losses of an array of this rank that keeps the `kept` axes, by dimension."""
@@ -390,16 +386,8 @@ class SpecOnMesh:
 
     def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         """Return (message, fix) of a loss of an array of this shape."""
-        words = {
-            "rank": self._words_of_rank,
-            "absent": self._words_of_absent,
-            "optional": self._words_of_optional,
-            "duplicate": self._words_of_duplicate,
-            "indivisible": self._words_of_indivisible,
-            "factored": self._words_of_factored,
-            "unfactored": self._words_of_unfactored,
-        }
-        return words[lost.kind](lost, shape)
+        message, fix = getattr(self, f"_words_of_{lost.kind}")(lost, shape)
+        return message, fix
 
     def _words_of_rank(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         message = (
@@ -524,10 +512,10 @@ class SpecByShape:
         closed: Dimensions that must not be cut.
     """
 
-    __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_wanted")
+    __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_fsdp")
 
     def __init__(self, fsdp: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()) -> None:
-        self._wanted = fsdp
+        self._fsdp = fsdp
         self._fixed = fixed
         self._closed = closed
         self._bound: dict[Entries, SpecOnMesh] = {}
@@ -546,10 +534,10 @@ class SpecByShape:
         Raises:
             ValueError: The bytes of an element matter, and are not known.
         """
-        entries, origin = self._wanted.spec(
+        entries, origin = self._fsdp.spec(
             shape,
             bits,
-            {axis: self._fixed.size_of(axis) or 1 for axis in self._wanted.axes},
+            {axis: self._fixed.size_of(axis) or 1 for axis in self._fsdp.axes},
             within=Entries(entries_of(self._fixed.written)),
             units=self._fixed.units,
             closed=self._closed,
@@ -564,7 +552,7 @@ class SpecByShape:
         It is made from their own shape, and cuts none of the dimensions that are theirs alone.
         """
         closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
-        return SpecByShape(self._wanted, self._fixed.with_dims(dims, blocks), closed)
+        return SpecByShape(self._fsdp, self._fixed.with_dims(dims, blocks), closed)
 
     @property
     def by_factors(self) -> bool:

@@ -123,7 +123,7 @@ def _bound_specs(
         elif is_named_sharding(spec):
             bound[id(spec)] = spec.spec, local_view(spec.mesh)
         else:
-            index = next(index for index, other in enumerate(spread) if other is spec)
+            index = next(i for i, leaf_spec in enumerate(spread) if leaf_spec is spec)
             raise TypeError(
                 f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
                 "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"

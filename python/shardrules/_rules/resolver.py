@@ -91,14 +91,14 @@ class Resolver:
         for index, (name, value) in enumerate(self.rules):
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
-            unassigned = axes_present(axes, axis_sizes, policy.absent)
+            kept = axes_present(axes, axis_sizes, policy.absent)
             if policy.absent == "error":
-                unassigned = [a for a in axes if a in axis_sizes or a not in optional_axes]
-            if axes and not unassigned:
+                kept = [a for a in axes if a in axis_sizes or a not in optional_axes]
+            if axes and not kept:
                 self._absent.setdefault(name, []).append(index)
                 continue
             self._numbers.append(index)
-            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in unassigned]
+            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in kept]
             numbered.append((number, ids))
         self._core = LogicalRuleSet(
             numbered,
@@ -206,7 +206,7 @@ class Resolution(NamedTuple):
         """Return the entry of each dimension; UNASSIGNED for a name without mesh axes."""
         unknown_stays = self.rules.dialect.keeps_unknown
         return [
-            _tuple_if_list(self.rules.rules[winner][1])
+            _as_tuple(self.rules.rules[winner][1])
             if winner is not None
             else (UNASSIGNED if isinstance(name, str) and not unknown_stays else name)
             for name, winner in zip(self.names, self.winners, strict=True)
@@ -252,8 +252,7 @@ def resolver_for(
 ) -> Resolver:
     """Return the rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
-    # Most rules have no lists in them.
-    for as_key in (_as_tuple, _hashable):
+    for as_key in (_as_tuple, _as_tuples):  # most rules have no lists in them
         try:
             return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
         except TypeError:  # something in it cannot be hashed
@@ -326,22 +325,17 @@ def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:
     return None if shape is None or dim >= len(shape) else shape[dim]
 
 
-def _tuple_if_list(mesh_axes: Any) -> Any:
-    # Rules read from JSON or YAML have lists.
-    return tuple(mesh_axes) if isinstance(mesh_axes, list) else mesh_axes
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _hashable(rules: Any) -> Any:
-    """Return a list of pairs as a tuple of tuples; anything else unchanged."""
+def _as_tuples(rules: Any) -> Any:
+    """Return a list of pairs, as JSON and YAML have it, as a tuple of pairs with tuples."""
     if not isinstance(rules, (tuple, list)):
         return rules
     return tuple(
-        (rule[0], _tuple_if_list(rule[1]))
+        (rule[0], _as_tuple(rule[1]))
         if isinstance(rule, (tuple, list)) and len(rule) == 2
         else rule
         for rule in rules
     )
-
-
-def _as_tuple(rules: Any) -> Any:
-    return tuple(rules) if isinstance(rules, list) else rules
