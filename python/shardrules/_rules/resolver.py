@@ -333,9 +333,8 @@ def _as_tuples(rules: Any) -> Any:
     """Return a list of pairs, as JSON and YAML have it, as a tuple of pairs with tuples."""
     if not isinstance(rules, (tuple, list)):
         return rules
+    pairs = (tuple, list)
     return tuple(
-        (rule[0], _as_tuple(rule[1]))
-        if isinstance(rule, (tuple, list)) and len(rule) == 2
-        else rule
+        (rule[0], _as_tuple(rule[1])) if isinstance(rule, pairs) and len(rule) == 2 else rule
         for rule in rules
     )
