@@ -20,6 +20,7 @@ from shardrules._place.operations import Function, Operation, applied, one_call,
 from shardrules._place.shard import agreed_shardings
 from shardrules._place.transfers import put
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
 
@@ -59,8 +60,10 @@ def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _K
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
         _check_not_read_once(rules)
         leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
-        values = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, values, mesh, keywords._replace(names=None), contexts()
+        values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
+        least = checked_min_size(keywords.min_size)  # None is what the environment says now
+        policy = keywords._replace(min_size=least, names=None)
+        asked = structure, values, mesh, policy, contexts()
         cached = _memory.get(asked)
         key = asked
     if cached is None:
@@ -102,8 +105,8 @@ def _names_of_jax() -> _NamesOfJax:
     return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
 
 
-class _SaidBy(dict[type, Callable[[Any], Hashable]]):
-    """By type of a leaf, what of it the operations follow from."""
+class _KeyOf(dict[type, Callable[[Any], Hashable]]):
+    """Functions, by the type of a leaf, to all that its operations depend on."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
         jax = _names_of_jax()
@@ -127,7 +130,7 @@ def _itself(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
 
-_SAID_BY: Final = _SaidBy()
+_KEY_OF: Final = _KeyOf()
 
 
 def _has_symbols(leaves: list[Any]) -> bool:
@@ -136,7 +139,7 @@ def _has_symbols(leaves: list[Any]) -> bool:
 
 
 class _Memory:
-    """Operations for what was asked before; all are forgotten when their leaves are many."""
+    """Memo of operations by the arguments; all are forgotten when their leaves are many."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
