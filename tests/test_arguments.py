@@ -23,7 +23,7 @@ from shardrules import demo
 from shardrules._arguments import check_tree
 from shardrules._rules import matcher
 from shardrules._text import shown
-from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan, windows
+from shardrules.compat import easylm, haliax, jaxseq, maxtext, spectrax, t5x, tp_plan
 from tests.support import api
 from tests.support.files import header_file
 
@@ -51,6 +51,7 @@ NOT_TRUTH = ("no", None, 2, THING, HUGE, np.ones(2), [])
 NOT_SIZE = ("8", 1.5, -1, 2**64, 10**5000, THING, HUGE, False, [])
 NOT_NUMBER = ("8", THING, HUGE, [], np.ones(2))
 NOT_TREE = ("ckpt", b"x", Path("ckpt"), print, Thing, THING, np, iter([]), {"f": print}, math)
+NOT_DECIDERS = ("tp", 3, THING, {"w": 3}, {"v": P()}, [("w",)], {"w": {"x": P()}}, ())
 NOT_RULES = (
     "w",
     3,
@@ -82,7 +83,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "rules": NOT_RULES,
     "rules_a": NOT_RULES,
     "rules_b": NOT_RULES,
-    "specs_or_rules": ("tp", 3, THING, {"w": 3}, {"v": P()}, [("w",)], {"w": {"x": P()}}, ()),
     "mesh": NOT_MESH,
     "min_size": NOT_NUMBER,
     "correction": NOT_CORRECTION,
@@ -227,8 +227,10 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "Rename.dims": (3, 0, [], THING, HUGE, "a", "a -> a -> a", "(a", "a) -> a", "a a -> a", "a -> (b a)",
                     "a -> (a b)", "a[0] -> a", ""),
     "Rename.blocks": (*WRONG["blocks"], ()),
-    "load.rules": (*WRONG["specs_or_rules"], None),
-    "reshard.plan_or_rules": WRONG["specs_or_rules"],
+    "reshard.rules": NOT_DECIDERS,
+    "shard.rules": NOT_DECIDERS,
+    "with_sharding_constraint.rules": NOT_DECIDERS,
+    "load.rules": (*NOT_DECIDERS, None),
     "load.tree": NOT_TREE,
     "Plan.sweep.optimizer": (*WRONG["optimizer"], PLAN),
     "Plan.sweep.tokens": (*NOT_SIZE, 0),
@@ -264,8 +266,6 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     "fsdp.axis": (3, None, [], [3], ("tp", "tp"), THING, HUGE),
     "compat.tp_plan.match_tp_plan.axis": (3, None, THING, HUGE),
     "compat.easylm.TreePathShardingRule.rules": (["ab"], [3], [(3, "tp")]),
-    # Their own rules are windows.
-    "compat.windows.set_partitions.rules": ("w", 3, {}, THING, [("w", "tp")], [((), "tp")]),
     "compat.spectrax.match_partition_rules.tree": (),
     # As eformer's, it gives P() to whatever has no shape.
     "match_partition_rules.tree": (),
@@ -276,8 +276,7 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # What an error may say instead of the parameter's name.
 CALLED = {
-    "specs_or_rules": "specs|rule",
-    "rules": "rule",
+    "rules": "specs|rule",
     "rules_a": "rules_a|rule ",
     "rules_b": "rules_b|rule ",
     "like": "like|rule ",
@@ -304,7 +303,6 @@ CALLED = {
     "schedule": "schedule|gathers",
     "additional_rules": "rule",
     "scale": "scale|group",
-    "plan_or_rules": "rules|spec",
     "source": "source|no such file",
     "sizes": "sizes|dims",
     "words": "words|dims",
@@ -420,12 +418,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "read_model": (sr.read_model, {"path": demo.MODEL, "nested": None, "max_memory": 2**30}),
     "read_rules": (sr.read_rules, {"path": demo.RULES, "dialect": None, "max_memory": 2**30}),
     "reshard": (sr.reshard, {
-        "tree": TREE, "plan_or_rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
+        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "optional_axes": (), "donate": False, "dtype": None, "renames": (),
         "max_bytes_in_flight": None}),
     "resolve_mesh": (sr.resolve_mesh, {"mesh": SIZES}),
     "shard": (sr.shard, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None,
+        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
         "companions": (), "names": None, "donate": False, "dtype": None, "scalars": "place",
         "optional_axes": ()}),
     "shard_local": (sr.shard_local, {"batch": TREE, "spec": P("tp"), "mesh": MESH}),
@@ -442,8 +440,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "tree": np.ones(8), "logical_names": ("embed",), "rules": LOGICAL, "mesh": MESH,
         "fallback": sr.types.RulesFallback.NO_CONSTRAINT}),
     "with_sharding_constraint": (sr.with_sharding_constraint, {
-        "tree": TREE, "specs_or_rules": RULES, "mesh": MESH, "correction": None, "names": None,
-        "optional_axes": ()}),
+        "tree": TREE, "rules": RULES, "mesh": MESH, "min_size": 0, "correction": None,
+        "companions": (), "names": None, "optional_axes": ()}),
 }  # fmt: skip
 
 CALLS |= {
@@ -513,10 +511,6 @@ CALLS |= {
             "additional_rules": None,
         },
     ),
-    "compat.windows.set_partitions": (
-        windows.set_partitions,
-        {"in_dict": TREE, "rules": [(("w",), "tp")], "scanned": ()},
-    ),
 }
 
 # Records that the package makes, for reading; values.
@@ -530,8 +524,7 @@ THEIRS = (
 )  # fmt: skip
 # Any hashable object may be a spec; leaves may be anything where a library's are.
 TAKES_ANYTHING = {"RuleSpec.spec", "compat.easylm.match_partition_rules.params",
-                  "compat.jaxseq.match_partition_rules.params",
-                  "compat.windows.set_partitions.in_dict"}  # fmt: skip
+                  "compat.jaxseq.match_partition_rules.params"}  # fmt: skip
 
 
 def public_callables() -> dict[str, list[str]]:

@@ -119,13 +119,13 @@ CENSUS: dict[str, Row] = {
     "named_shardings.rules": Row(
         lambda given: of_tree(sr.named_shardings(TREE, given, MESH, **names_for(given)))
     ),
-    "shard.specs_or_rules": Row(
+    "shard.rules": Row(
         lambda given: of_arrays(sr.shard(TREE, given, MESH, **names_for(given)))
     ),
-    "with_sharding_constraint.specs_or_rules": Row(
+    "with_sharding_constraint.rules": Row(
         lambda given: of_arrays(sr.with_sharding_constraint(TREE, given, MESH, **names_for(given)))
     ),
-    "reshard.plan_or_rules": Row(
+    "reshard.rules": Row(
         lambda given: of_arrays(sr.reshard(tree_for(given), given, MESH))
     ),
     "load.rules": Row(
@@ -210,7 +210,7 @@ FOR_OTHER_THINGS = {
     "logical_to_mesh.rules", "logical_to_mesh_sharding.rules", "explain_logical.rules",
     "with_logical_constraint.rules", "named_shardings.names",
 }  # fmt: skip
-PARAMETERS = {"rules", "specs_or_rules", "plan_or_rules", "rules_a", "rules_b", "like", "plan",
+PARAMETERS = {"rules", "rules_a", "rules_b", "like", "plan",
               "inputs", "shardings", "spec"}  # fmt: skip
 
 

@@ -23,12 +23,11 @@ _PUBLIC = {
     "_place.compare": "compare",
     "_place.constraint": "with_sharding_constraint",
     "_place.fingerprint": "fingerprint",
-    "_place.local_data": "shard_local",
     "_place.logical": (
         "explain_logical logical_to_mesh logical_to_mesh_sharding with_logical_constraint"
     ),
     "_place.named_shardings": "named_shardings spec_for",
-    "_place.shard": "gather shard",
+    "_place.shard": "gather shard shard_local",
     "_plan.companions": "Companion LORA QUANTIZED stacked unstacked",
     "_plan.findings": "FindingsError",
     "_plan.plan": "Plan plan",
@@ -45,7 +44,7 @@ _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.
 _MOVED = {
     "dialects": (
         "BIG_VISION Dialect EASYLM EFORMER FLAX_CORE HALIAX KERAS KEYSTR LINEN LogicalDialect "
-        "MAXTEXT NNX SPECTRAX TP_PLAN WINDOW"
+        "MAXTEXT NNX SPECTRAX TP_PLAN"
     ),
     "renames": "DEEPSEEK_STACKED DEEPSEEK_UNSTACKED HF_TO_FLAX",
     "types": (

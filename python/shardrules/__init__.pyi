@@ -20,7 +20,6 @@ from shardrules._patching.patch import unpatch as unpatch
 from shardrules._place.compare import compare as compare
 from shardrules._place.constraint import with_sharding_constraint as with_sharding_constraint
 from shardrules._place.fingerprint import fingerprint as fingerprint
-from shardrules._place.local_data import shard_local as shard_local
 from shardrules._place.logical import explain_logical as explain_logical
 from shardrules._place.logical import logical_to_mesh as logical_to_mesh
 from shardrules._place.logical import logical_to_mesh_sharding as logical_to_mesh_sharding
@@ -29,6 +28,7 @@ from shardrules._place.named_shardings import named_shardings as named_shardings
 from shardrules._place.named_shardings import spec_for as spec_for
 from shardrules._place.shard import gather as gather
 from shardrules._place.shard import shard as shard
+from shardrules._place.shard import shard_local as shard_local
 from shardrules._plan.companions import LORA as LORA
 from shardrules._plan.companions import QUANTIZED as QUANTIZED
 from shardrules._plan.companions import Companion as Companion
@@ -60,7 +60,6 @@ from shardrules.dialects import MAXTEXT as MAXTEXT
 from shardrules.dialects import NNX as NNX
 from shardrules.dialects import SPECTRAX as SPECTRAX
 from shardrules.dialects import TP_PLAN as TP_PLAN
-from shardrules.dialects import WINDOW as WINDOW
 from shardrules.dialects import Dialect as Dialect
 from shardrules.dialects import LogicalDialect as LogicalDialect
 from shardrules.renames import DEEPSEEK_STACKED as DEEPSEEK_STACKED

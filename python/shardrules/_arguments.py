@@ -242,12 +242,13 @@ _Function: TypeAlias = Callable[_Parameters, _Result]
 
 
 def in_order(
-    *kinds: Kind,
+    *kinds: Kind, renamed: str = ""
 ) -> Callable[[_Function[_Parameters, _Result]], _Function[_Parameters, _Result]]:
     """Make a function tell arguments that are swapped, once it has refused them.
 
     Args:
         kinds: What its first parameters are, in their order.
+        renamed: What its parameter `rules` was called in 0.2.
     """
 
     def decorator(function: _Function[_Parameters, _Result]) -> _Function[_Parameters, _Result]:
@@ -256,12 +257,23 @@ def in_order(
             try:
                 return function(*arguments, **named)
             except (TypeError, ValueError, re.error):
+                if renamed in named:
+                    return call(*arguments, **_with_rules(function.__name__, renamed, named))
                 check_order(function.__name__, kinds, _by_parameter(function, arguments, named))
                 raise
 
         return call
 
     return decorator
+
+
+def _with_rules(name: str, renamed: str, named: Mapping[str, Any]) -> Any:
+    """Return the keywords of a call with the name `rules`, with a warning."""
+    import warnings
+
+    message = f"{name}: the parameter {renamed} is now called rules; the old name goes in 0.5"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return {"rules" if key == renamed else key: value for key, value in named.items()}
 
 
 def _by_parameter(

@@ -472,16 +472,14 @@ def test_bad_companions_of_a_rule_file(write, table, expected):
     assert re.search(expected, message(read_rules, path))
 
 
-def test_rules_of_windows_and_plans(write):
-    path = write("w.json", [[["mlp", "c_fc", "kernel"], [None, "mp"]]])
-    assert read_rules(path, sr.dialects.WINDOW).rules.first_match("h/mlp/c_fc/kernel") == 0
+def test_rules_of_tp_plans(write):
     path = write(
         "p.json.gz", gzip.compress(b'{"dialect": "transformers", "rules": [["l.*.q", []]]}')
     )
     assert read_rules(path).rules.first_match("l.3.q") == 0
     assert read_rules(path).name == "p"
     assert set(DIALECTS.values()) == {
-        sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.WINDOW, sr.dialects.TP_PLAN,
+        sr.dialects.EFORMER, sr.dialects.NNX, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.SPECTRAX, sr.dialects.KERAS, sr.dialects.TP_PLAN,
         sr.dialects.BIG_VISION,
     }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_names_with_slashes_are_levels_and_those_with_dots_stay_whole(tmp_path):
     assert sr.read_model(str(dotted)) == {"layers.0.w": leaf, "b": number}
     assert sr.read_model(dotted, nested=True) == sr.read_model(slashed)
     model = sr.read_model(dotted, nested=True)
-    assert sr.Rules([(("layers", "0", "w"), "tp"), (("b",), None)], sr.dialects.WINDOW).match(model) == {
+    assert sr.Rules([("layers/0/w", "tp"), ("b", None)], sr.dialects.EASYLM).match(model) == {
         "layers": {"0": {"w": P("tp")}}, "b": P()
     }  # fmt: skip
 

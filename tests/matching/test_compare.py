@@ -22,8 +22,8 @@ TREE = {"layers": [{"wq": array(8, 8), "bias": array(8)}], "step": array(), "one
 def test_nothing_differs():
     rules = [("wq", ("fsdp", "tp")), (".*", ("fsdp",))]
     assert sr.compare(TREE, rules, sr.Rules(rules)) == []
-    windows = [((r"\d", "wq"), P("fsdp", "tp")), ((".*",), P("fsdp"))]
-    assert sr.compare(TREE["layers"], rules, sr.Rules(windows, sr.dialects.WINDOW)) == []
+    full = [(r"\d/wq", P("fsdp", "tp")), (".*", P("fsdp"))]
+    assert sr.compare(TREE["layers"], rules, sr.Rules(full, sr.dialects.BIG_VISION)) == []
 
 
 def test_the_same_sharding_in_other_words():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardrules as sr
-from shardrules.compat import easylm, jaxseq, spectrax, tp_plan, windows
+from shardrules.compat import easylm, jaxseq, spectrax, tp_plan
 from shardrules.compat.keras import LayoutMap
 from tests.support import corpus, references
 from tests.support.folders import DATA
@@ -97,25 +97,6 @@ def test_jaxseq_on_its_models(rule_set, model):
 
 
 @pytest.mark.parametrize(
-    "model", ["flax-gpt-j-6b", "flax-gpt2", "flax-t5-v1_1-xxl", "flax-vit-base-patch16-224"]
-)
-@pytest.mark.parametrize("rule_set", corpus.rule_sets("regex-window"))
-def test_windows_on_models(rule_set, model):
-    rules = [*corpus.rules(rule_set), ((".*",), P("rest"))]
-    tree = corpus.manifest(model).nested(corpus.abstract)
-    assert windows.set_partitions(tree, rules) == references.windows(rules, tree)
-
-
-def test_windows_and_their_model():
-    rules = corpus.rules("community__gptj-window")
-    specs = windows.set_partitions(corpus.manifest("flax-gpt-j-6b").nested(corpus.abstract), rules)
-    layer = specs["transformer"]["h"]["0"]
-    assert layer["attn"]["q_proj"]["kernel"] == P(None, "mp")
-    assert layer["attn"]["out_proj"]["kernel"] == P("mp", None)
-    assert layer["ln_1"]["scale"] == P()
-
-
-@pytest.mark.parametrize(
     "model", ["gpt2", "llama-3.1-405b", "mixtral-8x22b", "deepseek-v3-fused", "whisper-large-v3"]
 )
 @pytest.mark.parametrize("rule_set", corpus.rule_sets("glob"))
@@ -161,26 +142,6 @@ def test_a_plan_cuts_what_transformers_cuts():
     ]  # fmt: skip
     assert tp_plan.parameter_tp_plan("embed_tokens.weight", plan) == "embedding_rowwise"
     assert tp_plan.parameter_tp_plan("embed_tokens.weight", plan, is_weight=False) is None
-
-
-def random_windows(rng):
-    return [
-        tuple(random_pattern(rng, depth=1, irregular=rng.random() < 0.2) for _ in range(length))
-        for length in rng.choices((1, 1, 2, 3), k=rng.randint(1, 3))
-    ]
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_random_windows(seed):
-    rng = random.Random(seed)
-    patterns = random_windows(rng)
-    if not all(compiles(regex + "$") for window in patterns for regex in window):
-        return
-    rules = payload_rules(patterns, sr.dialects.WINDOW)
-    for _ in range(40):
-        path = "/".join(random_text(rng, 4) for _ in range(rng.randint(1, 4))).replace("\n", "b")
-        expected = references.by_window(patterns, path)
-        assert rules.first_match(path) == expected, (patterns, path)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -423,20 +384,12 @@ class TestChoices:
         with pytest.raises(ValueError, match="Partition rule not found"):
             sr.Rules([], sr.dialects.EASYLM).match({"a": array(3)}, min_size=4)
 
-    def test_scanned_layers(self):
-        tree = {"FlaxBartEncoderLayers": {"kernel": 0, "bias": 0}, "kernel": 0}
-        rules = [(("kernel",), P("mp", None)), (("bias",), None)]
-        assert windows.set_partitions(tree, rules, scanned=["FlaxBartEncoderLayers"]) == {
-            "FlaxBartEncoderLayers": {"kernel": P(None, "mp", None), "bias": P()},
-            "kernel": P("mp", None),
-        }
-
     def test_shardings_of_every_dialect(self):
         tree = {"wq": {"kernel": array(8, 6)}}
         mesh = {"fsdp": 4, "tp": 2}
         patterns = {
             "EASYLM": "wq/kernel", "SPECTRAX": "wq/kernel", "KERAS": ".*/kernel",
-            "KEYSTR": r"\['wq'\]", "WINDOW": ("wq", "kernel"), "TP_PLAN": "wq",
+            "KEYSTR": r"\['wq'\]", "TP_PLAN": "wq",
         }  # fmt: skip
         for name, pattern in patterns.items():
             rules = sr.Rules([(pattern, ("fsdp", "tp"))], getattr(sr, name))
@@ -446,10 +399,9 @@ class TestChoices:
     def test_spec_for_in_every_dialect(self):
         for name, path in {
             "KEYSTR": "['wq'][0]",
-            "WINDOW": "h/wq/kernel",
             "TP_PLAN": "wq.x",
         }.items():
-            pattern = {"KEYSTR": r"\['wq'\]\[0\]", "WINDOW": ("wq",), "TP_PLAN": "wq"}[name]
+            pattern = {"KEYSTR": r"\['wq'\]\[0\]", "TP_PLAN": "wq"}[name]
             rules = sr.Rules([(pattern, ("tp",))], getattr(sr, name))
             assert sr.spec_for(path, (4, 4), rules) == P("tp")
             assert sr.spec_for(path, (4, 4), rules, {"tp": 2}) == P("tp")
@@ -527,11 +479,6 @@ class TestNnx:
         )
         matched = nnx.to_pure_dict(keystr.match(nnx.state(model)))
         assert matched["attn"]["inner"]["kernel"] == P("tp")
-        windows = sr.Rules(
-            [(("inner", "kernel"), "tp"), ((".*",), None)],
-            replace(sr.dialects.WINDOW, hidden_key="value"),
-        )
-        assert nnx.to_pure_dict(windows.match(nnx.state(model))) == matched
 
     @pytest.mark.parametrize("memory_budget", [0, 2000, 32 << 20])
     @pytest.mark.parametrize("seed", range(5))
@@ -609,41 +556,16 @@ class TestBadInput:
             "  Shorten the specs, or take a dialect with rank='truncate'."
         )
 
-    def test_unmatched_windows_show_plain_paths(self):
-        with pytest.raises(ValueError, match="not found") as info:
-            windows.set_partitions({"a": {"b": 0}}, [(("c",), None)])
-        assert str(info.value) == (
-            "Partition rule not found for param: a/b\n"
-            "  1 leaf matches none of the 1 rules:\n    a/b\n  Add a rule for them."
-        )
-
     def test_notes_show_plain_paths(self):
         class Broken:
             @property
             def shape(self):
                 raise RuntimeError("broken")
 
-        for dialect, shown in ((sr.dialects.WINDOW, "'a/0'"), (sr.dialects.KEYSTR, "\"['a'][0]\"")):
+        for dialect, shown in ((sr.dialects.EASYLM, "'a/0'"), (sr.dialects.KEYSTR, "\"['a'][0]\"")):
             with pytest.raises(RuntimeError, match="broken") as info:
                 sr.Rules([], dialect).match({"a": [Broken()]})
             assert info.value.__notes__ == [f"shardrules: at {shown} in the tree"]
-
-    def test_a_window_that_is_a_string(self):
-        with pytest.raises(TypeError, match=r"rule 1: .* tuple of strings.* write \('\(bias\)',\)"):
-            sr.Rules([(("a",), None), ("(bias)", None)], sr.dialects.WINDOW)
-
-    @pytest.mark.parametrize("pattern", [(), [], ("a", 1), (re.compile("a"),), None])
-    def test_what_is_no_window(self, pattern):
-        with pytest.raises(TypeError, match="rule 0: the pattern must be a tuple of strings"):
-            sr.Rules([(pattern, None)], sr.dialects.WINDOW)
-
-    def test_an_invalid_regex_in_a_window_is_shown_as_written(self):
-        with pytest.raises(re.error) as info:
-            sr.Rules([(("fine", "a(b"), None)], sr.dialects.WINDOW)
-        assert str(info.value) == (
-            "rule 0: missing ), unterminated subpattern at position 1\n    a(b\n     ^"
-        )
-        assert info.value.pattern == "a(b"
 
     def test_a_compiled_pattern_in_a_plan(self):
         with pytest.raises(TypeError, match="rule 0: the pattern must be a string, not"):
@@ -656,13 +578,13 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "choice",
         [
-            {"keys": "x"}, {"match": ("regex",)}, {"match": ()}, {"match": ("window", "search")},
+            {"keys": "x"}, {"match": ("regex",)}, {"match": ()},
             {"precedence": "last"}, {"scalars": "all"}, {"min_size": "never"}, {"rank": "cut"},
             {"unmatched": "drop"},
         ],
     )  # fmt: skip
     def test_choices_that_do_not_exist(self, choice):
-        with pytest.raises(ValueError, match="must be one of|does not mix|at least one"):
+        with pytest.raises(ValueError, match="must be one of|at least one"):
             replace(sr.dialects.EASYLM, **choice)
 
     def test_axes_that_the_mesh_of_a_layout_map_does_not_have(self):
@@ -687,7 +609,7 @@ def test_the_advice_for_a_layout_map_keeps_the_dialect():
 def test_pickled_and_compared():
     import pickle
 
-    rules = sr.Rules([(["a", "b"], ("x",))], sr.dialects.WINDOW)
+    rules = sr.Rules([("a/b", ("x",))], sr.dialects.EASYLM)
     again = pickle.loads(pickle.dumps(rules))
     assert again == rules
     assert hash(again) == hash(rules)
@@ -721,8 +643,3 @@ def test_a_tp_plan_component_that_is_literally_a_star(key, path):
     tree = {path: array(8, 8)}
     found = payload_rules([key], sr.dialects.TP_PLAN).match(tree)[path]
     assert bool(found) == bool(references.tp_styles({key: "style"}, tree)[path])
-
-
-def test_a_window_meets_an_array_that_is_the_whole_tree_as_an_empty_component():
-    rules = sr.Rules([(("a",), "a"), (("",), "whole")], sr.dialects.WINDOW)
-    assert rules.match(array(8)) == rules.match({"": array(8)})[""] == P("whole")

@@ -29,7 +29,6 @@ from shardrules.compat import (
     keras,
     spectrax,
     tp_plan,
-    windows,
 )
 from shardrules.compat import eformer as compat_eformer
 from tests.support.folders import ROOT
@@ -150,9 +149,6 @@ OF_LIBRARIES = {
     ),
     "tp_plan.parameter_tp_plan": lambda: tp_plan.parameter_tp_plan(
         "layers.3.up", {"".join(["layers.*", ".up"]): "colwise"}, is_weight=False
-    ),
-    "windows.set_partitions": lambda: windows.set_partitions(
-        TREE, [(("".join(["ker", "nel"]),), P("tp")), (("norm",), None)]
     ),
 }  # fmt: skip
 

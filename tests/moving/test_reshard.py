@@ -203,16 +203,16 @@ class TestATargetOfArrays:
 
     def test_one_without_a_sharding(self):
         placed = sr.shard({"w": np.ones(8), "b": np.ones(8)}, P(), mesh_of())
-        with pytest.raises(TypeError, match=r"plan_or_rules: \['w'\] is .*, which has no sharding"):
+        with pytest.raises(TypeError, match=r"rules: \['w'\] is .*, which has no sharding"):
             sr.reshard(placed, {"w": np.ones(8), "b": placed["b"]})
-        with pytest.raises(TypeError, match=r"plan_or_rules: \['b'\] is .*, which has no sharding"):
+        with pytest.raises(TypeError, match=r"rules: \['b'\] is .*, which has no sharding"):
             sr.reshard(placed, jax.eval_shape(lambda: placed))
 
     def test_another_shape_or_structure(self):
         placed = sr.shard({"w": np.ones((8, 4))}, P(), mesh_of())
         with pytest.raises(ValueError, match=r"\['w'\] has the shape \[4, 8\], and in tree it is"):
             sr.reshard(placed, sr.shard({"w": np.ones((4, 8))}, P(), mesh_of()))
-        with pytest.raises(ValueError, match="plan_or_rules"):
+        with pytest.raises(ValueError, match="rules"):
             sr.reshard(placed, sr.shard({"v": np.ones((8, 4))}, P(), mesh_of()))
 
     def test_nothing_more_decides(self):

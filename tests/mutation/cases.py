@@ -37,7 +37,7 @@ TUNED: Final = {
     "lwm-7b-unscanned": _LLAMA,
     "lwm-7b-scanned": ("LWM__llama-scan_layersTrue", *_LLAMA[:2]),
     "flax-gpt-j-6b": (
-        "EasyLM-yizhongw__gptj", "JAXSeq__gptj", "easydel__gpt_j-GPTJConfig-v0.2.0", "community__gptj-window", *_FSDP,
+        "EasyLM-yizhongw__gptj", "JAXSeq__gptj", "easydel__gpt_j-GPTJConfig-v0.2.0", *_FSDP,
     ),
     "flax-t5-v1_1-xxl": ("JAXSeq__T5", *_FSDP),
     "flax-whisper-large-v3": ("easydel__whisper-WhisperConfig-v0.2.0", *_FSDP),
@@ -56,7 +56,6 @@ HELD_OUT: Final = {
     "command-r7b": ("easydel__cohere2-Cohere2Config-v0.2.0", "easydel__llama-LlamaConfig-v0.1.4"),
     "phi-3-medium": ("easydel__phi3-Phi3Config-v0.1.4",),
     "mpt-30b": ("easydel__mosaic_mpt-MptConfig-v0.2.0",),
-    "grok-1": ("grok-1__lm",),
     "gemma-7b-keras": ("keras-hub__gemma",),
     "llama-3-8b-scalax": ("scalax__llama_fsdp_tp",),
 }  # fmt: skip
@@ -64,7 +63,7 @@ HELD_OUT: Final = {
 
 _DIALECTS: Final = {
     "EasyLM": sr.dialects.EASYLM, "EasyLM-yizhongw": sr.dialects.EASYLM, "LWM": sr.dialects.EASYLM, "felafax": sr.dialects.EASYLM, "scalax": sr.dialects.EASYLM,
-    "JAXSeq": sr.dialects.KEYSTR, "keras-hub": sr.dialects.KERAS, "grok-1": sr.dialects.WINDOW,
+    "JAXSeq": sr.dialects.KEYSTR, "keras-hub": sr.dialects.KERAS,
 }  # fmt: skip
 # An axis has the first of its names here that a size is for.
 _SIZES: Final = (
@@ -98,7 +97,6 @@ def _case(model: str, tree: Any, name: str, sizes: dict[str, int]) -> Case:
         dialect is sr.dialects.KERAS
     ):  # which wants full matches now; the lists are of when it searched
         rules = [(f".*{pattern}.*", spec) for pattern, spec in rules]
-    dialect = sr.dialects.WINDOW if name.endswith("window") else dialect
     stacks = _STACKS.get((model, name), ())
     case = Case(f"{model} + {name}", tree, tuple(rules), dialect, _mesh(rules, {}), stacks)
     coverage = case.plan().coverage

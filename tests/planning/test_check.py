@@ -89,10 +89,6 @@ class TestUnmatched:
         assert of_kind(findings(tree, SHARDED), "unmatched") == []
 
     def test_the_example_is_in_the_dialects_own_form(self):
-        rules = sr.Rules([(("w",), None)], sr.dialects.WINDOW)
-        one = only(findings({"a.b": {"x": [LARGE] * 3}}, rules), "unmatched")
-        assert r"((r'a\.b', r'x', r'\d+',), P(...))" in one.fix
-        assert "(('.*',), P())" in one.fix
         keystr = sr.Rules([("w", None)], sr.dialects.KEYSTR)
         one = only(findings({"x": [LARGE] * 3}, keystr), "unmatched")
         assert r"""(r"\['x'\]\[\d+\]", P(...))""" in one.fix
@@ -199,10 +195,6 @@ class TestCatchAll:
         assert of_kind(found, "catch-all") == []
         assert only(found, "replicated").rule == 1
 
-    def test_of_windows(self):
-        rules = sr.Rules([(("w",), P("fsdp", "tp")), ((".*",), None)], sr.dialects.WINDOW)
-        assert only(findings({"w": LARGE, "x": {"y": LARGE}}, rules), "catch-all").paths == ("x/y",)
-
     def test_declared(self):
         tree = {"w": LARGE, "experts": [{"fc": LARGE}] * 4}
         assert (
@@ -245,16 +237,14 @@ class TestCatchAll:
             sr.dialects.EFORMER,
             sr.dialects.KEYSTR,
             sr.dialects.KERAS,
-            sr.dialects.WINDOW,
             sr.dialects.TP_PLAN,
         ],
         ids=lambda d: d.name,
     )
     @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     def test_declared_patterns_are_searched_in_the_paths_of_any_dialect(self, dialect, pattern):
-        everything = (".*",) if dialect is sr.dialects.WINDOW else ".*"
         tree = {"x": {"y": LARGE, "x y": [LARGE] * 2}, "z": {"xx": LARGE, "aa.b": LARGE}}
-        plan = sr.plan(tree, sr.Rules([(everything, ())], dialect), MESH)
+        plan = sr.plan(tree, sr.Rules([(".*", ())], dialect), MESH)
         found = plan.check(replicated=[pattern])
         told = {
             path for one in found if one.kind in ("catch-all", "replicated") for path in one.paths
@@ -1129,7 +1119,7 @@ def test_locks_find_what_needs_no_history():
     assert found == {one for one in expected if one.kind != "unused-axis"}
 
 
-@pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR", "TP_PLAN", "WINDOW"])
+@pytest.mark.parametrize("dialect", ["EFORMER", "KERAS", "KEYSTR", "TP_PLAN"])
 def test_empty_trees_and_rules(dialect):
     dialect = replace(getattr(sr, dialect), name="x")
     for tree in ({}, {"w": LARGE}):

@@ -906,13 +906,6 @@ def test_dialects(dialect):
     assert plan.specs() == {"a": {"scale": P("tp")}}
 
 
-def test_windows():
-    rules = sr.Rules([(("a", "kernel"), P("fsdp", "tp"))], sr.dialects.WINDOW)
-    tree = {"a": {"scale": abstract(8)}}
-    plan = sr.plan(tree, rules, SIZES, companions=[sr.Companion("scale$", "kernel", dims=(1,))])
-    assert plan.specs() == {"a": {"scale": P("tp")}}
-
-
 def test_units_count_blocks():
     """Of 128 x 128 blocks, heads of 192 end where three blocks do."""
     rules = [("weight$", sr.RuleSpec(("tp",), units=(192,)))]

@@ -166,10 +166,6 @@ def test_trees_of_all_kinds(name, mesh):
         ("SPECTRAX", [("wq", P(("fsdp", "xx"), "dp")), (".*", P("dp", "fsdp"))]),
         ("KERAS", [(".*wq", P(None, "fsdp")), ("layers/1/b", P("dp"))]),
         ("KEYSTR", [(r"\['wq'\]", P("fsdp")), (r"\[1\]", P("dp")), (".*", P())]),
-        (
-            "WINDOW",
-            [(("layers", r"\d", "wq"), P("fsdp", None)), (("b|one|step",), P()), ((".*",), P())],
-        ),
         ("TP_PLAN", [("layers.*.wq", P("fsdp", "dp")), ("layers.1.b", P("dp"))]),
     ],
 )

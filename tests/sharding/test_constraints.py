@@ -501,3 +501,25 @@ class TestWhatIsRemembered:
         for size in range(1, 8):
             text_of([jnp.zeros(size)] * 4, P("tp"), mesh)
             assert len(memory._known) <= 3
+
+
+def test_min_size_and_companions_inside_jit():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    tree = {"kernel": np.ones((4, 4), np.float32), "kernel_scale": np.ones(4, np.float32)}
+    follows = sr.Companion("kernel_scale$", "kernel", dims=(0,))
+
+    def shardings(**keywords):
+        def constrain(tree):
+            return sr.with_sharding_constraint(
+                tree, [("kernel$", P("tp")), (".*", P())], mesh, **keywords
+            )
+
+        inside, outside = jax.jit(constrain)(tree), constrain(tree)
+        replicated = {path: array.sharding.is_fully_replicated for path, array in inside.items()}
+        for path, array in outside.items():
+            assert array.sharding.is_fully_replicated == replicated[path]
+        return replicated
+
+    assert shardings() == {"kernel": False, "kernel_scale": True}
+    assert shardings(min_size=17) == {"kernel": True, "kernel_scale": True}
+    assert shardings(companions=[follows]) == {"kernel": False, "kernel_scale": False}

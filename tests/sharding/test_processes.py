@@ -101,7 +101,7 @@ FAILURES = {
     "no mesh": "ValueError: no mesh",
     "dict mesh": "TypeError: arrays can be placed on a jax.sharding.Mesh",
     "str mesh": "TypeError: mesh is 'mesh'",
-    "another tree of shardings": "ValueError: specs_or_rules: the tree of specs does not fit",
+    "another tree of shardings": "ValueError: rules: the tree of specs does not fit",
     "no tree": "TypeError: tree is 'checkpoint.npz'",
     "constraint": "ValueError: Partition rule not found",
     "gather": "ValueError: no gathering",

@@ -243,7 +243,7 @@ class TestWords:
 
 
 DIALECTS = [
-    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.SPECTRAX, sr.dialects.NNX, sr.dialects.WINDOW,
+    sr.dialects.EFORMER, sr.dialects.EASYLM, sr.dialects.KEYSTR, sr.dialects.KERAS, sr.dialects.BIG_VISION, sr.dialects.SPECTRAX, sr.dialects.NNX,
     sr.dialects.TP_PLAN,
 ]  # fmt: skip
 
@@ -274,14 +274,12 @@ class TestDialects:
             for dialect in (
                 sr.dialects.KEYSTR,
                 sr.dialects.KERAS,
-                sr.dialects.WINDOW,
                 sr.dialects.TP_PLAN,
             )
         }
         assert first == {
             sr.dialects.KEYSTR: r"self_attn'\]\['o_proj'\]\['kernel'\]",
             sr.dialects.KERAS: ".*self_attn/o_proj/kernel",
-            sr.dialects.WINDOW: ("self_attn", "o_proj", "kernel"),
             sr.dialects.TP_PLAN: "model.layers.*.self_attn.k_proj.kernel",
         }
 
@@ -356,7 +354,7 @@ class TestSuggestion:
 
     @pytest.mark.parametrize(
         "dialect",
-        [sr.dialects.EFORMER, sr.dialects.KEYSTR, sr.dialects.WINDOW],
+        [sr.dialects.EFORMER, sr.dialects.KEYSTR],
         ids=lambda one: one.name,
     )
     def test_python_makes_the_same_rules(self, dialect):

@@ -57,7 +57,7 @@ def regex_rule_sets() -> list[str]:
 
 
 def rules(name: str) -> list[Rule]:
-    """(pattern, spec) pairs; of windows a pattern is a tuple, and a spec may be None."""
+    """(pattern, spec) pairs; a spec may be None."""
     return [
         (tuple(pattern) if isinstance(pattern, list) else pattern, _spec(spec))
         for pattern, spec in _rule_files()[name]["rules"]

@@ -25,20 +25,6 @@ def by_fullmatch(patterns, path):
     return find_first(patterns, lambda pattern: re.fullmatch(pattern, path))
 
 
-def by_window(patterns, path):
-    keys = path.split("/")
-
-    def matches(window):
-        compiled = [re.compile(pattern + "$") for pattern in window]
-        starts = range(len(keys) - len(window) + 1)
-        return any(
-            all(r.match(key) for r, key in zip(compiled, keys[start:], strict=False))
-            for start in starts
-        )
-
-    return find_first(patterns, matches)
-
-
 def by_layout_map(patterns, path):
     if path in patterns:
         return patterns.index(path)
@@ -66,7 +52,6 @@ CHOSEN_BY = {
     "KEYSTR": by_search,
     "KERAS": by_layout_map,
     "BIG_VISION": by_fullmatch,
-    "WINDOW": by_window,
     "TP_PLAN": by_tp_plan,
 }
 
@@ -110,13 +95,6 @@ def spectrax(rules, tree, min_size=None, strict=True):
             return P()
         found = rules[by_search([p for p, _ in rules], SLASHED(path))][1]
         return P(*found[: leaf.ndim]) if strict and len(found) > leaf.ndim else found
-
-    return specs_of(tree, spec)
-
-
-def windows(rules, tree):
-    def spec(path, _):
-        return rules[by_window([p for p, _ in rules], SLASHED(path))][1]
 
     return specs_of(tree, spec)
 

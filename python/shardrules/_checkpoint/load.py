@@ -23,7 +23,7 @@ from shardrules._files.leaves import StoredArray, StoredArrays
 from shardrules._files.models import Arrays, read_arrays
 from shardrules._files.orbax import SEPARATOR, find_checkpoint
 from shardrules._io import FileError
-from shardrules._place.decider import check_taken, checked_companions
+from shardrules._place.decider import policy_for
 from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
 from shardrules._place.processes import JointCall, Row, rows_of
 from shardrules._plan.plan import Plan
@@ -167,12 +167,12 @@ def load(
         deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
-            "companions": checked_companions(companions),
+            "companions": listed("companions", companions, "Companions"),
             "optional_axes": texts("optional_axes", optional_axes),
             "names": names,
         }
         if isinstance(rules, Plan):
-            check_taken(rules, **deciding)
+            policy_for(rules, **deciding)
             chosen = rules if mesh is None else rules.on_mesh(mesh)
             tree = chosen.abstract() if tree is None else tree
             rules, mesh = chosen.shardings(), None
@@ -184,9 +184,7 @@ def load(
         problems = Problems(arrays.name)
         _check_dtypes(arrays, problems)
         abstract, targets = matched(arrays.leaves, tree, followed, wanted_dtype, problems)
-        leaves, treedef, shardings = requested_shardings(
-            abstract, rules, mesh, **deciding, called="rules"
-        )
+        leaves, treedef, shardings = requested_shardings(abstract, rules, mesh, **deciding)
         jobs = [
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)

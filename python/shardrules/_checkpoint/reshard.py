@@ -27,18 +27,11 @@ from shardrules._checkpoint.trees import (
 )
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
-from shardrules._place.decider import check_taken, checked_companions
+from shardrules._place.decider import BySpecs, policy_for
 from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
 from shardrules._place.processes import JointCall, rows_of
-from shardrules._place.shard import (
-    check_reachable,
-    converted,
-    has_spread,
-    leaf_path,
-    of_placeable,
-    put,
-    stays_in_part,
-)
+from shardrules._place.shard import converted, leaf_path, of_placeable
+from shardrules._place.transfers import check_reachable, has_spread, put, stays_in_part
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
@@ -167,7 +160,7 @@ class _Move(NamedTuple):
 @overload
 def reshard(
     tree: Any,
-    plan_or_rules: Plan,
+    rules: Plan,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -183,7 +176,7 @@ def reshard(
 @overload
 def reshard(
     tree: Any,
-    plan_or_rules: Any,
+    rules: Any,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -199,7 +192,7 @@ def reshard(
 @overload
 def reshard(
     tree: Tree,
-    plan_or_rules: Any,
+    rules: Any,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -211,10 +204,10 @@ def reshard(
     dtype: Any = None,
     max_bytes_in_flight: int | None = None,
 ) -> Tree: ...
-@in_order("tree", "rules", "mesh")
+@in_order("tree", "rules", "mesh", renamed="plan_or_rules")
 def reshard(
     tree: Any,
-    plan_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = 0,
@@ -234,7 +227,7 @@ def reshard(
 
     Args:
         tree: A pytree of jax.Arrays and numpy arrays, as in `shard`.
-        plan_or_rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
+        rules: A `Plan`, whose tree the result gets: structure, shapes and dtypes; arrays
             are found by their paths, and boxes of flax stay. Or what `shard` takes. Or a tree of
             arrays, or of ShapeDtypeStructs with shardings, whose shardings the arrays get.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's, or the plan's.
@@ -285,13 +278,13 @@ def reshard(
             "mesh": mesh,
             "min_size": min_size,
             "correction": correction,
-            "companions": checked_companions(companions),
+            "companions": listed("companions", companions, "Companions"),
             "optional_axes": texts("optional_axes", optional_axes),
             "names": names,
         }
-        if call.joint and _asks_for_own_devices(plan_or_rules, mesh) and not has_spread(tree):
+        if call.joint and _stays_here(tree, rules, mesh):
             call.alone()
-        abstract, wanted = _moves(tree, plan_or_rules, deciding, followed, name)
+        abstract, wanted = _moves(tree, rules, deciding, followed, name)
         most = _bound(wanted, most, abstract)
         options = f"donate={gives_up}, dtype={name}, renames={followed}, in flight={most}"
         shardings = {i: move.sharding for i, move in wanted.items()}
@@ -324,15 +317,13 @@ def reshard(
     return tree_util.tree_unflatten(treedef, made)
 
 
-def _asks_for_own_devices(plan_or_rules: Any, mesh: MeshLike | None) -> bool:
-    if isinstance(plan_or_rules, Plan):
-        return asks_for_own_devices([], plan_or_rules.mesh if mesh is None else mesh)
-    return asks_for_own_devices(_shardings_in(plan_or_rules) or plan_or_rules, mesh)
+def _stays_here(tree: Any, rules: Any, mesh: MeshLike | None) -> bool:
+    return asks_for_own_devices(_shardings_in(rules) or rules, mesh) and not has_spread(tree)
 
 
 def _moves(
     tree: Any,
-    plan_or_rules: Any,
+    rules: Any,
     deciding: Mapping[str, Any],
     renames: Sequence[Rename],
     dtype: str | None,
@@ -340,9 +331,10 @@ def _moves(
     """(the result or an abstract one of its structure, the move of each leaf that moves)."""
     from jax import tree_util
 
-    rules, target = plan_or_rules, plan_or_rules
+    target = rules
+    keywords = {name: value for name, value in deciding.items() if name != "mesh"}
     if isinstance(rules, Plan):
-        check_taken(rules, **deciding)
+        policy_for(rules, **keywords)
         rules = rules if deciding["mesh"] is None else rules.on_mesh(deciding["mesh"])
         target = rules.abstract()
     decided = _shardings_in(target)
@@ -351,9 +343,9 @@ def _moves(
             rules = tree_util.tree_unflatten(tree_util.tree_structure(target), decided)
         if renames or isinstance(rules, Plan):
             return _by_paths(tree, rules, deciding, renames, dtype)
-        leaves, _, decided = requested_shardings(tree, rules, **deciding, called="plan_or_rules")
+        leaves, _, decided = requested_shardings(tree, rules, **deciding)
     else:
-        check_taken(None, **deciding)
+        policy_for(BySpecs("rules", decided), **keywords)
         leaves = tree_util.tree_leaves(tree)
     return tree, _as_they_are(tree, leaves, decided, dtype)
 
@@ -380,7 +372,7 @@ def _is_like(tree: Any, target: Any, has_dtypes: bool) -> bool:
             if has_dtypes:
                 return False
             raise ValueError(
-                f"plan_or_rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
+                f"rules: {leaf_path(target, place)} has the shape {list(other.shape)}, and "
                 f"in tree it is {list(np.shape(leaf))}; give shardings of arrays of the same "
                 "shape, or renames that turn the one into the other"
             )
@@ -402,7 +394,7 @@ def _shardings_in(target: Any) -> list[Any] | None:
     if None in shardings:
         place = shardings.index(None)
         raise TypeError(
-            f"plan_or_rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
+            f"rules: {leaf_path(target, place)} is {shown(leaves[place])}, which has no "
             "sharding, as arrays have; give one for each array of tree"
         )
     return list(map(_named, shardings))
@@ -461,7 +453,7 @@ def _bytes(leaf: Any, dtype: str | None) -> int:
 
 def _by_paths(
     tree: Any,
-    plan_or_rules: Any,
+    rules: Any,
     deciding: Mapping[str, Any],
     renames: Sequence[Rename],
     dtype: str | None,
@@ -472,13 +464,13 @@ def _by_paths(
     names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
     of_leaves = shapes_and_dtypes(tree, names)
     arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
-    in_tree, rules = None, plan_or_rules
-    if isinstance(plan_or_rules, Plan):
-        in_tree, rules = plan_or_rules.abstract(), plan_or_rules.shardings()
+    in_tree = None
+    if isinstance(rules, Plan):
+        in_tree, rules = rules.abstract(), rules.shardings()
         deciding = {**deciding, "mesh": None}
     problems = Problems("the tree", in_file=False)
     abstract, targets = matched(arrays, in_tree, renames, dtype, problems)
-    specs, _, shardings = requested_shardings(abstract, rules, **deciding, called="plan_or_rules")
+    specs, _, shardings = requested_shardings(abstract, rules, **deciding)
     live, row = dict(zip(names, leaves, strict=True)), {name: i for i, name in enumerate(names)}
     moves = {}
     for i, ((path, target), spec, sharding) in enumerate(

@@ -21,7 +21,7 @@ from shardrules._mesh_sizes import parse_mesh
 from shardrules._plan.findings import Declared, all_declared, compiled_replicated
 from shardrules._plan.memory import Room
 from shardrules._plan.plan import Plan, plan
-from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect, key_separator
+from shardrules._rules.dialects import EFORMER, LINEN, Dialect, LogicalDialect
 from shardrules._rules.logical_rules import LogicalRules
 from shardrules._rules.rules import Rules
 from shardrules._text import and_more, byte_count, mesh_shown
@@ -199,11 +199,7 @@ def _tree(source: str, dialect: Dialect | LogicalDialect | None) -> tuple[str, A
                 'manifest with "logical_axes", or package.module:function'
             )
         return arrays.name, arrays.leaves, arrays.logical_axes
-    joins_keys = (
-        dialect.keys != "text"
-        or dialect.hidden_key is not None
-        or key_separator(dialect) != dialect.separator
-    )
+    joins_keys = dialect.keys != "text" or dialect.hidden_key is not None
     return arrays.name, nested(arrays) if joins_keys else arrays.leaves, None
 
 

@@ -34,7 +34,7 @@ def read_model(
             `{"params": [["name", [4096, 128], "BF16"], ...]}`. `-` is a manifest on standard input.
         nested: Whether names are split into the levels of a tree. Default: at `/`, as orbax has
             them; names with dots stay whole, as `safetensors.flax.load_file` has them. True splits
-            these too, for dialects such as `WINDOW`; False splits none.
+            these too; False splits none.
         max_memory: Maximum bytes of memory for reading, beyond the file's own size. Default:
             512 MiB.
 

@@ -1,1 +1,1 @@
-"""Meshes, specs on a mesh, and the bytes that its devices hold."""
+"""Meshes, specs on a mesh, and the bytes that devices hold."""

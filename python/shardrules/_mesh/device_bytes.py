@@ -1,9 +1,4 @@
-"""Bytes that devices receive and send when an array gets another sharding, on the same mesh or not.
-
-A device keeps the part of its new shard that it holds already, and receives the rest. Shards are
-boxes of a grid, so that part is a product of overlaps along the dimensions. Costs some passes over
-the devices per array. Must not know about trees, rules or JAX's devices.
-"""
+"""Bytes of arrays on the devices of a mesh, and bytes that move to another sharding."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ _MOST_WORK: Final = 2**30
 
 
 class _Cut(NamedTuple):
-    """A dimension that its mesh axes do not divide."""
+    """Dimension that its mesh axes do not divide."""
 
     axes: tuple[str, ...]
     size: int
@@ -38,7 +33,7 @@ class _Cut(NamedTuple):
     """Size of a full shard. After the full shards one device has the rest, and others nothing."""
 
     def steps(self, axis_sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """(positions at which the shard's length changes, the lengths from there on)."""
+        """Return (positions at which the shard's length changes, the lengths from there on)."""
         full = self.size // self.part
         positions, lengths = [0, full, full + 1], [self.part, self.size - full * self.part, 0]
         kept = 3 if full + 1 < prod(axis_sizes[axis] for axis in self.axes) else 2
@@ -46,7 +41,7 @@ class _Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The bits of one array on each device."""
+    """Bits of one array on each device."""
 
     bits: int
     """Bits of an element, times each device's share of the evenly cut dimensions."""
@@ -55,19 +50,19 @@ class Held(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Bytes on the fullest device, which is the first one."""
+        """Return bytes on the fullest device, which is the first one."""
         return -(-self.bits * prod(cut.part for cut in self.cuts) // 8)
 
     @property
     def most_bits(self) -> int:
-        """Bits on the fullest device."""
+        """Return bits on the fullest device."""
         return self.bits * prod(cut.part for cut in self.cuts)
 
 
 def held_of(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> Held:
-    """The bits of an array on each device; arguments as in `device_bytes`."""
+    """Return the bits of an array on each device; arguments as in `device_bytes`."""
     entries = entries_of(spec)
     cuts = []
     for dim, size in enumerate(shape):
@@ -85,7 +80,7 @@ def held_of(
 def device_bytes(
     shape: Sequence[int], bits: int, spec: PartitionSpec | Entries, axis_sizes: Mapping[str, int]
 ) -> npt.NDArray[Any]:
-    """Bytes of an array on each device of a mesh.
+    """Return bytes of an array on each device of a mesh.
 
     A dimension that its axes do not divide is cut as in XLA: the shard size is rounded up, and the
     last shards are smaller or empty.
@@ -105,9 +100,9 @@ def device_bytes(
         >>> device_bytes((10, 4), 16, P("dp"), {"dp": 4, "tp": 1}).ravel()
         array([24, 24, 24,  8])
     """
-    held = held_of(shape, bits, spec, axis_sizes)
-    classes = DeviceClasses([held], axis_sizes)
-    return classes.each(classes.total([(1, held)]))
+    share = held_of(shape, bits, spec, axis_sizes)
+    classes = DeviceClasses([share], axis_sizes)
+    return classes.each(classes.total([(1, share)]))
 
 
 class DeviceClasses:
@@ -127,17 +122,17 @@ class DeviceClasses:
 
     def __init__(self, arrays: Iterable[Held], axis_sizes: Mapping[str, int]) -> None:
         self._axis_sizes = axis_sizes
-        distinct = {held.cuts for held in arrays}
+        distinct = {array.cuts for array in arrays}
         starts = {axis: {0} for axis in axis_sizes}
         for cut in {cut for cuts in distinct for cut in cuts}:
             for position in cut.steps(axis_sizes)[0]:
                 # A box for the position itself, and one for all after it, along each axis.
-                left = position
+                rest = position
                 for axis in reversed(cut.axes):
-                    left, coordinate = divmod(left, axis_sizes[axis])
+                    rest, coordinate = divmod(rest, axis_sizes[axis])
                     starts[axis] |= {coordinate, coordinate + 1}
         self._starts = {
-            axis: np.array(sorted(one for one in starts[axis] if one < size), np.int64)
+            axis: np.array(sorted(start for start in starts[axis] if start < size), np.int64)
             for axis, size in axis_sizes.items()
         }
         self._check_work(distinct)
@@ -154,7 +149,7 @@ class DeviceClasses:
             )
 
     def total(self, counted: Iterable[tuple[int, Held]]) -> npt.NDArray[Any]:
-        """Bytes per class of all arrays.
+        """Return bytes per class of all arrays.
 
         Args:
             counted: (number of arrays, one of them) pairs.
@@ -163,64 +158,54 @@ class DeviceClasses:
             An array of int64, or of Python ints if int64 is too small.
         """
         counts: Counter[Held] = Counter()
-        for count, held in counted:
-            counts[held] += count
-        most = max((held.most_bits for held in counts), default=0)
-        most = max(most, sum(count * held.most for held, count in counts.items()))
+        for count, array in counted:
+            counts[array] += count
+        most = max((array.most_bits for array in counts), default=0)
+        most = max(most, sum(count * array.most for array, count in counts.items()))
         exact = np.dtype(np.int64 if most <= MOST else object)
-        whole = sum(count * held.most for held, count in counts.items() if not held.cuts)
-        total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), whole, exact)
-        alike: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)
-        for held, count in counts.items():
-            if held.cuts:
-                alike[tuple(cut.axes for cut in held.cuts)][held] = count
-        for axes, uneven in alike.items():
+        base = sum(count * array.most for array, count in counts.items() if not array.cuts)
+        total: npt.NDArray[Any] = np.full((1,) * len(self._axis_sizes), base, exact)
+        groups: dict[tuple[tuple[str, ...], ...], dict[Held, int]] = defaultdict(dict)
+        for array, count in counts.items():
+            if array.cuts:
+                groups[tuple(cut.axes for cut in array.cuts)][array] = count
+        for axes, uneven in groups.items():
             total = total + self._cut_alike(axes, uneven, exact)
         return total
 
     def _cut_alike(
         self, axes: tuple[tuple[str, ...], ...], counts: dict[Held, int], exact: np.dtype[Any]
     ) -> npt.NDArray[Any]:
-        """The total of arrays whose uneven dimensions are cut by the same axes.
+        """Return the total of arrays whose uneven dimensions are cut by the same axes.
 
         Bytes as a function of the position among the shards are a step function. The steps of each
         array are added up, and one cumulative sum gives the total of all arrays.
         """
-        steps = {held: [cut.steps(self._axis_sizes) for cut in held.cuts] for held in counts}
+        steps = {array: [cut.steps(self._axis_sizes) for cut in array.cuts] for array in counts}
         starts = [
             np.unique(np.concatenate([of_dims[dim][0] for of_dims in steps.values()]))
             for dim in range(len(axes))
         ]
-        noted = np.zeros([len(one) for one in starts], exact)
-        for held, of_dims in steps.items():
-            stepping = np.array(held.bits, exact)
+        noted = np.zeros([len(begins) for begins in starts], exact)
+        for array, of_dims in steps.items():
+            stepping = np.array(array.bits, exact)
             for _, lengths in of_dims:
                 stepping = np.multiply.outer(stepping, np.array(lengths, exact))
             stepping = -(-stepping // 8)
             for dim in range(len(axes)):
                 stepping = np.diff(stepping, axis=dim, prepend=0)
             places = [np.searchsorted(s, p) for s, (p, _) in zip(starts, of_dims, strict=True)]
-            noted[np.ix_(*places)] += counts[held] * stepping
+            noted[np.ix_(*places)] += counts[array] * stepping
         for dim in range(len(axes)):
             noted = np.cumsum(noted, axis=dim)
         places = [
-            np.searchsorted(one, self._positions(named), "right") - 1
-            for one, named in zip(starts, axes, strict=True)
+            np.searchsorted(begins, _positions(named, self._axis_sizes, self._starts), "right") - 1
+            for begins, named in zip(starts, axes, strict=True)
         ]
         return noted[tuple(places)]
 
-    def _positions(self, axes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """Per class, the position of its first device among the shards that these axes make."""
-        names = list(self._axis_sizes)
-        position = np.zeros((1,) * len(names), np.int64)
-        for axis in axes:
-            along = [1] * len(names)
-            along[names.index(axis)] = -1
-            position = position * self._axis_sizes[axis] + self._starts[axis].reshape(along)
-        return position
-
     def each(self, of_classes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Numbers per class as numbers per device, with a dimension for each mesh axis in order.
+        """Return numbers per class as numbers per device, with a dimension for each mesh axis.
 
         The result is read-only, because equal numbers along an axis are stored once.
         """
@@ -233,8 +218,26 @@ class DeviceClasses:
         return np.broadcast_to(of_classes, sizes)
 
 
+def _positions(
+    axes: tuple[str, ...],
+    axis_sizes: Mapping[str, int],
+    coordinates: Mapping[str, npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
+    """Return positions among the shards of some axes, from coordinates along each of them.
+
+    The result has a dimension for each mesh axis, of size 1 for the other axes.
+    """
+    names = list(axis_sizes)
+    position = np.zeros((1,) * len(names), np.int64)
+    for axis in axes:
+        along = [1] * len(names)
+        along[names.index(axis)] = -1
+        position = position * axis_sizes[axis] + coordinates[axis].reshape(along)
+    return position
+
+
 class Grid:
-    """The devices of a mesh in row-major order, and which of them are in another mesh too.
+    """Devices of a mesh in row-major order, and which of them are in another mesh too.
 
     Args:
         axis_sizes: Devices along each mesh axis, in the mesh's order.
@@ -253,16 +256,16 @@ class Grid:
         self._positions: dict[tuple[str, ...], _Ints] = {}
 
     def full(self, value: Any) -> _Ints:
-        """A new array with this number, or these, for the devices."""
+        """Return a new array with this number, or these, for the devices."""
         return np.full(self.devices, value, self._exact)
 
     def cuts(self, rank: int, spec: PartitionSpec | Entries) -> list[tuple[str, ...]]:
-        """For each of so many dimensions, the axes of more than one device that cut it."""
+        """Return for each of so many dimensions, the axes of more than one device that cut it."""
         named = [*map(entry_axes, entries_of(spec)), *[()] * (rank - len(spec))]
         return [tuple(a for a in axes if self._axis_sizes[a] > 1) for axes in named[:rank]]
 
     def interval(self, size: int, axes: tuple[str, ...]) -> tuple[Any, Any]:
-        """Per device the (start, stop) of its part of a dimension that these axes cut, as in XLA.
+        """Return by device the (start, stop) of its shard of a dimension, as in XLA.
 
         Parts are rounded up; the last ones are smaller, or empty.
         """
@@ -273,33 +276,29 @@ class Grid:
         return start, np.minimum(start + part, size)
 
     def _position(self, axes: tuple[str, ...]) -> _Ints:
-        """Per device its position among the parts that these axes make."""
+        """Return per device its position among the parts that these axes make."""
         if axes not in self._positions:
-            names, position = list(self._axis_sizes), np.zeros((1,) * len(self.sizes), np.int64)
-            for axis in axes:
-                along = [1] * len(names)
-                along[names.index(axis)] = -1
-                size = self._axis_sizes[axis]
-                position = position * size + np.arange(size).reshape(along)
+            coordinates = {axis: np.arange(self._axis_sizes[axis]) for axis in axes}
+            position = _positions(axes, self._axis_sizes, coordinates)
             self._positions[axes] = self.full(np.broadcast_to(position, self.sizes).ravel())
         return self._positions[axes]
 
     def on_shared(self, value: Any) -> Any:
-        """A number for each device, or one for all, for the shared devices alone."""
+        """Return a number for each device, or one for all, for the shared devices alone."""
         return value[self.shared] if isinstance(value, np.ndarray) else value
 
     def of_shared(self, value: _Ints) -> _Ints:
-        """A number for each of the shared devices as one for each device, 0 for the others."""
+        """Return numbers of the shared devices as numbers of all devices, 0 for the others."""
         each = self.full(0)
         each[self.shared] = value
         return each
 
     def copies(self, used: frozenset[str]) -> int:
-        """How many devices hold the same part of an array that these axes cut."""
+        """Return how many devices hold the same part of an array that these axes cut."""
         return prod(size for axis, size in self._axis_sizes.items() if axis not in used)
 
     def of_groups(self, value: _Ints, used: frozenset[str]) -> _Ints:
-        """A number for each device, which is the same for those of a group, as one for each group.
+        """Return by group a number that is equal on all devices of the group.
 
         A group is the devices that hold the same part. The result has a dimension for each axis, of
         size 1 for those that tell no groups apart.
@@ -308,27 +307,27 @@ class Grid:
         return value.reshape(self.sizes)[first]
 
     def group_sums(self, value: _Ints, used: frozenset[str]) -> _Ints:
-        """The sums over the devices of each group, with the dimensions of `of_groups`."""
-        alike = tuple(dim for dim, axis in enumerate(self._axis_sizes) if axis not in used)
-        sums: _Ints = value.reshape(self.sizes).sum(axis=alike, keepdims=True)
+        """Return the sums over the devices of each group, with the dimensions of `of_groups`."""
+        dims = tuple(dim for dim, axis in enumerate(self._axis_sizes) if axis not in used)
+        sums: _Ints = value.reshape(self.sizes).sum(axis=dims, keepdims=True)
         return sums
 
     def shares(self, of_group: _Ints, used: frozenset[str]) -> _Ints:
-        """Numbers of groups, shared out equally among their devices; the first ones get the rest.
+        """Return numbers of groups, shared equally among their devices; the first get the rest.
 
         Args:
             of_group: With the dimensions of `of_groups`.
             used: As there.
         """
-        alike = [size if axis not in used else 1 for axis, size in self._axis_sizes.items()]
-        each = of_group // prod(alike)
-        rank = np.arange(prod(alike)).reshape(alike)
-        more = rank < of_group - each * prod(alike)
-        return np.broadcast_to(each + more, self.sizes).ravel()
+        copies = [size if axis not in used else 1 for axis, size in self._axis_sizes.items()]
+        each = of_group // prod(copies)
+        rank = np.arange(prod(copies)).reshape(copies)
+        extra = rank < of_group - each * prod(copies)
+        return np.broadcast_to(each + extra, self.sizes).ravel()
 
 
 class Moved(NamedTuple):
-    """What moves of arrays that are alike. Bytes of a device are rounded up for each array."""
+    """Bytes that move of equal arrays. Bytes of a device are rounded up for each array."""
 
     received: _Ints
     """Per device of the new mesh, bytes of one array."""
@@ -346,7 +345,7 @@ def moved_bytes(
     grids: tuple[Grid, Grid],
     count: int = 1,
 ) -> Moved:
-    """What moves of so many arrays.
+    """Return what moves of so many arrays.
 
     Args:
         shape: Shape of the whole array.
@@ -357,23 +356,25 @@ def moved_bytes(
     """
     old, new = grids
     cuts, new_cuts = (grid.cuts(len(shape), spec) for grid, spec in zip(grids, specs, strict=True))
-    held, wanted, kept = old.full(bits), new.full(bits), new.full(bits)[new.shared]
+    before, after, kept = old.full(bits), new.full(bits), new.full(bits)[new.shared]
     for size, axes, new_axes in zip(shape, cuts, new_cuts, strict=True):
         start, stop = old.interval(size, axes)
         new_start, new_stop = new.interval(size, new_axes)
-        held *= stop - start
-        wanted *= new_stop - new_start
+        before *= stop - start
+        after *= new_stop - new_start
         first = np.maximum(old.on_shared(start), new.on_shared(new_start))
         last = np.minimum(old.on_shared(stop), new.on_shared(new_stop))
         kept *= np.maximum(last - first, 0)
-    used, new_used = (frozenset(axis for axes in of for axis in axes) for of in (cuts, new_cuts))
+    used, new_used = (
+        frozenset(axis for axes in dims for axis in axes) for dims in (cuts, new_cuts)
+    )
     # The new shards cover each element of an old one once for each copy of the array. Who holds the
     # old one takes what it needs of it for nothing.
-    asked = old.of_groups(held, used) * new.copies(new_used)
+    asked = old.of_groups(before, used) * new.copies(new_used)
     asked -= old.group_sums(old.of_shared(kept), used)
     kept_of_all = new.of_shared(kept)
     return Moved(
-        received=_bytes(wanted - kept_of_all),
+        received=_bytes(after - kept_of_all),
         kept=_bytes(kept_of_all),
         sent=old.shares(_bytes(asked) * count, used),
     )

@@ -1,8 +1,4 @@
-"""Memory kinds: shardings that have one, which one an array stays in, how it is moved inside jit.
-
-The default kind of a sharding is that of its devices. Inside jit JAX has two kinds, and its
-sharding constraints ignore them. Costs an attribute per array. Must not know about rules.
-"""
+"""Memory kinds of shardings and arrays, and moves between them inside jit."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
 def sharding_in_memory(
     mesh: AnyMesh, spec: PartitionSpec, kind: MemoryKind | None
 ) -> NamedSharding:
-    """The NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
+    """Return the NamedSharding of this memory kind. None leaves the kind to the mesh's devices.
 
     Raises:
         ValueError: The devices do not have the kind; or, before JAX 0.6, the mesh has no devices.
@@ -40,7 +36,7 @@ def sharding_in_memory(
 
 
 def memory_apart(sharding: Sharding) -> str | None:
-    """The sharding's memory kind; None if it is the default of its devices."""
+    """Return the sharding's memory kind; None if it is the default of its devices."""
     kind = sharding.memory_kind
     if kind in (None, "device"):
         return None
@@ -48,7 +44,7 @@ def memory_apart(sharding: Sharding) -> str | None:
 
 
 def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
-    """keeper(leaf, sharding) is the sharding with the memory kind of the leaf.
+    """Return a function from (leaf, sharding) to the sharding in the memory kind of the leaf.
 
     A spec says nothing about memory. The keeper is for the leaves of one call: it remembers
     shardings by their ids, and keeps them alive, so that no other object gets an id.
@@ -57,27 +53,27 @@ def memory_keeper() -> Callable[[Any, NamedSharding], NamedSharding]:
     from jax.core import Tracer
 
     kinds: dict[int, tuple[Sharding, str | None]] = {}
-    made: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
+    remembered: dict[tuple[int, str], tuple[NamedSharding, NamedSharding]] = {}
 
     def kept(leaf: Any, sharding: NamedSharding) -> NamedSharding:
         if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
             return sharding
-        own = leaf.sharding
-        if id(own) not in kinds:
-            kinds[id(own)] = own, memory_apart(own)
-        kind = kinds[id(own)][1]
+        current = leaf.sharding
+        if id(current) not in kinds:
+            kinds[id(current)] = current, memory_apart(current)
+        kind = kinds[id(current)][1]
         if kind is None:
             return sharding
         key = id(sharding), kind
-        if key not in made:
-            made[key] = sharding, sharding.with_memory_kind(kind)
-        return made[key][1]
+        if key not in remembered:
+            remembered[key] = sharding, sharding.with_memory_kind(kind)
+        return remembered[key][1]
 
     return kept
 
 
 def moved_inside_jit(array: Any, sharding: NamedSharding) -> Any:
-    """The array, moved to the sharding's memory kind unless that is the default of its devices.
+    """Return the array in the sharding's memory kind, unless that is the devices' default.
 
     Raises:
         ValueError: JAX does not have this kind inside jit.

@@ -1,7 +1,4 @@
-"""Resolves the mesh for every function that takes `mesh=None`.
-
-The only module that resolves JAX's mesh contexts. Must not know about specs.
-"""
+"""Meshes: arguments, contexts and axis types of JAX, and the devices of this process."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _NOT_FACTORED: Final = {
 
 
 def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
-    """The mesh that a function uses for this argument.
+    """Return the mesh that a function uses for this argument.
 
     The first of these: the argument; the mesh of `jax.set_mesh` or
     `jax.sharding.use_abstract_mesh`, inside and outside jit; the mesh of the legacy `with mesh:`.
@@ -49,17 +46,17 @@ def resolve_mesh(mesh: MeshLike | None = None) -> AnyMesh:
         >>> resolve_mesh({"dp": 8, "tp": 4}).size
         32
     """
-    found = context_mesh() if mesh is None else as_mesh(mesh)
-    if found is None:
+    resolved = context_mesh() if mesh is None else as_mesh(mesh)
+    if resolved is None:
         raise ValueError(
             "no mesh: pass mesh=..., or call this inside `with jax.set_mesh(mesh):` (or, in older "
             "code, `with mesh:`)"
         )
-    return found
+    return resolved
 
 
 def as_mesh(mesh: MeshLike) -> AnyMesh:
-    """The mesh that an argument means; see `resolve_mesh`."""
+    """Return the mesh that an argument means; see `resolve_mesh`."""
     from jax.sharding import AbstractMesh, Mesh
 
     if isinstance(mesh, Mapping):
@@ -76,7 +73,7 @@ def as_mesh(mesh: MeshLike) -> AnyMesh:
 
 
 def context_mesh() -> AnyMesh | None:
-    """The mesh of the context, or None.
+    """Return the mesh of the context, or None.
 
     Raises:
         ValueError: `jax.set_mesh` and `with mesh:` are both in force and differ.
@@ -98,18 +95,18 @@ def context_mesh() -> AnyMesh | None:
 
 
 def contexts() -> tuple[Any, ...]:
-    """All that the functions here read of JAX's contexts: with equal ones they answer the same."""
+    """Return JAX's contexts; the functions here answer the same in equal ones."""
     abstract, concrete, legacy = mesh_contexts()
     return abstract(), concrete(), legacy()
 
 
 def legacy_mesh() -> Mesh | None:
-    """The mesh of `with mesh:` only, or None. Code from before `jax.set_mesh` uses this mesh."""
+    """Return the mesh of `with mesh:` only, as code from before `jax.set_mesh` does, or None."""
     return _unless_empty(mesh_contexts().legacy())  # type: ignore[return-value]
 
 
 def current_view(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with the axis types of the traced code: inside shard_map some axes are manual."""
+    """Return the mesh with the axis types of the traced code; shard_map makes some Manual."""
     abstract = _unless_empty(mesh_contexts().abstract())
     if abstract is None or abstract.shape_tuple != mesh.shape_tuple:
         return mesh
@@ -117,20 +114,20 @@ def current_view(mesh: AnyMesh) -> AnyMesh:
 
 
 def local_view(mesh: AnyMesh) -> AnyMesh:
-    """The mesh; inside a shard_map over some of its axes, the mesh on which these are Manual."""
+    """Return the mesh, or inside a shard_map over some of its axes the one with Manual axes."""
     view = current_view(mesh)
     return view if axes_of_type(view, "Manual") else mesh
 
 
 def has_devices(mesh: MeshLike) -> TypeGuard[Mesh]:
-    """Whether the mesh is one of devices, and not an abstract one."""
+    """Return whether the mesh is one of devices, and not an abstract one."""
     # Without JAX in the process nobody can have made one.
     sharding = sys.modules.get("jax.sharding")
     return sharding is not None and isinstance(mesh, sharding.Mesh)
 
 
 def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
-    """Checks that arrays can be placed as the sharding says; `path` is called for an error.
+    """Check that arrays can be placed as the sharding says; `path` is called for an error.
 
     Raises:
         TypeError: Its mesh has no devices.
@@ -150,11 +147,11 @@ def check_placeable(sharding: NamedSharding, path: Callable[[], str]) -> None:
 
 
 def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
-    """The mesh with some of its axes in parts: the same devices in the same order.
+    """Return the mesh with some of its axes in parts: the same devices in the same order.
 
     Args:
         mesh: The mesh.
-        axis_sizes: Its axes, or those of `factors.in_parts`.
+        axis_sizes: Its axes, or those of `in_parts`.
 
     Raises:
         ValueError: It would have other axes, and has some that are not of type Auto.
@@ -172,22 +169,22 @@ def on_axes(mesh: AnyMesh, axis_sizes: Mapping[str, int]) -> AnyMesh:
             )
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices.reshape(sizes), names)
-    made = _abstract_mesh(axis_sizes)
+    abstract = _abstract_mesh(axis_sizes)
     device = getattr(mesh, "abstract_device", None)
-    return made.update(abstract_device=device) if device else made
+    return abstract.update(abstract_device=device) if device else abstract
 
 
-def places_in(mesh: MeshLike, other: MeshLike) -> npt.NDArray[np.int64]:
-    """Per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
+def places_in(mesh: MeshLike, target: MeshLike) -> npt.NDArray[np.int64]:
+    """Return per device of `other`, in row-major order, its place in `mesh`; -1 if it is not there.
 
     Without devices in both, those of one place are taken for the same.
     """
     import numpy as np
 
-    if has_devices(mesh) and has_devices(other):
+    if has_devices(mesh) and has_devices(target):
         place_of = {device: place for place, device in enumerate(mesh.devices.flat)}
-        return np.array([place_of.get(device, -1) for device in other.devices.flat], np.int64)
-    count, places = _device_count(mesh), np.arange(_device_count(other))
+        return np.array([place_of.get(device, -1) for device in target.devices.flat], np.int64)
+    count, places = _device_count(mesh), np.arange(_device_count(target))
     return np.where(places < count, places, -1)
 
 
@@ -196,12 +193,12 @@ def _device_count(mesh: MeshLike) -> int:
 
 
 def has_own_devices(mesh: MeshLike) -> bool:
-    """Whether the mesh has devices, and all of them belong to this process."""
+    """Return whether the mesh has devices, and all of them belong to this process."""
     return has_devices(mesh) and not mesh.is_multi_process
 
 
 def axes_of_type(mesh: AnyMesh, kind: str) -> frozenset[str]:
-    """The axes of type "Auto", "Explicit" or "Manual"."""
+    """Return the axes of type "Auto", "Explicit" or "Manual"."""
     types = getattr(mesh, "axis_types", None)
     if not isinstance(types, tuple):  # JAX before 0.6 has no such types
         return frozenset(mesh.axis_names) if kind == "Auto" else frozenset()
@@ -216,7 +213,7 @@ def _unless_empty(mesh: Any) -> AnyMesh | None:
 
 
 def _has_other_axes(abstract: Any, concrete: Any) -> bool:
-    """Whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
+    """Return whether use_abstract_mesh or shard_map has replaced the mesh of set_mesh."""
     if abstract is None:
         return False
     types = getattr(abstract, "axis_types", None) != getattr(concrete, "axis_types", None)
@@ -224,7 +221,7 @@ def _has_other_axes(abstract: Any, concrete: Any) -> bool:
 
 
 def _agree(legacy: Any, concrete: Any, current: Any) -> bool:
-    """Whether `with mesh:` and the mesh in force are the same, as far as both have devices."""
+    """Return whether `with mesh:` and the mesh in force agree, as far as both have devices."""
     if concrete is not None:
         return bool(legacy == concrete)
     return bool(legacy.shape_tuple == current.shape_tuple)

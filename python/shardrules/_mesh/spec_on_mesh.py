@@ -1,7 +1,4 @@
-"""A spec that is made from shapes, bound to a mesh: one `SpecOnMesh` for each spec that it makes.
-
-Costs a few comparisons per shape and dtype. Must not know about paths, trees or contexts.
-"""
+"""Specs bound to the axis sizes of a mesh: the axes that arrays keep and lose, and why."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class Cut(NamedTuple):
 def cuts_of(
     axis: str, axis_sizes: Mapping[str, int], *, has_parts: bool, by_factors: bool
 ) -> list[Cut]:
-    """The cuts of an axis of a spec; an absent axis is one of size 0.
+    """Return the cuts of an axis of a spec; an absent axis is one of size 0.
 
     Args:
         axis: The axis.
@@ -67,7 +64,7 @@ def cuts_of(
 
 
 def _parts_of(axis: str, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The parts of this axis that are axes of the mesh; the axis itself if there are none."""
+    """Return the axes of the mesh that are parts of this axis; the axis itself if none is."""
     if axis in axis_sizes:
         return (axis,)
     part = re.compile(rf"{re.escape(axis)}(_[0-9]+)+")
@@ -75,7 +72,7 @@ def _parts_of(axis: str, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def in_parts(axis_sizes: Mapping[str, int], factors: Mapping[str, Iterable[int]]) -> dict[str, int]:
-    """The sizes of a mesh with some of its axes in parts.
+    """Return the sizes of a mesh with some of its axes in parts.
 
     The parts are as few as can be if each factor divides the next. Otherwise they are the axis's
     prime factors.
@@ -111,14 +108,14 @@ def _sizes_of_parts(size: int, factors: Iterable[int]) -> tuple[int, ...]:
 
 @functools.cache
 def _primes(number: int) -> tuple[int, ...]:
-    """The prime factors in ascending order; of 0 and 1 the number itself."""
-    found, divisor = [], 2
+    """Return the prime factors in ascending order; of 0 and 1 the number itself."""
+    factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         divisor += 1
-    return (*found, number) if number > 1 or not found else tuple(found)
+    return (*factors, number) if number > 1 or not factors else tuple(factors)
 
 
 LossKind = Literal[
@@ -138,7 +135,7 @@ class LostAxes(NamedTuple):
 
 
 class SpecOnMesh:
-    """A spec bound to the axis sizes of a mesh and to a correction.
+    """Spec bound to the axis sizes of a mesh and to a correction.
 
     Args:
         spec: A PartitionSpec, or the Entries of one. Corrected specs have the same type.
@@ -146,7 +143,7 @@ class SpecOnMesh:
         correction: The policies.
         units: As in `RuleSpec`.
         follows: Whether the shapes of its arrays depend on other arrays, as for scales.
-        has_parts: Whether an axis may be on the mesh in parts, see `factors.py`. So it is for
+        has_parts: Whether an axis may be on the mesh in parts, see `in_parts`. So it is for
             indivisible="factor".
         optional_axes: Axes that the mesh may lack, which are no error then.
         named_with: For axes that the mesh may lack, others that rules name beside them, which they
@@ -216,42 +213,45 @@ class SpecOnMesh:
         return cuts_of(axis, self.axis_sizes, has_parts=self._has_parts, by_factors=self.by_factors)
 
     def size_of(self, axis: str) -> int:
-        """Devices along an axis, whether the mesh has it whole or in parts; 0 if it has neither."""
+        """Return the devices along an axis, also one in parts; 0 if the mesh does not have it."""
         return prod(size for cut in self._cuts_of(axis) for size in cut.sizes)
 
     @property
     def by_factors(self) -> bool:
-        """Whether a factor of an axis may cut an array."""
+        """Return whether a factor of an axis may cut an array."""
         return self._correction.indivisible == "factor"
 
     def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
-        """(the spec for arrays of this shape, its origin if it is not the rule's own): itself."""
+        """Return (the spec for arrays of this shape, its origin if it is not the rule): itself."""
         return self, None
 
     def with_spec(self, spec: Entries) -> SpecOnMesh:
-        """Another spec, bound to the same sizes, correction and units."""
+        """Return another spec, bound to the same sizes, correction and units."""
+        return self._bound(with_entries(self.written, spec), self.units, self._follows)
+
+    def _bound(self, spec: Any, units: tuple[int, ...], follows: bool) -> SpecOnMesh:
         return SpecOnMesh(
-            with_entries(self.written, spec),
+            spec,
             self.axis_sizes,
             self._correction,
-            self.units,
-            follows=self._follows,
+            units,
+            follows=follows,
             has_parts=self._has_parts,
             optional_axes=self._optional_axes,
         )
 
     def decided(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The corrected spec for arrays of this shape and any dtype; None if it is forbidden."""
+        """Return the corrected spec for arrays of this shape and any dtype; None if forbidden."""
         return self.corrected(len(shape), self.corrector.kept(shape))
 
     def corrected(self, rank: int, kept: int) -> Any:
-        """The spec for arrays of this rank that can have the `kept` axes; None if forbidden."""
+        """Return the spec for arrays of this rank with the `kept` axes; None if forbidden."""
         if any(map(self.is_error, self.lost(rank, kept))):
             return None
         return self.without_lost(rank, kept)
 
     def without_lost(self, rank: int, kept: int) -> Any:
-        """The same, whether or not the correction forbids it."""
+        """Return the same, whether or not the correction forbids it."""
         if rank < len(self.spec) and self._correction.rank == "replicate":
             return Entries() if isinstance(self.spec, Entries) else partition_spec()
         entries = [
@@ -265,7 +265,7 @@ class SpecOnMesh:
         return with_entries(self.spec, entries)
 
     def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecOnMesh:
-        """The spec for arrays that have some of the dimensions, as scales have.
+        """Return the spec for arrays that have some of the dimensions, as scales have.
 
         Args:
             dims: As in `shardrules._specs.with_dims`.
@@ -274,22 +274,15 @@ class SpecOnMesh:
         """
 
         def unit(position: int, dim: Dim) -> int:
-            known = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
+            base = self.units[dim] if isinstance(dim, int) and dim < len(self.units) else 1
             block = blocks[position] if position < len(blocks) else 1
-            return lcm(known, block) // block
+            return lcm(base, block) // block
 
-        return SpecOnMesh(
-            with_dims(self.written, dims),
-            self.axis_sizes,
-            self._correction,
-            tuple(unit(position, dim) for position, dim in enumerate(dims)),
-            follows=True,
-            has_parts=self._has_parts,
-            optional_axes=self._optional_axes,
-        )
+        units = tuple(unit(position, dim) for position, dim in enumerate(dims))
+        return self._bound(with_dims(self.written, dims), units, follows=True)
 
     def lost(self, rank: int, kept: int) -> Iterator[LostAxes]:
-        """The losses of an array of this rank that keeps the `kept` axes, by dimension."""
+        """Yield the losses of an array of this rank that keeps the `kept` axes, by dimension."""
         if rank < len(self.spec):
             lost = tuple(axis for axes in self._axes[rank:] for axis in axes)
             yield LostAxes("rank", rank, lost)
@@ -297,15 +290,15 @@ class SpecOnMesh:
                 return
         seen: set[str] = set()
         for dim, axes in enumerate(self._kept_axes(rank, kept)):
-            wanted = self._axes[dim]
-            absent = tuple(axis for axis in wanted if axis not in self.axis_sizes)
+            named = self._axes[dim]
+            absent = tuple(axis for axis in named if axis not in self.axis_sizes)
             optional = tuple(filter(self._may_lack, absent))
             if unknown := tuple(axis for axis in absent if axis not in optional):
                 yield LostAxes("absent", dim, unknown)
             if optional:
                 yield LostAxes("optional", dim, optional)
-            if len(axes) < len(wanted) and not (absent and self._lost_to_absent(wanted, axes)):
-                present = tuple(axis for axis in wanted if axis not in absent)
+            if len(axes) < len(named) and not (absent and self._lost_to_absent(named, axes)):
+                present = tuple(axis for axis in named if axis not in absent)
                 yield self._indivisible(dim, present, axes, kept)
             twice = tuple(a for i, a in enumerate(axes) if a in seen or a in axes[:i])
             if twice:
@@ -313,33 +306,33 @@ class SpecOnMesh:
             seen.update(axes)
 
     def _indivisible(
-        self, dim: int, wanted: tuple[str, ...], had: tuple[str, ...], kept: int
+        self, dim: int, present: tuple[str, ...], had: tuple[str, ...], kept: int
     ) -> LostAxes:
-        """The loss of an array that has only some of the wanted axes, or none."""
+        """Return the loss of an array that has only some of the wanted axes, or none."""
         if not self.by_factors:
-            return LostAxes("indivisible", dim, wanted)
+            return LostAxes("indivisible", dim, present)
         factored = {axis for axis, _ in self.factors(kept)}
-        if unfactored := tuple(axis for axis in wanted if axis in factored):
+        if unfactored := tuple(axis for axis in present if axis in factored):
             return LostAxes("unfactored", dim, unfactored)
         is_cut = any(self.axis_sizes.get(axis, 1) > 1 for axis in had)
-        left = tuple(axis for axis in wanted if axis not in had)
-        return LostAxes("factored" if is_cut else "indivisible", dim, left)
+        missing = tuple(axis for axis in present if axis not in had)
+        return LostAxes("factored" if is_cut else "indivisible", dim, missing)
 
     def factors(self, kept: int) -> Iterator[tuple[str, int]]:
-        """(axis, factor) of each axis that fits no array with this decision, but for a factor."""
+        """Yield (axis, factor) of each axis of which only a factor fits."""
         sizes = [size for of_dim in self._cuts for cut in of_dim for size in cut.sizes]
         for axis, bits in itertools.chain(*self._bits):
             if kept & bits not in (0, bits):
                 yield axis, prod(n for place, n in enumerate(sizes) if kept & bits & 1 << place)
 
     def is_error(self, lost: LostAxes) -> bool:
-        """Whether the correction forbids the loss."""
+        """Return whether the correction forbids the loss."""
         if lost.kind in ("duplicate", "unfactored"):
             return True
         return getattr(self._correction, lost.kind, None) == "error"
 
     def errors(self, shape: tuple[int, ...]) -> Iterator[str]:
-        """Message and fix, in a line, of each loss of an array of this shape that is an error."""
+        """Yield message and fix, in a line, of each loss of an array that is an error."""
         for lost in self.lost(len(shape), self.corrector.kept(shape)):
             if self.is_error(lost):
                 yield ": ".join(self.words(lost, shape))
@@ -351,9 +344,9 @@ class SpecOnMesh:
             elif self._correction.rank == "keep":
                 yield self._axes[dim]  # the core decides only about existing dimensions
 
-    def _lost_to_absent(self, wanted: tuple[str, ...], kept: tuple[str, ...]) -> bool:
-        """Whether the absent axes explain the whole loss."""
-        return list(kept) == axes_present(list(wanted), self.axis_sizes, self._if_absent)
+    def _lost_to_absent(self, named: tuple[str, ...], kept: tuple[str, ...]) -> bool:
+        """Return whether the absent axes explain the whole loss."""
+        return list(kept) == axes_present(list(named), self.axis_sizes, self._if_absent)
 
     @property
     def _if_absent(self) -> str:
@@ -370,47 +363,39 @@ class SpecOnMesh:
         return entry if axes and axes == entry_axes(entry) else entry_of(axes)
 
     def meant(self, lost: LostAxes) -> tuple[str, ...]:
-        """Mesh axes that were probably meant by absent axes, and that the spec does not name."""
+        """Return the mesh axes that absent axes probably mean, and that the spec does not name."""
         if lost.kind != "absent":
             return ()
         return tuple(near for axis in lost.axes if (near := self._near(axis)))
 
     def _near(self, axis: str) -> str | None:
         named = self._named_with.get(axis, frozenset()).union(*self._axes)
-        return nearest(axis, [other for other in self.axis_sizes if other not in named])
+        return nearest(axis, [name for name in self.axis_sizes if name not in named])
 
     def _may_lack(self, axis: str) -> bool:
-        """Whether it is declared that the mesh may lack the axis, which is dropped alone."""
+        """Return whether it is declared that the mesh may lack the axis, which is dropped alone."""
         if self._correction.absent == "drop_axis":
             return self._near(axis) is None
         return axis in self._optional_axes
 
     def beside(self, lost: LostAxes) -> tuple[str, ...]:
-        """Axes of the mesh that are dropped only because absent axes are in the same entry."""
+        """Return the mesh axes that are dropped only because of absent axes in the same entry."""
         if lost.kind != "absent" or self._correction.absent != "drop":
             return ()
         return tuple(axis for axis in self._axes[lost.dim] if axis in self.axis_sizes)
 
     def words(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
-        """(message, fix) of a loss of an array of this shape."""
-        words = {
-            "rank": self._words_of_rank,
-            "absent": self._words_of_absent,
-            "optional": self._words_of_optional,
-            "duplicate": self._words_of_duplicate,
-            "indivisible": self._words_of_indivisible,
-            "factored": self._words_of_factored,
-            "unfactored": self._words_of_unfactored,
-        }
-        return words[lost.kind](lost, shape)
+        """Return (message, fix) of a loss of an array of this shape."""
+        message, fix = getattr(self, f"_words_of_{lost.kind}")(lost, shape)
+        return message, fix
 
     def _words_of_rank(self, lost: LostAxes, shape: tuple[int, ...]) -> tuple[str, str]:
         message = (
             f"the spec has {counted(len(self.spec), 'entry')}, the array "
             f"{counted(len(shape), 'dimension')}"
         )
-        other = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
-        return message, f"shorten the spec{other}"
+        hint = ", or truncate it with Correction(rank='truncate')" if self.is_error(lost) else ""
+        return message, f"shorten the spec{hint}"
 
     def _words_of_absent(self, lost: LostAxes, _: tuple[int, ...]) -> tuple[str, str]:
         meant = ", ".join(map(repr, self.meant(lost)))
@@ -421,12 +406,12 @@ class SpecOnMesh:
             f"rename {it}, add {it} to the mesh, or declare that a mesh may lack {it}: "
             f"optional_axes={list(lost.axes)}"
         )
-        beside = self.beside(lost)
-        if not beside:
+        others = self.beside(lost)
+        if not others:
             return message, fix
-        verb = "is" if len(beside) == 1 else "are"
+        verb = "is" if len(others) == 1 else "are"
         return (
-            f"{message}, so {', '.join(map(repr, beside))} beside {it} {verb} dropped too",
+            f"{message}, so {', '.join(map(repr, others))} beside {it} {verb} dropped too",
             f"{fix}, and let Correction(absent='drop_axis') keep what is beside {it}",
         )
 
@@ -454,7 +439,7 @@ class SpecOnMesh:
         return message, fix
 
     def _parts(self, policy: IndivisiblePolicy, dim: int, shape: tuple[int, ...]) -> int:
-        """Into how many parts a dimension of this array would be cut under a policy."""
+        """Return into how many parts a dimension of this array would be cut under a policy."""
         is_factor = policy == "factor"
         sizes = [
             size
@@ -493,7 +478,7 @@ class SpecOnMesh:
 
 
 def _numbered(cuts: list[list[Cut]]) -> list[list[tuple[str, int]]]:
-    """Per dimension each mesh axis with the bits of `Corrector.kept` that an array with it has."""
+    """Return by dimension each mesh axis, and the bits of `Corrector.kept` that it needs."""
     numbered: list[list[tuple[str, int]]] = []
     first = 0
     for of_dim in cuts:
@@ -519,20 +504,18 @@ _MOST_ERRORS: Final = 4096
 
 
 class SpecByShape:
-    """A spec that is made from shapes, bound as `SpecOnMesh` is.
+    """Spec that is made from shapes, bound as `SpecOnMesh` is.
 
     Args:
-        wanted: What is made of a shape.
+        fsdp: What is made of a shape.
         fixed: Its fixed part, bound to the mesh.
         closed: Dimensions that must not be cut.
     """
 
-    __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_wanted")
+    __slots__ = ("_bound", "_closed", "_errors", "_fixed", "_fsdp")
 
-    def __init__(
-        self, wanted: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()
-    ) -> None:
-        self._wanted = wanted
+    def __init__(self, fsdp: Fsdp, fixed: SpecOnMesh, closed: frozenset[int] = frozenset()) -> None:
+        self._fsdp = fsdp
         self._fixed = fixed
         self._closed = closed
         self._bound: dict[Entries, SpecOnMesh] = {}
@@ -540,52 +523,52 @@ class SpecByShape:
 
     @property
     def spec(self) -> Any:
-        """The fixed part of the spec: that of leaves that are not arrays."""
+        """Return the fixed part of the spec: that of leaves that are not arrays."""
         return self._fixed.spec
 
     corrector: Final = None
 
     def for_array(self, shape: tuple[int, ...], bits: int | None) -> tuple[SpecOnMesh, str | None]:
-        """(the spec for arrays of this shape, how it came about).
+        """Return (the spec for arrays of this shape, how it came about).
 
         Raises:
             ValueError: The bytes of an element matter, and are not known.
         """
-        made, origin = self._wanted.spec(
+        entries, origin = self._fsdp.spec(
             shape,
             bits,
-            {axis: self._fixed.size_of(axis) or 1 for axis in self._wanted.axes},
+            {axis: self._fixed.size_of(axis) or 1 for axis in self._fsdp.axes},
             within=Entries(entries_of(self._fixed.written)),
             units=self._fixed.units,
             closed=self._closed,
         )
-        if made not in self._bound:
-            self._bound[made] = self._fixed.with_spec(made)
-        return self._bound[made], origin
+        if entries not in self._bound:
+            self._bound[entries] = self._fixed.with_spec(entries)
+        return self._bound[entries], origin
 
     def with_dims(self, dims: tuple[Dim, ...], blocks: tuple[int, ...] = ()) -> SpecByShape:
-        """The spec for arrays that have some of the dimensions, as in `SpecOnMesh.with_dims`.
+        """Return the spec for arrays that have some of the dimensions; see `SpecOnMesh.with_dims`.
 
         It is made from their own shape, and cuts none of the dimensions that are theirs alone.
         """
         closed = frozenset(place for place, dim in enumerate(dims) if not isinstance(dim, int))
-        return SpecByShape(self._wanted, self._fixed.with_dims(dims, blocks), closed)
+        return SpecByShape(self._fsdp, self._fixed.with_dims(dims, blocks), closed)
 
     @property
     def by_factors(self) -> bool:
-        """As in `SpecOnMesh`."""
+        """Return whether a factor of an axis may cut an array."""
         return self._fixed.by_factors
 
     def decided(self, shape: tuple[Any, ...], dtype: Any) -> Any:
-        """The corrected spec for arrays of this shape and dtype; None if it is forbidden."""
+        """Return the corrected spec for arrays of this shape and dtype; None if it is forbidden."""
         on_mesh = self.for_leaf(shape, dtype)
-        found = None if on_mesh is None else on_mesh.decided(shape, dtype)
-        if found is None and on_mesh is not None:
+        bound = None if on_mesh is None else on_mesh.decided(shape, dtype)
+        if bound is None and on_mesh is not None:
             self._failed(shape, list(on_mesh.errors(shape)))
-        return found
+        return bound
 
     def for_leaf(self, shape: tuple[Any, ...], dtype: Any) -> SpecOnMesh | None:
-        """The spec for arrays of this shape and dtype; None if these cannot be; see `errors`."""
+        """Return the spec for arrays of this shape and dtype; None if `errors` has reasons."""
         try:
             bits = None if dtype is None else given_bits("dtype", dtype)
             return self.for_array(_checked(shape), bits)[0]
@@ -599,7 +582,7 @@ class SpecByShape:
         self._errors[shape] = errors
 
     def errors(self, shape: tuple[Any, ...]) -> Iterator[str]:
-        """Why an array of this shape has no spec, as `SpecOnMesh.errors`, after `decided`."""
+        """Return why an array of this shape has no spec; to be called after `decided`."""
         return iter(self._errors.get(shape, ()))
 
 

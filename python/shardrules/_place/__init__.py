@@ -1,4 +1,1 @@
-"""Specs on meshes: corrections, NamedShardings, placed arrays, constraints, contexts' meshes.
-
-Must not know how a rule is matched.
-"""
+"""Placements: deciders, NamedShardings, placed arrays and sharding constraints."""

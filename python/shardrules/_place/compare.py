@@ -1,8 +1,4 @@
-"""`compare`: the leaves of a tree that two rule lists, or trees of specs, decide differently.
-
-One walk over the tree per rule list; paths are made for the leaves that differ. Must not know what
-a dialect's choices mean.
-"""
+"""`compare`: the leaves of a tree that two rule lists, or trees of specs, decide differently."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from shardrules._arguments import check_tree, in_order
 from shardrules._core import resolve_all
-from shardrules._place.decider import RulesLike, as_decider, is_named_sharding
-from shardrules._place.spec_trees import spread_specs
-from shardrules._plan_like import PlanLike
+from shardrules._place.decider import ByNames, ByPaths, BySpecs, RulesLike, as_decider
+from shardrules._place.spec_trees import broadcast_specs, is_named_sharding
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.matcher import Matcher, checked_min_size
 from shardrules._rules.names import logical_names, named_arrays, rows_and_paths
@@ -34,7 +29,7 @@ Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice
 
 @record
 class Decision(NamedTuple):
-    """The decision of a rule list about a leaf."""
+    """Decision of a rule list about a leaf."""
 
     spec: Any
     """None if there is a problem."""
@@ -47,7 +42,7 @@ class Decision(NamedTuple):
 
 @record
 class Difference(NamedTuple):
-    """A leaf that two rule lists decide differently."""
+    """Leaf that two rule lists decide differently."""
 
     path: str
     """The path in the dialect of the first rule list."""
@@ -70,7 +65,7 @@ def compare(
     min_size: int | None = 0,
     names: Any = None,
 ) -> list[Difference]:
-    """The leaves whose specs differ between two rule lists: for migrating from one to the other.
+    """Return the leaves whose specs differ between two rule lists, for migrating to the other.
 
     Specs are equal if they shard alike: `P("tp")`, `P("tp", None)` and `P(("tp",))` are. Those of
     logical rules are `logical_to_mesh`'s, without a mesh.
@@ -106,11 +101,10 @@ def compare(
 
     check_tree("tree", tree)
     least = checked_min_size(min_size)
-    given = {"rules_a": rules_a, "rules_b": rules_b}
-    deciders = {name: _unplanned(name, rules) for name, rules in given.items()}
+    deciders = _without_mesh("rules_a", rules_a), _without_mesh("rules_b", rules_b)
     plain: Any = tree
     named: list[Any] = []
-    if any(isinstance(one, LogicalRules) for one in deciders.values()):
+    if any(isinstance(decider, ByNames) for decider in deciders):
         if least:
             raise ValueError(f"min_size is {least}; it is not for LogicalRules: leave it")
         plain, named, _ = named_arrays(tree, names)
@@ -120,24 +114,25 @@ def compare(
     treedef: Any
     leaves, treedef = tree_util.tree_flatten(plain)
 
-    decisions = [
-        _by_names(decider, named)
-        if isinstance(decider, LogicalRules)
-        else list(map(_of_spec, spread_specs(name, tree, treedef, given[name])))
-        if decider is None
-        else treedef.flatten_up_to(_by_paths(matcher_of(decider), plain, least))
-        for name, decider in deciders.items()
-    ]
+    def decisions(decider: ByPaths | ByNames | BySpecs) -> list[Decision]:
+        if isinstance(decider, ByNames):
+            return _by_names(decider.rules, named)
+        if isinstance(decider, BySpecs):
+            specs = broadcast_specs(decider.parameter, tree, treedef, decider.specs)
+            return list(map(_of_spec, specs))
+        by_paths = _by_paths(matcher_of(decider.rules), plain, least)
+        return treedef.flatten_up_to(by_paths)  # type: ignore[no-any-return]
+
     differing = [
         (index, a, b)
-        for index, (a, b) in enumerate(zip(*decisions, strict=True))
+        for index, (a, b) in enumerate(zip(*map(decisions, deciders), strict=True))
         if _essence(a) != _essence(b)
     ]
     if not differing:
         return []
     # Only the paths are wanted here, whatever the rules say and the leaves are.
-    decider = deciders["rules_a"]
-    spelling = decider if isinstance(decider, Rules) else Rules(())
+    first = deciders[0]
+    spelling = first.rules if isinstance(first, ByPaths) else Rules(())
     numbered = treedef.unflatten(range(len(leaves)))
     rows, paths = rows_and_paths(numbered, spelling)
     row_of = treedef.flatten_up_to(rows)
@@ -147,32 +142,34 @@ def compare(
     ]
 
 
-def _unplanned(name: str, given: Any) -> Rules | LogicalRules | None:
-    decider = as_decider(name, given)
-    # It is two things: its rules, and what a mesh has made of them.
-    return as_rules(name, given) if isinstance(decider, PlanLike) else decider
+def _without_mesh(name: str, rules: Any) -> ByPaths | ByNames | BySpecs:
+    decider = as_decider(name, rules)
+    if isinstance(decider, ByPaths | ByNames | BySpecs):
+        return decider
+    # A plan is ambiguous: its rules, or what a mesh has made of them. This refuses it.
+    return ByPaths(as_rules(name, rules))
 
 
 def _by_names(rules: LogicalRules, names: list[Any]) -> list[Decision]:
     resolver = resolver_of(rules, {})
 
-    def decision(given: Any, _: None) -> Decision:
-        if given is not None and repeated(logical_names(given), rules.dialect):
+    def decision(names: Any, _: None) -> Decision:
+        if names is not None and repeated(logical_names(names), rules.dialect):
             return _NAME_TWICE
-        spec = partition_spec() if given is None else resolver.spec(given)
+        spec = partition_spec() if names is None else resolver.spec(names)
         return Decision(spec, None, None, None)
 
     return resolve_all(names, None, {}, decision)
 
 
-def _of_spec(given: Any) -> Decision:
-    """The decision of a spec or a sharding that was given for a leaf."""
-    spec = given.spec if is_named_sharding(given) else given
-    return Decision(spec, None, None, "unmatched" if given is None else None)
+def _of_spec(sharding: Any) -> Decision:
+    """Return the decision of a spec or a sharding that was given for a leaf."""
+    spec = sharding.spec if is_named_sharding(sharding) else sharding
+    return Decision(spec, None, None, "unmatched" if sharding is None else None)
 
 
 def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
-    """The tree with a Decision for each leaf."""
+    """Return the tree with a Decision for each leaf."""
     replicated = Decision(partition_spec(), None, None, None)
 
     def decision(rule: int, spec: object) -> Decision:
@@ -190,7 +187,7 @@ def _by_paths(matcher: Matcher, tree: Any, min_size: int) -> Any:
 
 
 def _essence(decision: Decision) -> object:
-    """Equal for decisions that shard alike."""
+    """Return a key that is equal for decisions that shard alike."""
     spec, problem = decision.spec, decision.problem
     if problem is not None or not is_partition_spec(spec):
         return problem, spec

@@ -1,8 +1,4 @@
-"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit.
-
-Outside jit it is a placement, of copies; inside, `traced` has the operations. Must not know how a
-sharding was decided.
-"""
+"""`with_sharding_constraint`: rules or specs applied to arrays, inside and outside jit."""
 
 from __future__ import annotations
 
@@ -18,11 +14,13 @@ from shardrules._correction import Correction, RuleSpec
 from shardrules._jax import trace_state_check
 from shardrules._mesh.memory import moved_inside_jit
 from shardrules._mesh.mesh import contexts, has_devices
+from shardrules._place.decider import Decider
 from shardrules._place.named_shardings import requested_shardings
 from shardrules._place.operations import Function, Operation, applied, one_call, operations_for
-from shardrules._place.shard import agreed_shardings, put
-from shardrules._plan_like import PlanLike
+from shardrules._place.shard import agreed_shardings
+from shardrules._place.transfers import put
 from shardrules._rules.logical_rules import LogicalRules
+from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.rules import Rules
 from shardrules._specs import Fsdp, entries_of, is_unconstrained
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from shardrules._place.decider import RulesLike
 
 _MOST_LEAVES: Final = 2**16
-_DECIDERS: Final = (Rules, LogicalRules, PlanLike)
+_DECIDERS: Final = (Rules, LogicalRules, Decider)
 
 
 class _Known(NamedTuple):
@@ -46,42 +44,42 @@ class _Known(NamedTuple):
     """Kept alive, so that no other object gets its id."""
 
 
-def constrained(
-    tree: Any,
-    specs_or_rules: RulesLike,
-    mesh: MeshLike | None,
-    *,
-    correction: Correction | None,
-    names: Any,
-    optional_axes: tuple[str, ...],
-) -> Any:
-    """See `with_sharding_constraint`."""
+class _Keywords(NamedTuple):
+    min_size: int | None
+    correction: Correction | None
+    companions: Any
+    names: Any
+    optional_axes: tuple[str, ...]
+
+
+def constrained(tree: Any, rules: RulesLike, mesh: MeshLike | None, keywords: _Keywords) -> Any:
+    """Return the tree as `with_sharding_constraint` does inside jit."""
     key: Hashable = None
-    known = None
+    cached = None
     leaves: list[Any] = []
     with suppress(AttributeError, TypeError, ValueError):  # something wrong, or not to remember
-        _check_not_read_once(specs_or_rules)
-        leaves, structure = _names_of_jax().flatten((tree, specs_or_rules, names))
-        said = tuple([_SAID_BY[type(leaf)](leaf) for leaf in leaves])
-        asked = structure, said, mesh, correction, optional_axes, contexts()
-        known = _memory.get(asked)
+        _check_not_read_once(rules)
+        leaves, structure = _names_of_jax().flatten((tree, rules, keywords.names))
+        values = tuple([_KEY_OF[type(leaf)](leaf) for leaf in leaves])
+        least = checked_min_size(keywords.min_size)  # None is what the environment says now
+        policy = keywords._replace(min_size=least, names=None)
+        asked = structure, values, mesh, policy, contexts()
+        cached = _memory.get(asked)
         key = asked
-    if known is None:
-        leaves, treedef, shardings = requested_shardings(
-            tree, specs_or_rules, mesh, correction, names=names, optional_axes=optional_axes
-        )
+    if cached is None:
+        leaves, treedef, shardings = requested_shardings(tree, rules, mesh, **keywords._asdict())
         operations = operations_for(leaves, shardings)
-        known = _Known(treedef, operations, one_call(leaves, operations), specs_or_rules)
+        cached = _Known(treedef, operations, one_call(leaves, operations), rules)
         if key is not None and not _has_symbols(leaves):
-            _memory.put(key, known)
-    if known.call is not None:
-        function, sharding = known.call
+            _memory.put(key, cached)
+    if cached.call is not None:
+        function, sharding = cached.call
         return function(tree, sharding)
-    return known.treedef.unflatten(applied(leaves[: known.treedef.num_leaves], known.operations))
+    return cached.treedef.unflatten(applied(leaves[: cached.treedef.num_leaves], cached.operations))
 
 
 def is_tracing(leaves: list[Any]) -> bool:
-    """Whether the caller, or one of the leaves, is inside jit or another transformation."""
+    """Return whether the caller, or one of the leaves, is inside jit or another transformation."""
     jax = _names_of_jax()
     return not jax.trace_state_clean() or any(isinstance(leaf, jax.tracer) for leaf in leaves)
 
@@ -100,13 +98,15 @@ def _names_of_jax() -> _NamesOfJax:
     from jax.sharding import NamedSharding, PartitionSpec
     from jax.tree_util import tree_flatten
 
-    own = type(PartitionSpec.UNCONSTRAINED)
-    values = frozenset({str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, own})
+    unconstrained = type(PartitionSpec.UNCONSTRAINED)
+    values = frozenset(
+        {str, re.Pattern, RuleSpec, Fsdp, PartitionSpec, NamedSharding, unconstrained}
+    )
     return _NamesOfJax(Tracer, values, trace_state_check(), tree_flatten)
 
 
-class _SaidBy(dict[type, Callable[[Any], Hashable]]):
-    """By type of a leaf, what of it the operations follow from."""
+class _KeyOf(dict[type, Callable[[Any], Hashable]]):
+    """Functions, by the type of a leaf, to all that its operations depend on."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Hashable]:
         jax = _names_of_jax()
@@ -121,8 +121,8 @@ class _SaidBy(dict[type, Callable[[Any], Hashable]]):
         return self[kind]
 
 
-def _check_not_read_once(specs_or_rules: RulesLike) -> None:
-    if hasattr(specs_or_rules, "__next__"):  # pairs from an iterator are not there again
+def _check_not_read_once(rules: RulesLike) -> None:
+    if hasattr(rules, "__next__"):  # pairs from an iterator are not there again
         raise TypeError
 
 
@@ -130,16 +130,16 @@ def _itself(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
 
-_SAID_BY: Final = _SaidBy()
+_KEY_OF: Final = _KeyOf()
 
 
 def _has_symbols(leaves: list[Any]) -> bool:
-    """Whether a dimension is symbolic: only its scope knows what divides it."""
+    """Return whether a dimension is symbolic: only its scope knows what divides it."""
     return any(type(size) is not int for leaf in leaves for size in getattr(leaf, "shape", ()))
 
 
 class _Memory:
-    """The operations for what was asked before; all are forgotten when their leaves are many."""
+    """Memo of operations by the arguments; all are forgotten when their leaves are many."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
@@ -148,24 +148,26 @@ class _Memory:
     def get(self, key: Hashable) -> _Known | None:
         return self._known.get(key)
 
-    def put(self, key: Hashable, known: _Known) -> None:
+    def put(self, key: Hashable, entry: _Known) -> None:
         if self._leaves > _MOST_LEAVES:
             self._known.clear()
             self._leaves = 0
-        self._known[key] = known
-        self._leaves += 1 + known.treedef.num_leaves
+        self._known[key] = entry
+        self._leaves += 1 + entry.treedef.num_leaves
 
 
 _memory: Final = _Memory()
 
 
-@in_order("tree", "rules", "mesh")
+@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
 def with_sharding_constraint(
     tree: Tree,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
     correction: Correction | None = None,
+    companions: Iterable[Any] = (),
     names: Any = None,
     optional_axes: Iterable[str] = (),
 ) -> Tree:
@@ -186,12 +188,14 @@ def with_sharding_constraint(
 
     Args:
         tree: Any pytree. Leaves without a shape, such as Python numbers, stay unchanged.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
+        rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`, whose leaves are
             found by their paths; a PartitionSpec or NamedSharding for all leaves; or a tree of
             these, which may be a prefix of `tree`. None leaves a leaf unchanged.
         mesh: The mesh for rules and PartitionSpecs. Default: the context's; a Plan's own.
+        min_size: As in `named_shardings`.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
+        companions: As in `named_shardings`.
         names: For `LogicalRules`, as in `plan`.
         optional_axes: As in `plan`.
 
@@ -214,28 +218,30 @@ def with_sharding_constraint(
         >>> step(jax.numpy.ones((4, 4))).sharding.mesh.axis_names
         ('dp',)
     """
-    optional = texts("optional_axes", optional_axes)
+    keywords = _Keywords(
+        min_size,
+        correction,
+        tuple(companions) if isinstance(companions, Iterable) else companions,
+        names,
+        texts("optional_axes", optional_axes),
+    )
     if is_tracing([]):
-        traced: Tree = constrained(
-            tree, specs_or_rules, mesh, correction=correction, names=names, optional_axes=optional
-        )
+        traced: Tree = constrained(tree, rules, mesh, keywords)
         return traced
     leaves, treedef, shardings = agreed_shardings(
         "with_sharding_constraint",
         tree,
-        specs_or_rules,
+        rules,
         mesh,
-        correction=correction,
-        names=names,
-        optional_axes=optional,
+        **keywords._asdict(),
     )
     placed = (
         applied(leaves, operations_for(leaves, shardings))
         if is_tracing(leaves)
         else _put(leaves, shardings)
     )
-    made: Tree = treedef.unflatten(placed)
-    return made
+    result: Tree = treedef.unflatten(placed)
+    return result
 
 
 def _put(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:

@@ -1,186 +1,261 @@
-"""The placements of a plan, for functions of this room that take companions.
+"""Deciders: rules of paths, rules of names, specs and plans, behind one interface.
 
-Planning is a later room, which this one must not know; so it hands in how it finds them when it is
-imported. Costs a plan.
+Every function that takes `rules` asks `as_decider` for a decider and `policy_for` for its keywords.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
-from shardrules._arguments import listed
-from shardrules._plan_like import PlanLike
+from shardrules._arguments import listed, texts
+from shardrules._correction import Correction, check_correction
+from shardrules._mesh.mesh import local_view, resolve_mesh
+from shardrules._place.name_shardings import shardings_by_names
+from shardrules._place.shardings import Placement, Policy, placements_by_rules, shardings_by_rules
+from shardrules._place.spec_trees import (
+    is_named_sharding,
+    is_spec,
+    is_spec_of_mesh,
+    placements_by_specs,
+)
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.rules import PathRules, Rules, as_rules, where_rules_are
+from shardrules._rules.matcher import checked_min_size
+from shardrules._rules.rules import PathRules, Rules, as_rules, matcher_of, where_rules_are
 from shardrules._specs import Fsdp, is_partition_spec
 from shardrules._text import brief, shown
 
-RulesLike: TypeAlias = "PathRules | LogicalRules | PlanLike | Any"
+if TYPE_CHECKING:
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
+
+RulesLike: TypeAlias = "PathRules | LogicalRules | Decider | Any"
 """(pattern, spec) pairs; `Rules`; `LogicalRules`; a `Plan`, whose leaves are found by their paths;
 or PartitionSpecs or NamedShardings: one for all leaves, or a tree of them, which may be a prefix of
 the tree that they are for."""
 
-Decider: TypeAlias = "Rules | LogicalRules | PlanLike | None"
-"""The same, with pairs compiled; None for specs and shardings, which are taken as they are."""
-
 _SEQUENCES: Final = (list, tuple)
 _PATTERNS: Final = (str, re.Pattern)
-_DECIDERS: Final = (Rules, LogicalRules, PlanLike)
 
 
-def as_decider(name: str, given: RulesLike) -> Decider:
-    """What decides; `name` is the parameter's, for errors.
+class Decider(ABC):
+    """Object that decides the placement of each leaf of a tree on a mesh."""
+
+    _name: ClassVar[str]
+    """How messages call it."""
+    _refused: ClassVar[tuple[str, ...]]
+    """The keywords of `policy_for` that mean nothing to it."""
+
+    @abstractmethod
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+        """Return the Placement of each leaf in JAX's order; None for a leaf that stays unchanged.
+
+        Args:
+            tree: Any pytree.
+            mesh: The mesh. Default: that of the decider or of the context.
+            policy: The result of `policy_for`.
+
+        Raises:
+            ValueError: There is no mesh, or some leaves get no placement; the message lists them.
+            TypeError: The tree is not one of arrays.
+        """
+
+    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
+        """Return the tree of NamedShardings, with None for a leaf that stays unchanged."""
+        from jax import tree_util
+
+        placements = self._placements(tree, mesh, policy)
+        treedef: Any = tree_util.tree_structure(tree)
+        return treedef.unflatten(placement and placement.sharding for placement in placements)
+
+    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
+        """Return the meshes of the placements."""
+        return {resolve_mesh(mesh)}
+
+
+class ByPaths(Decider):
+    """Rules of paths as a decider."""
+
+    _name = "Rules"
+    _refused = ("names",)
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+        if policy.companions:
+            return self._planned(tree, mesh, policy)
+        on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
+        return placements_by_rules(tree, matcher, on_mesh, policy)
+
+    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
+        if policy.companions:
+            return super()._shardings(tree, mesh, policy)
+        on_mesh, matcher = local_view(resolve_mesh(mesh)), matcher_of(self.rules)
+        return shardings_by_rules(tree, matcher, on_mesh, policy)
+
+    def _planned(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+        first = policy.companions[0]
+        if not type(first).__module__.startswith("shardrules."):
+            raise TypeError(f"companions[0] is {type(first).__name__}; give {_COMPANIONS}")
+        # Only a plan knows companions; its module imports this one.
+        plan = import_module("shardrules._plan.plan").plan
+        on_mesh = local_view(resolve_mesh(mesh))
+        planned: list[Any] = plan(tree, self.rules, on_mesh, **policy._asdict())._own_placements()
+        return planned
+
+
+class ByNames(Decider):
+    """Rules of logical axis names as a decider."""
+
+    _name = "LogicalRules"
+    _refused = ("min_size", "companions")
+
+    def __init__(self, rules: LogicalRules) -> None:
+        self.rules = rules
+
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+        shardings = self._decided(tree, mesh, policy)[1]
+        placement_of = {
+            id(sharding): Placement(sharding, says_memory=False) for sharding in shardings
+        }
+        return [placement_of[id(sharding)] for sharding in shardings]
+
+    def _shardings(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> Any:
+        return self._decided(tree, mesh, policy)[0]
+
+    def _decided(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> tuple[Any, list[Any]]:
+        return shardings_by_names(tree, self.rules, local_view(resolve_mesh(mesh)), policy)
+
+
+class BySpecs(Decider):
+    """Specs or shardings as a decider."""
+
+    _name = "specs"
+    _refused = ("min_size", "companions", "names")
+
+    def __init__(self, parameter: str, specs: Any) -> None:
+        self.parameter = parameter
+        self.specs = specs
+
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Any]:
+        return placements_by_specs(self.parameter, tree, self.specs, mesh, policy)
+
+    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
+        from jax import tree_util
+
+        specs = tree_util.tree_leaves(self.specs, is_leaf=is_spec)
+        meshes = {spec.mesh for spec in specs if is_named_sharding(spec)}
+        has_others = any(spec is not None and not is_named_sharding(spec) for spec in specs)
+        return meshes | {resolve_mesh(mesh)} if has_others or not meshes else meshes
+
+
+def as_decider(name: str, rules: RulesLike) -> Decider:
+    """Return what decides; `name` is the parameter's, for errors.
 
     Raises:
         TypeError: It is nothing of that.
         re.error: As `Rules`.
     """
-    if isinstance(given, _DECIDERS):
-        return given
-    if _are_specs(given):
-        return None
-    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+    if isinstance(rules, Rules):
+        return ByPaths(rules)
+    if isinstance(rules, Decider):
+        return rules
+    if isinstance(rules, LogicalRules):
+        return ByNames(rules)
+    if _are_specs(rules):
+        return BySpecs(name, rules)
+    if isinstance(rules, str | bytes) or not hasattr(rules, "__iter__"):
         raise TypeError(
-            f"{name} is {shown(given)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
+            f"{name} is {shown(rules)}; it must be (pattern, spec) pairs, Rules, LogicalRules, a "
             "Plan, a PartitionSpec, a NamedSharding, or a tree of these two"
-            f"{where_rules_are(given)}"
+            f"{where_rules_are(rules)}"
         )
-    return as_rules(name, given)
+    return ByPaths(as_rules(name, rules))
 
 
-def _are_specs(given: Any) -> bool:
-    """Whether it is a spec, a sharding, None, or a tree of them; pairs have a pattern in them."""
-    if given is None or is_spec_of_mesh(given):
+def _are_specs(rules: Any) -> bool:
+    """Return whether it is a spec, a sharding, None, or a tree of them, and not pairs."""
+    if rules is None or is_spec_of_mesh(rules):
         return True
-    if isinstance(given, _SEQUENCES):
-        if not given or _begins_with_a_pair(given):
+    if isinstance(rules, _SEQUENCES):
+        if not rules or _begins_with_a_pair(rules):
             return False
-    elif isinstance(given, Iterator):
+    elif isinstance(rules, Iterator):
         return False
     if "jax" not in sys.modules:  # then nobody has a spec
         return False
     from jax import tree_util
     from jax.sharding import PartitionSpec, Sharding
 
-    kinds = set(map(type, tree_util.tree_leaves(given)))
+    kinds = set(map(type, tree_util.tree_leaves(rules)))
     if any(issubclass(kind, _PATTERNS) for kind in kinds):
         return False
-    says = any(issubclass(kind, (Sharding, PartitionSpec, Fsdp)) for kind in kinds)
-    return says or not kinds
+    return not kinds or any(issubclass(kind, (Sharding, PartitionSpec, Fsdp)) for kind in kinds)
 
 
-def _begins_with_a_pair(given: Any) -> bool:
-    """Whether the first of a list or tuple is a (pattern, anything) pair."""
-    first = given[0]
+def _begins_with_a_pair(rules: Any) -> bool:
+    """Return whether the first of a list or tuple is a (pattern, anything) pair."""
+    first = rules[0]
     is_pair = isinstance(first, _SEQUENCES) and len(first) == 2 and isinstance(first[0], _PATTERNS)
     # In old versions of JAX a PartitionSpec is a tuple.
-    return is_pair and not is_partition_spec(first) and not is_partition_spec(given)
+    return is_pair and not is_partition_spec(first) and not is_partition_spec(rules)
 
 
-def check_decided(name: str, given: Any, instead: str) -> None:
-    """Checks that something is not rules where specs or shardings are wanted.
-
-    Raises:
-        TypeError: It is; `instead` says in the message what to give.
-    """
-    is_listed = isinstance(given, _SEQUENCES) and bool(given)
-    if isinstance(given, _DECIDERS) or (is_listed and _begins_with_a_pair(given)):
-        raise TypeError(f"{name} is {shown(given)}, and must be decided already: give {instead}")
-
-
-def is_spec(node: Any) -> bool:
-    """Whether it is a leaf of a tree of specs that JAX takes for none."""
-    return node is None or is_partition_spec(node)
-
-
-def is_spec_of_mesh(spec: Any) -> bool:
-    """Whether it is a spec that needs a mesh."""
-    return is_partition_spec(spec) or isinstance(spec, Fsdp)
-
-
-def is_named_sharding(spec: Any) -> bool:
-    """Whether it is a spec with its mesh."""
-    from jax.sharding import NamedSharding
-
-    return isinstance(spec, NamedSharding)
-
-
-_NOT_TAKEN: Final = {
-    Rules: ("names",),
-    LogicalRules: ("min_size", "companions"),
-    PlanLike: ("min_size", "companions", "names", "correction"),
-    type(None): ("min_size", "companions", "names"),
-}
-_NUMBER_OR_TUPLE: Final = (int, float, tuple)
-_CALLED: Final = {PlanLike: "a Plan, which has decided already", type(None): "specs"}
-
-
-def check_taken(decider: Decider, **given: Any) -> None:
-    """Checks that no argument is given that is not for what decides.
-
-    Args:
-        decider: What decides.
-        given: Arguments by name; None, 0 and an empty tuple stand for nothing.
+def check_decided(name: str, specs: Any, instead: str) -> None:
+    """Check that specs or shardings are not rules, which would have to decide first.
 
     Raises:
-        TypeError: Names are given for other rules than `LogicalRules`.
-        ValueError: Another one is given in vain.
+        TypeError: They are; `instead` says in the message what to give.
     """
-    said = {
-        name: value
-        for name, value in given.items()
-        if value is not None and not (isinstance(value, _NUMBER_OR_TUPLE) and not value)
-    }
-    if not said:
-        return
-    kind = next(one for one in _NOT_TAKEN if isinstance(decider, one))
-    what = _CALLED.get(kind, kind.__name__)
-    for name in _NOT_TAKEN[kind]:
-        if name not in said:
-            continue
-        value = said[name]
-        if name == "names":
+    is_pairs = isinstance(specs, _SEQUENCES) and bool(specs) and _begins_with_a_pair(specs)
+    if is_pairs or isinstance(specs, Rules | LogicalRules | Decider):
+        raise TypeError(f"{name} is {shown(specs)}, and must be decided already: give {instead}")
+
+
+_COMPANIONS: Final = "Companion records, such as shardrules.LORA"
+
+
+def policy_for(
+    decider: Decider,
+    *,
+    min_size: int | None = 0,
+    correction: Correction | None = None,
+    companions: Any = (),
+    names: Any = None,
+    optional_axes: Any = (),
+) -> Policy:
+    """Return the keywords, checked.
+
+    Raises:
+        TypeError: One is of another type, or names are given for other rules than `LogicalRules`.
+        ValueError: Another one is given that means nothing to the decider.
+    """
+    check_correction(correction)
+    least = checked_min_size(min_size)
+    records = listed("companions", companions, _COMPANIONS) if companions != () else ()
+    optional = frozenset(texts("optional_axes", optional_axes)) if optional_axes != () else _NONE
+    for name in decider._refused:
+        if name == "names" and names is not None:
             raise TypeError(
-                f"names: they are for LogicalRules alone, and are {shown(value)}: leave it"
+                f"names: they are for LogicalRules alone, and are {shown(names)}: leave it"
             )
-        if name == "companions":
-            raise ValueError(f"companions are for rules of paths, not for {what}: leave them out")
-        taken_by = "rules of paths" if name == "min_size" else "rules"
-        raise ValueError(
-            f"{name} is {brief(value)}; it is not for {what}, but for {taken_by}: leave it"
-        )
+        if name == "companions" and records:
+            raise ValueError(
+                f"companions are for rules of paths, not for {decider._name}: leave them out"
+            )
+        if name == "min_size" and min_size:
+            raise ValueError(_not_for(name, min_size, decider, "rules of paths"))
+        if name == "correction" and correction is not None:
+            raise ValueError(_not_for(name, correction, decider, "rules"))
+    return Policy(least, correction, records, names, optional)
 
 
-_WHAT: Final = "Companion records, such as shardrules.LORA"
-_finders: Final[list[Callable[..., Any]]] = []
+_NONE: Final[frozenset[str]] = frozenset()
 
 
-def find_placements_by(finder: Callable[..., Any]) -> None:
-    """Hands in the function that finds Placements; it has the parameters of `shardrules.plan`."""
-    _finders[:] = [finder]
-
-
-def checked_companions(companions: Any) -> tuple[Any, ...]:
-    """The companions; what they are is for the plan to check.
-
-    Raises:
-        TypeError: They are not a sequence.
-    """
-    return listed("companions", companions, _WHAT)
-
-
-def planned_placements(tree: Any, companions: tuple[Any, ...], *arguments: Any, **more: Any) -> Any:
-    """The tree of Placements of the plan with these companions.
-
-    Raises:
-        TypeError, ValueError: As `shardrules.plan` and `Plan.shardings`.
-    """
-    if not _finders:  # as in a process that has read or unpickled its companions
-        if not type(companions[0]).__module__.startswith("shardrules."):
-            raise TypeError(f"companions[0] is {type(companions[0]).__name__}; give {_WHAT}")
-        import_module("shardrules._plan.plan")
-    return _finders[0](tree, *arguments, companions=companions, **more)
+def _not_for(name: str, value: object, decider: Decider, taken_by: str) -> str:
+    return f"{name} is {brief(value)}; it is not for {decider._name}, but for {taken_by}: leave it"

@@ -1,7 +1,4 @@
-"""A fingerprint of all leaves' shardings, to compare between processes and over time.
-
-Costs microseconds per leaf. Must not know how a sharding was decided.
-"""
+"""`fingerprint`: a digest of all leaves' shardings, for comparison between processes and runs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(tree: Any, shardings: Any) -> str:
-    """A digest of the sharding of every leaf, equal in every process and every run.
+    """Return a digest of the sharding of every leaf, equal in every process and every run.
 
     It changes with any path, shape, dtype, spec, mesh axis size or memory kind. It does not depend
     on devices.
@@ -48,16 +45,16 @@ def fingerprint(tree: Any, shardings: Any) -> str:
     check_tree("tree", tree)
     check_decided("shardings", shardings, "named_shardings(tree, rules, mesh) or plan.shardings()")
     leaves = tree_util.tree_flatten_with_path(tree)[0]
-    wanted = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
-    if len(leaves) != len(wanted):
+    of_leaves = tree_util.tree_leaves(shardings, is_leaf=lambda x: x is None)
+    if len(leaves) != len(of_leaves):
         raise ValueError(
-            f"tree has {counted(len(leaves), 'leaf')}, but shardings has {len(wanted):,}"
+            f"tree has {counted(len(leaves), 'leaf')}, but shardings has {len(of_leaves):,}"
         )
-    for sharding in wanted:
+    for sharding in of_leaves:
         check_type("a leaf of shardings", sharding, NamedSharding | None, "a NamedSharding or None")
     return _digest(
         (tree_util.keystr(path), leaf, sharding)
-        for (path, leaf), sharding in zip(leaves, wanted, strict=True)
+        for (path, leaf), sharding in zip(leaves, of_leaves, strict=True)
     )
 
 
@@ -80,7 +77,7 @@ def _sharding_text(sharding: NamedSharding | None) -> str:
 
 
 def spec_text(sharding: NamedSharding) -> str:
-    """The spec as text, with the memory kind if that is not the default."""
+    """Return the spec as text, with the memory kind if that is not the default."""
     extra = tags_shown(sharding.spec)
     if memory := memory_apart(sharding):
         extra.append(f"memory={memory}")

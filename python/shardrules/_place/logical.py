@@ -1,14 +1,10 @@
-"""Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints.
-
-One call into the core for all leaves, and one object per distinct (names, shape). Boxes, ours and
-flax's, are leaves with names. Must not know how rules are resolved.
-"""
+"""Logical axis names on whole trees: to PartitionSpecs, to NamedShardings, to constraints."""
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +32,7 @@ _AS_FLAX = Correction(absent="keep", indivisible="keep", rank="keep", pad=False)
 
 
 class RulesFallback(enum.Enum):
-    """The action of `with_logical_constraint` if a name gets no mesh axes from any rule.
+    """Action of `with_logical_constraint` if a name gets no mesh axes from any rule.
 
     Semantics of flax.linen.spmd.RulesFallback, whose members are accepted too.
     """
@@ -77,7 +73,7 @@ def logical_to_mesh(
         ('dp', 'tp', None)
     """
     resolver = compiled(rules, None, dialect)
-    return _resolved(tree, None, lambda names, _: resolver.spec(names))
+    return resolved(tree, None, lambda names, _: resolver.spec(names))
 
 
 @in_order("tree", "mesh", "rules")
@@ -131,16 +127,13 @@ def logical_to_mesh_sharding(
     check_correction(correction)
     on_mesh = resolve_mesh(mesh)
     if correction is None:
-        resolver = compiled(rules, on_mesh, dialect)
-        make = ErrorCollector(
-            lambda names, _: named_sharding(resolver.spec(names), on_mesh), resolver, on_mesh
-        )
-        return _resolved(tree, None, make)
-    pairs, chosen = _in_force(rules, dialect)
+        make = sharding_maker(compiled(rules, on_mesh, dialect), on_mesh)
+        return resolved(tree, None, make)
+    pairs, in_force = _in_force(rules, dialect)
     resolver = resolver_for(
-        pairs, chosen, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
+        pairs, in_force, local_sizes(on_mesh.shape, manual_axes(on_mesh)), correction
     )
-    return _resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
+    return resolved(tree, _shapes(tree, arrays), corrected(resolver, on_mesh, correction))
 
 
 def with_logical_constraint(
@@ -179,13 +172,13 @@ def with_logical_constraint(
     """
     check_tree("tree", tree)
     check_type("rules", rules, Iterable | None, "a tuple of (logical name, mesh axes) pairs")
-    choices = tuple(one.value for one in RulesFallback)
+    choices = tuple(member.value for member in RulesFallback)
     check_choice("fallback", getattr(fallback, "value", fallback), choices)
-    chosen = get_logical_axis_rules() if rules is None else rules
+    in_force = get_logical_axis_rules() if rules is None else rules
     on_mesh = context_mesh() if mesh is None else resolve_mesh(mesh)
-    if not chosen or logical_names is None or on_mesh is None:
+    if not in_force or logical_names is None or on_mesh is None:
         return tree
-    resolver = compiled(chosen, None)
+    resolver = compiled(in_force, None)
 
     def spec(names: Any) -> PartitionSpec | None:
         resolution = resolver.resolve(names)
@@ -230,12 +223,12 @@ def explain_logical(
     """
     sizes = None if shape is None else shape_of("shape", shape)
     on_mesh = None if sizes is None and mesh is None else resolve_mesh(mesh)
-    pairs, chosen = _in_force(rules, dialect)
+    pairs, in_force = _in_force(rules, dialect)
     axis_sizes = {} if on_mesh is None else dict(on_mesh.shape)
-    correction = None if sizes is None else chosen.correction
-    found = resolver_for(pairs, chosen, axis_sizes, correction).resolve(names, sizes)
-    lacking = [] if on_mesh is None else unknown_axes(found, axis_sizes)
-    return "\n".join([found.explained(), *lacking])
+    correction = None if sizes is None else in_force.correction
+    resolution = resolver_for(pairs, in_force, axis_sizes, correction).resolve(names, sizes)
+    lacking = [] if on_mesh is None else unknown_axes(resolution, axis_sizes)
+    return "\n".join([resolution.explained(), *lacking])
 
 
 def compiled(
@@ -243,35 +236,49 @@ def compiled(
     mesh: AnyMesh | None,
     dialect: LogicalDialect | None = None,
 ) -> Resolver:
-    """The rules, by default those in force, compiled for the axis sizes of the mesh."""
-    pairs, chosen = _in_force(rules, dialect)
-    return resolver_for(pairs, chosen, {} if mesh is None else dict(mesh.shape))
+    """Return the rules, by default those in force, compiled for the axis sizes of the mesh."""
+    pairs, in_force = _in_force(rules, dialect)
+    return resolver_for(pairs, in_force, {} if mesh is None else dict(mesh.shape))
 
 
 def _in_force(
     rules: LogicalRulesLike | None, dialect: LogicalDialect | None
 ) -> tuple[Any, LogicalDialect]:
-    """The rules, by default those of the context, as pairs; and their dialect."""
+    """Return the rules, by default those of the context, as pairs; and their dialect."""
     check_type("dialect", dialect, LogicalDialect | None, "a LogicalDialect, such as FLAX_CORE")
-    chosen: Any = get_logical_axis_rules() if rules is None else rules
-    if isinstance(chosen, LogicalRules):
-        return tuple(chosen), dialect or chosen.dialect
-    return chosen, dialect or LINEN
+    in_force: Any = get_logical_axis_rules() if rules is None else rules
+    if isinstance(in_force, LogicalRules):
+        return tuple(in_force), dialect or in_force.dialect
+    return in_force, dialect or LINEN
 
 
-def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
+def resolved(
+    tree: Any,
+    shapes: list[Any] | None,
+    make: Callable[[Any, Any], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Return the tree with make(names, shape or None) for each leaf.
+
+    Args:
+        tree: A tree of names, boxes, Variables or arrays.
+        shapes: The shape of each leaf, if `make` needs it.
+        make: Called once for equal names and shapes. An `ErrorCollector` reports all errors.
+        is_leaf: Tells the leaves, which are names then. Default: whatever has names.
+    """
     from jax import tree_util
 
     forms = NodeForms()
-    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=forms.has_names)
-    if forms.are_specs(leaves):
+    find = is_leaf or forms.has_names
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=find)
+    if is_leaf is not None or forms.are_specs(leaves):
         names = leaves
     else:
         forms.check_some_have_names(leaves)
         names = list(map(forms.names_of, leaves))
     answers = resolve_all(names, shapes, {}, make)
     if isinstance(make, ErrorCollector):
-        make.check(lambda: zip(_paths(tree, forms), names, shapes or repeat(None), strict=False))
+        make.check(lambda: zip(_paths(tree, find), names, shapes or repeat(None), strict=False))
     if names is not leaves:
         answers = [
             # As in flax.nnx.get_partition_spec, a Variable holds the result.
@@ -281,11 +288,11 @@ def _resolved(tree: Any, shapes: list[Any] | None, make: Any) -> Any:
     return tree_util.tree_unflatten(treedef, answers)
 
 
-def _paths(tree: Any, forms: NodeForms) -> list[str]:
+def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     from jax import tree_util
 
-    found = tree_util.tree_flatten_with_path(tree, is_leaf=forms.has_names)[0]
-    return [tree_util.keystr(path) for path, _ in found]
+    leaves = tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [tree_util.keystr(path) for path, _ in leaves]
 
 
 def _shapes(tree: Any, arrays: Any) -> list[Any]:
@@ -309,16 +316,22 @@ def _shapes(tree: Any, arrays: Any) -> list[Any]:
     return [tuple(array.shape) for array in arrays_of_leaves]
 
 
+def sharding_maker(resolver: Resolver, mesh: AnyMesh) -> ErrorCollector:
+    """Return a function from (names, shape) to the NamedSharding, which collects errors."""
+    return ErrorCollector(
+        lambda names, _: _named_sharding(resolver.spec(names), mesh), resolver, mesh
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
-    """The NamedSharding; equal ones are one object."""
+def _named_sharding(spec: PartitionSpec, mesh: AnyMesh) -> NamedSharding:
     from jax.sharding import NamedSharding
 
     return NamedSharding(mesh, spec)
 
 
 def constraint_spec(resolution: Resolution, fallback: Any) -> PartitionSpec | None:
-    """The spec of a constraint; None for no constraint. See `with_logical_constraint`."""
+    """Return the spec of a constraint; None for no constraint. See `with_logical_constraint`."""
     entries = resolution.entries()
     if UNASSIGNED in entries and fallback.value != RulesFallback.AXIS_IS_UNSHARDED.value:
         if fallback.value == RulesFallback.NO_CONSTRAINT.value:
@@ -344,7 +357,7 @@ def _map_names(function: Any, names: Any) -> Any:
 
 
 def is_logical_spec(node: Any) -> bool:
-    """Whether it is for one array: a spec, a tuple of names, or None for no constraint."""
+    """Return whether it is for one array: a spec, a tuple of names, or None for no constraint."""
     return (
         node is None
         or is_partition_spec(node)

@@ -1,7 +1,4 @@
-"""From logical rules, names and a mesh to NamedShardings, one object per distinct one.
-
-One call into the core for all leaves. Must not know how the shardings are applied.
-"""
+"""NamedShardings from logical rules, names and a mesh, and the errors of leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._arguments import check_shapes
 from shardrules._core import resolve_all
-from shardrules._place.shardings import local_sizes, manual_axes, sharding_or_reasons
+from shardrules._place.shardings import Policy, local_sizes, manual_axes, sharding_or_reasons
 from shardrules._rules.logical_rules import resolver_of
 from shardrules._rules.names import logical_names, named_arrays
 from shardrules._rules.resolver import UNASSIGNED, Resolution, Resolver, axes_in
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def unknown_axes(resolution: Resolution, mesh_axes: Collection[str]) -> list[str]:
-    """A line for each mesh axis that an array gets and the mesh does not have."""
+    """Return a line for each mesh axis that an array gets and the mesh does not have."""
     lines = []
     for dim, (entry, winner) in enumerate(
         zip(resolution.entries(), resolution.winners, strict=True)
@@ -64,16 +61,16 @@ class ErrorCollector:
 
     def __call__(self, names: Any, shape: Any) -> Any:
         try:
-            found = self._make(names, shape)
+            result = self._make(names, shape)
         except ValueError as error:
-            found = error
-        if isinstance(found, ValueError | list):
-            self._failed[names, shape] = found
+            result = error
+        if isinstance(result, ValueError | list):
+            self._failed[names, shape] = result
             return None
-        return found
+        return result
 
     def check(self, leaves: Callable[[], Iterable[tuple[str, Any, Any]]]) -> None:
-        """Checks that there was no error.
+        """Check that there was no error.
 
         Args:
             leaves: Returns (path, names, shape or None) of each leaf; called only after an error.
@@ -109,20 +106,15 @@ def shardings_by_names(
     tree: Any,
     rules: LogicalRules,
     mesh: AnyMesh,
-    *,
-    names: Any = None,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
+    policy: Policy,
 ) -> tuple[Any, list[NamedSharding]]:
-    """(the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
+    """Return (the tree of NamedShardings, the sharding of each array in the order of JAX's leaves).
 
     Args:
         tree: A tree of arrays, boxes, nnx Variables or haliax arrays. A box becomes its sharding.
         rules: What decides the names.
         mesh: The mesh.
-        names: As in `plan`.
-        correction: Default: the dialect's.
-        optional_axes: As in `plan`.
+        policy: The keywords of the call.
 
     Raises:
         ValueError: As `logical_to_mesh_sharding`, and as `plan` for names.
@@ -130,20 +122,20 @@ def shardings_by_names(
     """
     from jax import tree_util
 
-    named = named_arrays(tree, names)
+    named = named_arrays(tree, policy.names)
     arrays: list[Any]
     treedef: Any
     arrays, treedef = tree_util.tree_flatten(named.tree)
     if not arrays:
         check_shapes("tree", tree, None)
-    policy = correction or rules.dialect.correction
+    correction = policy.correction or rules.dialect.correction
     sizes = local_sizes(mesh.shape, manual_axes(mesh))
-    resolver = resolver_of(rules, sizes, policy, optional_axes)
-    make = corrected(resolver, mesh, policy, optional_axes)
-    given = [() if one is None else one for one in named.names]
+    resolver = resolver_of(rules, sizes, correction, policy.optional_axes)
+    make = corrected(resolver, mesh, correction, policy.optional_axes)
+    entries = [() if entry is None else entry for entry in named.names]
     shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
-    shardings = resolve_all(given, shapes, {}, make)
-    make.check(lambda: zip(named.paths(), given, shapes, strict=True))
+    shardings = resolve_all(entries, shapes, {}, make)
+    make.check(lambda: zip(named.paths(), entries, shapes, strict=True))
     return named.boxed(treedef.unflatten(shardings)), shardings
 
 
@@ -153,7 +145,7 @@ def corrected(
     correction: Correction,
     optional_axes: frozenset[str] = frozenset(),
 ) -> ErrorCollector:
-    """A function from (names, shape) to the corrected NamedSharding, which collects errors."""
+    """Return a function from (names, shape) to the corrected NamedSharding; it collects errors."""
 
     def make(names: Any, shape: tuple[int, ...]) -> NamedSharding | list[str]:
         spec = resolver.without_ones(resolver.resolve(names, shape).spec(names), mesh.shape)

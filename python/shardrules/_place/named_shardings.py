@@ -1,7 +1,4 @@
-"""`spec_for`: the spec of one array, without a tree.
-
-Costs what a tree of one leaf costs. Must not know how a spec is made to fit.
-"""
+"""`named_shardings` and `spec_for`: the shardings of a tree, and the spec of one array."""
 
 from __future__ import annotations
 
@@ -9,37 +6,27 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from shardrules._arguments import check_shapes, check_tree, check_type, in_order, shape_of, texts
-from shardrules._correction import Correction, check_correction
+from shardrules._arguments import check_shapes, check_tree, check_type, in_order, shape_of
+from shardrules._correction import Correction
 from shardrules._dtypes import given_bits
 from shardrules._mesh.memory import memory_keeper
 from shardrules._mesh.mesh import context_mesh, has_own_devices, local_view, resolve_mesh
 from shardrules._place.decider import (
+    ByNames,
+    ByPaths,
+    BySpecs,
+    Decider,
     RulesLike,
     as_decider,
-    check_taken,
-    checked_companions,
-    is_named_sharding,
-    is_spec,
-    planned_placements,
+    policy_for,
 )
-from shardrules._place.name_shardings import shardings_by_names
-from shardrules._place.shardings import (
-    Placement,
-    mesh_for,
-    placements_by_rules,
-    shardings_by_rules,
-)
-from shardrules._place.spec_trees import placements_by_specs
-from shardrules._plan_like import PlanLike
-from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.matcher import checked_min_size
-from shardrules._rules.rules import Rules, matcher_of, specs_by_rules
+from shardrules._place.shardings import shardings_by_rules
+from shardrules._rules.rules import matcher_of, specs_by_rules
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from shardrules._mesh.mesh import AnyMesh, MeshLike
+    from shardrules._mesh.mesh import MeshLike
 
 
 @in_order("tree", "rules", "mesh")
@@ -95,65 +82,31 @@ def named_shardings(
         >>> shardings["wq"].spec == P("fsdp", None)
         True
     """
-    from jax import tree_util
-
     check_tree("tree", tree)
-    check_correction(correction)
-    smallest = checked_min_size(min_size)
-    followers = checked_companions(companions)
-    optional = frozenset(texts("optional_axes", optional_axes))
-    policy: Any = {"correction": correction, "optional_axes": optional}
     decider = as_decider("rules", rules)
-    check_taken(
-        decider, min_size=min_size, companions=followers, names=names, correction=correction
+    policy = policy_for(
+        decider,
+        min_size=min_size,
+        correction=correction,
+        companions=companions,
+        names=names,
+        optional_axes=optional_axes,
     )
-    if isinstance(decider, LogicalRules):
-        on_mesh = resolve_mesh(mesh)
-        return shardings_by_names(tree, decider, on_mesh, names=names, **policy)[0]
-    if isinstance(decider, PlanLike):
-        placed = decider._placements(tree, mesh)
-        treedef: Any = tree_util.tree_structure(tree)
-        return treedef.unflatten(one.sharding for one in placed)
-    if decider is None:
-        _, treedef, found = placements_by_specs("rules", tree, rules, mesh, **policy)
-        return treedef.unflatten(one and one.sharding for one in found)
-    on_mesh = resolve_mesh(mesh)
-    if followers:
-        planned = planned_placements(tree, followers, decider, on_mesh, min_size=smallest, **policy)
-        return tree_util.tree_map(lambda one: one.sharding, planned)
-    matcher = matcher_of(decider)
-    on_mesh = mesh_for(tree, matcher, on_mesh, min_size=smallest, **policy)
-    return shardings_by_rules(tree, matcher, on_mesh, min_size=smallest, **policy)
+    return decider._shardings(tree, mesh, policy)
 
 
 def requested_shardings(
-    tree: Any,
-    specs_or_rules: RulesLike,
-    mesh: MeshLike | None,
-    correction: Correction | None,
-    *,
-    min_size: int | None = 0,
-    companions: Iterable[Any] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
-    called: str = "specs_or_rules",
+    tree: Any, rules: RulesLike, mesh: MeshLike | None = None, **keywords: Any
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """(leaves, treedef, the sharding of each leaf, or None for a leaf that stays unchanged).
+    """Return (leaves, treedef, the sharding of each leaf or None if it stays unchanged).
 
     An array stays in its memory kind, unless a NamedSharding or a rule has one.
 
     Args:
         tree: Any pytree.
-        specs_or_rules: `Rules` or (pattern, spec) pairs; `LogicalRules`; a `Plan`; a PartitionSpec,
-            a NamedSharding or None for all leaves; or a tree of these, which may be a prefix of
-            `tree`.
-        mesh: The mesh for rules and PartitionSpecs. Default: the context's.
-        correction: The policies for specs that do not fit. Default: the dialect's.
-        min_size: As in `named_shardings`.
-        companions: As in `named_shardings`.
-        names: As in `named_shardings`.
-        optional_axes: As in `named_shardings`.
-        called: What the caller's parameter for specs or rules is called, for errors.
+        rules: Rules of any kind, or a `Decider`.
+        mesh: The mesh. Default: the context's.
+        keywords: Those of `policy_for`.
 
     Raises:
         ValueError: As `named_shardings`.
@@ -162,81 +115,32 @@ def requested_shardings(
     from jax import tree_util
 
     check_tree("tree", tree)
-    check_correction(correction)
-    smallest = checked_min_size(min_size)
-    followers = checked_companions(companions)
-    optional = frozenset(texts("optional_axes", optional_axes))
-    policy: Any = {"correction": correction, "optional_axes": optional}
-    decider = as_decider(called, specs_or_rules)
-    check_taken(
-        decider, min_size=min_size, companions=followers, names=names, correction=correction
-    )
-    placements: Sequence[Placement | None]
-    if decider is None:
-        leaves, treedef, placements = placements_by_specs(
-            called, tree, specs_or_rules, mesh, **policy
-        )
-        return leaves, treedef, _in_own_memory(leaves, placements)
+    decider = as_decider("rules", rules)
+    policy = policy_for(decider, **keywords)
     leaves, treedef = tree_util.tree_flatten(tree)
     if not leaves:
         check_shapes("tree", tree, None)
-    if isinstance(decider, LogicalRules):
-        on_mesh = local_view(resolve_mesh(mesh))
-        _, found = shardings_by_names(tree, decider, on_mesh, names=names, **policy)
-        return leaves, treedef, list(map(memory_keeper(), leaves, found))
-    if isinstance(decider, PlanLike):
-        placements = decider._placements(tree, mesh)
-    else:
-        on_mesh = local_view(resolve_mesh(mesh))
-        placements = _placements(tree, decider, on_mesh, followers, min_size=smallest, **policy)
-    return leaves, treedef, _in_own_memory(leaves, placements)
-
-
-def _in_own_memory(
-    leaves: list[Any], placements: Sequence[Placement | None]
-) -> list[NamedSharding | None]:
-    """The shardings; where nothing is said about memory, that of the leaf."""
+    placements = decider._placements(tree, mesh, policy)
     keep = memory_keeper()
-    return [
-        None if one is None else one.sharding if one.says_memory else keep(leaf, one.sharding)
-        for leaf, one in zip(leaves, placements, strict=True)
+    shardings = [
+        placement
+        and (placement.sharding if placement.says_memory else keep(leaf, placement.sharding))
+        for leaf, placement in zip(leaves, placements, strict=True)
     ]
+    return leaves, treedef, shardings
 
 
-def _placements(
-    tree: Any,
-    rules: Rules,
-    mesh: AnyMesh,
-    companions: tuple[Any, ...],
-    **policy: Any,
-) -> list[Placement]:
-    from jax import tree_util
-
-    if companions:
-        planned = planned_placements(tree, companions, rules, mesh, **policy)
-        return tree_util.tree_leaves(planned)
-    matcher = matcher_of(rules)
-    factored = mesh_for(tree, matcher, mesh, **policy)
-    return placements_by_rules(tree, matcher, factored, **policy)
-
-
-def asks_for_own_devices(specs_or_rules: Any, mesh: MeshLike | None) -> bool:
-    """Whether this process has all devices of each mesh that `requested_shardings` would use.
+def asks_for_own_devices(rules: Any, mesh: MeshLike | None) -> bool:
+    """Return whether this process has all devices of each mesh that the rules would use.
 
     False also if the arguments are invalid.
     """
-    from jax import tree_util
-
-    if isinstance(specs_or_rules, PlanLike):
-        specs_or_rules, mesh = [], specs_or_rules.mesh if mesh is None else mesh
+    # Of rules that are not a decider yet only shardings have meshes.
+    decider = rules if isinstance(rules, Decider) else BySpecs("rules", rules)
     try:
-        specs = tree_util.tree_leaves(specs_or_rules, is_leaf=is_spec)
-        meshes = {spec.mesh for spec in specs if is_named_sharding(spec)}
-        if not meshes or not all(spec is None or is_named_sharding(spec) for spec in specs):
-            meshes.add(resolve_mesh(mesh))
+        return all(map(has_own_devices, decider._meshes(mesh)))
     except Exception:
         return False
-    return all(map(has_own_devices, meshes))
 
 
 @in_order("path", "shape", "rules", "mesh")
@@ -251,7 +155,7 @@ def spec_for(
     dtype: Any = None,
     optional_axes: Iterable[str] = (),
 ) -> PartitionSpec:
-    """The PartitionSpec of one array.
+    """Return the PartitionSpec of one array.
 
     It is the spec of `named_shardings`. Without a mesh, neither given nor in the context, it is the
     spec of `match_partition_rules`.
@@ -275,31 +179,27 @@ def spec_for(
         >>> tuple(spec_for("layers/0/wk", (512, 30), [("wk", ("fsdp", "tp"))], mesh))
         ('fsdp', None)
     """
-    check_correction(correction)
     if dtype is not None:
         given_bits("dtype", dtype)
-    policy: Any = {
-        "correction": correction,
-        "optional_axes": frozenset(texts("optional_axes", optional_axes)),
-    }
     array = SimpleNamespace(shape=shape_of("shape", shape), dtype=dtype)
     decider = as_decider("rules", rules)
-    if isinstance(decider, LogicalRules):
+    policy = policy_for(
+        decider, min_size=min_size, correction=correction, optional_axes=optional_axes
+    )
+    if isinstance(decider, ByNames):
         raise TypeError(
             "rules: LogicalRules decide by the names of dimensions, which one path does not have; "
             "give shardrules.logical_to_mesh(names, rules)"
         )
-    if not isinstance(decider, Rules):
-        check_type("path", path, str, "a string")
-        if decider is not None and dtype is None:
-            array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
-        found = named_shardings({path: array}, rules, mesh, min_size=min_size, **policy)
-        return found[path].spec  # type: ignore[no-any-return]
-    matcher = matcher_of(decider).for_whole_paths()
-    key = matcher.joined(path)
-    tree = {key: array}
-    if mesh is None and context_mesh() is None:
-        return specs_by_rules(matcher, tree, min_size)[key]  # type: ignore[no-any-return]
-    on_mesh = resolve_mesh(mesh)
-    shardings = shardings_by_rules(tree, matcher, on_mesh, min_size=min_size, **policy)
-    return shardings[key].spec  # type: ignore[no-any-return]
+    check_type("path", path, str, "a string")
+    if isinstance(decider, ByPaths):
+        matcher = matcher_of(decider.rules).for_whole_paths()
+        tree = {path: array}
+        if mesh is None and context_mesh() is None:
+            return specs_by_rules(matcher, tree, min_size)[path]  # type: ignore[no-any-return]
+        on_mesh = local_view(resolve_mesh(mesh))
+        shardings = shardings_by_rules(tree, matcher, on_mesh, policy, may_factor=False)
+        return shardings[path].spec  # type: ignore[no-any-return]
+    if dtype is None and not isinstance(decider, BySpecs):
+        array.dtype = "uint8"  # a plan decides by path and shape, whatever the dtype
+    return decider._shardings({path: array}, mesh, policy)[path].spec  # type: ignore[no-any-return]

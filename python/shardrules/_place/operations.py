@@ -1,8 +1,4 @@
-"""The operations of JAX that bring traced arrays into shardings, one call for all of one sort.
-
-Auto axes take a sharding constraint, Explicit axes a reshard, and Manual axes are left out. Must
-not know how a sharding was decided.
-"""
+"""JAX's operations that bring traced arrays into shardings: Auto, Explicit and Manual axes."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ Function = Callable[[Any, Any], Any]
 
 
 class Operation(NamedTuple):
-    """A call for some leaves of a tree."""
+    """Call for some leaves of a tree."""
 
     function: Function
     leaves: list[int]
@@ -39,13 +35,13 @@ class Operation(NamedTuple):
 
 
 def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Operation]:
-    """The calls for these leaves, in their order."""
+    """Return the calls for these leaves, in their order."""
     calls_for = functools.cache(lambda sharding: list(_calls(sharding)))
-    by_function: dict[Function, dict[int, NamedSharding]] = {one: {} for one in _functions()}
+    by_function: dict[Function, dict[int, NamedSharding]] = {each: {} for each in _functions()}
     for place, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is not None and hasattr(leaf, "shape"):
-            for function, wanted in calls_for(sharding):
-                by_function[function][place] = wanted
+            for function, target in calls_for(sharding):
+                by_function[function][place] = target
     return [
         Operation(function, list(of_leaf), list(of_leaf.values()))
         for function, of_leaf in by_function.items()
@@ -54,19 +50,19 @@ def operations_for(leaves: list[Any], shardings: list[NamedSharding | None]) -> 
 
 
 def applied(leaves: list[Any], operations: list[Operation]) -> list[Any]:
-    """The leaves after these calls."""
-    made = list(leaves)
+    """Return the leaves after these calls."""
+    arrays_after = list(leaves)
     for function, places, shardings in operations:
-        arrays = function([made[i] for i in places], shardings)
+        arrays = function([arrays_after[i] for i in places], shardings)
         for place, array in zip(places, arrays, strict=True):
-            made[place] = array
-    return made
+            arrays_after[place] = array
+    return arrays_after
 
 
 def one_call(
     leaves: list[Any], operations: list[Operation]
 ) -> tuple[Function, NamedSharding] | None:
-    """JAX's function and the sharding for all leaves, if that is all there is to do."""
+    """Return JAX's function and the sharding for all leaves, if that is all there is to do."""
     if len(operations) != 1:
         return None
     ((function, places, shardings),) = operations
@@ -76,7 +72,7 @@ def one_call(
 
 
 def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
-    """The functions that bring an array into the sharding, with the sharding for each."""
+    """Return the functions that bring an array into the sharding, with the sharding for each."""
     functions = _functions()
     explicit, auto = _by_axis_type(sharding, current_view(sharding.mesh))
     if explicit is not None:
@@ -89,7 +85,7 @@ def _calls(sharding: NamedSharding) -> Iterator[tuple[Function, NamedSharding]]:
 
 
 class _Functions(NamedTuple):
-    """What is called, in this order, with arrays and their shardings."""
+    """JAX's functions of arrays and their shardings, in the order of their calls."""
 
     reshard_beside: Function
     reshard: Function
@@ -106,12 +102,12 @@ def _functions() -> _Functions:
 
 
 def _reshard_beside(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """`reshard` with an array's own entries for UNCONSTRAINED, which JAX refuses."""
+    """Return `reshard` with an array's own entries for UNCONSTRAINED, which JAX refuses."""
     import jax
 
-    wanted = list(map(_with_own_entries, shardings, arrays))
-    made: list[Any] = jax.sharding.reshard(arrays, wanted)
-    return made
+    targets = list(map(_with_own_entries, shardings, arrays))
+    resharded: list[Any] = jax.sharding.reshard(arrays, targets)
+    return resharded
 
 
 def _move(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -119,17 +115,17 @@ def _move(arrays: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 
 
 def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
-    """The sharding with the array's own entries for UNCONSTRAINED."""
+    """Return the sharding with the array's own entries for UNCONSTRAINED."""
     import jax
 
-    wanted = entries_of(sharding.spec)
-    taken = {axis for entry in wanted for axis in entry_axes(entry)}
-    own = entries_of(jax.typeof(array).sharding.spec)
+    entries = entries_of(sharding.spec)
+    taken = {axis for entry in entries for axis in entry_axes(entry)}
+    current = entries_of(jax.typeof(array).sharding.spec)
     filled = (
         entry_of(tuple(axis for axis in entry_axes(mine) if axis not in taken))
         if is_unconstrained(entry)
         else entry
-        for entry, mine in zip(wanted, own, strict=False)
+        for entry, mine in zip(entries, current, strict=False)
     )
     return jax.sharding.NamedSharding(sharding.mesh, with_entries(sharding.spec, filled))
 
@@ -137,13 +133,13 @@ def _with_own_entries(sharding: NamedSharding, array: Any) -> NamedSharding:
 def _by_axis_type(
     sharding: NamedSharding, view: AnyMesh
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """(sharding for reshard, sharding for with_sharding_constraint) on `view`; None for no call."""
+    """Return (sharding for reshard, sharding for a constraint) on `view`; None for no call."""
     from jax.sharding import NamedSharding
 
     types = {kind: axes_of_type(view, kind) for kind in ("Auto", "Explicit")}
     local = without_axes(sharding.spec, *manual_axes(view))
 
-    def only(kind: str, other: str) -> NamedSharding | None:
-        return NamedSharding(view, without_axes(local, types[other])) if types[kind] else None
+    def only(kind: str, excluded: str) -> NamedSharding | None:
+        return NamedSharding(view, without_axes(local, types[excluded])) if types[kind] else None
 
     return only("Explicit", "Auto"), only("Auto", "Explicit")

@@ -1,8 +1,4 @@
-"""Calls that several processes make together: all agree on the call, or all get an error.
-
-Costs a microsecond or two in one process. Must not know what the processes agree on, nor how they
-communicate.
-"""
+"""Collective calls: all processes agree on a call by their rows, or all get an error."""
 
 from __future__ import annotations
 
@@ -52,26 +48,26 @@ _lock: Final = threading.Lock()
 
 
 def settle(name: str, rows: list[Row], limit: float) -> None:
-    """Returns when all processes have these rows, for the call of this name; see `JointCall`."""
+    """Return when all processes have these rows, for the call of this name; see `JointCall`."""
     with _lock:
         _next_round(name).settle(rows, limit)
 
 
 def fail(name: str, error: BaseException, when: str) -> None:
-    """Tells the other processes that this process has failed in its call, and when."""
+    """Tell the other processes that this process has failed in its call, and when."""
     # The process raises its own error, whatever happens here.
     with contextlib.suppress(RuntimeError), _lock:
         _next_round(name).fail(error, when)
 
 
 def note(text: str) -> None:
-    """Tells waiting processes which call this process made last, without them."""
+    """Tell waiting processes which call this process made last, without them."""
     with contextlib.suppress(RuntimeError):
         _job().note(text)
 
 
 def leave() -> None:
-    """Tells the others that this process has ended. Creates no backend, which needs all of them."""
+    """Tell the others that this process has ended. Creates no backend, which needs all of them."""
     state = coordination_state()
     if state is None:
         return
@@ -82,23 +78,23 @@ def leave() -> None:
 
 
 def wait_limit() -> float:
-    """Seconds to wait for the other processes.
+    """Return seconds to wait for the other processes.
 
     Raises:
         ValueError: The environment variable is not a number above 0.
     """
-    given = os.environ.get(_LIMIT, "")
+    text = os.environ.get(_LIMIT, "")
     try:
-        seconds = float(given or _LIMIT_SECONDS)
+        seconds = float(text or _LIMIT_SECONDS)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ValueError(f"{_LIMIT} is {brief(given)}; it must be a number of seconds above 0")
+        raise ValueError(f"{_LIMIT} is {brief(text)}; it must be a number of seconds above 0")
     return seconds
 
 
 class _Job:
-    """A process in its job, and the number of its last joint call."""
+    """Process in its job, and the number of its last joint call."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -125,24 +121,24 @@ class _Job:
             self._noted = noted
 
     def notes(self) -> dict[int, str]:
-        """By process, the calls that others have made alone since the previous joint call."""
-        found = {}
+        """Return by process the calls that others have made alone since the last joint call."""
+        notes = {}
         for key, noted in self.client.key_value_dir_get(f"{_ROOT}/note"):
             number, text = noted.split(" ", 1)
             if int(number) == self.number - 1:
-                found[_last(key)] = text
-        return found
+                notes[_last(key)] = text
+        return notes
 
 
 class _Round:
-    """The data of one joint call in the store: a row for each process, and the verdict."""
+    """Data of one joint call in the store: a row for each process, and the verdict."""
 
     def __init__(self, job: _Job, name: str) -> None:
         self._job, self._name = job, name
         self._at = f"{_ROOT}/{job.number}"
 
     def fail(self, error: BaseException, when: str) -> None:
-        """Writes a verdict of failure, without waiting."""
+        """Write a verdict of failure, without waiting."""
         why = f"failed {when}: {_first_line(error)}"
         verdict = {"error": f"process {self._job.me} {why}"}
         # Either may exist: others may have given up, or this process may be interrupted.
@@ -178,7 +174,7 @@ class _Round:
         return verdict
 
     def _news(self) -> dict[str, Any] | None:
-        """The verdict, if there is one within a second."""
+        """Return the verdict, if there is one within a second."""
         if self._job.me != 0:
             return self._found("verdict", _SLICE_SECONDS)  # type: ignore[no-any-return]
         rows = self._rows()
@@ -194,19 +190,19 @@ class _Round:
         return None
 
     def _forget(self) -> None:
-        """Deletes earlier calls: all processes are here, so none reads them any more."""
+        """Delete earlier calls: all processes are here, so none reads them any more."""
         job = self._job
         for number in range(job.oldest, job.number):
             job.client.key_value_delete(f"{_ROOT}/{number}")
         job.oldest = job.number
 
     def _difference(self, rows: list[Row], others: list[int]) -> str:
-        """The first difference between process 0 and the first of the others."""
-        me, other = self._job.me, others[0]
-        if me == other:
+        """Return the first difference between process 0 and the first of the others."""
+        me, peer = self._job.me, others[0]
+        if me == peer:
             self._set_rows(rows)
         if me == 0:
-            names = ("process 0", f"process {other}")
+            names = ("process 0", f"process {peer}")
             theirs = self._rows_there()
             first = first_difference(rows, theirs, names) if theirs else "(no answer)"
             self._set("difference", first)
@@ -231,7 +227,7 @@ class _Round:
         return f"{waited:.0f} s for {_processes(missing)}{alone}"
 
     def decide(self, verdict: dict[str, Any]) -> dict[str, Any]:
-        """Writes the verdict, unless there is one already; returns the one that counts."""
+        """Write the verdict, unless there is one already; returns the one that counts."""
         try:
             self._set("verdict", verdict)
         except RuntimeError:
@@ -242,7 +238,7 @@ class _Round:
         return verdict
 
     def _rows(self) -> dict[int, Any]:
-        """The rows so far, by process."""
+        """Return the rows so far, by process."""
         there = self._job.client.key_value_dir_get(f"{self._at}/row")
         return dict(sorted((_last(key), json.loads(row)) for key, row in there))
 
@@ -265,7 +261,7 @@ class _Round:
         self._job.client.key_value_set(f"{self._at}/{key}", json.dumps(value))
 
     def _found(self, key: str, seconds: float = 0.0) -> Any:
-        """The value of a key, waiting up to this time; None if there is none."""
+        """Return the value of a key, waiting up to this time; None if there is none."""
         get, path = self._job.client, f"{self._at}/{key}"
         try:
             if seconds:
@@ -298,7 +294,7 @@ def _next_round(name: str) -> _Round:
 
 
 def _judged(rows: dict[int, Any]) -> dict[str, Any]:
-    """The verdict on the rows of all processes."""
+    """Return the verdict on the rows of all processes."""
     name, mine = rows[0]
     others = [i for i, row in rows.items() if row[0] != name]
     if others:
@@ -330,34 +326,34 @@ DEVICES: Final = "the order of the mesh's devices"
 _SHOWN: Final = 200
 
 
-def rows_of(tree: Any, wanted: Mapping[int, NamedSharding | None]) -> list[Row]:
-    """A row for each of these leaves, and one for the devices of all meshes.
+def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
+    """Return a row for each of these leaves, and one for the devices of all meshes.
 
     Args:
         tree: A pytree.
-        wanted: The new sharding by the leaf's index. None for a leaf that stays.
+        shardings: The new sharding by the leaf's index. None for a leaf that stays.
     """
     from jax import tree_util
 
     texts, paths = _Texts(), tree_util.tree_flatten_with_path(tree)[0]
     rows = [
         (tree_util.keystr(paths[index][0]) or "(the tree)", texts.leaf(paths[index][1], to))
-        for index, to in wanted.items()
+        for index, to in shardings.items()
     ]
     return [*rows, (DEVICES, texts.devices())]
 
 
 def digest(rows: list[Row]) -> str:
-    """64 hex digits that differ if any row differs."""
+    """Return 64 hex digits that differ if any row differs."""
     import hashlib
 
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -> str:
-    """The first row that differs between two processes, with the text of each process."""
-    *leaves, devices = one
-    *other_leaves, other_devices = other
+def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, str]) -> str:
+    """Return the first row that differs between two processes, with the text of each process."""
+    *leaves, devices = rows
+    *other_leaves, other_devices = other_rows
     pairs = [*zip_longest(leaves, other_leaves), (devices, other_devices)]
     place, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     if a and b and a[0] == b[0]:
@@ -367,19 +363,19 @@ def first_difference(one: list[Row], other: list[Row], names: tuple[str, str]) -
         ends = "no such leaf"
         texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
     start = max(0, _common(*texts) - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
-    said = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
-    return f"{where}: {', and '.join(said)}"
+    texts_of = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
+    return f"{where}: {', and '.join(texts_of)}"
 
 
 def is_spread(leaf: Any) -> bool:
-    """Whether other processes hold parts of this array."""
+    """Return whether other processes hold parts of this array."""
     import jax
 
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def canonical_dtype(leaf: Any) -> Any:
-    """The dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
+    """Return the dtype of a numpy array or a number on devices, which depends on jax_enable_x64."""
     import jax
     import numpy as np
 
@@ -408,7 +404,7 @@ class _Texts:
         return f"{text}, which stays" if to is None else f"{text} for {self._of(to)}"
 
     def devices(self) -> str:
-        """The ids of the devices of all meshes, in order."""
+        """Return the ids of the devices of all meshes, in order."""
         meshes = [getattr(mesh, "devices", None) for mesh in self._meshes]
         return "; ".join(
             " ".join(str(device.id) for device in devices.flat)
@@ -417,10 +413,10 @@ class _Texts:
         )
 
     def _of(self, sharding: Sharding) -> str:
-        known = self._texts.get(id(sharding))
-        if known is None:
-            known = self._texts[id(sharding)] = (sharding, self._made(sharding))
-        return known[1]
+        entry = self._texts.get(id(sharding))
+        if entry is None:
+            entry = self._texts[id(sharding)] = (sharding, self._made(sharding))
+        return entry[1]
 
     def _made(self, sharding: Any) -> str:
         from jax.sharding import NamedSharding
@@ -439,10 +435,10 @@ class _Texts:
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
-def _common(one: str, other: str) -> int:
-    """Length of the common prefix."""
-    same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+def _common(first: str, second: str) -> int:
+    """Return length of the common prefix."""
+    same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(same, min(len(first), len(second)))
 
 
 def _cut(text: str, start: int) -> str:
@@ -451,7 +447,7 @@ def _cut(text: str, start: int) -> str:
 
 
 class JointCall:
-    """A context manager for one process's part of a joint call, up to the agreement.
+    """Context manager for one process's part of a joint call, up to the agreement.
 
     Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
     processes, unless `alone` or `agree` was called before it.
@@ -484,13 +480,13 @@ class JointCall:
             fail(self._name, error, self._when)
 
     def alone(self) -> None:
-        """Ends the joint call, which uses only this process's devices. Leaves a note for others."""
+        """End the joint call, which uses only this process's devices. Leaves a note for others."""
         if self.joint:
             self.joint = False
             note(f"{self._name} on devices of its own")
 
     def agree(self, rows: Callable[[], list[Row]]) -> None:
-        """Waits until all processes have the same rows.
+        """Wait until all processes have the same rows.
 
         Raises:
             RuntimeError: Their rows differ, a process has failed or is late, or there is no
@@ -498,6 +494,6 @@ class JointCall:
             ValueError: The environment's time limit is not a number above 0.
         """
         if self.joint:
-            own, limit = rows(), wait_limit()
+            own_rows, limit = rows(), wait_limit()
             self.joint = False
-            settle(self._name, own, limit)
+            settle(self._name, own_rows, limit)

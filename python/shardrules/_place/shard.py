@@ -1,46 +1,51 @@
-"""`shard` and `gather`: whole trees onto devices and back.
-
-In one process this is one batched call, and nothing is compiled per leaf. In several processes each
-device gets its own part of the hosts' data, after the processes have agreed on the call. Must not
-know how a sharding was decided.
-"""
+"""`shard`, `shard_local` and `gather`: whole trees onto devices and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_choice, check_tree, in_order
 from shardrules._correction import Correction
 from shardrules._dtypes import given_float, is_plain_float
-from shardrules._jax import weakly_typed
-from shardrules._mesh.mesh import check_placeable
+from shardrules._mesh.mesh import check_placeable, resolve_mesh
+from shardrules._place.decider import check_decided
 from shardrules._place.named_shardings import asks_for_own_devices, requested_shardings
-from shardrules._place.processes import JointCall, Row, canonical_dtype, is_spread, rows_of
+from shardrules._place.processes import JointCall, Row, rows_of
+from shardrules._place.spec_trees import broadcast_specs
+from shardrules._place.transfers import (
+    check_reachable,
+    distinct,
+    has_spread,
+    of_each_type,
+    put,
+    replace_at,
+)
 from shardrules._rules.names import is_flax_struct, variable_types
-from shardrules._text import counted, shown
+from shardrules._specs import entries_of, entry_axes, is_partition_spec
+from shardrules._text import counted, mesh_shown, shown
 
 if TYPE_CHECKING:
-    import jax
     from jax.sharding import NamedSharding
 
     from shardrules._mesh.mesh import MeshLike
     from shardrules._place.decider import RulesLike
 
-_T = TypeVar("_T")
 _NUMBERS: Final = frozenset({int, float, complex})
 _HOST_TYPES: Final = (np.ndarray, np.generic, int, float, complex)
 
 
-@in_order("tree", "rules", "mesh")
+@in_order("tree", "rules", "mesh", renamed="specs_or_rules")
 def shard(
     tree: Tree,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None = None,
     *,
+    min_size: int | None = 0,
     correction: Correction | None = None,
     companions: Iterable[Any] = (),
     names: Any = None,
@@ -59,8 +64,9 @@ def shard(
     Args:
         tree: A pytree of jax.Arrays, numpy arrays and Python numbers. Functions, bools and the
             attributes of modules that are no arrays stay unchanged, such as a dropout rate.
-        specs_or_rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
+        rules: As in `with_sharding_constraint`. None leaves a leaf unchanged.
         mesh: The Mesh for rules and PartitionSpecs. Default: the context's.
+        min_size: As in `named_shardings`.
         correction: The policies for specs that do not fit. Default: the dialect's for rules,
             eformer's for specs.
         companions: As in `named_shardings`.
@@ -94,24 +100,25 @@ def shard(
         >>> tuple(placed["w"].sharding.spec)
         ('tp', None)
     """
-    leaves, treedef, wanted = agreed_shardings(
+    leaves, treedef, targets = agreed_shardings(
         "shard",
         tree,
-        specs_or_rules,
+        rules,
         mesh,
+        min_size=min_size,
         correction=correction,
         companions=companions,
         names=names,
         optional_axes=optional_axes,
-        chosen=partial(of_placeable, scalars=scalars),
+        select=partial(of_placeable, scalars=scalars),
         options=lambda: _checked_options(donate, dtype, scalars),
     )
-    chosen = [i for i, sharding in enumerate(wanted) if sharding is not None]
-    shardings: list[Any] = [wanted[i] for i in chosen]
-    ready = [converted(leaves[i], dtype) for i in chosen]
-    placed = _replace(leaves, chosen, put(ready, shardings, donate=donate))
-    made: Tree = treedef.unflatten(placed)
-    return made
+    placed_at = [i for i, sharding in enumerate(targets) if sharding is not None]
+    shardings: list[Any] = [targets[i] for i in placed_at]
+    ready = [leaves[i] if dtype is None else converted(leaves[i], dtype) for i in placed_at]
+    placed = replace_at(leaves, placed_at, put(ready, shardings, donate=donate))
+    result: Tree = treedef.unflatten(placed)
+    return result
 
 
 def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
@@ -124,13 +131,72 @@ def _checked_options(donate: object, dtype: Any, scalars: object) -> list[Row]:
 
 
 def converted(leaf: Any, dtype: Any) -> Any:
-    """The leaf with this dtype, if it is a floating array of 16 bits or more."""
+    """Return the leaf with this dtype, if it is a floating array of 16 bits or more."""
     if dtype is None:
         return leaf
-    own = getattr(getattr(leaf, "dtype", None), "name", "")
-    if not is_plain_float(own) or isinstance(leaf, np.generic):
+    name = getattr(getattr(leaf, "dtype", None), "name", "")
+    if not is_plain_float(name) or isinstance(leaf, np.generic):
         return leaf
     return leaf.astype(np.dtype(dtype))
+
+
+def shard_local(batch: Any, spec: Any, mesh: MeshLike | None = None) -> Any:
+    """Make global arrays of a batch of which each process has its own part.
+
+    Each process gives the rows that its own devices hold, in their order: with the batch cut over
+    all devices and four processes, a quarter. In one process this is the whole batch.
+
+    Args:
+        batch: A pytree of numpy arrays, or jax.Arrays of this process.
+        spec: A PartitionSpec or NamedSharding for all arrays, or a tree of them, which may be a
+            prefix of `batch`. It must fit as it is.
+        mesh: The Mesh for PartitionSpecs. Default: the context's.
+
+    Returns:
+        A tree of jax.Arrays. Along a dimension that the processes share among them, its size is the
+        sum of theirs.
+
+    Raises:
+        ValueError: A spec does not fit an array; or the devices' parts do not divide it.
+        TypeError: A leaf is not an array, or the mesh has no devices.
+        RuntimeError: In several processes: their calls differ, or a process has failed or is late.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import shardrules as sr
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
+        >>> spec = jax.sharding.PartitionSpec("dp")
+        >>> batch = sr.shard_local({"tokens": np.zeros((8, 16), "int32")}, spec, mesh)
+        >>> batch["tokens"].shape
+        (8, 16)
+    """
+    import jax
+    from jax import tree_util
+
+    with JointCall("shard_local") as call:
+        check_tree("batch", batch)
+        check_decided("spec", spec, "a PartitionSpec such as P('dp'), which fits all of the batch")
+        if call.joint and asks_for_own_devices(spec, mesh):
+            call.alone()
+        leaves, treedef = tree_util.tree_flatten(batch)
+        paths = [keys for keys, _ in tree_util.tree_flatten_with_path(batch)[0]]
+        specs = broadcast_specs("spec", batch, treedef, spec)
+        targets = []
+        for keys, leaf, leaf_spec in zip(paths, leaves, specs, strict=True):
+            path = tree_util.keystr(keys) or "(the tree)"
+            sharding = _local_sharding(path, leaf_spec, mesh)
+            targets.append((sharding, _global_shape(path, leaf, sharding)))
+        abstract = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype)
+            for leaf, (_, shape) in zip(leaves, targets, strict=True)
+        ]
+        of_rows = dict(enumerate(sharding for sharding, _ in targets))
+        call.agree(lambda: rows_of(tree_util.tree_unflatten(treedef, abstract), of_rows))
+    arrays = [
+        jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
+        for leaf, (sharding, shape) in zip(leaves, targets, strict=True)
+    ]
+    return tree_util.tree_unflatten(treedef, arrays)
 
 
 def gather(tree: Tree) -> Tree:
@@ -184,241 +250,52 @@ def gather(tree: Tree) -> Tree:
     fetched = jax.device_get([leaves[i] for i in at_once])
     for index, array in zip(at_once, fetched, strict=True):
         leaves[index] = array
-    made: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
-    return made
+    result: Tree = jax.tree_util.tree_unflatten(treedef, leaves)
+    return result
 
 
 def agreed_shardings(
     name: str,
     tree: Any,
-    specs_or_rules: RulesLike,
+    rules: RulesLike,
     mesh: MeshLike | None,
     *,
-    correction: Correction | None,
-    companions: Iterable[Any] = (),
-    names: Any = None,
-    optional_axes: Iterable[str] = (),
-    chosen: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    select: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     options: Callable[[], list[Row]] = list,
+    **keywords: Any,
 ) -> tuple[list[Any], Any, list[NamedSharding | None]]:
-    """The result of `requested_shardings`, after all processes have agreed on it.
+    """Return the result of `requested_shardings`, after all processes have agreed on it.
 
     Args:
         name: The name of the function that agrees.
         tree: Any pytree.
-        specs_or_rules: As in `requested_shardings`.
+        rules: As in `requested_shardings`.
         mesh: As in `requested_shardings`.
-        correction: As in `requested_shardings`.
-        companions: As in `requested_shardings`.
-        names: As in `requested_shardings`.
-        optional_axes: As in `requested_shardings`.
-        chosen: chosen(tree, leaves, shardings) returns the shardings with None for each leaf that
+        select: select(tree, leaves, shardings) returns the shardings with None for each leaf that
             stays unchanged. Default: all shardings are used.
         options: Checks further arguments, and returns them as rows on which processes agree.
+        keywords: As in `requested_shardings`.
     """
     with JointCall(name) as call:
-        more = options()
-        if call.joint and asks_for_own_devices(specs_or_rules, mesh) and not has_spread(tree):
+        extra = options()
+        if call.joint and asks_for_own_devices(rules, mesh) and not has_spread(tree):
             call.alone()
-        leaves, treedef, wanted = requested_shardings(
-            tree,
-            specs_or_rules,
-            mesh,
-            correction,
-            companions=companions,
-            names=names,
-            optional_axes=optional_axes,
-        )
-        if chosen is not None:
-            wanted = chosen(tree, leaves, wanted)
+        leaves, treedef, targets = requested_shardings(tree, rules, mesh, **keywords)
+        if select is not None:
+            targets = select(tree, leaves, targets)
         if call.joint:
-            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True)):
+            for i, (leaf, sharding) in enumerate(zip(leaves, targets, strict=True)):
                 if sharding is not None:
                     check_reachable(partial(leaf_path, tree, i), leaf, sharding)
-        call.agree(lambda: [*more, *rows_of(tree, dict(enumerate(wanted)))])
-    return leaves, treedef, wanted
-
-
-def check_reachable(
-    path: Callable[[], str],
-    leaf: Any,
-    sharding: NamedSharding,
-    shape: tuple[int, ...] | None = None,
-) -> None:
-    """Checks that JAX can move an array that several processes hold.
-
-    Args:
-        path: Gives the array's path, for the error.
-        leaf: The array, or anything else, which can be moved.
-        sharding: Where it is to be.
-        shape: The shape that is moved, if that is not the array's.
-
-    Raises:
-        ValueError: JAX cannot.
-    """
-    import jax
-
-    if not is_spread(leaf) or leaf.sharding.device_set == sharding.device_set:
-        return
-    if leaf.is_fully_replicated and sharding.is_fully_addressable:
-        return  # through the host
-    groups = ({d.process_index for d in each.device_set} for each in (leaf.sharding, sharding))
-    before, after = map(sorted, groups)
-    client: Any = next(iter(sharding.device_set)).client  # type: ignore[attr-defined]
-    sends = getattr(client, "supports_cross_host_transfers", False) or getattr(
-        jax.config, "jax_cross_host_transfer_socket_address", ""
-    )
-    is_same = shape in (None, leaf.shape) and _are_cut_alike(leaf.sharding, sharding, leaf.shape)
-    if not (is_same and before != after and sends):
-        raise ValueError(
-            f"{path()} is on {counted(len(leaf.sharding.device_set), 'device')} of processes "
-            f"{before}, and is to be on {len(sharding.device_set):,} of processes {after}, not the "
-            "same ones, which JAX cannot do: what several processes hold, it moves to other "
-            "shardings on the same devices; and to other processes, with the same cuts, on TPUs "
-            "and GPUs, or with jax_cross_host_transfer_socket_address. Move within these devices, "
-            "or save the tree and load it there"
-        )
-
-
-@lru_cache(maxsize=4096)
-def _are_cut_alike(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the devices, in their order, have the same parts."""
-    if len(one.device_set) != len(other.device_set):
-        return False
-    maps = (each.devices_indices_map(shape).values() for each in (one, other))
-    return all(a == b for a, b in zip(*maps, strict=True))
+        call.agree(lambda: [*extra, *rows_of(tree, dict(enumerate(targets)))])
+    return leaves, treedef, targets
 
 
 def leaf_path(tree: Any, index: int) -> str:
-    """The path of a leaf as JAX writes it, for errors."""
+    """Return the path of a leaf as JAX writes it, for errors."""
     from jax import tree_util
 
     return tree_util.keystr(_paths(tree, [index])[0][1]) or "(the tree)"
-
-
-def has_spread(tree: Any) -> bool:
-    """Whether other processes hold parts of an array of the tree that this one does not hold."""
-    import jax
-
-    leaves = jax.tree_util.tree_leaves(tree)
-    return any(is_spread(leaf) and not leaf.is_fully_replicated for leaf in leaves)
-
-
-def put(
-    leaves: list[Any],
-    shardings: list[NamedSharding],
-    *,
-    may_alias: bool = True,
-    donate: bool = False,
-) -> list[Any]:
-    """`jax.device_put` in one batch, without its costs per leaf.
-
-    In several processes each process places its own devices' part of host arrays; JAX would compare
-    the data between all processes. An array on other devices where it is cut otherwise, such as a
-    new one on a single device, goes through the host; JAX would compile a program to cut it.
-
-    Args:
-        leaves: Arrays and numbers.
-        shardings: The sharding of each leaf.
-        may_alias: Whether a result may be a given jax.Array, or share its memory.
-        donate: Whether jax.Arrays may be given up. They are deleted, unless a device keeps a part.
-    """
-    import jax
-
-    to_devices = partial(jax.device_put, may_alias=None if may_alias else False, donate=donate)
-    made: list[Any]
-    if not any(map(_is_array, _of_each_type(leaves))) and _are_for_here(shardings):
-        made = to_devices(leaves, shardings)
-        return made
-    ready, moved = _prepared(leaves, shardings, may_stay=may_alias and not donate)
-    arrays = to_devices([ready[i] for i in moved], [shardings[i] for i in moved])
-    made = _replace(ready, moved, arrays)
-    if donate:
-        jax.block_until_ready(made)
-        for leaf, array in zip(leaves, made, strict=True):
-            if isinstance(leaf, jax.Array) and leaf is not array and not stays_in_part(leaf, array):
-                leaf.delete()
-    return made
-
-
-def _are_for_here(shardings: list[NamedSharding]) -> bool:
-    """Whether all their devices are of this process."""
-    return all(one.is_fully_addressable for one in _distinct(shardings))
-
-
-def _prepared(
-    leaves: list[Any], shardings: list[NamedSharding], *, may_stay: bool
-) -> tuple[list[Any], list[int]]:
-    """(the leaves as `jax.device_put` is to get them, the places of those that it gets)."""
-    import jax
-
-    own = {id(one): one.is_fully_addressable for one in _distinct(shardings)}
-    ready, moved, elsewhere = list(leaves), [], []
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        # Asked once: that of random keys takes long.
-        was = leaf.sharding if isinstance(leaf, jax.Array) else None
-        if was is not None and may_stay and _is_in_place(leaf, was, sharding):
-            continue
-        moved.append(index)
-        if own[id(sharding)]:
-            if was is not None and _is_cut_otherwise_elsewhere(leaf, was, sharding):
-                elsewhere.append(index)
-        elif not is_spread(leaf):
-            ready[index] = _from_own_parts(leaf, sharding)
-    return _replace(ready, elsewhere, jax.device_get([leaves[i] for i in elsewhere])), moved
-
-
-def stays_in_part(leaf: Any, array: jax.Array) -> bool:
-    """Whether a device has the same part of both, which may then be the same memory."""
-    if getattr(leaf, "sharding", None) is None or leaf.shape != array.shape:
-        return False
-    was = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    is_now = array.sharding.addressable_devices_indices_map(array.shape)
-    return any(was.get(device) == index for device, index in is_now.items())
-
-
-def _distinct(objects: list[_T]) -> Iterable[_T]:
-    """Each object once, told apart by identity."""
-    return dict(zip(map(id, objects), objects, strict=True)).values()
-
-
-def _of_each_type(leaves: list[Any]) -> Iterable[Any]:
-    """A leaf of each type."""
-    return dict(zip(map(type, leaves), leaves, strict=True)).values()
-
-
-def _is_array(leaf: Any) -> bool:
-    import jax
-
-    return isinstance(leaf, jax.Array)
-
-
-def _replace(listed: list[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
-    """The list, with other objects in these places."""
-    for place, other in zip(places, others, strict=True):
-        listed[place] = other
-    return listed
-
-
-def _is_in_place(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    """Whether `jax.device_put` would return the array itself, after microseconds of looking."""
-    is_there = was is sharding or was == sharding
-    return is_there and getattr(leaf, "committed", False)
-
-
-def _is_cut_otherwise_elsewhere(leaf: jax.Array, was: Any, sharding: NamedSharding) -> bool:
-    import jax
-    import jax.numpy as jnp
-
-    is_here = was.is_fully_addressable
-    return (
-        was.device_set != sharding.device_set
-        and not (is_here and _are_cut_alike(was, sharding, leaf.shape))
-        and (is_here or was.is_fully_replicated)
-        # A numpy array has neither weak types nor random keys.
-        and not getattr(leaf, "weak_type", False)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    )
 
 
 def of_placeable(
@@ -428,39 +305,41 @@ def of_placeable(
     *,
     scalars: Literal["place", "keep"] | None = None,
 ) -> list[NamedSharding | None]:
-    """Returns the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
+    """Return the shardings, with None for leaves that stay unchanged; `scalars` as in `shard`."""
     import jax
 
-    chosen = list(shardings)
+    targets = list(shardings)
     if scalars == "keep":
         arrays = (hasattr(leaf, "shape") and not isinstance(leaf, type) for leaf in leaves)
-        chosen = [one if is_array else None for is_array, one in zip(arrays, chosen, strict=True)]
+        targets = [
+            target if is_array else None for is_array, target in zip(arrays, targets, strict=True)
+        ]
     elif scalars is None and not _NUMBERS.isdisjoint(map(type, leaves)):
         numbers = [index for index, leaf in enumerate(leaves) if type(leaf) in _NUMBERS]
         for index, path in _paths(tree, numbers):
             if _is_attribute_of_module(tree, path):
-                chosen[index] = None
-    can_all = all(map(_can_be_placed, _of_each_type(leaves)))
+                targets[index] = None
+    can_all = all(map(_can_be_placed, of_each_type(leaves)))
     others = [] if can_all else [i for i, leaf in enumerate(leaves) if not _can_be_placed(leaf)]
     for index, path in _paths(tree, others):
-        if chosen[index] is None:
+        if targets[index] is None:
             continue
         if not _stays(leaves[index], path) or len(others) == len(leaves):
             raise TypeError(
                 f"the leaf {jax.tree_util.keystr(path) or '(the tree)'} is "
                 f"{shown(leaves[index])}; {_instead(leaves[index])}"
             )
-        chosen[index] = None
-    _check_placeable(tree, leaves, chosen)
-    return chosen
+        targets[index] = None
+    _check_placeable(tree, leaves, targets)
+    return targets
 
 
 def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]) -> None:
-    """Checks that the leaves with a sharding can be placed: here, on devices, and as it says."""
+    """Check that the leaves with a sharding can be placed: here, on devices, and as it says."""
     from jax.core import Tracer
 
     def path(sharding: NamedSharding) -> str:
-        return leaf_path(tree, next(i for i, one in enumerate(shardings) if one is sharding))
+        return leaf_path(tree, next(i for i, target in enumerate(shardings) if target is sharding))
 
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if sharding is not None and isinstance(leaf, Tracer):
@@ -468,13 +347,13 @@ def _check_placeable(tree: Any, leaves: list[Any], shardings: list[NamedSharding
                 "shard places arrays on devices, and inside jit there are none yet: "
                 "use with_sharding_constraint, which takes the same arguments"
             )
-    for sharding in _distinct(shardings):
+    for sharding in distinct(shardings):
         if sharding is not None:
             check_placeable(sharding, partial(path, sharding))
 
 
 def _instead(leaf: Any) -> str:
-    """What to do with a leaf that cannot be placed."""
+    """Return what to do with a leaf that cannot be placed."""
     if hasattr(leaf, "shape") and not isinstance(leaf, type):
         return (
             "it is abstract and has no data to place: make the arrays where they belong, with "
@@ -488,7 +367,7 @@ def _instead(leaf: Any) -> str:
 
 
 def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
-    """(index, keys) of each of these leaves."""
+    """Return (index, keys) of each of these leaves."""
     from jax import tree_util
 
     if not indices:
@@ -498,7 +377,7 @@ def _paths(tree: Any, indices: list[int]) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf of this path is in a module, or a node of its own kind, and not in data."""
+    """Return whether the leaf of this path is in a module, and not in a node of data."""
     from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
     if not path or isinstance(path[-1], (DictKey, SequenceKey)):
@@ -512,7 +391,7 @@ def _is_attribute_of_module(tree: Any, path: tuple[Any, ...]) -> bool:
 
 
 def _stays(leaf: Any, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf is a part of a model but not data: a flag, a function, an attribute."""
+    """Return whether the leaf is a part of a model but not data: a flag, function or attribute."""
     from jax.tree_util import GetAttrKey
 
     if hasattr(leaf, "shape") and not isinstance(leaf, type):  # an abstract array
@@ -530,29 +409,67 @@ def _can_be_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _from_own_parts(leaf: Any, sharding: NamedSharding) -> Any:
-    """The global array, made from the parts of host data that this process's devices need."""
-    import jax
-
-    host, weak = _on_host(leaf)
-    array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-    # Else type promotion of a number would be different in several processes and in one.
-    return jax.jit(weakly_typed, out_shardings=sharding)(array) if weak else array
-
-
-def _on_host(leaf: Any) -> tuple[Any, bool]:
-    """(the leaf with its dtype on devices, whether its type is weak)."""
-    import jax
-    import jax.numpy as jnp
-
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf, False  # random keys
-    host = np.asarray(leaf)
-    host = host.astype(canonical_dtype(host), copy=False)
-    return host, getattr(leaf, "weak_type", type(leaf) in (int, float, complex))
-
-
 def _replicated(sharding: Any) -> NamedSharding:
     from jax.sharding import NamedSharding, PartitionSpec
 
     return NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _local_sharding(path: str, spec: Any, mesh: MeshLike | None) -> NamedSharding:
+    from jax.sharding import NamedSharding
+
+    if isinstance(spec, NamedSharding):
+        sharding = spec
+    elif is_partition_spec(spec):
+        on_mesh: Any = resolve_mesh(mesh)
+        if unknown := [a for entry in spec for a in entry_axes(entry) if a not in on_mesh.shape]:
+            raise ValueError(
+                f"spec: for {path} it has the axis {unknown[0]!r}, and the mesh is "
+                f"{mesh_shown(on_mesh.shape)}"
+            )
+        sharding = NamedSharding(on_mesh, spec)
+    else:
+        raise TypeError(
+            f"spec: for {path} it is {shown(spec)}; it must be a PartitionSpec or a NamedSharding"
+        )
+    check_placeable(sharding, lambda: path)
+    return sharding
+
+
+def _global_shape(path: str, leaf: Any, sharding: NamedSharding) -> tuple[int, ...]:
+    """Return the shape of which the process's part has the leaf's.
+
+    Raises:
+        ValueError: The parts do not divide it, or the spec has more dimensions.
+        TypeError: It is not an array.
+    """
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(f"batch: {path} is {shown(leaf)}; only arrays can be placed")
+    entries = entries_of(sharding.spec)
+    if len(entries) > len(leaf.shape):
+        raise ValueError(
+            f"spec: for {path} it has {counted(len(entries), 'dimension')}, and the array "
+            f"{len(leaf.shape)}"
+        )
+    shape = list(leaf.shape)
+    for dim, entry in enumerate(entries):
+        axes = entry_axes(entry)
+        parts = prod(sharding.mesh.shape[axis] for axis in axes)
+        local = _local_parts(sharding, axes)
+        if local and shape[dim] % local:
+            raise ValueError(
+                f"batch: {path} has the shape {list(leaf.shape)}, and the devices of this process "
+                f"hold {local} parts of dimension {dim}: give a number of rows that {local} divides"
+            )
+        shape[dim] = shape[dim] // max(1, local) * parts
+    return tuple(shape)
+
+
+def _local_parts(sharding: NamedSharding, axes: tuple[str, ...]) -> int:
+    """Return how many of the parts that these axes make are on devices of this process."""
+    import jax
+
+    mesh, me = sharding.mesh, jax.process_index()
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    places = np.argwhere(np.vectorize(lambda device: device.process_index == me)(mesh.devices))
+    return len({tuple(place[dims]) for place in places})

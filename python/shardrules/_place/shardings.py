@@ -1,8 +1,4 @@
-"""From rules and a mesh to NamedShardings: one walk over the tree, one object per sharding.
-
-Binds the specs of a rule list to a mesh once, and words the errors. Must not know about arrays
-or devices beyond shapes.
-"""
+"""NamedShardings from rules of paths and a mesh: one walk, one object per sharding."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from shardrules._correction import (
 from shardrules._mesh.memory import sharding_in_memory
 from shardrules._mesh.mesh import axes_of_type, on_axes
 from shardrules._mesh.spec_on_mesh import NO_OTHERS, LostAxes, SpecByShape, SpecOnMesh, in_parts
-from shardrules._rules.matcher import Matcher, checked_min_size, decided_tree
+from shardrules._rules.matcher import Matcher, decided_tree
 from shardrules._rules.patterns import Pattern
 from shardrules._specs import (
     Entries,
@@ -47,23 +43,19 @@ if TYPE_CHECKING:
     from shardrules._mesh.mesh import AnyMesh
 
 
-def shardings_by_rules(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> Any:
-    """The tree with each leaf replaced by the NamedSharding that its rule gives it on the mesh."""
-    on_mesh = _bound(matcher, mesh, correction, optional_axes)
-    return _decided(tree, matcher, on_mesh, on_mesh.shardings, min_size)
+class Policy(NamedTuple):
+    """Checked keywords of functions that take rules."""
+
+    min_size: int = 0
+    correction: Correction | None = None
+    companions: tuple[Any, ...] = ()
+    names: Any = None
+    optional_axes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The sharding of a leaf, and whether the rule says in which memory it is to be.
+    """Sharding of a leaf, and whether the rule says in which memory it is to be.
 
     The sharding alone does not tell: JAX has no NamedSharding of devices without a memory kind.
     """
@@ -72,60 +64,65 @@ class Placement:
     says_memory: bool
 
 
+def shardings_by_rules(
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, *, may_factor: bool = True
+) -> Any:
+    """Return the tree with each leaf replaced by the NamedSharding of its rule on the mesh."""
+    on_mesh = _bound(tree, matcher, mesh, policy, may_factor)
+    return _decided(tree, matcher, on_mesh, on_mesh.shardings, policy.min_size)
+
+
 def placements_by_rules(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy
 ) -> list[Placement]:
-    """The placement of each leaf, in the order of JAX's leaves."""
+    """Return the placement of each leaf, in the order of JAX's leaves."""
     from jax import tree_util
 
-    on_mesh = _bound(matcher, mesh, correction, optional_axes)
-    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, min_size)
+    on_mesh = _bound(tree, matcher, mesh, policy)
+    placements = _decided(tree, matcher, on_mesh, on_mesh.placements, policy.min_size)
     return tree_util.tree_leaves(placements)
 
 
 def _decided(
-    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int | None
+    tree: Any, matcher: Matcher, on_mesh: _OnMesh, answers: _Answers, min_size: int
 ) -> Any:
-    found = matcher.decide(
-        tree, answers.table, answers.replicated, min_size=checked_min_size(min_size)
-    )
-    return decided_tree(matcher, found, functools.partial(_misfits_message, on_mesh))
+    decided = matcher.decide(tree, answers.table, answers.replicated, min_size=min_size)
+    return decided_tree(matcher, decided, functools.partial(_misfits_message, on_mesh))
 
 
-def mesh_for(
-    tree: Any,
-    matcher: Matcher,
-    mesh: AnyMesh,
-    *,
-    min_size: int | None = 0,
-    correction: Correction | None = None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> AnyMesh:
-    """The mesh with the parts of axes that the leaves need for indivisible="factor"; see `factors`.
-
-    Costs a walk over the tree, if that is the policy of any rule.
+def _bound(
+    tree: Any, matcher: Matcher, mesh: AnyMesh, policy: Policy, may_factor: bool = True
+) -> _OnMesh:
+    """Return the rules on the mesh; with indivisible="factor", on the parts that the leaves need.
 
     Raises:
         ValueError: The mesh cannot be factored.
     """
-    bound = _bound(matcher, mesh, correction, optional_axes)
-    specs, spec_of = bound.specs, bound.spec_of
-    if not any(spec.by_factors for spec in specs):
-        return mesh
+    correction = policy.correction or matcher.dialect.correction
+
+    def bind(mesh: AnyMesh) -> _OnMesh:
+        key = mesh, correction, policy.optional_axes
+        return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
+
+    on_mesh = bind(mesh)
+    if not (on_mesh.by_factors and may_factor):
+        return on_mesh
+    factors = _factors(tree, matcher, on_mesh, policy.min_size)
+    factored = on_axes(mesh, in_parts(mesh.shape, factors))
+    return on_mesh if factored is mesh else bind(factored)
+
+
+def _factors(tree: Any, matcher: Matcher, on_mesh: _OnMesh, min_size: int) -> dict[str, set[int]]:
+    """Return by axis the factors that cut some leaf; costs a walk over the tree."""
+    specs = on_mesh.specs
     factors: dict[str, set[int]] = defaultdict(set)
 
     def note(spec: int, _: int, kept: int) -> bool:
         return note_of(cast(SpecOnMesh, specs[spec]), kept)
 
     def note_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> bool:
-        on_mesh = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
-        return on_mesh is None or note_of(on_mesh, on_mesh.corrector.kept(shape))
+        bound = cast(SpecByShape, specs[spec]).for_leaf(shape, dtype)
+        return bound is None or note_of(bound, bound.corrector.kept(shape))
 
     def note_of(spec: SpecOnMesh, kept: int) -> bool:
         for axis, factor in spec.factors(kept):
@@ -133,9 +130,10 @@ def mesh_for(
         return True
 
     # A table of its own, because one that is remembered would not ask again.
-    table = ShardingTable([spec.corrector for spec in specs], spec_of, note, note_for_shape)
-    matcher.decide(tree, table, True, min_size=checked_min_size(min_size))
-    return on_axes(mesh, in_parts(mesh.shape, factors))
+    correctors = [spec.corrector for spec in specs]
+    table = ShardingTable(correctors, on_mesh.spec_of, note, note_for_shape)
+    matcher.decide(tree, table, True, min_size=min_size)
+    return factors
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,7 +146,7 @@ def sharding_or_reasons(
     *,
     optional_axes: frozenset[str] = frozenset(),
 ) -> NamedSharding | list[str]:
-    """The NamedSharding of one array whose spec is known; or why the correction forbids it."""
+    """Return the NamedSharding of an array with this spec, or why the correction forbids it."""
     from jax.sharding import NamedSharding
 
     on_mesh = _spec_on_mesh(spec, mesh, correction, optional_axes)
@@ -159,25 +157,25 @@ def sharding_or_reasons(
 def corrected_sharding(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> NamedSharding:
-    """The NamedSharding of one array whose spec is known.
+    """Return the NamedSharding of one array whose spec is known.
 
     Raises:
         ValueError: The correction makes it an error. The message names no path.
     """
-    found = sharding_or_reasons(spec, shape, mesh, correction)
-    if not isinstance(found, list):
-        return found
+    result = sharding_or_reasons(spec, shape, mesh, correction)
+    if not isinstance(result, list):
+        return result
     what = (
         f"an array of shape {shape} cannot be sharded as {spec_shown(spec)} on the mesh "
         f"{mesh_shown(mesh.shape)}:"
     )
-    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in found)]))
+    raise ValueError(printable_lines([what, *(f"  {reason}" for reason in result)]))
 
 
 def correction_losses(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh, correction: Correction
 ) -> list[LostAxes]:
-    """The axes of its spec that an array of this shape loses."""
+    """Return the axes of its spec that an array of this shape loses."""
     on_mesh, _ = _spec_on_mesh(spec, mesh, correction).for_array(shape, None)
     return list(on_mesh.lost(len(shape), on_mesh.corrector.kept(shape)))
 
@@ -195,7 +193,7 @@ def _spec_on_mesh(
 
 
 class ManualAxes(NamedTuple):
-    """The manual axes of a mesh, over which a shard_map runs. Shapes inside it are local."""
+    """Manual axes of a mesh, over which a shard_map runs. Shapes inside it are local."""
 
     axes: frozenset[str] = frozenset()
     emptied: Any = None
@@ -208,12 +206,12 @@ _NO_MANUAL_AXES: Final = ManualAxes()
 
 
 def local_sizes(axis_sizes: Mapping[str, int], manual: ManualAxes) -> dict[str, int]:
-    """Devices along each mesh axis that shapes are not local to: 1 for manual axes."""
+    """Return devices along each mesh axis that shapes are not local to: 1 for manual axes."""
     return {axis: 1 if axis in manual.axes else size for axis, size in axis_sizes.items()}
 
 
 def manual_axes(mesh: AnyMesh) -> ManualAxes:
-    """The manual axes of the mesh of the traced code."""
+    """Return the manual axes of the mesh of the traced code."""
     from jax.sharding import PartitionSpec
 
     has_auto = axes_of_type(mesh, "Auto")
@@ -224,7 +222,7 @@ def manual_axes(mesh: AnyMesh) -> ManualAxes:
 def _inside_shard_map(
     spec: Any, correction: Correction, manual: ManualAxes
 ) -> tuple[Any, Correction]:
-    """The spec and the correction for local arrays."""
+    """Return the spec and the correction for local arrays."""
     if manual.axes and correction.unconstrained == "drop":  # only what the user wrote
         written = (None if is_unconstrained(entry) else entry for entry in entries_of(spec))
         spec, correction = with_entries(spec, written), replace(correction, unconstrained="keep")
@@ -232,7 +230,7 @@ def _inside_shard_map(
 
 
 class _Answers(NamedTuple):
-    """What a walk puts in the place of leaves."""
+    """Answers that a walk puts in the place of leaves."""
 
     table: ShardingTable
     replicated: Any
@@ -240,24 +238,15 @@ class _Answers(NamedTuple):
 
 
 class _OnMesh(NamedTuple):
-    """A rule list bound to a mesh."""
+    """Rule list bound to a mesh."""
 
     shardings: _Answers
     placements: _Answers
     specs: list[SpecOnMesh | SpecByShape]
     spec_of: list[int]
     mesh: AnyMesh
-
-
-def _bound(
-    matcher: Matcher,
-    mesh: AnyMesh,
-    correction: Correction | None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> _OnMesh:
-    chosen = correction or matcher.dialect.correction
-    key = mesh, chosen, optional_axes
-    return matcher.remembered(key, lambda: _bind(matcher.pairs, *key))
+    by_factors: bool
+    """Whether a factor of an axis may cut a leaf."""
 
 
 def specs_on_mesh(
@@ -266,17 +255,17 @@ def specs_on_mesh(
     correction: Correction,
     *,
     manual: ManualAxes = _NO_MANUAL_AXES,
-    made: bool = True,
+    as_specs: bool = True,
     optional_axes: frozenset[str] = frozenset(),
 ) -> tuple[list[SpecOnMesh | SpecByShape], list[int]]:
-    """(the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
+    """Return (the distinct specs of the rules, bound to a mesh; the index of each rule's spec).
 
     Args:
         rules: (pattern, spec) pairs, as `Rules` has them.
         axis_sizes: Devices along each mesh axis.
         correction: The correction of rules without their own.
         manual: Manual axes, which are left out because shapes are local.
-        made: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
+        as_specs: Whether Entries become PartitionSpecs. Otherwise they stay Entries.
         optional_axes: Axes that the mesh may lack, beside those of each rule.
 
     Raises:
@@ -286,47 +275,47 @@ def specs_on_mesh(
     index_of: dict[RuleSpec, int] = {}
     spec_of = []
     for index, (_, spec) in enumerate(rules):
-        wanted = rule_spec(spec)
-        is_spec = is_partition_spec(wanted.spec) or isinstance(wanted.spec, Entries | Fsdp)
+        rule = rule_spec(spec)
+        is_spec = is_partition_spec(rule.spec) or isinstance(rule.spec, Entries | Fsdp)
         if not is_spec:
             raise TypeError(
-                f"rule {index}: the spec {shown(wanted.spec)} cannot be put on a mesh: it is no "
+                f"rule {index}: the spec {shown(rule.spec)} cannot be put on a mesh: it is no "
                 "PartitionSpec, axis name, tuple of axis names or None"
             )
-        spec_of.append(index_of.setdefault(wanted, len(index_of)))
-    policies = [wanted.correction or correction for wanted in index_of]
+        spec_of.append(index_of.setdefault(rule, len(index_of)))
+    policies = [rule.correction or correction for rule in index_of]
     has_parts = any(policy.indivisible == "factor" for policy in policies)
-    options: Any = {"made": made, "has_parts": has_parts, "optional_axes": optional_axes}
+    options: Any = {"as_specs": as_specs, "has_parts": has_parts, "optional_axes": optional_axes}
     specs = [
-        bound_spec(one, axis_sizes, policy, manual, **options)
-        for one, policy in zip(index_of, policies, strict=True)
+        bound_spec(key, axis_sizes, policy, manual, **options)
+        for key, policy in zip(index_of, policies, strict=True)
     ]
     return specs, spec_of
 
 
 def bound_spec(
-    wanted: RuleSpec,
+    rule: RuleSpec,
     axis_sizes: Mapping[str, int],
     correction: Correction,
     manual: ManualAxes,
     *,
-    made: bool = True,
+    as_specs: bool = True,
     has_parts: bool = False,
     optional_axes: frozenset[str] = frozenset(),
     named_with: Mapping[str, frozenset[str]] = NO_OTHERS,
 ) -> SpecOnMesh | SpecByShape:
-    """One of the specs of `specs_on_mesh`."""
-    by_shape = wanted.spec if isinstance(wanted.spec, Fsdp) else None
-    given: Any = wanted.spec if by_shape is None else by_shape.within
-    spec = as_partition_spec(given) if made else given
+    """Return one of the specs of `specs_on_mesh`."""
+    by_shape = rule.spec if isinstance(rule.spec, Fsdp) else None
+    entries: Any = rule.spec if by_shape is None else by_shape.within
+    spec = as_partition_spec(entries) if as_specs else entries
     local, inside = _inside_shard_map(spec, correction, manual)
     on_mesh = SpecOnMesh(
         local,
         axis_sizes,
         inside,
-        wanted.units,
+        rule.units,
         has_parts=has_parts,
-        optional_axes=optional_axes.union(wanted.optional_axes),
+        optional_axes=optional_axes.union(rule.optional_axes),
         named_with=named_with,
     )
     if by_shape is None:
@@ -341,20 +330,20 @@ def bound_spec(
 
 
 def check_memory_of_rules(rules: Iterable[tuple[Pattern, Any]], mesh: AnyMesh) -> None:
-    """Checks that the mesh's devices have the memory kind of each rule.
+    """Check that the mesh's devices have the memory kind of each rule.
 
     Raises:
         ValueError: They do not; the message names the rule.
     """
     first: dict[MemoryKind | None, str] = {}
-    for index, (pattern, given) in enumerate(rules):
-        first.setdefault(memory_kind_of(given), f"rule {index} {pattern!r}")
+    for index, (pattern, spec) in enumerate(rules):
+        first.setdefault(memory_kind_of(spec), f"rule {index} {pattern!r}")
     for kind, rule in first.items():
         check_memory_on_mesh(rule, kind, mesh)
 
 
 def check_memory_on_mesh(name: str, kind: MemoryKind | None, mesh: AnyMesh) -> None:
-    """Checks that the mesh's devices have this memory kind; `name` is what says so, for errors.
+    """Check that the mesh's devices have this memory kind; `name` is what says so, for errors.
 
     Raises:
         ValueError: They do not.
@@ -376,9 +365,7 @@ def _bind(
         rules, dict(mesh.shape), correction, manual=manual, optional_axes=optional_axes
     )
     check_memory_of_rules(rules, mesh)
-    memory_of = {
-        spec: memory_kind_of(given) for spec, (_, given) in zip(spec_of, rules, strict=True)
-    }
+    memory_of = {spec: memory_kind_of(rule) for spec, (_, rule) in zip(spec_of, rules, strict=True)}
 
     @functools.cache
     def sharding(spec: PartitionSpec, memory: MemoryKind | None) -> NamedSharding:
@@ -388,16 +375,18 @@ def _bind(
         return None if corrected is None else sharding(corrected, memory_of[spec])
 
     def placed(spec: int, corrected: PartitionSpec | None) -> Placement | None:
-        made = sharded(spec, corrected)
-        return None if made is None else Placement(made, memory_of[spec] is not None)
+        sharding = sharded(spec, corrected)
+        return None if sharding is None else Placement(sharding, memory_of[spec] is not None)
 
-    def answers(of: Callable[[int, PartitionSpec | None], object], replicated: object) -> _Answers:
+    def answers(
+        convert: Callable[[int, PartitionSpec | None], object], replicated: object
+    ) -> _Answers:
         # These must not refer to the tables, because the tables refer to them.
         def make(spec: int, rank: int, kept: int) -> object:
-            return of(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
+            return convert(spec, cast(SpecOnMesh, specs[spec]).corrected(rank, kept))
 
         def make_for_shape(spec: int, shape: tuple[Any, ...], dtype: Any) -> object:
-            return of(spec, specs[spec].decided(shape, dtype))
+            return convert(spec, specs[spec].decided(shape, dtype))
 
         correctors = [spec.corrector for spec in specs]
         table = ShardingTable(correctors, spec_of, make, make_for_shape)
@@ -410,6 +399,7 @@ def _bind(
         specs,
         spec_of,
         mesh,
+        any(spec.by_factors for spec in specs),
     )
 
 
@@ -419,8 +409,8 @@ def _misfits_message(
     rows = []
     for path, (rule, shape) in leaves:
         pattern, spec = matcher.pairs[rule][0], on_mesh.specs[on_mesh.spec_of[rule]]
-        said = plain_spec(matcher.pairs[rule][1])
-        given = said if isinstance(said, Fsdp) else spec.spec
-        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(given)}"
+        rule_spec = plain_spec(matcher.pairs[rule][1])
+        written = rule_spec if isinstance(rule_spec, Fsdp) else spec.spec
+        decided_by = f"rule {rule}: {pattern!r} -> {spec_shown(written)}"
         rows.append(LeafError(path, shape, decided_by, list(spec.errors(tuple(shape)))))
     return leaf_errors(rows, on_mesh.mesh.shape, count=count)

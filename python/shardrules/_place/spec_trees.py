@@ -1,8 +1,4 @@
-"""Trees of specs and shardings beside a tree of arrays: the spec, and the placement, of each leaf.
-
-Costs some look-ups per leaf, and a decision for each kind of leaf: one spec, shape and dtype. Must
-not know about rules.
-"""
+"""Trees of specs and shardings, broadcast to the leaves of a tree, and their placements."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrules._correction import Correction
 from shardrules._mesh.mesh import local_view, resolve_mesh
-from shardrules._place.decider import is_named_sharding, is_spec, is_spec_of_mesh
-from shardrules._place.shardings import Placement, sharding_or_reasons
+from shardrules._place.shardings import Placement, Policy, sharding_or_reasons
 from shardrules._rules.dialects import EFORMER
 from shardrules._rules.names import leaf_paths
 from shardrules._specs import Fsdp, is_partition_spec, spec_shown
@@ -25,6 +20,24 @@ if TYPE_CHECKING:
 
     from shardrules._mesh.mesh import AnyMesh, MeshLike
 
+
+def is_spec(node: Any) -> bool:
+    """Return whether it is a leaf of a tree of specs that JAX takes for none."""
+    return node is None or is_partition_spec(node)
+
+
+def is_spec_of_mesh(spec: Any) -> bool:
+    """Return whether it is a spec that needs a mesh."""
+    return is_partition_spec(spec) or isinstance(spec, Fsdp)
+
+
+def is_named_sharding(spec: Any) -> bool:
+    """Return whether it is a spec with its mesh."""
+    from jax.sharding import NamedSharding
+
+    return isinstance(spec, NamedSharding)
+
+
 _Kind = tuple[int, tuple[int, ...], Any]  # the id of a spec; the shape and dtype of leaves
 
 
@@ -33,29 +46,27 @@ def placements_by_specs(
     tree: Any,
     specs: Any,
     mesh: MeshLike | None,
-    *,
-    correction: Correction | None,
-    optional_axes: frozenset[str] = frozenset(),
-) -> tuple[list[Any], Any, list[Placement | None]]:
-    """(leaves, treedef, placements); `name` is that of the parameter `specs` in messages."""
+    policy: Policy,
+) -> list[Placement | None]:
+    """Return the placement of each leaf; `name` is that of the parameter `specs` in messages."""
     from jax import tree_util
 
     leaves, treedef = tree_util.tree_flatten(tree)
-    spread = spread_specs(name, tree, treedef, specs)
+    spread = broadcast_specs(name, tree, treedef, specs)
     bound = _bound_specs(name, tree, spread, mesh)
-    policy = correction or EFORMER.correction
-    by_dtype = any(isinstance(wanted, Fsdp) for wanted, _ in bound.values())
+    correction = policy.correction or EFORMER.correction
+    by_dtype = any(isinstance(bare, Fsdp) for bare, _ in bound.values())
     dtypes = [getattr(leaf, "dtype", None) if by_dtype else None for leaf in leaves]
     # By the id of the spec, which the list keeps alive: the leaves of a kind have one in common.
     kinds = list(zip(map(id, spread), map(_shape, leaves), dtypes, strict=True))
+    optional = policy.optional_axes
     of_kind = {
-        kind: None if spec is None else _of_kind(spec, kind, bound, policy, optional_axes)
+        kind: None if spec is None else _of_kind(spec, kind, bound, correction, optional)
         for kind, spec in dict(zip(kinds, spread, strict=True)).items()
     }
-    if any(isinstance(found, list) for found in of_kind.values()):
+    if any(isinstance(decided, list) for decided in of_kind.values()):
         raise ValueError(_errors(tree, kinds, of_kind, bound))
-    placements: Any = list(map(of_kind.__getitem__, kinds))
-    return leaves, treedef, placements
+    return list(map(of_kind.__getitem__, kinds))  # type: ignore[arg-type]
 
 
 def _errors(
@@ -81,16 +92,16 @@ def _of_kind(
     policy: Correction,
     optional_axes: frozenset[str],
 ) -> Placement | list[str]:
-    """What leaves of one spec, shape and dtype get, or why they get nothing."""
+    """Return what leaves of one spec, shape and dtype get, or why they get nothing."""
     number, shape, dtype = kind
-    wanted, on_mesh = bound[number]
+    bare, on_mesh = bound[number]
     try:
         sharding = sharding_or_reasons(
-            wanted, shape, on_mesh, policy, dtype, optional_axes=optional_axes
+            bare, shape, on_mesh, policy, dtype, optional_axes=optional_axes
         )
         if isinstance(sharding, list):
             return sharding
-        if wanted is spec:
+        if bare is spec:
             return Placement(sharding, says_memory=False)
         return Placement(_in_memory_of(spec, sharding), says_memory=True)
     except ValueError as error:
@@ -100,7 +111,7 @@ def _of_kind(
 def _bound_specs(
     name: str, tree: Any, spread: list[Any], mesh: MeshLike | None
 ) -> dict[int, tuple[Any, AnyMesh]]:
-    """(its spec, its mesh), by the id of each distinct spec or sharding."""
+    """Return (its spec, its mesh), by the id of each distinct spec or sharding."""
     resolved: AnyMesh | None = None
     bound: dict[int, tuple[Any, AnyMesh]] = {}
     for spec in dict(zip(map(id, spread), spread, strict=True)).values():
@@ -112,7 +123,7 @@ def _bound_specs(
         elif is_named_sharding(spec):
             bound[id(spec)] = spec.spec, local_view(spec.mesh)
         else:
-            index = next(index for index, one in enumerate(spread) if one is spec)
+            index = next(i for i, leaf_spec in enumerate(spread) if leaf_spec is spec)
             raise TypeError(
                 f"{name}: for the leaf {_path(tree, index)} the spec is {shown(spec)}; it must be "
                 "a PartitionSpec, a NamedSharding, or None to leave the leaf alone"
@@ -120,23 +131,23 @@ def _bound_specs(
     return bound
 
 
-def _in_memory_of(given: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    kind = given.memory_kind
+def _in_memory_of(target: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    kind = target.memory_kind
     if kind is not None and kind != sharding.memory_kind:
         sharding = sharding.with_memory_kind(kind)
-    return given if given == sharding else sharding  # JAX's caches know that one already
+    return target if target == sharding else sharding  # JAX's caches know that one already
 
 
-def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
-    """The spec of each leaf, from a tree of specs that may be a prefix of the tree."""
+def broadcast_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
+    """Return the spec of each leaf, from a tree of specs that may be a prefix of the tree."""
     from jax import tree_util
 
     if is_partition_spec(specs):  # common in a forward pass; saves ten microseconds
         return [specs] * treedef.num_leaves
-    if (alike := _leaves_alike(specs, treedef)) is not None:
-        return alike
+    if (same := _leaves_alike(specs, treedef)) is not None:
+        return same
     try:
-        given, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
+        flat, structure = tree_util.tree_flatten(specs, is_leaf=is_spec)
         node: Any = structure  # JAX's types do not know its methods
         parts = node.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
@@ -146,24 +157,24 @@ def spread_specs(name: str, tree: Any, treedef: Any, specs: Any) -> list[Any]:
             "structure, or one that ends earlier; rules are (pattern, spec) pairs"
         ) from None
     if tree_util.all_leaves(parts):
-        return given
-    pairs = zip(given, parts, strict=True)
+        return flat
+    pairs = zip(flat, parts, strict=True)
     return [spec for spec, part in pairs for _ in tree_util.tree_leaves(part)]
 
 
 def _leaves_alike(specs: Any, treedef: Any) -> list[Any] | None:
-    """The specs, if they are in a tree of the same structure; that takes no call for each."""
+    """Return the specs if their tree has the same structure; this takes no call per leaf."""
     from jax import tree_util
 
     with suppress(TypeError, ValueError):  # of what cannot be flattened or compared
-        given, structure = tree_util.tree_flatten(specs)
+        flat, structure = tree_util.tree_flatten(specs)
         if structure == treedef:
-            return given
+            return flat
     return None
 
 
 def _misfit(specs: Any, tree: Any, path: str) -> str | None:
-    """The first place where a tree of specs is not a prefix of the tree."""
+    """Return the first place where a tree of specs is not a prefix of the tree."""
     here, there = _children(specs, is_spec), _children(tree, lambda node: node is None)
     if here is None:
         return None
@@ -171,8 +182,8 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
     if there is None:
         return f"{at} the specs go on, where the tree has {shown(tree)}"
     if here.keys() != there.keys():
-        more, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
-        return f"{at} the specs alone have {brief(more)}, and the tree alone {brief(missing)}"
+        extra, missing = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+        return f"{at} the specs alone have {brief(extra)}, and the tree alone {brief(missing)}"
     if type(specs) is not type(tree):
         return (
             f"{at} the specs have {with_article(type(specs).__name__)}, and the tree "
@@ -183,7 +194,7 @@ def _misfit(specs: Any, tree: Any, path: str) -> str | None:
 
 
 def _children(node: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The children of a node by `keystr` of their keys; None for a leaf."""
+    """Return the children of a node by `keystr` of their keys; None for a leaf."""
     from jax import tree_util
 
     if is_leaf(node) or tree_util.all_leaves([node]):

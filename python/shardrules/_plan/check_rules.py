@@ -236,7 +236,7 @@ def unmatched(queries: Queries) -> Iterator[Finding]:
             "unmatched",
             f"no rule matches {leaves} of {len(queries.columns.paths):,}",
             f"add rules for them, such as {queries.example(folded[0])}; or replicate them by a "
-            f"last rule {queries.example_of_a_catch_all}{advice(queries, folded)}",
+            f"last rule ('.*', P()){advice(queries, folded)}",
             folded=folded,
             bytes=queries.device_bytes(folded),
         )

@@ -61,7 +61,7 @@ def compiled_replicated(patterns: Iterable[str | re.Pattern[str]]) -> Rules:
 @functools.lru_cache(maxsize=16)
 def _compiled_patterns(patterns: tuple[str | re.Pattern[str], ...]) -> Rules:
     for index, pattern in enumerate(patterns):
-        parse(f"replicated[{index}]", pattern, pattern)
+        parse(f"replicated[{index}]", pattern)
     return Rules([(pattern, None) for pattern in patterns])
 
 

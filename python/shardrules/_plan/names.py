@@ -170,7 +170,7 @@ class _NamesOnMesh:
             self._axis_sizes,
             self._correction,
             self._manual,
-            made=False,
+            as_specs=False,
             optional_axes=self._optional_axes,
             named_with=self._named_with,
         )

@@ -25,12 +25,20 @@ from shardrules._arguments import (
     listed,
     texts,
 )
-from shardrules._correction import Correction, MemoryKind, check_correction, check_memory_kind
+from shardrules._correction import Correction, MemoryKind, check_memory_kind
 from shardrules._dtypes import given_dtype
 from shardrules._io import write_text
 from shardrules._mesh.mesh import as_mesh, has_devices, places_in, resolve_mesh
-from shardrules._place.decider import RulesLike, as_decider, check_taken, find_placements_by
-from shardrules._place.shardings import check_memory_on_mesh
+from shardrules._place.decider import (
+    ByNames,
+    ByPaths,
+    BySpecs,
+    Decider,
+    RulesLike,
+    as_decider,
+    policy_for,
+)
+from shardrules._place.shardings import Policy, check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.estimates import Estimates, room_of
 from shardrules._plan.findings import NOTHING, Declared, all_declared
@@ -47,9 +55,7 @@ from shardrules._plan.show import plan_text
 from shardrules._plan.state import Training
 from shardrules._plan.survey import survey
 from shardrules._plan.table import DEFAULT_LARGE, Columns
-from shardrules._plan_like import PlanLike
 from shardrules._rules.logical_rules import LogicalRules
-from shardrules._rules.matcher import checked_min_size
 from shardrules._rules.names import check_rules_are_for_paths, unboxed
 from shardrules._rules.rules import Rules
 from shardrules._text import mesh_shown
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
 
     from shardrules._estimate.sweep import Sweep
     from shardrules._estimate.transfer import Transfer
-    from shardrules._mesh.mesh import MeshLike
+    from shardrules._mesh.mesh import AnyMesh, MeshLike
     from shardrules._place.shardings import Placement
     from shardrules._plan.diff import PlanDiff
     from shardrules._plan.explain import Explanation
@@ -125,30 +131,39 @@ def plan(
         3840
     """
     check_tree("tree", tree)
-    check_correction(correction)
-    followers = _checked_companions(companions)
-    smallest = checked_min_size(min_size)
-    lacking = texts("optional_axes", optional_axes)
     decider = as_decider("rules", rules)
-    check_taken(
-        decider, min_size=smallest, companions=followers, names=names, correction=correction
+    lacking = texts("optional_axes", optional_axes)
+    policy = policy_for(
+        decider,
+        min_size=min_size,
+        correction=correction,
+        companions=companions,
+        names=names,
+        optional_axes=lacking,
     )
+    what = "a Companion, such as those of shardrules.LORA"
+    each("companions", policy.companions, Companion, what)
+    optional = policy.optional_axes
     if isinstance(decider, Plan):
         return decider._for(beside(surveyed(tree, decider._leaves), decider._leaves), mesh)
-    if decider is None and mesh is None:
+    if isinstance(decider, BySpecs) and mesh is None:
         mesh = mesh_of_shardings(rules)
     # A mesh of the context is taken now: later another one may be in force. One that is wrong is
     # refused before the walk.
     on = sized_mesh(mesh if isinstance(mesh, Mapping) else resolve_mesh(mesh))
-    optional = frozenset(lacking)
-    if isinstance(decider, LogicalRules):
+    if isinstance(decider, ByNames):
         from shardrules._plan.names import plan_by_names
 
-        on_mesh = plan_by_names(tree, decider, names, correction, optional)
-    elif isinstance(decider, Rules):
-        check_rules_are_for_paths(decider, tree)
+        on_mesh = plan_by_names(tree, decider.rules, names, correction, optional)
+    elif isinstance(decider, ByPaths):
+        check_rules_are_for_paths(decider.rules, tree)
         on_mesh = plan_by_rules(
-            tree, decider, smallest, followers, correction=correction, optional_axes=optional
+            tree,
+            decider.rules,
+            policy.min_size,
+            policy.companions,
+            correction=correction,
+            optional_axes=optional,
         )
     else:
         on_mesh = plan_by_specs(survey(tree, Rules(())), rules, correction, optional)
@@ -165,17 +180,7 @@ def _checked_companions(companions: Iterable[Companion]) -> tuple[Companion, ...
     return each("companions", records, Companion, "a Companion, such as those of shardrules.LORA")
 
 
-def _planned_placements(*arguments: Any, **options: Any) -> Any:
-    from shardrules._plan import trees
-
-    planned = plan(*arguments, **options)
-    return trees.placement_tree(planned, planned.mesh)
-
-
-find_placements_by(_planned_placements)
-
-
-class Plan(Estimates, PlanLike):
+class Plan(Estimates, Decider):
     """Shardings of the leaves of a tree on a mesh; from `shardrules.plan`.
 
     Columns have a row for each leaf, in the order of the walk; what leaves have in common is in
@@ -189,6 +194,9 @@ class Plan(Estimates, PlanLike):
         path             leaves  shape   dtype     rule  spec           bytes  per device
         layers/{0..3}/w       4  [8, 8]  bfloat16     0  P('tp', None)  512 B       256 B
     """
+
+    _name = "a Plan, which has decided already"
+    _refused = ("min_size", "companions", "names", "correction")
 
     def __init__(
         self, _value: Columns, _on_mesh: OnMesh, _mesh: MeshLike, _declared: Declared = NOTHING
@@ -395,18 +403,18 @@ class Plan(Estimates, PlanLike):
         optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
             return decider._for(beside(self._leaves, decider._leaves), self._mesh)
-        if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
+        if isinstance(self.rules, LogicalRules) != isinstance(decider, ByNames):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
                 if isinstance(self.rules, LogicalRules)
                 else "rules: these are logical, and the plan's are of paths: plan the tree itself"
             )
-        if isinstance(decider, LogicalRules):
+        if isinstance(decider, ByNames):
             from shardrules._plan.names import plan_named
 
-            on_mesh = plan_named(self._leaves, decider, None, optional)
-        elif isinstance(decider, Rules):
-            on_mesh = plan_leaves(self._leaves, decider, None, optional)
+            on_mesh = plan_named(self._leaves, decider.rules, None, optional)
+        elif isinstance(decider, ByPaths):
+            on_mesh = plan_leaves(self._leaves, decider.rules, None, optional)
         else:
             on_mesh = plan_by_specs(self._leaves, rules, None, optional)
         # Patterns and data axes that were declared are about the rules of this plan.
@@ -435,12 +443,20 @@ class Plan(Estimates, PlanLike):
         on_mesh = partial(_put_followers, self, self._on_mesh, follow, memory_kind)
         return Plan(on_mesh(sized_mesh(self.mesh)), on_mesh, self._mesh, self._declared)
 
-    def _placements(self, tree: Any, mesh: MeshLike | None) -> list[Placement]:
+    def _meshes(self, mesh: MeshLike | None) -> set[AnyMesh]:
+        return {resolve_mesh(self.mesh if mesh is None else mesh)}
+
+    def _placements(self, tree: Any, mesh: MeshLike | None, policy: Policy) -> list[Placement]:
         from shardrules._plan import trees
 
         planned = self if mesh is None else self.on_mesh(mesh)
         leaves, rows = beside(surveyed(tree, self._leaves), self._leaves)
         return trees.placements_of(planned, planned.mesh, leaves.tree, rows)
+
+    def _own_placements(self) -> list[Placement]:
+        from shardrules._plan import trees
+
+        return trees.placements_of(self, self.mesh, self._leaves.tree, range(len(self)))
 
     def fingerprint(self) -> str:
         """Returns 64 hex digits that change with any path, shape, dtype, spec, memory or mesh axis.

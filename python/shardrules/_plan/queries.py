@@ -24,7 +24,6 @@ from shardrules._plan.table import (
     first_rules,
     is_replicated,
 )
-from shardrules._rules.patterns import MATCH_MODES
 from shardrules._specs import Fsdp
 
 if TYPE_CHECKING:
@@ -284,18 +283,8 @@ class Queries:
         return [part._replace(rows=rows[part.rows]) for part in parts]
 
     def example(self, folded: Folded) -> str:
-        """Return a rule, as one writes it, that matches these leaves."""
-        dialect = self.columns._leaves.paths_dialect
-        if MATCH_MODES[dialect.match[-1]].written_as != "window":
-            return f"({_pattern_of(folded.pattern)}, P(...))"
-        windows = map(_pattern_of, folded.pattern.split(dialect.separator))
-        return f"(({', '.join(windows)},), P(...))"
-
-    @property
-    def example_of_a_catch_all(self) -> str:
-        """A rule that replicates whatever comes."""
-        mode = MATCH_MODES[self.columns._leaves.paths_dialect.match[-1]].written_as
-        return "(('.*',), P())" if mode == "window" else "('.*', P())"
+        """Return a rule, as users write it, that matches these leaves."""
+        return f"({_pattern_of(folded.pattern)}, P(...))"
 
 
 def _pattern_of(folded: str) -> str:

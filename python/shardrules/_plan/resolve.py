@@ -16,14 +16,18 @@ from shardrules._mesh.memory import memory_apart
 from shardrules._mesh.mesh import axes_of_type, has_devices, on_axes
 from shardrules._mesh.spec_on_mesh import in_parts
 from shardrules._mesh_sizes import check_bounds, checked_sizes
-from shardrules._place.decider import is_named_sharding, is_spec, is_spec_of_mesh
 from shardrules._place.shardings import (
     ManualAxes,
     check_memory_of_rules,
     manual_axes,
     specs_on_mesh,
 )
-from shardrules._place.spec_trees import spread_specs
+from shardrules._place.spec_trees import (
+    broadcast_specs,
+    is_named_sharding,
+    is_spec,
+    is_spec_of_mesh,
+)
 from shardrules._plan.fold import Folded, fold, runs_of
 from shardrules._plan.survey import (
     Derivation,
@@ -253,7 +257,7 @@ class RulesOnMesh:
             mesh.axis_sizes,
             correction,
             manual=mesh.manual,
-            made=False,
+            as_specs=False,
             optional_axes=optional_axes,
         )
         self._memory_of = [memory_kind_of(value) for _, value in rules]
@@ -377,7 +381,7 @@ def rules_of_specs(leaves: Leaves, specs: Any) -> Rules:
     from jax import tree_util
 
     rows, treedef = tree_util.tree_flatten(leaves.tree)
-    spread = spread_specs("rules", leaves.tree, treedef, specs)
+    spread = broadcast_specs("rules", leaves.tree, treedef, specs)
     spec_of = dict(zip(rows, spread, strict=True))
     if spread and all(spec is None for spec in spread):
         raise TypeError(f"rules: no leaf has a spec: {shown(specs)}; {_GIVE}")

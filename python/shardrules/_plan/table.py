@@ -104,25 +104,23 @@ AMBIGUOUS: Final = -3
 
 
 def first_rules(rules: Rules, paths: Iterable[str]) -> dict[str, int]:
-    """Returns, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
-    distinct = list(dict.fromkeys(paths))
+    """Return, per path, the index of the rule that decides it, or UNMATCHED or AMBIGUOUS."""
     matcher = matcher_of(rules).for_whole_paths()
-    joined = dict(zip(distinct, matcher.all_joined(distinct), strict=True))
     decided = matcher.decide(
-        dict.fromkeys(joined.values(), 0),
+        dict.fromkeys(paths, 0),
         matcher.numbers(),
         NO_RULE_NEEDED,
         UNMATCHED,
         AMBIGUOUS,
         strict=False,
     )
-    return {path: decided.tree[key] for path, key in joined.items()}
+    return decided.tree  # type: ignore[no-any-return]
 
 
 def coverage_of(rules: Rules, paths: Iterable[str]) -> Coverage:
     """Counts, per rule, the paths that it matches and wins. Each path counts once."""
     matcher = matcher_of(rules).for_whole_paths()
-    return matcher.coverage(dict.fromkeys(matcher.all_joined(paths), 0), strict=False)
+    return matcher.coverage(dict.fromkeys(paths, 0), strict=False)
 
 
 class LeafType(NamedTuple):

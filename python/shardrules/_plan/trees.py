@@ -16,6 +16,8 @@ from shardrules._specs import as_partition_spec
 from shardrules._trees.leaf_errors import LeafError, leaf_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jax.sharding import NamedSharding
 
     from shardrules._correction import MemoryKind
@@ -33,17 +35,10 @@ def sharding_tree(columns: Columns, mesh: MeshLike) -> Any:
     return _mapped(columns, _shardings(columns, mesh))
 
 
-def placement_tree(columns: Columns, mesh: MeshLike) -> Any:
-    """Returns the tree of Placements.
-
-    Raises:
-        ValueError: As `Plan.shardings`.
-    """
-    return _mapped(columns, _kind_placements(columns, mesh))
-
-
-def placements_of(columns: Columns, mesh: MeshLike, tree: Any, rows: list[int]) -> list[Placement]:
-    """Returns the Placement of each leaf of another tree, in the order of JAX's leaves.
+def placements_of(
+    columns: Columns, mesh: MeshLike, tree: Any, rows: Sequence[int]
+) -> list[Placement]:
+    """Return the Placement of each leaf of another tree, in the order of JAX's leaves.
 
     Raises:
         ValueError: As `Plan.shardings`.

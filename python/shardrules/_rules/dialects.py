@@ -1,7 +1,4 @@
-"""Dialects of logical axis rules: how the libraries of the field choose a rule for each name.
-
-Records. Must not know how names are resolved.
-"""
+"""Dialects: how libraries apply rules to paths, and rules to logical names, as records."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from typing import Final, Literal, get_args
 
 from shardrules._arguments import boolean, check_choice, check_choices, check_type, texts
 from shardrules._correction import Correction
-from shardrules._rules.patterns import COMPONENT_SEPARATOR, MATCH_MODES, ModeName
+from shardrules._rules.patterns import ModeName
 from shardrules._specs import RankPolicy
 from shardrules._text import without_defaults
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    r"""A library's way of applying rules to a tree.
+    r"""Library's way of applying rules to a tree.
 
     `dataclasses.replace` makes a dialect with other choices.
 
@@ -30,9 +27,7 @@ class Dialect:
         match: The match modes: how a pattern meets a path. All rules are tried in the first mode
             before any is tried in the second. "search" and "fullmatch" are those of `re`; "exact"
             is equality; "glob" is equality where `*` stands for a number; "exact_parent" and
-            "glob_parent" compare the path without its last component. With "window" a pattern is
-            a tuple of regexes for consecutive components, each with a `$` added and met by
-            `re.match`; keys must not contain a newline.
+            "glob_parent" compare the path without its last component.
         precedence: "first": of several rules that match, the first one wins. "only": at most one
             may match; more are an error. It is counted in the first match mode that has any match.
         scalars: Which leaves need no rule. "rank 0": those of rank 0 or without a shape. "size 1":
@@ -88,17 +83,6 @@ class Dialect:
                 check_choice("match", mode, modes)
         if not self.match:
             raise ValueError("match is empty; give at least one match mode")
-        if len({MATCH_MODES[mode].method == "window" for mode in self.match}) != 1:
-            raise ValueError(
-                f"match is {self.match!r}; 'window' does not mix with other match modes"
-            )
-
-
-def key_separator(dialect: Dialect) -> str:
-    """The text between the keys of the paths that patterns are matched with."""
-    if dialect.keys == "keystr":
-        return ""
-    return COMPONENT_SEPARATOR if "window" in dialect.match else dialect.separator
 
 
 # What JAX would refuse later is an error here, which names the path and the rule.
@@ -153,11 +137,6 @@ BIG_VISION = Dialect(
 )
 """`infer_sharding` of big_vision's sharding, as of 2026. Its tactics are `fsdp` and plain specs."""
 
-WINDOW = Dialect(
-    name="windows", separator="/", correction=_NONE, match=("window",), scalars="none", rank="keep"
-)
-"""`set_partitions` of dalle-mini, and of the code of the t5x era that it comes from."""
-
 TP_PLAN = Dialect(
     name="transformers",
     separator=".",
@@ -178,7 +157,7 @@ _NAMES_LONG: Final = Correction(pad=False)
 
 @dataclass(frozen=True, slots=True)
 class LogicalDialect:
-    """A way in which logical axis rules apply to the names of an array.
+    """Way in which logical axis rules apply to the names of an array.
 
     Args:
         name: The name of the dialect.

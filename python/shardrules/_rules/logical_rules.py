@@ -1,7 +1,4 @@
-"""The logical axis rules in force in a thread. If flax is loaded, they are stored in flax.
-
-A thread-local value. Must not know what the rules mean.
-"""
+"""`LogicalRules`, and the logical axis rules in force in a thread, which flax's functions share."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from shardrules._text import answer, shown
 @answer
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class LogicalRules:
-    """An ordered list of (logical name, mesh axes) rules. Immutable, hashable.
+    """Ordered list of (logical name, mesh axes) rules. Immutable, hashable.
 
     It is to the logical axis names of arrays what `Rules` is to their paths: `plan`,
     `named_shardings`, `shard`, `with_sharding_constraint` and rule files take it.
@@ -60,14 +57,14 @@ class LogicalRules:
     ) -> None:
         check_type("dialect", dialect, LogicalDialect, "a LogicalDialect, such as MAXTEXT")
         check_not_for_paths(rules)
-        given = rules.items() if isinstance(rules, Mapping) else rules
-        is_listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-        if not is_listed or is_partition_spec(given):
+        items = rules.items() if isinstance(rules, Mapping) else rules
+        is_listed = isinstance(items, Iterable) and not isinstance(items, str | bytes)
+        if not is_listed or is_partition_spec(items):
             raise TypeError(
                 f"rules must be (logical name, mesh axes) pairs, not {shown(rules)}; write "
                 "[('embed', 'fsdp'), ...]"
             )
-        pairs = tuple(given)
+        pairs = tuple(items)
         check_rules(pairs)
         object.__setattr__(self, "_pairs", tuple(map(_checked_pair, range(len(pairs)), pairs)))
         object.__setattr__(self, "dialect", dialect)
@@ -86,7 +83,7 @@ class LogicalRules:
 
 
 def check_not_for_paths(rules: object) -> None:
-    """Checks that rules for logical axis names are not rules of paths, whose pairs look alike.
+    """Check that rules for logical axis names are not rules of paths, whose pairs look alike.
 
     Raises:
         TypeError: They are.
@@ -118,7 +115,7 @@ def resolver_of(
     correction: Correction | None = None,
     optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
-    """The rules on a mesh, compiled once for its axis sizes."""
+    """Return the rules on a mesh, compiled once for its axis sizes."""
     return resolver_for(tuple(rules), rules.dialect, axis_sizes, correction, optional_axes)
 
 
@@ -148,7 +145,7 @@ def set_logical_axis_rules(rules: LogicalRulesLike) -> None:
 
 
 def get_logical_axis_rules() -> LogicalRulesLike:
-    """The logical axis rules of this thread.
+    """Return the logical axis rules of this thread.
 
     Semantics of flax.core.spmd.get_logical_axis_rules, 0.12.
 
@@ -161,7 +158,7 @@ def get_logical_axis_rules() -> LogicalRulesLike:
 
 @contextmanager
 def logical_axis_rules(rules: LogicalRulesLike) -> Generator[None, None, None]:
-    """A context with these logical axis rules in force, instead of the outer ones.
+    """Return a context with these logical axis rules in force, instead of the outer ones.
 
     Semantics of flax.core.spmd.logical_axis_rules, 0.12.
 
@@ -203,7 +200,7 @@ _own = _AxisRules()
 
 
 def _rules_in_force() -> Any:
-    """The object with this thread's rules: flax's own object, if flax is loaded."""
+    """Return the object with this thread's rules: flax's own object, if flax is loaded."""
     theirs = flax_axis_rules()
     if theirs is None:
         return _own

@@ -1,8 +1,4 @@
-"""`Matcher`: a rule list compiled for one dialect, the one door of this package to the C++ core.
-
-Each walk over a tree is one call. A matcher reports what it has found, also what went wrong, and
-raises nothing about it. Takes arguments that are checked. Must not know how a problem is worded.
-"""
+"""`Matcher`: a rule list compiled for one dialect, and the messages about its walks over trees."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from shardrules._arguments import check_real, check_type
 from shardrules._core import Answers, Choices, RuleSet, SpecTable
 from shardrules._correction import plain_spec
-from shardrules._rules.dialects import Dialect, key_separator
+from shardrules._rules.dialects import Dialect
 from shardrules._rules.patterns import (
     EMPTY_TEXT_HAS_NO_NON_BOUNDARY,
     MATCH_MODES,
@@ -30,7 +26,7 @@ _TRUE_WORDS: Final = ("true", "yes", "1", "on")
 
 
 def checked_min_size(min_size: Any) -> Any:
-    """A function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
+    """Return a function's `min_size`; None stands for MIN_SHARDING_SIZE, or else 16384.
 
     Raises:
         TypeError: It is neither a number nor None.
@@ -50,13 +46,13 @@ def checked_min_size(min_size: Any) -> Any:
 
 
 def logs_moves() -> bool:
-    """Whether LOG_SHARDING_MOVE asks to be warned of leaves that do not get their whole spec."""
+    """Return whether LOG_SHARDING_MOVE asks for warnings about leaves that lose specs."""
     return os.environ.get("LOG_SHARDING_MOVE", "false") in _TRUE_WORDS
 
 
 @answer
 class Coverage(NamedTuple):
-    """The leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
+    """Leaves that each rule of a list matches and wins. Only leaves that need a rule count."""
 
     matched: tuple[int, ...]
     """Per rule, the leaves that its pattern matches."""
@@ -69,12 +65,12 @@ class Coverage(NamedTuple):
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Rules that match no leaf."""
+        """Return rules that match no leaf."""
         return tuple(rule for rule, leaves in enumerate(self.matched) if leaves == 0)
 
     @property
     def shadowed(self) -> dict[int, tuple[int, ...]]:
-        """Rules that match leaves but win none, with the rules that win them all."""
+        """Return rules that match leaves but win none, with the rules that win them all."""
         return {
             rule: tuple(sorted(self.lost[rule]))
             for rule, leaves in enumerate(self.matched)
@@ -88,7 +84,7 @@ class Coverage(NamedTuple):
     def _line(self, rule: int) -> str:
         if not self.matched[rule]:
             return f"rule {rule}: dead, matches no leaf"
-        winners = ", ".join(f"rule {other}" for other in sorted(self.lost.get(rule, ())))
+        winners = ", ".join(f"rule {winner}" for winner in sorted(self.lost.get(rule, ())))
         matched = counted(self.matched[rule], "leaf")
         if not self.won[rule]:
             return f"rule {rule}: shadowed, wins none of {matched}, which {winners} wins"
@@ -97,37 +93,37 @@ class Coverage(NamedTuple):
 
 
 def decided_tree(
-    matcher: Matcher, found: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
+    matcher: Matcher, walk: WalkResult, misfits_message: Callable[[Matcher, int, Any], str]
 ) -> Any:
-    """The tree of a walk, if nothing went wrong. Its events become warnings.
+    """Return the tree of a walk, if nothing went wrong. Its events become warnings.
 
     The warnings name the line that called the public function, three frames above this one.
 
     Args:
         matcher: What made the walk.
-        found: Its result.
-        misfits_message: misfits_message(matcher, count, leaves) words `found.misfits`.
+        walk: Its result.
+        misfits_message: misfits_message(matcher, count, leaves) words `walk.misfits`.
 
     Raises:
         ValueError: Some leaves are not decided; one message lists all.
     """
-    for path, spec in found.events[1]:
+    for path, spec in walk.events[1]:
         warnings.warn(_event_message(path, spec), stacklevel=4)
     messages = []
-    if found.unmatched[0]:
-        messages.append(_unmatched_message(matcher, *found.unmatched))
-    if found.ambiguous[0]:
-        messages.append(ambiguous_message(matcher, *found.ambiguous))
-    if found.misfits[0]:
-        messages.append(misfits_message(matcher, *found.misfits))
+    if walk.unmatched[0]:
+        messages.append(_unmatched_message(matcher, *walk.unmatched))
+    if walk.ambiguous[0]:
+        messages.append(ambiguous_message(matcher, *walk.ambiguous))
+    if walk.misfits[0]:
+        messages.append(misfits_message(matcher, *walk.misfits))
     if messages:
         raise ValueError("\n".join(messages))
-    return found.tree
+    return walk.tree
 
 
 def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any]]) -> str:
-    """About leaves that no rule matches; of the first ones (path, shape or None)."""
-    listed = _listed(
+    """Word the message about leaves that no rule matches: (path, shape or None)."""
+    lines = _listed(
         count, [path if shape is None else f"{path}  shape {shape}" for path, shape in leaves]
     )
     searches = matcher.dialect.match == ("search",)
@@ -135,7 +131,7 @@ def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any
     fix = f"Add a rule for them{catch_all + 'shards' if searches else ''}."
     return (
         f"{printable(f'Partition rule not found for param: {leaves[0][0]}')}\n"
-        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{listed}\n"
+        f"  {_leaves_match(count)} none of the {len(matcher.pairs)} rules:\n{lines}\n"
         f"  {fix}"
     )
 
@@ -143,8 +139,8 @@ def _unmatched_message(matcher: Matcher, count: int, leaves: list[tuple[str, Any
 def ambiguous_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[list[int], Any]]]
 ) -> str:
-    """About leaves that several rules match, where only one may; (path, (rules, shape))."""
-    listed = _listed(
+    """Word the message about leaves that several rules match: (path, (rules, shape))."""
+    lines = _listed(
         count,
         [
             f"{path}  shape {shape}  "
@@ -155,7 +151,7 @@ def ambiguous_message(
     tries_exact = matcher.dialect.match[0] == "exact"
     exact = ", or add a rule whose pattern is the path itself" if tries_exact else ""
     return (
-        f"{_leaves_match(count)} several rules, where only one may:\n{listed}\n"
+        f"{_leaves_match(count)} several rules, where only one may:\n{lines}\n"
         f"  Make the patterns exclude each other{exact}."
     )
 
@@ -163,8 +159,8 @@ def ambiguous_message(
 def too_long_message(
     matcher: Matcher, count: int, leaves: list[tuple[str, tuple[int, Any]]]
 ) -> str:
-    """About leaves of a lower rank than their spec has entries; (path, (rule, shape))."""
-    listed = _listed(
+    """Word the message about leaves of fewer dimensions than entries: (path, (rule, shape))."""
+    lines = _listed(
         count,
         [
             f"{path}  shape {shape}  rule {rule}: {rule_shown(*matcher.pairs[rule])}"
@@ -173,13 +169,13 @@ def too_long_message(
     )
     have = f"{counted(count, 'leaf')} {'has' if count == 1 else 'have'}"
     return (
-        f"{have} fewer dimensions than the spec has entries:\n{listed}\n"
+        f"{have} fewer dimensions than the spec has entries:\n{lines}\n"
         "  Shorten the specs, or take a dialect with rank='truncate'."
     )
 
 
 def _event_message(path: str, spec: object) -> str:
-    """In eformer's own words, so that filters of its warnings work."""
+    """Return an event in the words of eformer, so that filters of its warnings work."""
     if spec is None:
         what = "was safer and faster being local array."
     else:
@@ -187,9 +183,9 @@ def _event_message(path: str, spec: object) -> str:
     return printable(f"PartitionSpec Related to {path} {what}")
 
 
-def rule_shown(pattern: Pattern, given: Any) -> str:
-    """A rule, for a message."""
-    return f"{pattern!r} -> {plain_spec(given)}"
+def rule_shown(pattern: Pattern, spec: Any) -> str:
+    """Return a rule, for a message."""
+    return f"{pattern!r} -> {plain_spec(spec)}"
 
 
 def _leaves_match(count: int) -> str:
@@ -206,7 +202,7 @@ _MOST_REMEMBERED: Final = 16
 
 
 class WalkResult(NamedTuple):
-    """The result of one walk. Each kind of failure is (number of leaves, the first of them)."""
+    """Result of one walk. Each kind of failure is (number of leaves, the first of them)."""
 
     tree: Any
     """The answer of each leaf; None where something went wrong."""
@@ -236,7 +232,7 @@ class Counters(NamedTuple):
 
 
 class Matcher:
-    """A compiled rule list.
+    """Compiled rule list.
 
     Args:
         pairs: (pattern, spec) pairs, as `checked_pattern` and `normalize_spec` return them.
@@ -298,7 +294,7 @@ class Matcher:
         min_size: int = 0,
         strict: bool = True,
     ) -> WalkResult:
-        """The tree with each leaf replaced by what `answers` has for it.
+        """Return the tree with each leaf replaced by what `answers` has for it.
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
@@ -322,7 +318,7 @@ class Matcher:
     def survey(
         self, tree: Any, *, min_size: int, replicated: int, unmatched: int, ambiguous: int
     ) -> tuple[Any, list[str], dict[tuple[int, Any, Any], int], bytes]:
-        """The leaves by kind: those of one kind have the same rule, shape and dtype.
+        """Return the leaves by kind: those of one kind have the same rule, shape and dtype.
 
         Args:
             tree: Any pytree; of its leaves `.shape` and `.dtype` are read.
@@ -340,7 +336,7 @@ class Matcher:
         )
 
     def coverage(self, tree: Any, *, strict: bool = True) -> Coverage:
-        """Per rule, the leaves of the tree that it matches and wins."""
+        """Return per rule, the leaves of the tree that it matches and wins."""
         matched, won, unmatched, lost_pairs = self.rule_set.count_matches(tree, strict)
         lost: dict[int, dict[int, int]] = {}
         for loser, winner, leaves in lost_pairs:
@@ -348,60 +344,58 @@ class Matcher:
         return Coverage(tuple(matched), tuple(won), unmatched, lost)
 
     def answers(self, answer: Callable[[int, Any], object]) -> Answers:
-        """For `decide`: answer(rule, spec cut to the leaf), made once for each rule and rank.
+        """Return for `decide` answer(rule, spec cut to the leaf), made once per rule and rank.
 
         The spec is None where it is longer than the rank and the dialect calls that an error.
         """
         return _spec_table(_specs_of(self.pairs), self.dialect.rank, answer)
 
     def numbers(self) -> Answers:
-        """For `decide`: the index of the rule itself; needs no JAX."""
+        """Return for `decide` the index of the rule itself; needs no JAX."""
         count = len(self.pairs)
         return SpecTable(list(range(count)), [0] * count, lambda rule, _: rule)
 
     def first_match(self, path: str) -> int | None:
-        """The index of the first rule that matches the path, or None."""
-        return self.rule_set.first_match(self.joined(path))
+        """Return the index of the first rule that matches the path, or None."""
+        return self.rule_set.first_match(checked_path(path))
 
     def all_matches(self, path: str) -> list[int]:
-        """The indices of all rules that match the path, ascending."""
-        return self.rule_set.all_matches(self.joined(path))
-
-    def joined(self, path: str) -> str:
-        """A path as people write it, as the patterns meet it."""
-        check_type("path", path, str, "a string")
-        return self.all_joined([path])[0]
-
-    def all_joined(self, paths: Iterable[str]) -> list[str]:
-        """`joined` for many paths."""
-        written, met = self.dialect.separator, key_separator(self.dialect)
-        if not written or written == met:
-            return list(paths)
-        return [path.replace(written, met) for path in paths]
+        """Return the indices of all rules that match the path, ascending."""
+        return self.rule_set.all_matches(checked_path(path))
 
     def for_whole_paths(self) -> Matcher:
-        """These rules, for trees whose only keys are `joined` paths."""
+        """Return these rules, for trees whose only keys are paths."""
         if self.dialect.keys == "text":
             return self
         dialect = replace(self.dialect, keys="text")
         return self.remembered(dialect, lambda: Matcher(self.pairs, dialect, self.memory_budget))
 
     def remembered(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The result of `make`, remembered for the next call with this key."""
-        found = self._remembered.get(key)
-        if found is None:
+        """Return the result of `make`, remembered for the next call with this key."""
+        value = self._remembered.get(key)
+        if value is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered.setdefault(key, make())
-        return found  # type: ignore[no-any-return]
+            value = self._remembered.setdefault(key, make())
+        return value  # type: ignore[no-any-return]
 
     def counters(self) -> Counters:
-        """The counts of the core so far."""
+        """Return the counts of the core so far."""
         return Counters(*self.rule_set.counters())
 
 
+def checked_path(path: object) -> str:
+    """Return a path that users give.
+
+    Raises:
+        TypeError: It is not a string.
+    """
+    check_type("path", path, str, "a string")
+    return str(path)
+
+
 def _specs_of(pairs: Iterable[tuple[Pattern, Any]]) -> list[Any]:
-    return [plain_spec(given) for _, given in pairs]
+    return [plain_spec(spec) for _, spec in pairs]
 
 
 def _spec_table(
@@ -420,7 +414,7 @@ def _spec_table(
 
 def _choices(dialect: Dialect) -> Choices:
     return Choices(
-        key_separator(dialect),
+        "" if dialect.keys == "keystr" else dialect.separator,
         dialect.separator,
         dialect.keys == "keystr",
         dialect.hidden_key,

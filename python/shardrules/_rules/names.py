@@ -1,7 +1,4 @@
-"""The leaves of trees with logical axis names: specs, tuples, boxes, nnx Variables, arrays.
-
-Classifies each type once for a tree. Must not know how the names are used.
-"""
+"""Logical axis names of arrays: in specs, tuples, boxes, nnx Variables and haliax arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
-    """Rules as a dict from logical name to mesh axes.
+    """Return rules as a dict from logical name to mesh axes.
 
     Raises:
         ValueError: A rule is a string, or its length is not two.
@@ -38,18 +35,18 @@ def last_wins(rules: Iterable[tuple[str, Any]]) -> dict[Any, Any]:
         >>> last_wins([("embed", "tp"), ("embed", None)])
         {'embed': None}
     """
-    listed = rules if isinstance(rules, (tuple, list)) else tuple(rules)
-    if _PAIRS.issuperset(map(type, listed)):
+    pairs = rules if isinstance(rules, (tuple, list)) else tuple(rules)
+    if _PAIRS.issuperset(map(type, pairs)):
         try:
-            return dict(listed)
+            return dict(pairs)
         except (TypeError, ValueError):
             pass  # the error below names the rule
-    check_rules(listed, ".items()" if isinstance(rules, dict) else "")
-    return dict(listed)
+    check_rules(pairs, ".items()" if isinstance(rules, dict) else "")
+    return dict(pairs)
 
 
 def check_rules(rules: Iterable[Any], instead: str = "") -> None:
-    """Checks that each rule is a pair with a hashable name.
+    """Check that each rule is a pair with a hashable name.
 
     Raises:
         ValueError, TypeError: As `last_wins`.
@@ -73,7 +70,7 @@ _A_RULE = "a rule is a pair (logical name, mesh axes), such as ('embed', 'fsdp')
 
 
 def logical_names(names: Any) -> tuple[Any, ...]:
-    """The entries of a tuple, list or PartitionSpec of logical axis names.
+    """Return the entries of a tuple, list or PartitionSpec of logical axis names.
 
     Raises:
         TypeError: It is something else, such as a string, whose letters would count as names.
@@ -91,7 +88,7 @@ def logical_names(names: Any) -> tuple[Any, ...]:
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
-    """The entries of logical axis names, each a name, None, UNCONSTRAINED or a tuple of names.
+    """Return the entries of logical axis names: names, None, UNCONSTRAINED, tuples of names.
 
     Raises:
         TypeError: One is something else.
@@ -107,12 +104,12 @@ def checked_names(names: Any) -> tuple[Any, ...]:
 
 
 def is_name(entry: Any) -> bool:
-    """Whether it is an entry of logical axis names."""
+    """Return whether it is an entry of logical axis names."""
     return entry is None or isinstance(entry, str) or is_unconstrained(entry)
 
 
 def spec_of_names(names: Any, entries: Iterable[Any]) -> PartitionSpec:
-    """The PartitionSpec of these entries, with the unreduced and reduced axes of `names`."""
+    """Return the PartitionSpec of these entries, with the unreduced and reduced axes of `names`."""
     return with_entries(names, entries) if is_partition_spec(names) else partition_spec(*entries)
 
 
@@ -120,7 +117,7 @@ _SHOWN: Final = 10
 
 
 def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
-    """The names of each leaf, by row; None for a leaf without.
+    """Return the names of each leaf, by row; None for a leaf without.
 
     Args:
         of_rows: The tree with the number of its row for each leaf.
@@ -130,9 +127,9 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
     Raises:
         ValueError: The names do not fit the tree, or are for paths that are not there.
     """
-    found = values_beside(of_rows, names, len(paths))
-    if found is not None:
-        return found
+    values = values_beside(of_rows, names, len(paths))
+    if values is not None:
+        return values
     is_by_path = isinstance(names, Mapping) and all(map(_may_be_names, names.values()))
     if is_by_path and names.keys() <= set(paths):
         return list(map(names.get, paths))
@@ -142,15 +139,15 @@ def names_beside(of_rows: Any, paths: list[str], names: Any) -> list[Any]:
         raise (_unknown_paths(paths, names) if is_by_path else error) from None
 
 
-def _may_be_names(one: Any) -> bool:
-    if is_partition_spec(one):
+def _may_be_names(names: Any) -> bool:
+    if is_partition_spec(names):
         return True
-    return isinstance(one, tuple | list) and not any(isinstance(x, Mapping | list) for x in one)
+    return isinstance(names, tuple | list) and not any(isinstance(x, Mapping | list) for x in names)
 
 
 def _unknown_paths(paths: list[str], names: Mapping[Any, Any]) -> ValueError:
-    known = set(paths)
-    unknown = [path for path in names if path not in known]
+    leaf_paths = set(paths)
+    unknown = [path for path in names if path not in leaf_paths]
     lines = [f"names: {counted(len(unknown), 'path')} of no leaf:"]
     for path in unknown[:_SHOWN]:
         near = near_shown(path, paths) if isinstance(path, str) else ""
@@ -166,17 +163,17 @@ def _by_jax(of_rows: Any, names: Any) -> list[Any]:
     treedef: Any
     rows, treedef = tree_util.tree_flatten(of_rows)
     try:
-        given: list[Any] = treedef.flatten_up_to(names)
+        values: list[Any] = treedef.flatten_up_to(names)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"names: they do not fit the tree: {str(error).splitlines()[0][:200]}; give a tree of "
             "the same structure with a tuple of names for each array, or {path: names}"
         ) from None
-    return by_row(rows, given)
+    return by_row(rows, values)
 
 
 def by_row(rows: list[int], values: list[Any]) -> list[Any]:
-    """Values in the order of JAX's leaves, by row: dicts are walked in the order of their keys.
+    """Return values in the order of JAX's leaves by row; dicts are walked in their own order.
 
     Args:
         rows: The row of each leaf, in JAX's order.
@@ -191,12 +188,12 @@ def by_row(rows: list[int], values: list[Any]) -> list[Any]:
 
 
 def loaded(module: str, name: str) -> Any:
-    """An attribute of a module that is already imported; None if it is not."""
+    """Return an attribute of a module that is already imported; None if it is not."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def variable_types() -> tuple[type, ...]:
-    """The classes Variable and (before flax 0.12) VariableState of nnx; () without nnx."""
+    """Return the classes Variable and (before flax 0.12) VariableState of nnx; () without nnx."""
     nnx = sys.modules.get("flax.nnx.variablelib")
     if nnx is None:
         return ()
@@ -204,19 +201,19 @@ def variable_types() -> tuple[type, ...]:
 
 
 def box_types() -> tuple[type, ...]:
-    """The base classes of boxes, ours and flax's, that are already imported."""
+    """Return the base classes of boxes, ours and flax's, that are already imported."""
     modules = ("shardrules.compat.flax_core_meta", "flax.core.meta")
     return tuple(sys.modules[name].AxisMetadata for name in modules if name in sys.modules)
 
 
 def is_flax_struct(node: object) -> bool:
-    """Whether a node is a record of flax.struct, such as a TrainState."""
+    """Return whether a node is a record of flax.struct, such as a TrainState."""
     # The public mark of `flax.struct.dataclass` is its `replace`, which others have as well.
     return bool(getattr(type(node), "_flax_dataclass", False))
 
 
 def variable_sharding(variable: Any) -> Any:
-    """The sharding of a Variable, usually a tuple of logical names; None if it has none."""
+    """Return the sharding of a Variable, usually a tuple of logical names; None if it has none."""
     metadata = variable.get_metadata()
     # flax before 0.12 says "sharding", and before that "sharding_names".
     spellings = ("out_sharding", "sharding_names", "sharding")
@@ -224,23 +221,23 @@ def variable_sharding(variable: Any) -> Any:
 
 
 def own_rules(variable: Any) -> Any:
-    """The logical rules of a Variable's own; None without."""
+    """Return the logical rules of a Variable's own; None without."""
     return variable.get_metadata().get("sharding_rules") or None
 
 
 def says_its_sharding(variable: Any) -> bool:
-    """Whether a Variable has a sharding."""
+    """Return whether a Variable has a sharding."""
     return bool(variable_sharding(variable))
 
 
 def named_array_types() -> tuple[type, ...]:
-    """The class NamedArray; () without haliax."""
-    found = loaded("haliax.core", "NamedArray")
-    return () if found is None else (found,)
+    """Return the class NamedArray; () without haliax."""
+    named_array = loaded("haliax.core", "NamedArray")
+    return () if named_array is None else (named_array,)
 
 
 def axis_names(named: Any) -> tuple[str, ...]:
-    """The names of a NamedArray's axes."""
+    """Return the names of a NamedArray's axes."""
     return tuple(axis.name for axis in named.axes)
 
 
@@ -248,7 +245,7 @@ _NO_RULES: Final = Rules(())
 
 
 class NamedArrays(NamedTuple):
-    """The arrays of a tree, and the names of each."""
+    """Arrays of a tree, and the names of each."""
 
     tree: Any
     """The tree without boxes."""
@@ -258,16 +255,16 @@ class NamedArrays(NamedTuple):
     """The boxes that the names were in; None if the names were beside the tree."""
 
     def boxed(self, answers: Any) -> Any:
-        """The tree of answers as users expect it; see `Unboxed.boxed`."""
+        """Return the tree of answers as users expect it; see `Unboxed.boxed`."""
         return answers if self.boxes is None else self.boxes.boxed(answers)
 
     def paths(self) -> list[str]:
-        """The paths of the arrays, in the order of JAX's leaves."""
+        """Return the paths of the arrays, in the order of JAX's leaves."""
         return leaf_paths(self.tree)
 
 
 def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
-    """The arrays of a tree, and their names.
+    """Return the arrays of a tree, and their names.
 
     Args:
         tree: A tree of arrays, boxes, nnx Variables or haliax arrays.
@@ -289,11 +286,11 @@ def named_arrays(tree: Any, names: Any = None) -> NamedArrays:
 
 
 def _hashable(names: list[Any]) -> list[Any]:
-    return [tuple(one) if isinstance(one, list) else one for one in names]
+    return [tuple(entry) if isinstance(entry, list) else entry for entry in names]
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """The paths of a tree's leaves, in the order of JAX's leaves."""
+    """Return the paths of a tree's leaves, in the order of JAX's leaves."""
     from jax import tree_util
 
     of_rows, paths = rows_and_paths(tree)
@@ -301,7 +298,7 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def rows_and_paths(tree: Any, rules: Rules = _NO_RULES) -> tuple[Any, list[str]]:
-    """(the tree with the number of its row for each leaf, the path of each row).
+    """Return (the tree with the number of its row for each leaf, the path of each row).
 
     Args:
         tree: Any pytree.
@@ -328,7 +325,7 @@ class NodeForms:
         self._known: dict[type, str] = {tuple: "tuple"}
 
     def of(self, node: Any) -> str:
-        """One of "spec", "tuple", "box", "variable", "named" or "other"."""
+        """Return one of "spec", "tuple", "box", "variable", "named" or "other"."""
         form = self._known.get(type(node))
         if form is None:
             if is_partition_spec(node):
@@ -343,15 +340,15 @@ class NodeForms:
         return form
 
     def are_specs(self, leaves: list[Any]) -> bool:
-        """Whether all leaves are PartitionSpecs, which need no conversion to names."""
+        """Return whether all leaves are PartitionSpecs, which need no conversion to names."""
         return all(self._known.get(type_) == "spec" for type_ in set(map(type, leaves)))
 
     def holds_array(self, node: Any) -> bool:
-        """Whether a node is an array with whatever says its names."""
+        """Return whether a node is an array with whatever says its names."""
         return self.of(node) in ("box", "variable", "named")
 
     def has_names(self, node: Any) -> bool:
-        """Whether a node is a leaf with names."""
+        """Return whether a node is a leaf with names."""
         form = self.of(node)
         if form == "spec":
             return True
@@ -362,7 +359,7 @@ class NodeForms:
         return form == "named" or (form == "box" and hasattr(node, "names"))
 
     def names_of(self, leaf: Any) -> Any:
-        """The names of a leaf: () for an array, and the leaf itself if it is anything else."""
+        """Return the names of a leaf: () for an array, and the leaf itself if it is names."""
         form = self.of(leaf)
         if form == "variable":
             return variable_sharding(leaf)
@@ -374,7 +371,7 @@ class NodeForms:
         return () if form == "other" and hasattr(leaf, "shape") else leaf
 
     def check_some_have_names(self, leaves: list[Any]) -> None:
-        """Checks that not all leaves are arrays.
+        """Check that not all leaves are arrays.
 
         Raises:
             TypeError: They are.
@@ -383,7 +380,7 @@ class NodeForms:
             raise TypeError(_no_names(leaves[0], "a tree of names, with the arrays as arrays=..."))
 
     def array_in(self, leaf: Any) -> Any:
-        """The array that the names of a leaf belong to."""
+        """Return the array that the names of a leaf belong to."""
         form = self.of(leaf)
         if form == "variable":
             return leaf.get_value() if hasattr(leaf, "get_value") else leaf.value
@@ -393,7 +390,7 @@ class NodeForms:
 
 
 def _no_names(leaf: Any, instead: str) -> str:
-    """The message for a tree in which nothing has names; `instead` is where they may stand."""
+    """Word the message about a tree without names; `instead` is where they may stand."""
     return (
         "nothing in the tree has logical axis names; its first leaf is "
         f"{shown(leaf)}. Give {instead}, such as ('embed', 'mlp') for each array; or boxes or nnx "
@@ -402,7 +399,7 @@ def _no_names(leaf: Any, instead: str) -> str:
 
 
 def without_boxes(tree: Any) -> Any:
-    """The tree with the array in the place of each box, Variable and NamedArray."""
+    """Return the tree with the array in the place of each box, Variable and NamedArray."""
     from jax import tree_util
 
     forms = NodeForms()
@@ -410,7 +407,7 @@ def without_boxes(tree: Any) -> Any:
 
 
 class Unboxed(NamedTuple):
-    """A tree without the boxes and Variables that give its arrays names."""
+    """Tree without the boxes and Variables that give its arrays names."""
 
     tree: Any
     """The tree with an array in the place of each box and Variable."""
@@ -422,17 +419,17 @@ class Unboxed(NamedTuple):
     forms: NodeForms
 
     def names_of_arrays(self) -> list[Any]:
-        """The names of each array; a box may hold a tree of several, such as a quantized one."""
+        """Return the names of each array; a box may hold several, such as a quantized one."""
         from jax import tree_util
 
-        held = self.treedef.flatten_up_to(self.tree)
-        if tree_util.all_leaves(held):  # most often, and ten times as fast
+        subtrees = self.treedef.flatten_up_to(self.tree)
+        if tree_util.all_leaves(subtrees):  # most often, and ten times as fast
             return self.names
-        pairs = zip(self.names, map(tree_util.tree_leaves, held), strict=True)
+        pairs = zip(self.names, map(tree_util.tree_leaves, subtrees), strict=True)
         return [names for names, arrays in pairs for _ in arrays]
 
     def boxed(self, answers: Any) -> Any:
-        """The tree of answers, those about a Variable in the Variable, as flax.nnx has them."""
+        """Return the tree of answers, with those about a Variable in the Variable, as flax.nnx."""
         here = self.treedef.flatten_up_to(answers)
         pairs = zip(self.leaves, here, strict=True)
         return self.treedef.unflatten(
@@ -442,7 +439,7 @@ class Unboxed(NamedTuple):
 
 
 def unboxed(tree: Any) -> Unboxed:
-    """The arrays of a tree with boxes or Variables, and their names.
+    """Return the arrays of a tree with boxes or Variables, and their names.
 
     Raises:
         ValueError: A Variable has rules of its own, which rules for the whole tree would not meet.
@@ -465,20 +462,20 @@ def unboxed(tree: Any) -> Unboxed:
 
 
 def unboxed_with_names(tree: Any) -> Unboxed:
-    """The same, of a tree in which something has names.
+    """Return the same, of a tree in which something has names.
 
     Raises:
         TypeError: Nothing has.
         ValueError: As `unboxed`.
     """
     boxes = unboxed(tree)
-    if boxes.leaves and all(one is None for one in boxes.names):
+    if boxes.leaves and all(entry is None for entry in boxes.names):
         raise TypeError(_no_names(boxes.leaves[0], "names="))
     return boxes
 
 
 def has_names(tree: Any) -> bool:
-    """Whether an array of the tree has logical axis names. Without such libraries, costs nothing.
+    """Return whether an array of the tree has logical axis names; free without such libraries.
 
     Raises:
         ValueError: As `unboxed`.
@@ -489,7 +486,7 @@ def has_names(tree: Any) -> bool:
 
 
 def check_rules_are_for_paths(rules: Rules, tree: Any) -> None:
-    """Checks that rules for paths are not logical axis rules for the tree's boxes.
+    """Check that rules for paths are not logical axis rules for the tree's boxes.
 
     Costs a look at each pattern, unless there are boxes and all patterns could be names.
 

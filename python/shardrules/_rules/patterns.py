@@ -1,9 +1,7 @@
-"""From a rule's pattern to the code that the automaton is built from.
+"""Patterns of rules, and the code that the automaton is built from.
 
-Patterns are parsed by the running Python's own `re` parser, and the characters that a class accepts
-are asked from the running `re`, so neither can differ from it. What is not regular (lookaround,
-backreferences, ...) is left to `re` and named. Costs one parse per pattern and match mode; plain
-literals that are searched for skip it. Must not know about specs, trees or JAX.
+Python's own `re` parses patterns and says which characters a class accepts, so nothing can differ
+from it. What is not regular (lookaround, backreferences, ...) is left to `re`, with the reason.
 """
 
 from __future__ import annotations
@@ -19,38 +17,36 @@ from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from shardrules._text import printable, shown
 
-Pattern = str | re.Pattern[str] | tuple[str, ...]
+Pattern = str | re.Pattern[str]
 """The types that a rule's pattern may have."""
 
-ModeName = Literal["search", "fullmatch", "exact", "exact_parent", "glob", "glob_parent", "window"]
+ModeName = Literal["search", "fullmatch", "exact", "exact_parent", "glob", "glob_parent"]
 
 _NEVER_MATCHES: Final = "(?!)"
-# Between the components of the paths that windows meet: `.` and the anchors stop there by nature.
-COMPONENT_SEPARATOR: Final = "\n"
 
 
 class MatchMode(NamedTuple):
-    """A way of matching a pattern with a path."""
+    """Way of matching a pattern with a path."""
 
-    written_as: Literal["regex", "text", "window"]
+    written_as: Literal["regex", "text"]
     """The form in which users write the pattern."""
-    regexes: Callable[[Any], tuple[str | re.Pattern[str], ...]]
-    """From that to regexes: one; or, for a window, one per component."""
-    method: Literal["search", "fullmatch", "window"]
-    """The function of `re` for the path; or "window": `re.match` of consecutive components."""
+    regex: Callable[[Any], Pattern]
+    """Returns the regex of a pattern."""
+    method: Literal["search", "fullmatch"]
+    """The function of `re` for the path."""
 
 
-def _as_written(pattern: str | re.Pattern[str]) -> tuple[str | re.Pattern[str], ...]:
-    return (pattern,)
+def _as_written(pattern: Pattern) -> Pattern:
+    return pattern
 
 
-def _literally(pattern: str | re.Pattern[str]) -> tuple[str]:
+def _literally(pattern: Pattern) -> str:
     # No path is equal to a compiled pattern.
-    return (re.escape(pattern) if isinstance(pattern, str) else _NEVER_MATCHES,)
+    return re.escape(pattern) if isinstance(pattern, str) else _NEVER_MATCHES
 
 
-def _numbers_for_stars(plan_key: str) -> tuple[str]:
-    """The names that transformers generalises to this key.
+def _numbers_for_stars(plan_key: str) -> str:
+    """Return a regex for the names that transformers generalises to this key.
 
     It replaces each `.12` before a dot or the end by `.*`, from left to right, and the dot behind
     is used up: of two adjacent numbers the second stays, and a first component always does. A star
@@ -61,7 +57,7 @@ def _numbers_for_stars(plan_key: str) -> tuple[str]:
     for before, component in zip([None, *components], components, strict=False):
         is_star, is_number = component == "*", component.isdecimal()
         if is_number and before not in (None, "*"):
-            return (_NEVER_MATCHES,)
+            return _NEVER_MATCHES
         if is_number and before == "*":
             parts.append(rf"(?<=\d\.){component}")
         elif not is_star:
@@ -70,17 +66,12 @@ def _numbers_for_stars(plan_key: str) -> tuple[str]:
             parts.append(r"\*")
         else:
             parts.append(r"(?:(?<=\*\.)\d+|\*)" if before == "*" else r"(?:\d+|\*)")
-    return (r"\.".join(parts),)
+    return r"\.".join(parts)
 
 
-def _or_parent(regexes: Callable[[str], tuple[str]]) -> Callable[[str], tuple[str]]:
-    """The regexes for a parameter of the module that the key names."""
-    return lambda key: (rf"(?:{regexes(key)[0]})\.[^.]*",)
-
-
-def _whole_components(window: tuple[str, ...]) -> tuple[str, ...]:
-    # As text, so that of "a|b" the first alternative is a prefix, as in the libraries.
-    return tuple(f"{pattern}$" for pattern in window)
+def _or_parent(regex: Callable[[str], str]) -> Callable[[str], str]:
+    """Return the function for a parameter of the module that the key names."""
+    return lambda key: rf"(?:{regex(key)})\.[^.]*"
 
 
 MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
@@ -90,25 +81,15 @@ MATCH_MODES: Final[dict[ModeName, MatchMode]] = {
     "exact_parent": MatchMode("text", _or_parent(_literally), "fullmatch"),
     "glob": MatchMode("text", _numbers_for_stars, "fullmatch"),
     "glob_parent": MatchMode("text", _or_parent(_numbers_for_stars), "fullmatch"),
-    "window": MatchMode("window", _whole_components, "window"),
 }
 
 
 def checked_pattern(index: int, pattern: Any, mode: MatchMode) -> Any:
-    """The pattern of rule `index` in a hashable form.
+    """Return the pattern of rule `index` in a hashable form.
 
     Raises:
         TypeError: The match mode does not take such a pattern.
     """
-    if mode.written_as == "window":
-        sequence = isinstance(pattern, list | tuple) and len(pattern) > 0
-        if sequence and all(isinstance(component, str) for component in pattern):
-            return tuple(pattern)
-        hint = f"; write ({pattern!r},)" if isinstance(pattern, str) else ""
-        raise TypeError(
-            f"rule {index}: the pattern must be a tuple of strings, one for each component of a "
-            f"window, not {shown(pattern)}{hint}"
-        )
     if mode.written_as == "text":
         if isinstance(pattern, str):
             return pattern
@@ -155,11 +136,8 @@ _METACHARACTER: Final = re.compile(r"[\\.^$*+?{}\[\]|()]")
 # As plain ints: `&` of an enum's members costs a microsecond, and each character is asked.
 _IGNORECASE, _MULTILINE, _ASCII_ONLY, _DEBUG = map(int, (re.I, re.M, re.A, re.DEBUG))
 _ALPHABET_FLAGS: Final = int(re.ASCII | re.LOCALE | re.UNICODE)
-# A flag of our own: the pattern is for one component of a path. It cannot see the separator.
-_IN_COMPONENT: Final = 1 << 30
-_SEPARATOR: Final = ord(COMPONENT_SEPARATOR)
 # Flags that change which characters a class accepts.
-_CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL) | _IN_COMPONENT
+_CLASS_FLAGS: Final = int(re.ASCII | re.UNICODE | re.IGNORECASE | re.DOTALL)
 # Python 3.14 made \B match the empty string.
 EMPTY_TEXT_HAS_NO_NON_BOUNDARY: Final = re.search(r"\B", "") is None
 
@@ -170,12 +148,12 @@ _NOT_REGULAR: Final = {
     _constants.POSSESSIVE_REPEAT: "possessive repeat",
 }
 _LOOKAROUNDS: Final = {_constants.ASSERT: "look", _constants.ASSERT_NOT: "negative look"}
-# Plainly, with the MULTILINE flag, and in a component: there a line is a component.
+# Plainly, and with the MULTILINE flag.
 _ANCHORS: Final = {
-    _constants.AT_BEGINNING: (_BEGIN, _BEGIN_LINE, _BEGIN_LINE),
-    _constants.AT_BEGINNING_STRING: (_BEGIN, _BEGIN, _BEGIN_LINE),
-    _constants.AT_END: (_DOLLAR, _END_LINE, _END_LINE),
-    _constants.AT_END_STRING: (_END, _END, _END_LINE),
+    _constants.AT_BEGINNING: (_BEGIN, _BEGIN_LINE),
+    _constants.AT_BEGINNING_STRING: (_BEGIN, _BEGIN),
+    _constants.AT_END: (_DOLLAR, _END_LINE),
+    _constants.AT_END_STRING: (_END, _END),
 }
 _BOUNDARIES: Final = {
     _constants.AT_BOUNDARY: (_BOUNDARY, _ASCII_BOUNDARY),
@@ -188,7 +166,7 @@ _AFTER: Final = ((_constants.AT, _constants.AT_END_STRING),)
 
 
 class PatternCode(NamedTuple):
-    """The patterns of one rule list, ready for `_core.RuleSet`."""
+    """Patterns of one rule list, ready for `_core.RuleSet`."""
 
     patterns: tuple[str | list[int] | None, ...]
     """Per match mode and rule: a literal, code words, or None where `re` evaluates the rule."""
@@ -221,13 +199,11 @@ class _CharClass(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _char_class(op: int, argument: object, flags: int) -> _CharClass:
-    """Asks `re` which characters a single-character node of a parse tree accepts."""
+    """Ask `re` which characters a single-character node of a parse tree accepts."""
     operand = list(argument) if isinstance(argument, tuple) else argument
     node = _parser.SubPattern(_parser.State(), [(op, operand)])
-    compiled = _compiler.compile(node, flags & ~_IN_COMPONENT)
+    compiled = _compiler.compile(node, flags)
     members = sum(1 << ord(c) for c in compiled.findall(_ASCII))
-    if flags & _IN_COMPONENT:
-        members &= ~(1 << _SEPARATOR)
     return _CharClass(members, compiled.fullmatch)
 
 
@@ -241,14 +217,14 @@ class _Lowering:
 
     def number(self, op: int, argument: object, flags: int) -> int:
         key = (op, argument, flags & _CLASS_FLAGS)
-        known = self._numbers.get(key)
-        if known is None:
-            known = self._numbers[key] = len(self._classes)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._classes)
             self._classes.append(_char_class(*key))
-        return known
+        return number
 
     def word_class(self, *, ascii_only: bool) -> int:
-        r"""The class that \b looks at, or -1 if no pattern has one."""
+        r"""Return the class that \b looks at, or -1 if no pattern has one."""
         return self._boundaries.get(ascii_only, -1)
 
     def classes(self) -> tuple[int, ...]:
@@ -261,12 +237,12 @@ class _Lowering:
     def sequence(
         self, items: Sequence[tuple[Any, Any]], flags: int, code: list[int], depth: int
     ) -> int:
-        """Appends the code of a parse tree to `code`; returns its unrolled size in nodes."""
+        """Append the code of a parse tree to `code`; returns its unrolled size in nodes."""
         if depth > _MAX_DEPTH:
             raise _NotRegularError("nested too deeply for the automaton")
         if len(items) != 1:
             code += (_SEQUENCE, len(items))
-        is_plain = not flags & (_IGNORECASE | _IN_COMPONENT)
+        is_plain = not flags & _IGNORECASE
         size = 1 + len(items)
         for op, argument in items:
             if op is LITERAL and is_plain:  # nine of ten
@@ -275,18 +251,6 @@ class _Lowering:
                 size += self._item(op, argument, flags, code, depth) - 1
         if size > _MAX_NODES_OF_PATTERN:
             raise _NotRegularError("too large for the automaton once its repeats are unrolled")
-        return size
-
-    def window(self, components: Sequence[Any], code: list[int]) -> int:
-        """The code of components that follow one another; each has to match from its beginning."""
-        code += (_SEQUENCE, 4 * len(components) - 2)
-        not_separator = self.number(_constants.NOT_LITERAL, _SEPARATOR, 0)
-        size = 0
-        for position, tree in enumerate(components):
-            if position > 0:
-                code += (_REPEAT, 0, _UNBOUNDED, _CLASS, not_separator, _SEPARATOR)
-            code += (_ASSERT, _BEGIN_LINE)
-            size += 4 + self.sequence(tree.data, tree.state.flags | _IN_COMPONENT, code, 0)
         return size
 
     def _item(self, op: Any, argument: Any, flags: int, code: list[int], depth: int) -> int:
@@ -307,8 +271,7 @@ class _Lowering:
             code += (_ALTERNATE, len(branches))
             return 1 + sum(self.sequence(b.data, flags, code, depth + 1) for b in branches)
         if op is LITERAL and not flags & _IGNORECASE:
-            is_foreign = flags & _IN_COMPONENT and argument == _SEPARATOR
-            code.append(_NEVER if is_foreign else argument)
+            code.append(argument)
         elif op in (LITERAL, NOT_LITERAL, ANY):
             code += (_CLASS, self.number(op, argument, flags))
         elif op is IN:
@@ -322,12 +285,8 @@ class _Lowering:
         return 1
 
     def _assertion(self, anchor: Any, flags: int) -> int:
-        in_component = bool(flags & _IN_COMPONENT)
         if anchor in _ANCHORS:
-            return _ANCHORS[anchor][2 if in_component else bool(flags & _MULTILINE)]
-        if in_component and anchor is _constants.AT_NON_BOUNDARY:
-            # Of an empty component it depends on the version of Python.
-            raise _NotRegularError(r"\B in a window")
+            return _ANCHORS[anchor][bool(flags & _MULTILINE)]
         ascii_only = bool(flags & _ASCII_ONLY)
         word = (_constants.CATEGORY, _constants.CATEGORY_WORD)
         self._boundaries[ascii_only] = self.number(_constants.IN, (word,), flags & _ALPHABET_FLAGS)
@@ -335,7 +294,7 @@ class _Lowering:
 
 
 def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> PatternCode:
-    """Lowers all patterns of a rule list for the first match mode, then all for the next one.
+    """Lower all patterns of a rule list for the first match mode, then all for the next one.
 
     Raises:
         re.error: `re` rejects a pattern; the message has the rule's index and a caret.
@@ -352,18 +311,19 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
             lowered.append(pattern)
             continue
         code: list[int] = []
-        regexes = mode.regexes(pattern)
+        regex = mode.regex(pattern)
         try:
-            written = pattern if mode.method == "window" else regexes
-            where = f"rule {index}"
-            trees = [parse(where, *both) for both in zip(regexes, written, strict=True)]
-            size = _lower(lowering, mode, trees, code)
+            tree = parse(f"rule {index}", regex)
+            is_full = mode.method == "fullmatch"
+            items = [*_BEFORE, *tree.data, *_AFTER] if is_full else tree.data
+            size = lowering.sequence(items, tree.state.flags, code, 0)
             if nodes + size > _MAX_NODES_OF_RULES:
                 raise _NotRegularError("the rules before it fill the automaton")
             nodes += size
             lowered.append(code)
         except _NotRegularError as reason:
-            searched.append((len(lowered), _evaluated_by_re(index, mode, regexes)))
+            evaluate = getattr(_compile(index, regex), mode.method)
+            searched.append((len(lowered), evaluate))
             lowered.append(None)
             fallbacks.append((index, str(reason)))
     return PatternCode(
@@ -377,47 +337,12 @@ def compile_patterns(patterns: Sequence[Any], modes: Sequence[MatchMode]) -> Pat
     )
 
 
-def _lower(lowering: _Lowering, mode: MatchMode, trees: Sequence[Any], code: list[int]) -> int:
-    if mode.method == "window":
-        return lowering.window(trees, code)
-    (tree,) = trees
-    whole = mode.method == "fullmatch"
-    items = [*_BEFORE, *tree.data, *_AFTER] if whole else tree.data
-    return lowering.sequence(items, tree.state.flags, code, 0)
-
-
-def _evaluated_by_re(
-    index: int, mode: MatchMode, regexes: Sequence[str | re.Pattern[str]]
-) -> Callable[[str], object]:
-    compiled = [_compile(index, regex) for regex in regexes]
-    if mode.method != "window":
-        return getattr(compiled[0], mode.method)  # type: ignore[no-any-return]
-
-    def find(path: str) -> object:
-        keys = path.split(COMPONENT_SEPARATOR)
-        return next(
-            (
-                start
-                for start in range(len(keys) - len(compiled) + 1)
-                if all(r.match(key) for r, key in zip(compiled, keys[start:], strict=False))
-            ),
-            None,
-        )
-
-    return find
-
-
-def _is_literal(pattern: str | re.Pattern[str]) -> TypeGuard[str]:
+def _is_literal(pattern: Pattern) -> TypeGuard[str]:
     return isinstance(pattern, str) and not _METACHARACTER.search(pattern)
 
 
-def parse(where: str, regex: str | re.Pattern[str], written: str | re.Pattern[str]) -> Any:
-    """The parse tree of a regex.
-
-    Args:
-        where: The place of the pattern, such as "rule 3", for errors.
-        regex: What to parse.
-        written: What the user wrote for it, which errors show.
+def parse(where: str, regex: Pattern) -> Any:
+    """Return the parse tree of a regex; `where` is its place, such as "rule 3", for errors.
 
     Raises:
         re.error, OverflowError, RecursionError, ValueError: `re` rejects it; the message begins
@@ -427,12 +352,12 @@ def parse(where: str, regex: str | re.Pattern[str], written: str | re.Pattern[st
     try:
         return _parser.parse(text, flags)
     except re.error as error:
-        raise _located(where, error, _text_and_flags(written)[0]) from None
+        raise _located(where, error, text) from None
     except (OverflowError, RecursionError, ValueError) as error:
-        raise type(error)(f"{where}: {error}: {_shown(_text_and_flags(written)[0])}") from None
+        raise type(error)(f"{where}: {error}: {_shown(text)}") from None
 
 
-def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+def _compile(index: int, pattern: Pattern) -> re.Pattern[str]:
     try:
         # Parsing has warned already, if there was a reason to.
         with warnings.catch_warnings():
@@ -442,7 +367,7 @@ def _compile(index: int, pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         raise _located(f"rule {index}", error, _text_and_flags(pattern)[0]) from None
 
 
-def _text_and_flags(pattern: str | re.Pattern[str]) -> tuple[str, int]:
+def _text_and_flags(pattern: Pattern) -> tuple[str, int]:
     if isinstance(pattern, str):
         return pattern, 0
     return pattern.pattern, pattern.flags & ~_DEBUG
@@ -453,7 +378,7 @@ def _shown(text: str) -> str:
 
 
 def _located(where: str, error: re.error, pattern: str) -> re.error:
-    """The same error, naming the rule, with a caret under the place; each line is printable."""
+    """Return the error with the rule and a caret under the place; each line is printable."""
     located = re.error(error.msg, pattern, error.pos)
     message = printable(f"{where}: {located}")
     if located.pos is not None and located.lineno is not None and located.colno is not None:

@@ -1,8 +1,4 @@
-"""`Resolver`: logical axis rules compiled for a mesh, which chooses the rules of an array's names.
-
-Gives numbers to names and mesh axes. The C++ core decides which rule each dimension gets, and why
-other rules lose. Must not know about trees, contexts or arrays beyond shapes.
-"""
+"""`Resolver`: logical axis rules compiled for a mesh, and the rules that names get."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ Reason = Literal["dim taken", "axis taken", "indivisible", "absent"]
 
 
 class LostRule(NamedTuple):
-    """A rule for the name of a dimension that does not decide it."""
+    """Rule for the name of a dimension that does not decide it."""
 
     rule: int
     dim: int
@@ -43,7 +39,7 @@ class LostRule(NamedTuple):
 
 
 class Resolver:
-    """A list of (logical name, mesh axes) rules on a mesh. Immutable.
+    """List of (logical name, mesh axes) rules on a mesh. Immutable.
 
     Args:
         rules: Pairs. The mesh axes are a name, a tuple or list of names, or None.
@@ -95,14 +91,14 @@ class Resolver:
         for index, (name, value) in enumerate(self.rules):
             number = self._name_ids.setdefault(name, len(self._name_ids))
             axes = axes_in(value)
-            left = axes_present(axes, axis_sizes, policy.absent)
+            kept = axes_present(axes, axis_sizes, policy.absent)
             if policy.absent == "error":
-                left = [a for a in axes if a in axis_sizes or a not in optional_axes]
-            if axes and not left:
+                kept = [a for a in axes if a in axis_sizes or a not in optional_axes]
+            if axes and not kept:
                 self._absent.setdefault(name, []).append(index)
                 continue
             self._numbers.append(index)
-            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in left]
+            ids = [self._axis_ids.setdefault(axis, len(self._axis_ids)) for axis in kept]
             numbered.append((number, ids))
         self._core = LogicalRuleSet(
             numbered,
@@ -114,11 +110,11 @@ class Resolver:
 
     @property
     def names(self) -> list[str]:
-        """The logical names that have rules."""
+        """Return the logical names that have rules."""
         return [name for name in self._name_ids if isinstance(name, str)]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec of an array with these names and any shape; cached.
+        """Return the PartitionSpec of an array with these names and any shape; cached.
 
         Raises:
             ValueError, TypeError: As `resolve`.
@@ -129,7 +125,7 @@ class Resolver:
             return self.resolve(names).spec(names)
 
     def resolve(self, names: Any, shape: tuple[int, ...] | None = None) -> Resolution:
-        """The rule of each dimension of an array with these names.
+        """Return the rule of each dimension of an array with these names.
 
         Args:
             names: A name for each dimension. None, a tuple of mesh axes and UNCONSTRAINED stay
@@ -140,8 +136,8 @@ class Resolver:
             ValueError: A name occurs twice.
             TypeError: `names` is not a tuple, list or PartitionSpec.
         """
-        wanted = logical_names(names)
-        if twice := repeated(wanted, self.dialect):
+        free = logical_names(names)
+        if twice := repeated(free, self.dialect):
             raise ValueError(
                 f"Unsupported: Dimensions {twice} occur more than once in array names {names}; "
                 "give each dimension a name of its own, or None"
@@ -150,7 +146,7 @@ class Resolver:
             winners, lost = self._core.resolve(
                 [
                     (self._name_id(entry), self._known_axes(entry), _at(shape, dim))
-                    for dim, entry in enumerate(wanted)
+                    for dim, entry in enumerate(free)
                 ]
             )
         except TypeError as error:
@@ -161,23 +157,23 @@ class Resolver:
         numbers = self._numbers
         return Resolution(
             self,
-            wanted,
+            free,
             [None if winner is None else numbers[winner] for winner in winners],
-            sorted([*self._lost_to_absent(wanted), *self._lost(lost)]),
+            sorted([*self._lost_to_absent(free), *self._lost(lost)]),
         )
 
     def without_ones(self, spec: _Spec, axis_sizes: Mapping[str, int]) -> _Spec:
-        """The spec, without axes of one device if the dialect leaves them out."""
+        """Return the spec, without axes of one device if the dialect leaves them out."""
         if self.dialect.keeps_size_one:
             return spec
         return without_axes(spec, frozenset(a for a, size in axis_sizes.items() if size == 1))
 
-    def _lost(self, found: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
-        """The rules that lost, by their numbers in the core."""
+    def _lost(self, losses: Iterable[tuple[int, int, str, int | None]]) -> Iterator[LostRule]:
+        """Return the rules that lost, by their numbers in the core."""
         numbers = self._numbers
-        for rule, dim, why, to in found:
-            other = numbers[to] if why == "dim taken" and to is not None else to
-            yield LostRule(numbers[rule], dim, cast(Reason, why), other)
+        for rule, dim, why, to in losses:
+            rival = numbers[to] if why == "dim taken" and to is not None else to
+            yield LostRule(numbers[rule], dim, cast(Reason, why), rival)
 
     def _lost_to_absent(self, names: tuple[Any, ...]) -> Iterator[LostRule]:
         if self._absent:
@@ -197,7 +193,7 @@ class Resolver:
 
 
 class Resolution(NamedTuple):
-    """The rules that the names of one array got, and the rules that lost."""
+    """Rules that the names of one array got, and the rules that lost."""
 
     rules: Resolver
     names: tuple[Any, ...]
@@ -207,22 +203,22 @@ class Resolution(NamedTuple):
     """The rules that lost, in order."""
 
     def entries(self) -> list[Any]:
-        """The entry of each dimension; UNASSIGNED for a name without mesh axes."""
+        """Return the entry of each dimension; UNASSIGNED for a name without mesh axes."""
         unknown_stays = self.rules.dialect.keeps_unknown
         return [
-            _tuple_if_list(self.rules.rules[winner][1])
+            _as_tuple(self.rules.rules[winner][1])
             if winner is not None
             else (UNASSIGNED if isinstance(name, str) and not unknown_stays else name)
             for name, winner in zip(self.names, self.winners, strict=True)
         ]
 
     def spec(self, names: Any) -> PartitionSpec:
-        """The PartitionSpec, with None for unassigned names and the unreduced axes of `names`."""
+        """Return the PartitionSpec; names without a rule are None, unreduced axes stay."""
         entries = [None if entry is UNASSIGNED else entry for entry in self.entries()]
         return spec_of_names(names, entries)
 
     def explained(self) -> str:
-        """A line for each dimension, followed by a line for each rule that lost it, and why."""
+        """Return a line per dimension, and a line per rule that lost it, and why."""
         lines = []
         for dim, (name, entry) in enumerate(zip(self.names, self.entries(), strict=True)):
             winner = self.winners[dim]
@@ -230,14 +226,14 @@ class Resolution(NamedTuple):
             by = "" if winner is None else f"  (rule {winner})"
             lines.append(f"dim {dim} {name!r} -> {got}{by}")
             lines += [
-                f"    rule {one.rule} {self.rules.rules[one.rule]!r} lost: {self.reason(one)}"
-                for one in self.lost
-                if one.dim == dim
+                f"    rule {lost.rule} {self.rules.rules[lost.rule]!r} lost: {self.reason(lost)}"
+                for lost in self.lost
+                if lost.dim == dim
             ]
         return printable_lines(lines)
 
     def reason(self, lost: LostRule) -> str:
-        """Why the rule lost, in words."""
+        """Return why the rule lost, in words."""
         if lost.why == "dim taken":
             return f"the dimension has the mesh axes of rule {lost.to}"
         if lost.why == "axis taken" and lost.to is not None:
@@ -254,10 +250,9 @@ def resolver_for(
     correction: Correction | None = None,
     optional_axes: frozenset[str] = frozenset(),
 ) -> Resolver:
-    """The rules, compiled once for these axis sizes."""
+    """Return the rules, compiled once for these axis sizes."""
     axes = tuple(axis_sizes.items())
-    # Most rules have no lists in them.
-    for as_key in (_as_tuple, _hashable):
+    for as_key in (_as_tuple, _as_tuples):  # most rules have no lists in them
         try:
             return _compiled(as_key(rules), dialect, axes, correction, optional_axes)
         except TypeError:  # something in it cannot be hashed
@@ -278,7 +273,7 @@ def _compiled(
 
 
 def resolve_core(names: Any, rules: Iterable[tuple[str, Any]]) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical names, in the dialect of flax.core.
+    """Return the PartitionSpec of an array with these logical names, in the dialect of flax.core.
 
     Each entry of `names` is looked up as a whole, also a tuple of names. The last rule for an entry
     wins. An entry without a rule stays unchanged. Semantics of flax.core.spmd.apply_rules, 0.12.
@@ -310,7 +305,7 @@ def _remembered_spec(rules: Resolver, names: Any) -> PartitionSpec:
 
 
 def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]:
-    """The names of an array that it has twice, where the dialect does not allow that."""
+    """Return the names of an array that it has twice, where the dialect does not allow that."""
     if dialect.last_wins:
         return ()
     counts = Counter(name for name in names if isinstance(name, str))
@@ -318,7 +313,7 @@ def repeated(names: tuple[Any, ...], dialect: LogicalDialect) -> tuple[str, ...]
 
 
 def axes_in(value: Any) -> list[str]:
-    """The mesh axes of a rule's value."""
+    """Return the mesh axes of a rule's value."""
     if value is None or is_unconstrained(value):
         return []
     if isinstance(value, (tuple, list)):
@@ -330,22 +325,16 @@ def _at(shape: tuple[int, ...] | None, dim: int) -> int | None:
     return None if shape is None or dim >= len(shape) else shape[dim]
 
 
-def _tuple_if_list(mesh_axes: Any) -> Any:
-    # Rules read from JSON or YAML have lists.
-    return tuple(mesh_axes) if isinstance(mesh_axes, list) else mesh_axes
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _hashable(rules: Any) -> Any:
-    """A list of pairs as a tuple of tuples; anything else unchanged."""
+def _as_tuples(rules: Any) -> Any:
+    """Return a list of pairs, as JSON and YAML have it, as a tuple of pairs with tuples."""
     if not isinstance(rules, (tuple, list)):
         return rules
+    pairs = (tuple, list)
     return tuple(
-        (rule[0], _tuple_if_list(rule[1]))
-        if isinstance(rule, (tuple, list)) and len(rule) == 2
-        else rule
+        (rule[0], _as_tuple(rule[1])) if isinstance(rule, pairs) and len(rule) == 2 else rule
         for rule in rules
     )
-
-
-def _as_tuple(rules: Any) -> Any:
-    return tuple(rules) if isinstance(rules, list) else rules

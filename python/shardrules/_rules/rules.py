@@ -1,8 +1,4 @@
-"""`Rules`, a rule list as a value, and `match_partition_rules`, the drop-in for eformer's.
-
-Checks what a rule list is made of, and turns what a `Matcher` reports into errors and warnings.
-Costs one call into the core for each tree. Must not know how a path is matched.
-"""
+"""`Rules`, a rule list as a value, and `match_partition_rules`, the drop-in for eformer's."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from shardrules._arguments import boolean, check_order, check_tree, check_type, integer
 from shardrules._correction import Correction, RuleSpec
-from shardrules._plan_like import PlanLike
 from shardrules._rules.dialects import EFORMER, Dialect
 from shardrules._rules.matcher import (
     Coverage,
@@ -96,7 +91,7 @@ DEFAULT_MEMORY_BUDGET: Final = 32 * 1024 * 1024
 
 @answer
 class Rules:
-    r"""An ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
+    r"""Ordered list of (pattern, spec) rules, compiled for matching. Immutable, hashable.
 
     The rule of a path is the first one whose ``re.search(pattern, path)`` is not None: exactly the
     one that the running Python's `re` would choose, for any string. This is eformer's dialect;
@@ -104,7 +99,7 @@ class Rules:
 
     Args:
         rules: (pattern, spec) pairs. A pattern is a string, or a compiled `re.Pattern` whose flags
-            hold; for windows, a tuple of strings. A spec is a PartitionSpec; or None, an axis name,
+            hold. A spec is a PartitionSpec; or None, an axis name,
             or a tuple or list of PartitionSpec entries, which stand for the PartitionSpec made of
             them; or `fsdp`, which makes one of each shape on a mesh; or any other hashable object,
             which leaves get as it is. A `RuleSpec` adds a
@@ -149,12 +144,12 @@ class Rules:
 
     @property
     def dialect(self) -> Dialect:
-        """Whose semantics the rules follow."""
+        """Return whose semantics the rules follow."""
         return self._matcher.dialect
 
     @property
     def fallbacks(self) -> tuple[tuple[int, str], ...]:
-        """(rule index, reason) of the rules that `re` evaluates, path by path.
+        """Return (rule index, reason) of the rules that `re` evaluates, path by path.
 
         Example:
             >>> Rules([("wq", None), (r"(?=w)k", None)]).fallbacks
@@ -163,22 +158,22 @@ class Rules:
         return self._matcher.fallbacks
 
     def match(self, tree: Any, min_size: int | None = 0, strict: bool = True) -> Any:
-        """The tree with each leaf replaced by its spec; see `match_partition_rules`."""
+        """Return the tree with each leaf replaced by its spec; see `match_partition_rules`."""
         return specs_by_rules(self._matcher, tree, min_size, strict)
 
     def first_match(self, path: str) -> int | None:
-        """The index of the first rule that matches the path, or None.
+        """Return the index of the first rule that matches the path, or None.
 
         A dialect may allow only one to match; `match` checks that, and this does not.
         """
         return self._matcher.first_match(path)
 
     def all_matches(self, path: str) -> list[int]:
-        """The indices of all rules that match the path, ascending."""
+        """Return the indices of all rules that match the path, ascending."""
         return self._matcher.all_matches(path)
 
     def coverage(self, tree: Any, strict: bool = True) -> Coverage:
-        """Per rule, the leaves that it matches and wins, from one walk over the tree.
+        """Return per rule, the leaves that it matches and wins, from one walk over the tree.
 
         Args:
             tree: Any pytree; of its leaves only `.shape` is read.
@@ -236,7 +231,7 @@ def match_partition_rules(
     min_size: int | None = 0,
     strict: bool = True,
 ) -> Any:
-    """The tree with each leaf replaced by the spec of the first rule that matches its path.
+    """Return the tree with each leaf replaced by the spec of the first rule that matches its path.
 
     Semantics of `eformer.escale.match_partition_rules`, 0.0.101: paths are the keys' texts joined
     by "/"; a leaf without a shape, or with an empty one, gets `PartitionSpec()` and needs no rule;
@@ -278,7 +273,7 @@ def match_partition_rules(
 
 
 def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bool = True) -> Any:
-    """The tree with each leaf replaced by its spec, for functions that users call themselves.
+    """Return the tree with each leaf replaced by its spec, for public functions.
 
     Raises:
         ValueError, TypeError, RecursionError: As `match_partition_rules`.
@@ -288,18 +283,18 @@ def specs_by_rules(matcher: Matcher, tree: Any, min_size: int | None, strict: bo
             f"rule {rule}: {rule_shown(*matcher.pairs[rule])} is a spec that only a mesh makes: "
             "use named_shardings or plan, with a mesh"
         )
-    found = matcher.decide(
+    walk = matcher.decide(
         tree,
         matcher.specs,
         as_partition_spec(Entries()),
         min_size=checked_min_size(min_size),
         strict=boolean("strict", strict),
     )
-    return decided_tree(matcher, found, too_long_message)
+    return decided_tree(matcher, walk, too_long_message)
 
 
 def as_rules(name: str, rules: PathRules) -> Rules:
-    """The rules, compiled if they are pairs; `name` is the parameter's, for errors.
+    """Return the rules, compiled if they are pairs; `name` is the parameter's, for errors.
 
     Raises:
         TypeError, re.error: As `Rules`.
@@ -308,27 +303,27 @@ def as_rules(name: str, rules: PathRules) -> Rules:
 
 
 def remembered_rules(rules: Iterable[Any], dialect: Dialect, name: str = "rules") -> Rules:
-    """`Rules(rules, dialect)`, or the ones of an earlier call with the same pairs.
+    """Return `Rules(rules, dialect)`, or the ones of an earlier call with the same pairs.
 
     Raises:
         TypeError, re.error: As `Rules`; `name` is the parameter's.
     """
     pairs = tuple(_checked_rules(rules, name))
     try:
-        given = GivenPairs(pairs, dialect)
+        key = GivenPairs(pairs, dialect)
     except TypeError:  # lists, as JSON has them; checked, they are tuples
-        given = GivenPairs(_checked_pairs(pairs, dialect), dialect)
-    return _compiled(given)
+        key = GivenPairs(_checked_pairs(pairs, dialect), dialect)
+    return _compiled(key)
 
 
 # Each may hold its memory budget in states, but real rules take some 100 KB.
 @functools.lru_cache(maxsize=16)
-def _compiled(given: GivenPairs) -> Rules:
-    return Rules(given.pairs, given.dialect)
+def _compiled(key: GivenPairs) -> Rules:
+    return Rules(key.pairs, key.dialect)
 
 
 def matcher_of(rules: Rules) -> Matcher:
-    """The matcher inside the rules, for the modules of this package."""
+    """Return the matcher inside the rules, for the modules of this package."""
     return rules._matcher
 
 
@@ -349,7 +344,7 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
             f"{name} must be rules for paths, not {shown(rules)}, which are for logical axis "
             "names; give them to named_shardings, shard or plan"
         )
-    if isinstance(rules, PlanLike):
+    if hasattr(rules, "with_rules"):
         raise TypeError(
             f"{name} must be rules for paths, not a Plan, which has put them on a mesh; give "
             "plan.rules, or take plan.specs()"
@@ -363,16 +358,16 @@ def _checked_rules(rules: Any, name: str = "rules") -> list[Any]:
     return list(rules)
 
 
-def where_rules_are(given: Any) -> str:
-    """The end of an error about what is no rules itself, but leads to some; or ""."""
-    if isinstance(given, str | os.PathLike):
+def where_rules_are(thing: Any) -> str:
+    """Return the end of an error about what is no rules itself, but leads to some; or ""."""
+    if isinstance(thing, str | os.PathLike):
         return "; the rules of a file are shardrules.read_rules(path).rules"
-    has_rules = hasattr(getattr(given, "rules", None), "dialect")  # of paths, or of names
-    return "; give its .rules" if has_rules and not isinstance(given, Mapping) else ""
+    has_rules = hasattr(getattr(thing, "rules", None), "dialect")  # of paths, or of names
+    return "; give its .rules" if has_rules and not isinstance(thing, Mapping) else ""
 
 
 def _pairs_of(rules: Mapping[Any, Any]) -> str:
-    """An example of pairs to pass instead of a mapping."""
+    """Return an example of pairs to pass instead of a mapping."""
     if isinstance(getattr(rules, "rules", None), Rules):  # compat.keras
         return "its .rules"
     if type(rules).__module__.partition(".")[0] == "keras":

@@ -347,10 +347,8 @@ def least_tightness(phrase: Phrase) -> int:
 
 
 def pattern_of(phrase: Phrase, paths: Sequence[Path], dialect: Dialect, tightness: int) -> Pattern:
-    """Write the phrase in a dialect that matches regexes, or windows of them."""
+    """Write the phrase as a regex for the dialect."""
     mode = MATCH_MODES[dialect.match[-1]]
-    if mode.written_as == "window":
-        return _window(phrase, dialect.separator)
     start, *rest = phrase.words
     if start.names == (_START.text,):
         return (
@@ -372,18 +370,6 @@ def text_pattern(path: Path) -> str | None:
     if any(path[n] != (".", NUMBER) or n == 0 or n - 1 in numbers for n in numbers):
         return None
     return "".join(word.before + word.text.replace(NUMBER, "*") for word in path)
-
-
-def _window(phrase: Phrase, separator: str) -> tuple[str, ...]:
-    components: list[str] = []
-    for word in phrase.words:
-        if word.names == (_START.text,):
-            continue
-        if components and separator not in word.before:
-            components[-1] += _escaped_word(word.before) + _names_of(word.names)
-        else:
-            components.append(_names_of(word.names))
-    return tuple(components)
 
 
 def _names_of(names: tuple[str, ...], *, is_loose: bool = False) -> str:

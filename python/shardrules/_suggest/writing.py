@@ -353,5 +353,4 @@ def _catch_all(units: list[Unit], uses: Mapping[str, str], dialect: Dialect) -> 
             f"and in the dialect {dialect.name} no rule may be for all that is left"
         )
     axes = tuple(axis for axis, use in uses.items() if use == "fsdp") or tuple(uses)[:1]
-    is_window = MATCH_MODES[dialect.match[-1]].written_as == "window"
-    return (".*",) if is_window else ".*", fsdp(axes)
+    return ".*", fsdp(axes)

@@ -1,7 +1,4 @@
-"""The message about leaves that get no sharding: one form, whatever decides them.
-
-Costs a line or more for each leaf listed. Must not know why a leaf gets none.
-"""
+"""Message about leaves that get no sharding: path, shape, rule, reasons and fixes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ MOST_LISTED: Final = 20
 
 
 class LeafError(NamedTuple):
-    """A leaf, or several that are alike, without a sharding."""
+    """Leaf, or several that are alike, without a sharding."""
 
     path: str
     shape: Sequence[int] | None
@@ -32,7 +29,7 @@ def leaf_errors(
     said_by: str = "rules",
     count: int | None = None,
 ) -> str:
-    """The message: how many leaves, and of the first ones path, shape, what decides, why, the fix.
+    """Return the message: the number of leaves; path, shape, rule, reasons, fix of the first.
 
     Args:
         rows: The leaves, or the first of them.
@@ -40,13 +37,13 @@ def leaf_errors(
         said_by: What decides the leaves.
         count: How many leaves there are. Default: those of the rows.
     """
-    shown = rows[:MOST_LISTED]
+    first = rows[:MOST_LISTED]
     total = sum(row.leaves for row in rows) if count is None else count
     mesh = "their meshes" if axis_sizes is None else f"the mesh {mesh_shown(axis_sizes)}"
     lines = [f"{counted(total, 'leaf')} cannot be sharded as the {said_by} say, on {mesh}:"]
-    for path, shape, decided_by, reasons, _ in shown:
+    for path, shape, decided_by, reasons, _ in first:
         size = "" if shape is None else f"  shape {tuple(shape)}"
         lines.append(f"    {path or '(the tree)'}{size}  {decided_by}")
         lines += [f"        {reason}" for reason in reasons]
-    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in shown), "leaf")]
+    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in first), "leaf")]
     return printable_lines(lines)

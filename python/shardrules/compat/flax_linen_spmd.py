@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardrules._core import resolve_all
 from shardrules._place.logical import (
     RulesFallback,
     compiled,
     constraint_spec,
     is_logical_spec,
-    named_sharding,
+    resolved,
+    sharding_maker,
 )
-from shardrules._place.name_shardings import ErrorCollector
 from shardrules._rules.logical_rules import (
     get_logical_axis_rules,
     logical_axis_rules,
@@ -89,7 +88,7 @@ def logical_to_mesh(tree: Any, rules: LogicalRulesLike | None = None) -> Any:
         True
     """
     priority = compiled(rules, None)
-    return _map_specs(tree, lambda names, _: priority.spec(names))
+    return resolved(tree, None, lambda names, _: priority.spec(names), is_partition_spec)
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | None = None) -> Any:
@@ -108,13 +107,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: LogicalRulesLike | No
         >>> tuple(logical_to_mesh_sharding(tree, mesh, [("embed", "tp")])["w"].spec)
         ('tp',)
     """
-    priority = compiled(rules, None)
-    make = ErrorCollector(
-        lambda names, _: named_sharding(priority.spec(names), mesh), priority, mesh
-    )
-    shardings = _map_specs(tree, make)
-    make.check(lambda: _leaves_by_path(tree))
-    return shardings
+    return resolved(tree, None, sharding_maker(compiled(rules, None), mesh), is_partition_spec)
 
 
 def with_logical_constraint(
@@ -235,13 +228,3 @@ def with_logical_partitioning(
         return LogicallyPartitioned(fn(*args, **kwargs), names, mesh=mesh, rules=rules)
 
     return wrapper
-
-
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any, None]]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_partition_spec)[0]
-    return [(jax.tree_util.keystr(path), names, None) for path, names in leaves]
-
-
-def _map_specs(tree: Any, make: Any) -> Any:
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_partition_spec)
-    return jax.tree_util.tree_unflatten(treedef, resolve_all(leaves, None, {}, make))
