@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
+from os.path import commonprefix
 from traceback import format_exception_only
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -43,8 +44,67 @@ _TOLD: Final = 300
 # The row of a process that has written the verdict itself.
 _FAILED: Final = "failed"
 
+Row = tuple[str, str]
+"""(path, dtype, shape and shardings as text)"""
+DEVICES: Final = "the order of the mesh's devices"
+"""In the place of a path, the last row of a call."""
+_SHOWN: Final = 200
+
 _logger: Final = logging.getLogger("shardrules")
 _lock: Final = threading.Lock()
+
+
+class JointCall:
+    """Context manager for one process's part of a joint call, up to the agreement.
+
+    Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
+    processes, unless `alone` or `agree` was called before it.
+
+    Args:
+        name: The name of the function.
+        when: What has happened when the body fails, for the other processes.
+
+    Attributes:
+        joint: Whether the other processes still have to agree.
+    """
+
+    def __init__(self, name: str, when: str = "before anything was done") -> None:
+        self._name = name
+        self._when = when
+        self.joint = False
+
+    def __enter__(self) -> JointCall:
+        import jax
+
+        self.joint = jax.process_count() > 1
+        if self.joint:
+            shardrules._leave_before_jax()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None and self.joint:
+            fail(self._name, error, self._when)
+
+    def alone(self) -> None:
+        """End the joint call, which uses only this process's devices. Leaves a note for others."""
+        if self.joint:
+            self.joint = False
+            note(f"{self._name} on devices of its own")
+
+    def agree(self, rows: Callable[[], list[Row]]) -> None:
+        """Wait until all processes have the same rows.
+
+        Raises:
+            RuntimeError: Their rows differ, a process has failed or is late, or there is no
+                coordination service.
+            ValueError: The environment's time limit is not a number above 0.
+        """
+        if self.joint:
+            own_rows, limit = rows(), wait_limit()
+            self.joint = False
+            settle(self._name, own_rows, limit)
 
 
 def settle(name: str, rows: list[Row], limit: float) -> None:
@@ -318,14 +378,6 @@ def _last(key: str) -> int:
     return int(key.rsplit("/", 1)[1])
 
 
-Row = tuple[str, str]
-"""(path, dtype, shape and shardings as text)"""
-
-DEVICES: Final = "the order of the mesh's devices"
-"""In the place of a path, the last row of a call."""
-_SHOWN: Final = 200
-
-
 def rows_of(tree: Any, shardings: Mapping[int, NamedSharding | None]) -> list[Row]:
     """Return a row for each of these leaves, and one for the devices of all meshes.
 
@@ -362,7 +414,8 @@ def first_difference(rows: list[Row], other_rows: list[Row], names: tuple[str, s
         where = f"leaf {place} of the tree"
         ends = "no such leaf"
         texts = (" ".join(a) if a else ends, " ".join(b) if b else ends)
-    start = max(0, _common(*texts) - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
+    same = len(commonprefix(texts))  # noqa: RUF071 these are no paths of files
+    start = max(0, same - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
     texts_of = [f"{name} has {_cut(text, start)}" for name, text in zip(names, texts, strict=True)]
     return f"{where}: {', and '.join(texts_of)}"
 
@@ -435,65 +488,6 @@ class _Texts:
 _name = functools.lru_cache(maxsize=256)(str)  # numpy takes 10 microseconds to name a dtype
 
 
-def _common(first: str, second: str) -> int:
-    """Return length of the common prefix."""
-    same = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(same, min(len(first), len(second)))
-
-
 def _cut(text: str, start: int) -> str:
     before, after = "..." if start else "", "..." if len(text) > start + _SHOWN else ""
     return f"{before}{text[start : start + _SHOWN]}{after}"
-
-
-class JointCall:
-    """Context manager for one process's part of a joint call, up to the agreement.
-
-    Any exception in the body, also SystemExit and KeyboardInterrupt, becomes an error in the other
-    processes, unless `alone` or `agree` was called before it.
-
-    Args:
-        name: The name of the function.
-        when: What has happened when the body fails, for the other processes.
-
-    Attributes:
-        joint: Whether the other processes still have to agree.
-    """
-
-    def __init__(self, name: str, when: str = "before anything was done") -> None:
-        self._name = name
-        self._when = when
-        self.joint = False
-
-    def __enter__(self) -> JointCall:
-        import jax
-
-        self.joint = jax.process_count() > 1
-        if self.joint:
-            shardrules._leave_before_jax()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if error is not None and self.joint:
-            fail(self._name, error, self._when)
-
-    def alone(self) -> None:
-        """End the joint call, which uses only this process's devices. Leaves a note for others."""
-        if self.joint:
-            self.joint = False
-            note(f"{self._name} on devices of its own")
-
-    def agree(self, rows: Callable[[], list[Row]]) -> None:
-        """Wait until all processes have the same rows.
-
-        Raises:
-            RuntimeError: Their rows differ, a process has failed or is late, or there is no
-                coordination service.
-            ValueError: The environment's time limit is not a number above 0.
-        """
-        if self.joint:
-            own_rows, limit = rows(), wait_limit()
-            self.joint = False
-            settle(self._name, own_rows, limit)
