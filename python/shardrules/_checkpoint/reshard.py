@@ -21,7 +21,6 @@ from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import (
     checked_sharding,
     matched,
-    paths_of,
     scales_in,
     shapes_and_dtypes,
 )
@@ -42,6 +41,7 @@ from shardrules._place.shard import (
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
+from shardrules._trees.align import leaf_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -440,7 +440,7 @@ def _as_they_are(
 
 def _scales(tree: Any, leaves: Sequence[Any]) -> list[int]:
     """Which of the leaves are scales of codes beside them."""
-    paths = paths_of(tree)
+    paths = leaf_paths(tree)
     dtypes = {
         path: str(getattr(leaf, "dtype", "")) for path, leaf in zip(paths, leaves, strict=True)
     }
@@ -469,7 +469,7 @@ def _by_paths(
     """(the abstract tree of the result, the move of each of its leaves)."""
     from jax import tree_util
 
-    names, leaves = paths_of(tree), tree_util.tree_leaves(tree)
+    names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
     of_leaves = shapes_and_dtypes(tree, names)
     arrays = {name: ArraySpec(*of) for name, of in zip(names, of_leaves, strict=True)}
     in_tree, rules = None, plan_or_rules

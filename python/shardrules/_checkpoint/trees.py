@@ -6,7 +6,7 @@ Costs a few look-ups per array. Must not know where the arrays are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,9 @@ from shardrules._dtypes import bits_of, converts, given_name, is_plain_float, ke
 from shardrules._files.leaves import ArraySpec
 from shardrules._files.models import Arrays, nested
 from shardrules._mesh.mesh import check_placeable
-from shardrules._plan.survey import survey
-from shardrules._rules.rules import Rules
+from shardrules._trees.align import leaf_paths, match_rows
 
 _ShapeAndDtype = tuple[tuple[int, ...], str]
-
-_ANY_PATH: Final = Rules([("", ())])
 
 
 def matched(
@@ -49,11 +46,11 @@ def matched(
         targets = targets_of(arrays, renames, {}, problems)
         problems.raise_all()
         tree = _tree_of(targets)
-        paths = paths_of(tree)
+        paths = leaf_paths(tree)
         wanted = [(targets[path].shape, targets[path].dtype) for path in paths]
     else:
         check_tree("tree", tree)
-        paths = paths_of(tree)
+        paths = leaf_paths(tree)
         wanted = shapes_and_dtypes(tree, paths)
         shapes = {}
         for path, (shape, _) in zip(paths, wanted, strict=True):
@@ -106,7 +103,7 @@ def scales_in(dtypes: Mapping[str, str]) -> set[str]:
 
 def _bare(path: str) -> str:
     """The path with slashes alone, and of the box that has an array under `value`."""
-    return path.replace(".", "/").removesuffix("/value")
+    return _with_slashes(path).removesuffix("/value")
 
 
 def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
@@ -115,14 +112,6 @@ def _tree_of(targets: Mapping[str, Target]) -> dict[str, Any]:
     if not any("/" in path for path in leaves):
         return leaves
     return nested(Arrays("the arrays", leaves, "/"))
-
-
-def paths_of(tree: Any) -> list[str]:
-    """The path of each leaf, in JAX's order."""
-    from jax import tree_util
-
-    leaves = survey(tree, _ANY_PATH)
-    return [leaves.paths[row] for row in tree_util.tree_leaves(leaves.tree)]
 
 
 def shapes_and_dtypes(tree: Any, paths: list[str]) -> list[_ShapeAndDtype]:
@@ -141,20 +130,20 @@ def _dtype_of(leaf: Any) -> Any:
 def _in_tree(
     targets: Mapping[str, Target],
     paths: list[str],
-    wanted: list[_ShapeAndDtype],
+    in_tree: list[_ShapeAndDtype],
     problems: Problems,
 ) -> dict[str, Target]:
-    """The targets by the tree's paths; notes what is missing, left over, or something else."""
-    by_path = {_bare(path): target for path, target in targets.items()}
-    by_path |= {path.replace(".", "/"): target for path, target in targets.items()} | dict(targets)
-    found: dict[str, Target] = {}
-    unused: list[str] = []
-    for path, (shape, dtype) in zip(paths, wanted, strict=True):
-        target = by_path.get(path) or by_path.get(_bare(path))
-        if target is None:
+    """Return the targets by the tree's paths; note what is missing, left over, or differs."""
+    names = list(targets)
+    rows = match_rows(paths, names, _with_slashes, _bare)
+    taken = set(rows)
+    unused = [name for row, name in enumerate(names) if row not in taken]
+    aligned: dict[str, Target] = {}
+    for path, row, (shape, dtype) in zip(paths, rows, in_tree, strict=True):
+        if row < 0:
             problems.add(f"missing: the tree wants {dtype}{list(shape)}", path, unused)
             continue
-        found[path] = target
+        target = aligned[path] = targets[names[row]]
         if target.shape != shape:
             problems.add(
                 f"another shape: the tree wants {list(shape)}, and the array has "
@@ -166,13 +155,13 @@ def _in_tree(
                 f"another kind of dtype: the tree wants {dtype}, and the array has {target.dtype}",
                 path,
             )
-    taken = {id(target) for target in found.values()}
-    left_over = "left over: the tree does not have it; a Rename to None leaves it out"
-    for path, target in targets.items():
-        if id(target) not in taken:
-            problems.add(left_over, path)
-            unused.append(path)
-    return found
+    for name in unused:
+        problems.add("left over: the tree does not have it; a Rename to None leaves it out", name)
+    return aligned
+
+
+def _with_slashes(path: str) -> str:
+    return path.replace(".", "/")
 
 
 def _fits(of: str, to: str) -> bool:

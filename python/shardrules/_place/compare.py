@@ -15,7 +15,7 @@ from shardrules._place.spec_trees import spread_specs
 from shardrules._plan_like import PlanLike
 from shardrules._rules.logical_rules import LogicalRules, resolver_of
 from shardrules._rules.matcher import Matcher, checked_min_size
-from shardrules._rules.names import logical_names, named_arrays, rows_and_paths
+from shardrules._rules.names import logical_names
 from shardrules._rules.patterns import Pattern
 from shardrules._rules.resolver import repeated
 from shardrules._rules.rules import Rules, as_rules, matcher_of
@@ -28,6 +28,7 @@ from shardrules._specs import (
     with_entries,
 )
 from shardrules._text import record
+from shardrules._trees.align import named_arrays, rows_and_paths
 
 Problem = Literal["unmatched", "ambiguous", "spec longer than rank", "name twice"]
 

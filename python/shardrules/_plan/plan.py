@@ -37,9 +37,14 @@ from shardrules._place.shardings import check_memory_on_mesh
 from shardrules._plan.companions import Companion
 from shardrules._plan.findings import NOTHING, Declared, all_declared
 from shardrules._plan.resolve import axis_sizes_of, by_rules, explicit_axes_of, mesh_on
-from shardrules._plan.same_paths import beside, surveyed
 from shardrules._plan.show import table
-from shardrules._plan.survey import redecided, survey, with_companions
+from shardrules._plan.survey import (
+    leaves_in_plan,
+    redecided,
+    survey,
+    survey_planned,
+    with_companions,
+)
 from shardrules._plan.table import DEFAULT_LARGE, OVERLAP
 from shardrules._plan_like import PlanLike
 from shardrules._rules.logical_rules import LogicalRules
@@ -67,8 +72,8 @@ if TYPE_CHECKING:
     from shardrules._plan.memory import DeviceBytes, Room
     from shardrules._plan.report import Proposal, Proposed
     from shardrules._plan.roles import DimRole
-    from shardrules._plan.same_paths import Beside
     from shardrules._plan.state import Zero1
+    from shardrules._plan.survey import PlannedLeaves
     from shardrules._plan.table import Columns, Kind, Leaves
     from shardrules._rules.matcher import Coverage
 
@@ -146,8 +151,7 @@ def plan(
         decider, min_size=smallest, companions=followers, names=names, correction=correction
     )
     if isinstance(decider, Plan):
-        planned = decider._columns.leaves
-        return decider._for(beside(surveyed(tree, planned), planned), mesh)
+        return decider._for(survey_planned(tree, decider._columns.leaves), mesh)
     if decider is None and mesh is None:
         from shardrules._plan.resolve import mesh_of_shardings
 
@@ -498,7 +502,7 @@ class Plan(PlanLike):
         leaves = self._columns.leaves
         optional = frozenset(self._declared["optional_axes"])
         if isinstance(decider, Plan):
-            return decider._for(beside(leaves, decider._columns.leaves), self._mesh)
+            return decider._for(leaves_in_plan(leaves, decider._columns.leaves), self._mesh)
         if isinstance(self.rules, LogicalRules) != isinstance(decider, LogicalRules):
             raise TypeError(
                 "rules: the plan has logical rules: give LogicalRules, or plan the tree itself"
@@ -522,7 +526,7 @@ class Plan(PlanLike):
         """The same plan, with what `check` is to know about its rules."""
         return Plan(self._columns, self._on_mesh, self._mesh, declared)
 
-    def _for(self, tree: Beside, mesh: MeshLike | None) -> Plan:
+    def _for(self, tree: PlannedLeaves, mesh: MeshLike | None) -> Plan:
         """The plan of another tree with leaves of this one, on this mesh or another."""
         from shardrules._plan.resolve import by_plan
 
@@ -535,7 +539,7 @@ class Plan(PlanLike):
         from shardrules._plan import trees
 
         chosen = self if mesh is None else self.on_mesh(mesh)
-        leaves, rows = beside(surveyed(tree, self._columns.leaves), self._columns.leaves)
+        leaves, rows = survey_planned(tree, self._columns.leaves)
         return trees.placements_of(chosen._columns, chosen.mesh, leaves.tree, rows)
 
     def sweep(

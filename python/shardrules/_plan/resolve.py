@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from shardrules._mesh.mesh import MeshLike
     from shardrules._mesh.spec_on_mesh import LostAxes, SpecByShape, SpecOnMesh
     from shardrules._plan.fold import Folded
-    from shardrules._plan.same_paths import Beside
-    from shardrules._plan.survey import Derivation
+    from shardrules._plan.survey import Derivation, PlannedLeaves
     from shardrules._plan.table import Kind, LeafType, Leaves, Spec
     from shardrules._rules.resolver import LostRule
     from shardrules._rules.rules import Rules
@@ -397,7 +396,7 @@ def by_rules(
     return Columns(leaves, kinds, on_mesh.axis_sizes, explicit_axes_of(mesh))
 
 
-def by_plan(planned: Columns, tree: Beside) -> Columns:
+def by_plan(planned: Columns, tree: PlannedLeaves) -> Columns:
     """The sharding of each leaf on the mesh of the plan.
 
     Args:

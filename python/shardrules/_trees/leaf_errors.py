@@ -5,12 +5,14 @@ Costs a line or more for each leaf listed. Must not know why a leaf gets none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from shardrules._text import and_more, counted, mesh_shown, printable_lines
 
 MOST_LISTED: Final = 20
+_FEW: Final = 10
 
 
 class LeafError(NamedTuple):
@@ -50,3 +52,9 @@ def leaf_errors(
         lines += [f"        {reason}" for reason in reasons]
     lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in shown), "leaf")]
     return printable_lines(lines)
+
+
+def listing(heading: str, lines: Iterable[str], count: int, noun: str) -> str:
+    """Return a message with the first lines of so many, one for each leaf or path."""
+    rows = [*islice(lines, _FEW), *and_more(count, _FEW, noun)]
+    return printable_lines([f"{heading}:", *(f"    {row}" for row in rows)])
