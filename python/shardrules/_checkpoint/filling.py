@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
 from shardrules._checkpoint.reading import (
     DEFAULT_IN_FLIGHT,
+    BoxRequest,
     Reader,
-    WantedBytes,
     copy_values,
     numpy_dtype,
 )
-from shardrules._checkpoint.renames import Box, Piece, box_shape
 from shardrules._checkpoint.targets import SourcePart, Target
 from shardrules._dtypes import bits_of
-from shardrules._files.leaves import StoredArray
+from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
 from shardrules._specs import entries_of, entry_axes
 from shardrules._text import bytes_shown, counted, mesh_shown, printable_lines
@@ -211,12 +211,8 @@ def _local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, l
     """The distinct boxes of this process's devices, each with the devices that hold it."""
     found: dict[Box, list[Any]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        found[_box_of(index or (), shape)].append(device)
+        found[box_of(index or (), shape)].append(device)
     return dict(sorted(found.items()))
-
-
-def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
 
 
 def bytes_in_flight(jobs: Sequence[Job], given: int | None) -> int:
@@ -238,7 +234,7 @@ def bytes_in_flight(jobs: Sequence[Job], given: int | None) -> int:
     return given
 
 
-def bytes_to_read(job: Job, stored: Mapping[str, StoredArray]) -> int:
+def bytes_to_read(job: Job, stored: Mapping[str, ArraySpec]) -> int:
     """The bytes in files of the array's parts that this process needs, without scales."""
     elements = sum(prod(box_shape(box)) for box in job.local_boxes)
     return elements * bits_of(stored[job.target.parts[0].source].dtype) // 8
@@ -246,7 +242,7 @@ def bytes_to_read(job: Job, stored: Mapping[str, StoredArray]) -> int:
 
 def fill(
     jobs: Sequence[Job],
-    stored: Mapping[str, StoredArray],
+    stored: Mapping[str, ArraySpec],
     reader: Reader,
     most_bytes: int,
     done: Callable[[], None],
@@ -323,9 +319,7 @@ def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
                 yield _Unit(index, tuple(part), False, sum(map(sizes.__getitem__, part)))
 
 
-def _whole(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
-) -> Any:
+def _whole(job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader) -> Any:
     """The array; one call puts all its boxes."""
     import jax
 
@@ -333,13 +327,13 @@ def _whole(
     shape = job.target.shape
     return jax.block_until_ready(
         jax.make_array_from_callback(
-            shape, job.sharding, lambda index: buffers[_box_of(index or (), shape)]
+            shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
         )
     )
 
 
 def _boxes(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
 ) -> dict[Any, Any]:
     """{device: its part} for these boxes."""
     import jax
@@ -366,11 +360,11 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
 
 
 def _filled(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, StoredArray], reader: Reader
+    job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
 ) -> dict[Box, npt.NDArray[Any]]:
     """The boxes, read from the files."""
     buffers = _buffers(boxes, job.dtype)
-    wanted: dict[str, list[WantedBytes]] = defaultdict(list)
+    wanted: dict[str, list[BoxRequest]] = defaultdict(list)
     beside: list[tuple[SourcePart, Piece, npt.NDArray[Any], npt.NDArray[Any]]] = []
     for box, buffer in buffers.items():
         for part in job.target.parts:
@@ -383,7 +377,7 @@ def _filled(
                     dtype = numpy_dtype(stored[part.source].dtype)
                     into = np.empty(box_shape(piece.source), dtype)
                     beside.append((part, piece, into, view))
-                wanted[part.source].append(WantedBytes(piece.source, into))
+                wanted[part.source].append(BoxRequest(piece.source, into))
     try:
         for name, of_array in wanted.items():
             reader.fill(stored[name], of_array)
@@ -409,9 +403,7 @@ def _fills_view(part: SourcePart, piece: Piece) -> bool:
 
 def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
     """The place of a piece, with a dimension for each of its axes in the result's order."""
-    spans = zip(piece.target, box, strict=True)
-    index: tuple[Any, ...] = (*(slice(a - c, b - c) for (a, b), (c, _) in spans), ...)
-    place: npt.NDArray[Any] = buffer[index]
+    place: npt.NDArray[Any] = buffer[slices_in(piece.target, box)]
     return place.reshape([piece.lengths[axis] for axis in piece.order])
 
 
@@ -419,7 +411,7 @@ def _scaled(
     values: npt.NDArray[Any],
     part: SourcePart,
     piece: Piece,
-    stored: Mapping[str, StoredArray],
+    stored: Mapping[str, ArraySpec],
     reader: Reader,
 ) -> npt.NDArray[Any]:
     """The values times the scales of their blocks, in float32."""
@@ -428,7 +420,7 @@ def _scaled(
         for (begin, end), block in zip(piece.source, part.blocks, strict=True)
     )
     factors = np.empty(box_shape(box), np.float32)
-    reader.fill(stored[part.scale or ""], [WantedBytes(box, factors)])
+    reader.fill(stored[part.scale or ""], [BoxRequest(box, factors)])
     for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
         of_elements = np.arange(begin, end) // block - begin // block
         factors = factors.take(of_elements, dim)

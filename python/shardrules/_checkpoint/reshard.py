@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from shardrules._arguments import Tree, boolean, check_tree, each, in_order, integer, listed, texts
+from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.reading import DEFAULT_IN_FLIGHT
-from shardrules._checkpoint.renames import Form, Rename
+from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Problems, Target
 from shardrules._checkpoint.trees import (
     checked_sharding,

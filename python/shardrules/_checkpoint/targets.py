@@ -15,7 +15,17 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from shardrules._checkpoint.renames import Arrangement, Box, Piece, Rename, Sized, identity
+from shardrules._checkpoint.boxes import (
+    Arrangement,
+    Box,
+    Piece,
+    Sized,
+    intersection,
+    shifted,
+    sized,
+    unchanged,
+)
+from shardrules._checkpoint.renames import Rename
 from shardrules._dtypes import bits_of, converts
 from shardrules._io import FileError
 from shardrules._plan.fold import fold
@@ -49,23 +59,21 @@ class SourcePart(NamedTuple):
     blocks: tuple[int, ...]
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """The pieces of the array that are in this box of the target."""
-        inside = tuple(
-            (max(begin - at, 0), min(end - at, size))
-            for (begin, end), at, size in zip(
-                box, self.target_at, self.sized.target_shape, strict=True
+        """Yield the pieces of the array that are in this box of the target."""
+        target_shape = self.sized.target_shape
+        full = tuple((at, at + size) for at, size in zip(self.target_at, target_shape, strict=True))
+        inside = intersection(box, full)
+        if any(begin == end for begin, end in inside):
+            return
+        pieces = self.sized.pieces(shifted(inside, tuple(-at for at in self.target_at)))
+        if not (any(self.source_at) or any(self.target_at)):
+            yield from pieces
+            return
+        for piece in pieces:
+            yield piece._replace(
+                source=shifted(piece.source, self.source_at),
+                target=shifted(piece.target, self.target_at),
             )
-        )
-        if all(begin < end for begin, end in inside):
-            for piece in self.sized.pieces(inside):
-                yield piece._replace(
-                    source=_moved(piece.source, self.source_at),
-                    target=_moved(piece.target, self.target_at),
-                )
-
-
-def _moved(box: Box, by: Shape) -> Box:
-    return tuple((begin + at, end + at) for (begin, end), at in zip(box, by, strict=True))
 
 
 class Target(NamedTuple):
@@ -197,12 +205,12 @@ def _uses(
         _MisfitError: The rename does not fit the array.
     """
     if rename is _PLAIN:
-        yield name, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
+        yield name, _Use(name, rename, unchanged(shape), (0,) * len(shape), {})
         return
     path = re.sub(rename.pattern, rename.path or "", name, count=1)
     found = rename.arrangement
     if found is None:
-        yield path, _Use(name, rename, _unchanged(shape), (0,) * len(shape), {})
+        yield path, _Use(name, rename, unchanged(shape), (0,) * len(shape), {})
         return
     if len(found.source) != len(shape):
         raise _MisfitError(
@@ -219,16 +227,12 @@ def _uses(
         parts.append((whole, unstacked, of_axes))
     starts = [_starts(group, shape[dim], counts, parts) for dim, group in enumerate(found.source)]
     for whole, unstacked, of_axes in parts:
-        sized = Sized(found.without((*stacked, *counts)), of_axes)
+        of_part = sized(found.without((*stacked, *counts)), tuple(of_axes.items()))
         at = tuple(
             start[unstacked[group[0]]] if group[0] in counts else 0
             for start, group in zip(starts, found.source, strict=True)
         )
-        yield whole, _Use(name, rename, sized, at, stacked)
-
-
-def _unchanged(shape: Shape) -> Sized:
-    return Sized(identity(len(shape)), {f"dim{i}": size for i, size in enumerate(shape)})
+        yield whole, _Use(name, rename, of_part, at, stacked)
 
 
 def _words(rename: Rename, axis: str) -> list[str] | None:

@@ -33,7 +33,7 @@ def find_checkpoint(directory: Path) -> Path | None:
     Raises:
         FileError: There are several items, or a link leads out of the directory.
     """
-    found = directory if _is_item(directory) else _item_below(directory)
+    found = directory if is_item(directory) else _item_below(directory)
     if found is not None:
         _check_inside(directory, found)
     return found
@@ -42,12 +42,12 @@ def find_checkpoint(directory: Path) -> Path | None:
 def _item_below(directory: Path) -> Path | None:
     children = [child for child in directory.iterdir() if child.is_dir()]
     steps = {child: int(step[1]) for child in children if (step := _STEP.fullmatch(child.name))}
-    items = [child for child in children if _is_item(child) and child not in steps]
+    items = [child for child in children if is_item(child) and child not in steps]
     if steps and not items:
         latest = max(steps, key=steps.__getitem__)
-        if _is_item(latest):
+        if is_item(latest):
             return latest
-        items = [child for child in latest.iterdir() if _is_item(child)]
+        items = [child for child in latest.iterdir() if is_item(child)]
     if len(items) > 1:
         names = ", ".join(sorted(str(item.relative_to(directory)) for item in items))
         raise FileError(
@@ -56,7 +56,8 @@ def _item_below(directory: Path) -> Path | None:
     return items[0] if items else None
 
 
-def _is_item(directory: Path) -> bool:
+def is_item(directory: Path) -> bool:
+    """Say whether it is the directory of a checkpoint's tree."""
     return (directory / _METADATA).is_file()
 
 

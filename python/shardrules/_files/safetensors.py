@@ -69,7 +69,13 @@ def read_header(path: Path, make: ArraySpecs) -> dict[str, ArraySpec]:
     if not set(dtypes) <= SAFETENSORS.keys():
         _raise_odd_dtype(path, names, dtypes)
     _check_offsets(path, leaves, offsets, len(data))
-    return make.in_file(leaves, file, (data.start + begin for begin, _ in offsets))
+    if not make.keeps_places:
+        return leaves
+    rows = zip(leaves.items(), offsets, strict=True)
+    return {
+        name: ArraySpec(leaf.shape, leaf.dtype, file, data.start + begin)
+        for (name, leaf), (begin, _) in rows
+    }
 
 
 def _header(path: Path) -> tuple[dict[str, Any], StoredFile, range]:
