@@ -242,7 +242,7 @@ def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
 
     def counted(work):
         def call(job, boxes, *rest):
-            size = sum(map(job.box_bytes, boxes))
+            size = sum(map(job.box_sizes.__getitem__, boxes))
             with lock:
                 held[0] += size
                 peak[0] = max(peak[0], held[0])
@@ -299,14 +299,14 @@ def test_donating_what_was_loaded_does_not_change_it_elsewhere(checkpoint):
 
 class TestUntrusted:
     def test_a_file_that_changes_before_it_is_read(self, checkpoint, monkeypatch):
-        read = formats.Stored.read
+        read = formats.BytesInFiles.read
 
         def change(*arguments):
             path = checkpoint / "a.safetensors"
             os.utime(path, ns=(0, 12345))
             return read(*arguments)
 
-        monkeypatch.setattr(formats.Stored, "read", change)
+        monkeypatch.setattr(formats.BytesInFiles, "read", change)
         with pytest.raises(
             sr.FileError, match="a.safetensors: the file has changed since its header"
         ):
@@ -370,14 +370,14 @@ class TestUntrusted:
             sr.load(path, P(), mesh_of())
 
     def test_a_fifo_in_the_place_of_a_file(self, checkpoint, monkeypatch):
-        read = formats.Stored.read
+        read = formats.BytesInFiles.read
 
         def change(*arguments):
             os.remove(checkpoint / "a.safetensors")
             os.mkfifo(checkpoint / "a.safetensors")
             return read(*arguments)
 
-        monkeypatch.setattr(formats.Stored, "read", change)
+        monkeypatch.setattr(formats.BytesInFiles, "read", change)
         with pytest.raises(sr.FileError, match="not a regular file"):
             sr.load(checkpoint, RULES, mesh_of())
 

@@ -53,7 +53,7 @@ class CheckpointFormat(Protocol):
         """
 
 
-class Stored:
+class BytesInFiles:
     """Arrays whose bytes stand in files in row-major order, as in safetensors."""
 
     rearranges = True
@@ -84,7 +84,7 @@ class Stored:
             return fill(jobs, arrays.leaves, reader, most_bytes, done)
 
 
-class Orbax:
+class RestoredByOrbax:
     """Checkpoints that orbax restores."""
 
     rearranges = False
@@ -110,7 +110,7 @@ class Orbax:
         return [restored[job.target.parts[0].source] for job in jobs]
 
 
-FORMATS: Final[list[CheckpointFormat]] = [Stored(), Orbax()]
+FORMATS: Final[list[CheckpointFormat]] = [BytesInFiles(), RestoredByOrbax()]
 """The formats of checkpoints, in the order in which they are asked."""
 
 

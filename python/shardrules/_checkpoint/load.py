@@ -106,9 +106,9 @@ def load(
     with JointCall("load") as call:
         followed = each("renames", listed("renames", renames, "Renames"), Rename, "a Rename")
         wanted_dtype = None if dtype is None else given_float("dtype", dtype)
-        given = max_bytes_in_flight
-        if given is not None:
-            given = integer("max_bytes_in_flight", given, 1, what="a number of bytes")
+        bound = max_bytes_in_flight
+        if bound is not None:
+            bound = integer("max_bytes_in_flight", bound, 1, what="a number of bytes")
         deciding: dict[str, Any] = {
             "min_size": min_size,
             "correction": correction,
@@ -118,9 +118,9 @@ def load(
         }
         if isinstance(rules, Plan):
             check_taken(rules, **deciding)
-            chosen = rules if mesh is None else rules.on_mesh(mesh)
-            tree = chosen.abstract() if tree is None else tree
-            rules, mesh = chosen.shardings(), None
+            plan = rules if mesh is None else rules.on_mesh(mesh)
+            tree = plan.abstract() if tree is None else tree
+            rules, mesh = plan.shardings(), None
         if call.joint and asks_for_own_devices(rules, mesh):
             call.alone()
         is_joint = call.joint
@@ -136,7 +136,7 @@ def load(
             Job(path, target, leaf.dtype, checked_sharding(path, sharding))
             for (path, target), leaf, sharding in zip(targets, leaves, shardings, strict=True)
         ]
-        most = bytes_in_flight(jobs, given)
+        most = bytes_in_flight(jobs, bound)
         call.agree(
             lambda: [
                 *checkpoint_format.samples(arrays),
@@ -146,9 +146,9 @@ def load(
     with JointCall("load", "while it was reading") as call:
         if not is_joint:
             call.alone()
-        made = checkpoint_format.read(arrays, jobs, most, reports)
+        values = checkpoint_format.read(arrays, jobs, most, reports)
         call.agree(lambda: [("the arrays", "read")])
-    return treedef.unflatten(made)
+    return treedef.unflatten(values)
 
 
 def _check_dtypes(arrays: Arrays, problems: Problems) -> None:

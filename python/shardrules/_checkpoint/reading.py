@@ -19,7 +19,7 @@ from shardrules._checkpoint.boxes import Box, box_shape, hull_of, intersection, 
 from shardrules._dtypes import is_inexact
 from shardrules._files.leaves import ArraySpec, StoredFile, state_of
 from shardrules._io import FileError, opened
-from shardrules._text import shown
+from shardrules._text import bytes_shown, shown
 
 if TYPE_CHECKING:
     import io
@@ -30,12 +30,33 @@ DEFAULT_IN_FLIGHT: Final = 2 << 30
 """Bytes that are on their way at once, unless more or less is asked for."""
 
 
+def bound_of(
+    bound: int | None, least: int, needs: str, keyword: str = "max_bytes_in_flight"
+) -> int:
+    """Return the bound on bytes in flight, or the default.
+
+    Args:
+        bound: The bound, if there is one.
+        least: The bytes of the largest part, which are in flight at once.
+        needs: What has so many bytes, for the error.
+        keyword: The name of the bound.
+
+    Raises:
+        ValueError: The bound is too small.
+    """
+    if bound is None:
+        return max(DEFAULT_IN_FLIGHT, least)
+    if bound < least:
+        raise ValueError(f"{keyword} is {bytes_shown(bound)}, and {needs}: give at least {least:,}")
+    return bound
+
+
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
 
 def checked_progress(progress: object) -> bool | Progress | None:
-    """The value, if it is a truth value, None or a function.
+    """Check that the value is a truth value, None or a function.
 
     Raises:
         TypeError: It is something else.
@@ -61,7 +82,7 @@ def checked_progress(progress: object) -> bool | Progress | None:
 
 @contextmanager
 def reported(progress: bool | Progress | None, what: str) -> Iterator[Progress | None]:
-    """The function to call; for True it moves a bar, in the first process alone."""
+    """Yield the function to call; for True it moves a bar, in the first process alone."""
     import jax
 
     if progress is not True:
@@ -99,14 +120,14 @@ class BoxRequest(NamedTuple):
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of this name in numpy or ml_dtypes."""
+    """Return the dtype of this name in numpy or ml_dtypes."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 class _OpenFile:
-    """A file, and how many threads read it."""
+    """File, and how many threads read it."""
 
     def __init__(self, stored: StoredFile) -> None:
         self.stored = stored
@@ -115,7 +136,7 @@ class _OpenFile:
         self.file = self._closing.enter_context(opened(stored.path))
 
     def close(self, *, is_checked: bool) -> None:
-        """Closes it; checked, if it is as it was when its header was read."""
+        """Close it; checked, if it is as it was when its header was read."""
         with self._closing:
             if is_checked:
                 _check_unchanged(self.stored, self.file)
@@ -223,7 +244,7 @@ class Reader:
                     copy_values(values[slices_in(common, part)], into)
 
     def _staging(self) -> npt.NDArray[np.uint8]:
-        """The thread's own rows: memory that is new costs more than a copy."""
+        """Return the thread's own rows: memory that is new costs more than a copy."""
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = np.empty(STAGING, np.uint8)
         return self._of_thread.staging  # type: ignore[no-any-return]
@@ -289,7 +310,7 @@ def _changed(stored: StoredFile) -> FileError:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after this many bytes."""
+    """Return the rest of the buffers after this many bytes."""
     for i, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[i + 1 :]]
@@ -352,7 +373,7 @@ def _ranges(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], in
 
 
 def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
-    """Copies, and converts where the dtypes differ.
+    """Copy, and convert where the dtypes differ.
 
     Raises:
         FloatingPointError: A finite value is too large for the other dtype.
@@ -386,7 +407,7 @@ def _check_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
 
 @cache
 def _largest(dtype: np.dtype[Any]) -> float | None:
-    """The largest value of a floating dtype."""
+    """Return the largest value of a floating dtype."""
     import ml_dtypes
 
     finfo: Any = ml_dtypes.finfo
@@ -394,7 +415,7 @@ def _largest(dtype: np.dtype[Any]) -> float | None:
 
 
 def _chunks(box: Box, item_bytes: int) -> Iterator[Box]:
-    """Parts of the box, in order, with at most `STAGING` bytes each."""
+    """Yield parts of the box, in order, with at most `STAGING` bytes each."""
     lengths = box_shape(box)
     if prod(lengths) * item_bytes <= STAGING:
         yield box

@@ -91,31 +91,31 @@ class Rename:
         elif self.sizes or self.words:
             raise ValueError("sizes and words are for the axes of dims: give dims, too")
 
-    def _check_axes(self, found: Arrangement) -> None:
+    def _check_axes(self, dims: Arrangement) -> None:
         groups = re.compile(self.pattern).groupindex
-        for axis in found.stacked:
+        for axis in dims.stacked:
             if axis not in groups:
                 raise ValueError(
                     f"dims {self.dims!r} stacks along {axis!r}, for which the pattern needs a "
                     f"group: (?P<{axis}>[0-9]+)"
                 )
-        for axis in found.unstacked:
+        for axis in dims.unstacked:
             if f"{{{axis}}}" not in (self.path or ""):
                 raise ValueError(
                     f"dims {self.dims!r} takes arrays apart along {axis!r}, so the path needs "
                     f"{{{axis}}}; it is {self.path!r}"
                 )
-        known = {axis for groups in found for group in groups for axis in group}
-        for name, given in (("sizes", self.sizes), ("words", self.words)):
-            if unknown := given.keys() - known:
+        axes = {axis for groups in dims for group in groups for axis in group}
+        for name, values in (("sizes", self.sizes), ("words", self.words)):
+            if unknown := values.keys() - axes:
                 raise ValueError(f"{name} has {min(unknown)!r}, which is no axis of {self.dims!r}")
         for axis in self.words:
-            if axis not in (*found.stacked, *found.unstacked):
+            if axis not in (*dims.stacked, *dims.unstacked):
                 raise ValueError(f"words has {axis!r}, which is on both sides of {self.dims!r}")
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """The meaning of `dims`; None if the dimensions stay as they are."""
+        """Return the meaning of `dims`; None if the dimensions stay as they are."""
         return None if self.dims is None else arrangement(self.dims)
 
 
@@ -142,13 +142,13 @@ def _checked_sizes(sizes: Any) -> dict[str, int | tuple[int, ...]]:
 
 def _checked_words(words: Any) -> dict[str, tuple[str | int, ...]]:
     check_type("words", words, Mapping, "a dict such as {'part': ('q', 'k', 'v')}")
-    found = {axis: listed(f"words[{axis!r}]", of, "words") for axis, of in words.items()}
-    for axis, of in found.items():
-        for word in of:
+    checked = {axis: listed(f"words[{axis!r}]", row, "words") for axis, row in words.items()}
+    for axis, row in checked.items():
+        for word in row:
             check_type(f"words[{axis!r}]", word, str | int, "words or numbers")
-        if len(set(map(str, of))) < len(of):
-            raise ValueError(f"words[{axis!r}] has a word twice: {shown(of)}")
-    return found
+        if len(set(map(str, row))) < len(row):
+            raise ValueError(f"words[{axis!r}] has a word twice: {shown(row)}")
+    return checked
 
 
 # A model of the family may lack it.

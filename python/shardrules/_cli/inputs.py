@@ -129,7 +129,7 @@ def load_hardware(text: str) -> Hardware:
     Raises:
         ValueError: There is no such name, or the file is invalid.
     """
-    from shardrules._files.hardware import read_hardware
+    from shardrules._files.public import read_hardware
     from shardrules._hardware import as_hardware
 
     is_file = text.endswith(".toml") or "/" in text

@@ -1,8 +1,4 @@
-"""`read_arrays`: names, shapes and dtypes of a model's arrays, from any supported file.
-
-The name and the content of a file decide its kind. A list of 100,000 arrays costs about as much as
-parsing its JSON. Must not know about rules or meshes.
-"""
+"""Formats of models, and `read_arrays`: names, shapes and dtypes of a model's arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def manifest_text(plan: Plan, name: str) -> str:
-    """Writes the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
+    """Write the arrays of a plan: paths, shapes, dtypes, and logical axis names if they have them.
 
     Raises:
         ValueError: The paths are not of keys with "/" between them, two are equal, or a dtype is
@@ -102,7 +98,7 @@ class ModelFormat(Protocol):
 
     @property
     def description(self) -> str:
-        """What to give, for people; empty for files that are not read."""
+        """Return what to give, in words; nothing for files that are not read."""
 
     def claims(self, path: Path) -> bool:
         """Say whether the name or the directory is of this form; the first format counts."""
@@ -148,7 +144,7 @@ def _descriptions() -> str:
 
 
 def _check_place(source: str) -> None:
-    """Checks that the name of nothing here is none of something elsewhere.
+    """Check whether a name that is not here may be one of something elsewhere.
 
     Raises:
         FileError: It is a URL, or may be a repository; the message says what to do.
@@ -167,7 +163,7 @@ def _check_place(source: str) -> None:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
+    """Pause the garbage collector: parsing makes no cycles, but 100,000s of lists to visit."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -183,7 +179,7 @@ def _arrays(path: Path, leaves: dict[str, ArraySpec], name: object = None) -> Ar
     return Arrays(name if isinstance(name, str) else stem, leaves, separator, path=path)
 
 
-class Safetensors:
+class SafetensorsFiles:
     """A safetensors file, or a directory with several or their index."""
 
     description = "a *.safetensors file, its *.index.json, a directory of them"
@@ -204,11 +200,11 @@ class Safetensors:
                 f"{', '.join(index.name for index in indexes)}; give the name of one"
             )
         if indexes:
-            return JsonList().read(indexes[0], make)._replace(name=name)
+            return ArraysInJson().read(indexes[0], make)._replace(name=name)
         return _arrays(path, safetensors.read_files(path, files, make), name)
 
 
-class Orbax:
+class OrbaxDirectory:
     """The directory of an orbax checkpoint."""
 
     description = "an orbax checkpoint"
@@ -222,7 +218,7 @@ class Orbax:
         return Arrays(path.resolve().name, leaves, orbax.SEPARATOR, path=directory)
 
 
-class Unread:
+class FileOfOthers:
     """A file of another library, or a directory with one: its error says what to do."""
 
     description = ""
@@ -243,7 +239,7 @@ class Unread:
         return next((file for file in files if file.suffix.lower() in _NOT_READ), None)
 
 
-class JsonList:
+class ArraysInJson:
     """A list of arrays in JSON: a manifest, or an index of safetensors files."""
 
     description = 'JSON (also gzipped) as {"params": [["name", [4096, 128], "BF16"], ...]}'
@@ -269,7 +265,12 @@ class JsonList:
         )
 
 
-FORMATS: Final[list[ModelFormat]] = [Safetensors(), Orbax(), Unread(), JsonList()]
+FORMATS: Final[list[ModelFormat]] = [
+    SafetensorsFiles(),
+    OrbaxDirectory(),
+    FileOfOthers(),
+    ArraysInJson(),
+]
 """The formats of models, in the order in which they are asked."""
 
 
@@ -315,17 +316,17 @@ def _raise_odd_row(path: Path, rows: list[Any]) -> None:
 
 
 def nested(arrays: Arrays) -> dict[str, Any]:
-    """The arrays as dicts in dicts, with a level for each component of the names.
+    """Make dicts in dicts of the arrays, with a level for each component of the names.
 
     Raises:
         FileError: A name is a part of another one, or the dicts take more than `max_memory`.
     """
     tree: dict[str, Any] = {}
-    left = max_memory.get() // _BYTES_OF_NODE
+    nodes_left = max_memory.get() // _BYTES_OF_NODE
     for name, leaf in arrays.leaves.items():
         *outer, last = name.split(arrays.separator, _MOST_LEVELS)
-        left -= len(outer)
-        if arrays.separator in last or left < 0:
+        nodes_left -= len(outer)
+        if arrays.separator in last or nodes_left < 0:
             raise FileError(
                 f"{arrays.name}: {name}: the names have more levels than this dialect can take; "
                 "shorten them, or allow more with "
@@ -333,7 +334,7 @@ def nested(arrays: Arrays) -> dict[str, Any]:
             )
         node = tree
         for key in outer:
-            left += key in node  # it takes no new node
+            nodes_left += key in node  # it takes no new node
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise FileError(f"{arrays.name}: {name}: a part of this name is an array itself")

@@ -1,7 +1,4 @@
-"""The message about leaves that get no sharding: one form, whatever decides them.
-
-Costs a line or more for each leaf listed. Must not know why a leaf gets none.
-"""
+"""Messages about leaves: one form for those without a sharding, and lists of leaves or paths."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def leaf_errors(
     said_by: str = "rules",
     count: int | None = None,
 ) -> str:
-    """The message: how many leaves, and of the first ones path, shape, what decides, why, the fix.
+    """Return a message: how many leaves; path, shape, what decides, why, the fix of the first.
 
     Args:
         rows: The leaves, or the first of them.
@@ -42,15 +39,16 @@ def leaf_errors(
         said_by: What decides the leaves.
         count: How many leaves there are. Default: those of the rows.
     """
-    shown = rows[:MOST_LISTED]
+    rows_shown = rows[:MOST_LISTED]
     total = sum(row.leaves for row in rows) if count is None else count
     mesh = "their meshes" if axis_sizes is None else f"the mesh {mesh_shown(axis_sizes)}"
     lines = [f"{counted(total, 'leaf')} cannot be sharded as the {said_by} say, on {mesh}:"]
-    for path, shape, decided_by, reasons, _ in shown:
+    for path, shape, decided_by, reasons, _ in rows_shown:
         size = "" if shape is None else f"  shape {tuple(shape)}"
         lines.append(f"    {path or '(the tree)'}{size}  {decided_by}")
         lines += [f"        {reason}" for reason in reasons]
-    lines += [f"    {line}" for line in and_more(total, sum(row.leaves for row in shown), "leaf")]
+    count_shown = sum(row.leaves for row in rows_shown)
+    lines += [f"    {line}" for line in and_more(total, count_shown, "leaf")]
     return printable_lines(lines)
 
 
