@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from shardrules._checkpoint.boxes import (
 )
 from shardrules._checkpoint.renames import Rename
 from shardrules._dtypes import bits_of, converts
+from shardrules._files.leaves import ArraySpec
 from shardrules._io import FileError
 from shardrules._plan.fold import fold
 from shardrules._text import counted, near_shown
@@ -33,26 +34,25 @@ _PLAIN: Final = Rename("", "")
 _MOST_NEAR: Final = 5
 
 
-class Spec(Protocol):
-    """Array of a checkpoint."""
-
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def dtype(self) -> str: ...
-
-
 class SourcePart(NamedTuple):
     """Array, or a part of one, that becomes a part of a target."""
 
     source: str
+    rename: Rename
     sized: Sized
     source_at: Shape
     """Where the part begins in the array."""
-    target_at: Shape
+    stacked: Mapping[str, int]
+    """By axis that stacks, the index among the stacked arrays."""
+    target_at: Shape = ()
     """Where it begins in the target."""
-    scale: str | None
-    blocks: tuple[int, ...]
+    scale: str | None = None
+    """The name of its scales."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The elements for which one scale counts, per dimension."""
+        return self.rename.blocks
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """Yield the pieces of the array that are in this box of the target."""
@@ -120,19 +120,8 @@ def _folded(paths: Sequence[str]) -> list[str]:
     return [group.pattern for group in fold(list(paths), np.zeros(len(paths), np.int32))]
 
 
-class _Use(NamedTuple):
-    """Part of an array that goes to a path."""
-
-    name: str
-    rename: Rename
-    sized: Sized
-    source_at: Shape
-    stacked: dict[str, int]
-    """By axis that stacks, which of the stacked arrays it is."""
-
-
 def targets_of(
-    arrays: Mapping[str, Spec],
+    arrays: Mapping[str, ArraySpec],
     renames: Sequence[Rename],
     shapes: Mapping[str, Shape],
     problems: Problems,
@@ -153,19 +142,19 @@ def targets_of(
             str(getattr(rename.pattern, "pattern", rename.pattern)),
         )
     scales = {_scale_name(name, record) for name, record in rename_of.items() if record.scale}
-    uses: dict[str, list[_Use]] = defaultdict(list)
+    parts_of: dict[str, list[SourcePart]] = defaultdict(list)
     for name, rename in rename_of.items():
         if rename.path is None or name in scales:
             continue
         try:
-            for path, use in _uses(name, arrays[name].shape, rename, shapes):
-                uses[path].append(use)
+            for path, part in _parts(name, arrays[name].shape, rename, shapes):
+                parts_of[path].append(part)
         except _MisfitError as error:
             problems.add(str(error), name)
     targets: dict[str, Target] = {}
-    for path, of_path in uses.items():
+    for path, parts in parts_of.items():
         try:
-            targets[path] = _target(of_path, arrays)
+            targets[path] = _target(parts, arrays)
         except _MisfitError as error:
             problems.add(str(error), path)
     return targets
@@ -192,21 +181,20 @@ def _scale_name(name: str, rename: Rename) -> str:
     return re.sub(rename.pattern, rename.scale or "", name, count=1)
 
 
-def _uses(
+def _parts(
     name: str, shape: Shape, rename: Rename, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, _Use]]:
-    """Yield (path, use) for each part of the array.
+) -> Iterator[tuple[str, SourcePart]]:
+    """Yield (path, part) for each part of the array.
 
     Raises:
         _MisfitError: The rename does not fit the array.
     """
-    if rename is _PLAIN:
-        yield name, _Use(name, rename, unchanged(shape), (0,) * len(shape), {})
-        return
-    path = re.sub(rename.pattern, rename.path or "", name, count=1)
+    path = name
+    if rename is not _PLAIN:
+        path = re.sub(rename.pattern, rename.path or "", name, count=1)
     dims = rename.arrangement
     if dims is None:
-        yield path, _Use(name, rename, unchanged(shape), (0,) * len(shape), {})
+        yield path, SourcePart(name, rename, unchanged(shape), (0,) * len(shape), {})
         return
     if len(dims.source) != len(shape):
         raise _MisfitError(
@@ -228,7 +216,7 @@ def _uses(
             start[unstacked[group[0]]] if group[0] in counts else 0
             for start, group in zip(starts, dims.source, strict=True)
         )
-        yield part_path, _Use(name, rename, of_part, at, stacked)
+        yield part_path, SourcePart(name, rename, of_part, at, stacked)
 
 
 def _words(rename: Rename, axis: str) -> list[str] | None:
@@ -350,71 +338,79 @@ def _starts(
     return starts
 
 
-def _target(uses: list[_Use], arrays: Mapping[str, Spec]) -> Target:
+def _target(parts: list[SourcePart], arrays: Mapping[str, ArraySpec]) -> Target:
     """Make one target of its parts.
 
     Raises:
         _MisfitError: They make none.
     """
-    groups = _groups(uses[0])
-    if any(_groups(use) != groups for use in uses):
+    axes = _stacking_axes(parts[0])
+    if any(_stacking_axes(part) != axes for part in parts):
         raise _MisfitError("renames with different dims make it; only one can stack arrays")
-    dtypes = sorted({_dtype(use, arrays) for use in uses})
+    parts = [part._replace(scale=_scale(part, arrays)) for part in parts]
+    dtypes = sorted({_dtype(part, arrays) for part in parts})
     if len(dtypes) > 1:
         raise _MisfitError(f"its parts have the dtypes {', '.join(dtypes)}; give one in dtype")
-    starts = {dim: _stack(dim, group[0], uses) for dim, group in groups.items()}
+    starts = {dim: _stack(dim, axis, parts) for dim, axis in axes.items()}
     count = prod(len(starts_of_dim) - 1 for starts_of_dim in starts.values())
-    distinct = {tuple(use.stacked.values()) for use in uses}
-    if len(distinct) < len(uses):
-        names = ", ".join(repr(use.name) for use in uses[:3])
+    if len({tuple(part.stacked.values()) for part in parts}) < len(parts):
+        names = ", ".join(repr(part.source) for part in parts[:3])
         raise _MisfitError(f"several arrays would become it: {names}; rename or leave out one")
-    if len(uses) < count:
+    if len(parts) < count:
         raise _MisfitError(
-            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(uses):,}; is it "
+            f"it stacks {counted(count, 'array')}, and the checkpoint has {len(parts):,}; is it "
             "whole?"
         )
     shapes = {
         tuple(
             starts[dim][-1] if dim in starts else size
-            for dim, size in enumerate(use.sized.target_shape)
+            for dim, size in enumerate(part.sized.target_shape)
         )
-        for use in uses
+        for part in parts
     }
     if len(shapes) > 1:
         raise _MisfitError(f"its parts have different shapes: {sorted(map(list, shapes))}")
     (shape,) = shapes
-    parts = tuple(_part(use, len(shape), starts, arrays) for use in uses)
-    return Target(shape, dtypes[0], parts, uses[0].rename.dtype is not None)
+    placed = (
+        part._replace(
+            target_at=tuple(
+                starts[dim][part.stacked[axes[dim]]] if dim in axes else 0
+                for dim in range(len(shape))
+            )
+        )
+        for part in parts
+    )
+    return Target(shape, dtypes[0], tuple(placed), parts[0].rename.dtype is not None)
 
 
-def _groups(use: _Use) -> dict[int, tuple[str, ...]]:
+def _stacking_axes(part: SourcePart) -> dict[int, str]:
     """Return the dimensions of the target along which it is stacked, with their axes."""
-    dims = use.rename.arrangement
-    of_dims = () if dims is None else dims.target
-    return {dim: group for dim, group in enumerate(of_dims) if group[0] in use.stacked}
+    dims = part.rename.arrangement
+    groups = () if dims is None else dims.target
+    return {dim: group[0] for dim, group in enumerate(groups) if group[0] in part.stacked}
 
 
-def _dtype(use: _Use, arrays: Mapping[str, Spec]) -> str:
-    dtype = "float32" if _scale(use, arrays) else arrays[use.name].dtype
-    goal = use.rename.dtype
+def _dtype(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str:
+    dtype = "float32" if part.scale else arrays[part.source].dtype
+    goal = part.rename.dtype
     if goal is None:
         return dtype
     if not converts(dtype, goal):
         raise _MisfitError(
-            f"{use.name!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
+            f"{part.source!r} is {dtype}, and its Rename has dtype={goal!r}, to which it cannot be "
             "converted; quantise with a library that makes scales"
         )
     return str(goal)
 
 
-def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
+def _stack(dim: int, axis: str, parts: list[SourcePart]) -> list[int]:
     """Return where each stacked array begins in a dimension of the target; and the end."""
     sizes: dict[int, int] = {}
-    for use in uses:
-        size = use.sized.target_shape[dim]
-        if sizes.setdefault(use.stacked[axis], size) != size:
+    for part in parts:
+        size = part.sized.target_shape[dim]
+        if sizes.setdefault(part.stacked[axis], size) != size:
             raise _MisfitError(f"its parts have different sizes along {axis!r}")
-    words = uses[0].rename.words.get(axis)
+    words = parts[0].rename.words.get(axis)
     count = max(sizes) + 1 if words is None else len(words)
     if missing := [i for i in range(count) if i not in sizes]:
         first = missing[0] if words is None else words[missing[0]]
@@ -425,30 +421,20 @@ def _stack(dim: int, axis: str, uses: list[_Use]) -> list[int]:
     return [0, *accumulate(sizes[i] for i in range(count))]
 
 
-def _part(
-    use: _Use, rank: int, starts: Mapping[int, list[int]], arrays: Mapping[str, Spec]
-) -> SourcePart:
-    axes = {dim: group[0] for dim, group in _groups(use).items()}
-    at = tuple(starts[dim][use.stacked[axes[dim]]] if dim in starts else 0 for dim in range(rank))
-    return SourcePart(
-        use.name, use.sized, use.source_at, at, _scale(use, arrays), use.rename.blocks
-    )
-
-
-def _scale(use: _Use, arrays: Mapping[str, Spec]) -> str | None:
+def _scale(part: SourcePart, arrays: Mapping[str, ArraySpec]) -> str | None:
     """Return the name of the array's scales; None without, as in a checkpoint of whole floats."""
-    if not use.rename.scale:
+    if not part.rename.scale:
         return None
-    array, name = arrays[use.name], _scale_name(use.name, use.rename)
+    array, name = arrays[part.source], _scale_name(part.source, part.rename)
     if name not in arrays:
         if bits_of(array.dtype) > 8:
             return None
-        raise _MisfitError(f"{use.name!r} is {array.dtype}, and its scales {name!r} are missing")
-    blocks = use.rename.blocks
+        raise _MisfitError(f"{part.source!r} is {array.dtype}, and its scales {name!r} are missing")
+    blocks = part.rename.blocks
     shape = tuple(-(-size // block) for size, block in zip(array.shape, blocks, strict=False))
     if len(blocks) != len(array.shape) or arrays[name].shape != shape:
         raise _MisfitError(
-            f"the scales of {use.name!r} have the shape {list(arrays[name].shape)}; "
+            f"the scales of {part.source!r} have the shape {list(arrays[name].shape)}; "
             f"{list(array.shape)} in blocks of {list(blocks)} has {list(shape)}"
         )
     return name

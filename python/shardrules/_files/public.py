@@ -20,7 +20,7 @@ from shardrules._io import DEFAULT_MEMORY, FileError, memory_within, opened, pat
 from shardrules._rules.dialects import Dialect, LogicalDialect
 from shardrules._text import bytes_shown, misspelt
 
-_MOST_HARDWARE_BYTES: Final = 1 << 16
+_MOST_BYTES: Final = 1 << 16
 
 
 def read_model(
@@ -141,10 +141,10 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
     check_type("path", path, str | os.PathLike, "the path of a file")
     file = path_of(path)
     with opened(file) as content:
-        data = content.read(_MOST_HARDWARE_BYTES + 1) or b""
-    if len(data) > _MOST_HARDWARE_BYTES:
+        data = content.read(_MOST_BYTES + 1) or b""
+    if len(data) > _MOST_BYTES:
         raise FileError(
-            f"{file}: a device's figures take at most {bytes_shown(_MOST_HARDWARE_BYTES)}, and it has more; "
+            f"{file}: a device's figures take at most {bytes_shown(_MOST_BYTES)}, and it has more; "
             "give another file"
         )
     table = parse_toml(file, data)
