@@ -15,6 +15,7 @@ import numpy as np
 
 from shardrules._checkpoint.boxes import Box, Piece, box_of, box_shape, slices_in
 from shardrules._checkpoint.reading import (
+    STAGING,
     BoxRequest,
     Reader,
     bound_of,
@@ -326,8 +327,15 @@ def _whole(job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], read
     """Make an array; one call puts all its boxes."""
     import jax
 
-    buffers = _filled(job, boxes, stored, reader)
     shape = job.target.shape
+    full = tuple((0, size) for size in shape)
+    elements = sum(prod(box_shape(box)) for box in boxes)
+    if elements == prod(shape) and elements * job.dtype.itemsize <= STAGING:
+        # One range in the file, of which the devices' parts are views; JAX copies them.
+        values = _filled(job, [full], stored, reader)[full]
+        buffers = {box: values[slices_in(box, full)] for box in boxes}
+    else:
+        buffers = _filled(job, boxes, stored, reader)
     return jax.block_until_ready(
         jax.make_array_from_callback(
             shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]

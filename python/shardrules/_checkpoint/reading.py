@@ -210,6 +210,9 @@ class Reader:
         if not sum(counts):
             return
         begins = np.concatenate(ranges)
+        if len(begins) == 1:
+            self._read(file, int(begins[0]), [view for view in views if len(view)])
+            return
         sizes = np.repeat([layout.range_bytes(request.box) for request in requests], counts)
         view_of = np.repeat(np.arange(len(requests)), counts)
         places = np.concatenate([np.arange(count) for count in counts]) * sizes
