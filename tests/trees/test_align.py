@@ -45,6 +45,15 @@ def test_every_door_finds_the_leaves(planned, form, mesh):
     assert not sr.verify(step.lower(sr.shard(tree, plan)).compile(), (plan,), plan)
 
 
+def test_a_box_with_several_arrays(mesh):
+    linen = pytest.importorskip("flax.linen")
+    plain = {"w": {"q": ARRAY, "scale": ARRAY}}
+    boxed = {"w": linen.Partitioned(plain["w"], ("x", "y"))}
+    plan = sr.plan(plain, [("q", ("x", "y")), (".*", ())], mesh)
+    for placed in (sr.shard(boxed, plan), sr.reshard(boxed, plan)):
+        assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [P("x", "y"), P()]
+
+
 def test_names_by_path_go_to_leaves_in_boxes(mesh):
     names = {"a/kernel": ("in", "out")}
     rules = sr.LogicalRules([("in", "x"), ("out", "y")])

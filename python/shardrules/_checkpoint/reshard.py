@@ -39,7 +39,7 @@ from shardrules._place.shard import (
 from shardrules._plan.plan import Plan
 from shardrules._rules.names import unboxed
 from shardrules._text import bytes_shown, shown
-from shardrules._trees.align import leaf_paths
+from shardrules._trees.align import align, leaf_paths, rows_and_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -468,6 +468,8 @@ def _by_paths(
     from jax import tree_util
 
     names, leaves = leaf_paths(tree), tree_util.tree_leaves(tree)
+    if isinstance(plan_or_rules, Plan) and not renames:
+        names = _planned_paths(tree, plan_or_rules)
     arrays = dict(zip(names, starmap(ArraySpec, shapes_and_dtypes(tree, names)), strict=True))
     in_tree, rules = None, plan_or_rules
     if isinstance(plan_or_rules, Plan):
@@ -491,6 +493,19 @@ def _by_paths(
             partial(_made, target, live, spec.dtype, to),
         )
     return abstract, moves
+
+
+def _planned_paths(tree: Any, plan: Plan) -> list[str]:
+    """Return the path of each leaf in the plan's tree, or its own if the plan does not have it."""
+    from jax import tree_util
+
+    planned = rows_and_paths(plan.abstract())
+    aligned = align(tree, planned, rows_and_paths)
+    paths = [
+        planned.paths[row] if row >= 0 else path
+        for path, row in zip(aligned.leaves.paths, aligned.rows, strict=True)
+    ]
+    return [paths[row] for row in tree_util.tree_leaves(aligned.leaves.tree)]
 
 
 def _made(target: Target, live: Mapping[str, Any], dtype: Any, sharding: NamedSharding) -> Any:
