@@ -241,19 +241,19 @@ def test_bytes_in_flight_are_bounded(checkpoint, monkeypatch, most):
     held, peak, lock = [0], [0], threading.Lock()
 
     def counted(work):
-        def call(job, boxes, *rest):
-            size = sum(map(job.box_sizes.__getitem__, boxes))
+        def call(jobs, boxes, *rest):
+            size = sum(job.box_sizes[box] for job in jobs for box in boxes or job.local_boxes)
             with lock:
                 held[0] += size
                 peak[0] = max(peak[0], held[0])
-            made = work(job, boxes, *rest)
+            made = work(jobs, boxes, *rest)
             with lock:
                 held[0] -= size
             return made
 
         return call
 
-    for name in ("_whole", "_boxes"):
+    for name in ("_arrays", "_boxes"):
         monkeypatch.setattr(filling, name, counted(getattr(filling, name)))
     loaded = sr.load(checkpoint, RULES, mesh_of(), max_bytes_in_flight=most)
     assert 0 < peak[0] <= most

@@ -153,6 +153,9 @@ _THREADS: Final = min(16, 2 + (os.cpu_count() or 1))
 _UNITS: Final = 4 * _THREADS
 # What lets the CPU backend use a buffer as it is.
 _ALIGNED: Final = 64
+# So many small arrays are put onto devices in one call.
+_BATCH: Final = 128
+_BATCH_BYTES: Final = 8 << 20
 # Units of at most this size keep all threads busy.
 _SHARE: Final = 4
 
@@ -177,6 +180,13 @@ class Job(NamedTuple):
             for piece in part.pieces(box):
                 return part.source, piece.source[:1]
         return "", ()
+
+    @property
+    def is_small(self) -> bool:
+        """Say whether it is read in one range, and JAX cuts it into the devices' parts."""
+        shape = self.target.shape
+        size = prod(shape) * self.dtype.itemsize
+        return size <= STAGING and self.sharding.is_fully_addressable
 
     @property
     def box_sizes(self) -> Mapping[Box, int]:
@@ -205,9 +215,9 @@ def _buffer_sizes(
 
 
 class _Unit(NamedTuple):
-    job: int
+    jobs: Sequence[int]
     boxes: Sequence[Box]
-    is_whole: bool
+    """Boxes of the only job; empty for whole arrays."""
     bytes: int
 
 
@@ -277,24 +287,27 @@ def fill(
                 try:
                     result = future.result()
                 except MemoryError as error:
+                    path = jobs[unit.jobs[0]].path
                     raise MemoryError(
-                        f"{jobs[unit.job].path}: {error}: the host's memory is full, with up to "
+                        f"{path}: {error}: the host's memory is full, with up to "
                         f"{bytes_shown(most_bytes)} that are read and not on devices yet; give a "
                         "smaller max_bytes_in_flight"
                     ) from error
                 in_flight -= unit.bytes
-                if unit.is_whole:
-                    arrays[unit.job] = result
+                if unit.boxes:
+                    parts[unit.jobs[0]] |= result
                 else:
-                    parts[unit.job] |= result
+                    for index, array in zip(unit.jobs, result, strict=True):
+                        arrays[index] = array
                 done()
 
     pool = ThreadPoolExecutor(_THREADS, "shardrules-load")
     try:
         for unit in _units(jobs, most_bytes):
             finish(most_bytes - unit.bytes, _UNITS)
-            work = _whole if unit.is_whole else _boxes
-            future = pool.submit(work, jobs[unit.job], unit.boxes, stored, reader)
+            work = _boxes if unit.boxes else _arrays
+            of_unit = [jobs[index] for index in unit.jobs]
+            future = pool.submit(work, of_unit, unit.boxes, stored, reader)
             under_way[future] = unit
             in_flight += unit.bytes
         finish(0, 0)
@@ -306,50 +319,72 @@ def fill(
 
 
 def _units(jobs: Sequence[Job], most_bytes: int) -> Iterator[_Unit]:
+    most = max(1, most_bytes // _SHARE)
+    small: list[int] = []
+    small_bytes = 0
     for index, job in enumerate(jobs):
         sizes = job.box_sizes
         total = sum(sizes.values())
-        if total <= max(1, most_bytes // _SHARE):
-            yield _Unit(index, tuple(sizes), True, total)
-            continue
-        # Boxes of the same rows stay together, since their rows are read once for all.
-        of_rows: dict[Any, list[Box]] = defaultdict(list)
-        for box in sizes:
-            of_rows[job.source_rows(box)].append(box)
-        for same_rows in of_rows.values():
-            size = sum(map(sizes.__getitem__, same_rows))
-            parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
-            for part in parts:
-                yield _Unit(index, tuple(part), False, sum(map(sizes.__getitem__, part)))
+        if total <= most and not job.is_small:
+            yield _Unit([index], (), total)
+        elif total <= most:
+            if small and (small_bytes + total > min(most, _BATCH_BYTES) or len(small) == _BATCH):
+                yield _Unit(small, (), small_bytes)
+                small, small_bytes = [], 0
+            small.append(index)
+            small_bytes += total
+        else:
+            yield from _units_of_boxes(index, job, sizes, most_bytes)
+    if small:
+        yield _Unit(small, (), small_bytes)
 
 
-def _whole(job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader) -> Any:
-    """Make an array; one call puts all its boxes."""
+def _units_of_boxes(
+    index: int, job: Job, sizes: Mapping[Box, int], most_bytes: int
+) -> Iterator[_Unit]:
+    # Boxes of the same rows stay together, since their rows are read once for all.
+    of_rows: dict[Any, list[Box]] = defaultdict(list)
+    for box in sizes:
+        of_rows[job.source_rows(box)].append(box)
+    for same_rows in of_rows.values():
+        size = sum(map(sizes.__getitem__, same_rows))
+        parts = [same_rows] if size <= most_bytes // 2 else [[box] for box in same_rows]
+        for part in parts:
+            yield _Unit([index], part, sum(map(sizes.__getitem__, part)))
+
+
+def _arrays(
+    jobs: Sequence[Job], _: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
+) -> list[Any]:
+    """Make whole arrays: one that is large, or several that are small."""
     import jax
 
-    shape = job.target.shape
-    full = tuple((0, size) for size in shape)
-    elements = sum(prod(box_shape(box)) for box in boxes)
-    if elements == prod(shape) and elements * job.dtype.itemsize <= STAGING:
-        # One range in the file, of which the devices' parts are views; JAX copies them.
-        values = _filled(job, [full], stored, reader)[full]
-        buffers = {box: values[slices_in(box, full)] for box in boxes}
-    else:
-        buffers = _filled(job, boxes, stored, reader)
-    return jax.block_until_ready(
-        jax.make_array_from_callback(
+    job = jobs[0]
+    if not job.is_small:
+        shape = job.target.shape
+        buffers = _filled(job, tuple(job.local_boxes), stored, reader)
+        array = jax.make_array_from_callback(
             shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
         )
-    )
+        return [jax.block_until_ready(array)]
+    values = []
+    for small in jobs:
+        full = tuple((0, size) for size in small.target.shape)
+        values.append(_filled(small, [full], stored, reader)[full])
+    return list(jax.block_until_ready(jax.device_put(values, [each.sharding for each in jobs])))
 
 
 def _boxes(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
+    jobs: Sequence[Job],
+    boxes: Sequence[Box],
+    stored: Mapping[str, ArraySpec],
+    reader: Reader,
 ) -> dict[Any, Any]:
     """Make {device: its part} for these boxes."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
+    (job,) = jobs
     buffers = _filled(job, boxes, stored, reader)
     memory_kind = job.sharding.memory_kind
     return {
@@ -382,7 +417,7 @@ def _filled(
             for piece in part.pieces(box):
                 view = _view(buffer, box, piece)
                 if _fills_view(part, piece):
-                    into = view.transpose(np.argsort(piece.order))
+                    into = view.transpose(_inverse(piece.order))
                     into = into.reshape(box_shape(piece.source))
                 else:
                     dtype = numpy_dtype(stored[part.source].dtype)
@@ -404,6 +439,11 @@ def _filled(
         if job.dtype == np.bool_:  # a file may have any bytes
             np.not_equal(buffer.view(np.uint8), 0, out=buffer)
     return buffers
+
+
+@lru_cache(maxsize=256)
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _fills_view(part: SourcePart, piece: Piece) -> bool:

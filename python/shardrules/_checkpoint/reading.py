@@ -187,8 +187,8 @@ class Reader:
         direct: dict[Box, BoxRequest] = {}
         staged: list[BoxRequest] = []
         for request in requests:
-            is_long = layout.is_direct(request) and layout.range_bytes(request.box) >= _LEAST_RANGE
-            if is_long and request.box not in direct:
+            is_long = len(requests) == 1 or layout.range_bytes(request.box) >= _LEAST_RANGE
+            if is_long and layout.is_direct(request) and request.box not in direct:
                 direct[request.box] = request
             else:
                 staged.append(request)
