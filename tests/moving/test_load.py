@@ -524,6 +524,6 @@ class TestBounds:
             tmp_path / "m.safetensors",
         )
         leaves = read_arrays(str(tmp_path / "m.safetensors"), ArraySpecs(keeps_places=True)).leaves
-        with reading.Reader() as reader:
-            samples = {name: reader.sample(leaf) for name, leaf in leaves.items()}
+        with reading.Reader(leaves) as reader:
+            samples = {name: reader.sample(name) for name in leaves}
         assert samples == {"a": bytes(range(18, 82)), "b": b"", "c": b"\x00\x01\x02"}

@@ -249,25 +249,20 @@ def bytes_in_flight(jobs: Sequence[Job], bound: int | None) -> int:
     )
 
 
-def bytes_to_read(job: Job, stored: Mapping[str, ArraySpec]) -> int:
+def bytes_to_read(job: Job, arrays: Mapping[str, ArraySpec]) -> int:
     """Count the bytes in files that this process needs of the array's parts, without scales."""
     elements = sum(prod(box_shape(box)) for box in job.local_boxes)
-    return elements * bits_of(stored[job.target.parts[0].source].dtype) // 8
+    return elements * bits_of(arrays[job.target.parts[0].source].dtype) // 8
 
 
 def fill(
-    jobs: Sequence[Job],
-    stored: Mapping[str, ArraySpec],
-    reader: Reader,
-    most_bytes: int,
-    done: Callable[[], None],
+    jobs: Sequence[Job], reader: Reader, most_bytes: int, done: Callable[[], None]
 ) -> list[Any]:
     """Make the arrays of the jobs.
 
     Args:
         jobs: What to make.
-        stored: The stored arrays by name.
-        reader: The files.
+        reader: The files of the stored arrays.
         most_bytes: Maximum bytes in flight, from `bytes_in_flight`.
         done: Called in this thread after each unit.
 
@@ -307,7 +302,7 @@ def fill(
             finish(most_bytes - unit.bytes, _UNITS)
             work = _boxes if unit.boxes else _arrays
             of_unit = [jobs[index] for index in unit.jobs]
-            future = pool.submit(work, of_unit, unit.boxes, stored, reader)
+            future = pool.submit(work, of_unit, unit.boxes, reader)
             under_way[future] = unit
             in_flight += unit.bytes
         finish(0, 0)
@@ -353,16 +348,14 @@ def _units_of_boxes(
             yield _Unit([index], part, sum(map(sizes.__getitem__, part)))
 
 
-def _arrays(
-    jobs: Sequence[Job], _: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
-) -> list[Any]:
+def _arrays(jobs: Sequence[Job], _: Sequence[Box], reader: Reader) -> list[Any]:
     """Make whole arrays: one that is large, or several that are small."""
     import jax
 
     job = jobs[0]
     if not job.is_small:
         shape = job.target.shape
-        buffers = _filled(job, tuple(job.local_boxes), stored, reader)
+        buffers = _filled(job, tuple(job.local_boxes), reader)
         array = jax.make_array_from_callback(
             shape, job.sharding, lambda index: buffers[box_of(index or (), shape)]
         )
@@ -370,22 +363,17 @@ def _arrays(
     values = []
     for small in jobs:
         full = tuple((0, size) for size in small.target.shape)
-        values.append(_filled(small, [full], stored, reader)[full])
+        values.append(_filled(small, [full], reader)[full])
     return list(jax.block_until_ready(jax.device_put(values, [each.sharding for each in jobs])))
 
 
-def _boxes(
-    jobs: Sequence[Job],
-    boxes: Sequence[Box],
-    stored: Mapping[str, ArraySpec],
-    reader: Reader,
-) -> dict[Any, Any]:
+def _boxes(jobs: Sequence[Job], boxes: Sequence[Box], reader: Reader) -> dict[Any, Any]:
     """Make {device: its part} for these boxes."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
     (job,) = jobs
-    buffers = _filled(job, boxes, stored, reader)
+    buffers = _filled(job, boxes, reader)
     memory_kind = job.sharding.memory_kind
     return {
         device: jax.block_until_ready(
@@ -405,9 +393,7 @@ def _assembled(job: Job, parts: Mapping[Any, Any]) -> Any:
     )
 
 
-def _filled(
-    job: Job, boxes: Sequence[Box], stored: Mapping[str, ArraySpec], reader: Reader
-) -> dict[Box, npt.NDArray[Any]]:
+def _filled(job: Job, boxes: Sequence[Box], reader: Reader) -> dict[Box, npt.NDArray[Any]]:
     """Read boxes from the files."""
     buffers = _buffers(boxes, job.dtype)
     requests: dict[str, list[BoxRequest]] = defaultdict(list)
@@ -420,15 +406,15 @@ def _filled(
                     into = view.transpose(_inverse(piece.order))
                     into = into.reshape(box_shape(piece.source))
                 else:
-                    dtype = numpy_dtype(stored[part.source].dtype)
+                    dtype = numpy_dtype(reader.arrays[part.source].dtype)
                     into = np.empty(box_shape(piece.source), dtype)
                     staged.append((part, piece, into, view))
                 requests[part.source].append(BoxRequest(piece.source, into))
     try:
         for name, of_array in requests.items():
-            reader.fill(stored[name], of_array)
+            reader.fill(name, of_array)
         for part, piece, read, view in staged:
-            values = read if part.scale is None else _scaled(read, part, piece, stored, reader)
+            values = read if part.scale is None else _scaled(read, part, piece, reader)
             copy_values(values.reshape(piece.lengths).transpose(piece.order), view)
     except FloatingPointError as error:
         raise FileError(
@@ -459,11 +445,7 @@ def _view(buffer: npt.NDArray[Any], box: Box, piece: Piece) -> npt.NDArray[Any]:
 
 
 def _scaled(
-    values: npt.NDArray[Any],
-    part: SourcePart,
-    piece: Piece,
-    stored: Mapping[str, ArraySpec],
-    reader: Reader,
+    values: npt.NDArray[Any], part: SourcePart, piece: Piece, reader: Reader
 ) -> npt.NDArray[Any]:
     """Multiply the values by the scales of their blocks, in float32."""
     box = tuple(
@@ -471,7 +453,7 @@ def _scaled(
         for (begin, end), block in zip(piece.source, part.blocks, strict=True)
     )
     factors = np.empty(box_shape(box), np.float32)
-    reader.fill(stored[part.scale or ""], [BoxRequest(box, factors)])
+    reader.fill(part.scale or "", [BoxRequest(box, factors)])
     for dim, ((begin, end), block) in enumerate(zip(piece.source, part.blocks, strict=True)):
         of_elements = np.arange(begin, end) // block - begin // block
         factors = factors.take(of_elements, dim)

@@ -63,25 +63,25 @@ class BytesInFiles:
 
     def samples(self, arrays: Arrays) -> list[Row]:
         """Return a digest of some bytes: files of another model may have equal headers."""
-        leaves = list(arrays.leaves.values())
-        if not leaves:
+        names = list(arrays.leaves)
+        if not names:
             return []
-        with Reader() as reader:
-            data = b"".join(map(reader.sample, leaves[:: -(-len(leaves) // _MOST_SAMPLES)]))
+        with Reader(arrays.leaves) as reader:
+            data = b"".join(map(reader.sample, names[:: -(-len(names) // _MOST_SAMPLES)]))
         return [("the data of the files", hashlib.sha256(data).hexdigest()[:16])]
 
     def read(
         self, arrays: Arrays, jobs: list[Job], most_bytes: int, progress: bool | Progress | None
     ) -> list[Any]:
         what = printable(f"loading {arrays.name}")
-        with reported(progress, what) as report, Reader() as reader:
+        with reported(progress, what) as report, Reader(arrays.leaves) as reader:
             total = sum(bytes_to_read(job, arrays.leaves) for job in jobs) if report else 0
 
             def done() -> None:
                 if report is not None:
                     report(reader.bytes_read, total)
 
-            return fill(jobs, arrays.leaves, reader, most_bytes, done)
+            return fill(jobs, reader, most_bytes, done)
 
 
 class RestoredByOrbax:

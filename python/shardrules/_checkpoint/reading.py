@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -147,11 +147,15 @@ class Reader:
 
     At most `_MOST_FILES` are open; then the one that was used longest ago is checked and closed.
 
+    Args:
+        arrays: The stored arrays by name.
+
     Attributes:
         bytes_read: How many bytes have been read so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrays: Mapping[str, ArraySpec]) -> None:
+        self.arrays = arrays
         self.bytes_read = 0
         self._files: OrderedDict[StoredFile, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -167,8 +171,9 @@ class Reader:
             for file in self._files.values():
                 closing.callback(file.close, is_checked=error is None)
 
-    def sample(self, array: ArraySpec) -> bytes:
+    def sample(self, name: str) -> bytes:
         """Read some bytes in the middle of an array."""
+        array = self.arrays[name]
         layout = _Layout(array)
         size = layout.dtype.itemsize * prod(array.shape)
         data = bytearray(min(size, _SAMPLE))
@@ -177,13 +182,13 @@ class Reader:
                 self._read(file, array.begin + (size - len(data)) // 2, [memoryview(data)])
         return bytes(data)
 
-    def fill(self, array: ArraySpec, requests: Sequence[BoxRequest]) -> None:
-        """Fill each requested box.
+    def fill(self, name: str, requests: Sequence[BoxRequest]) -> None:
+        """Fill each requested box of an array.
 
         Raises:
             FileError: The file has changed, or cannot be read.
         """
-        layout = _Layout(array)
+        layout = _Layout(self.arrays[name])
         direct: dict[Box, BoxRequest] = {}
         staged: list[BoxRequest] = []
         for request in requests:

@@ -16,12 +16,7 @@ from shardrules._checkpoint.boxes import Form
 from shardrules._checkpoint.reading import bound_of
 from shardrules._checkpoint.renames import Rename
 from shardrules._checkpoint.targets import Problems, Target
-from shardrules._checkpoint.trees import (
-    checked_sharding,
-    matched,
-    scales_in,
-    shapes_and_dtypes,
-)
+from shardrules._checkpoint.trees import checked_sharding, matched, scales_in, shapes_and_dtypes
 from shardrules._dtypes import BITS, bits_of, given_float, is_plain_float
 from shardrules._files.leaves import ArraySpec
 from shardrules._place.decider import check_taken, checked_companions
@@ -103,10 +98,7 @@ def arranged(target: Target, arrays: Mapping[str, Any], dtype: Any, sharding: Na
 
 @lru_cache(maxsize=512)
 def _program(
-    forms: tuple[_PartForm, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding | None,
+    forms: tuple[_PartForm, ...], shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
 ) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
