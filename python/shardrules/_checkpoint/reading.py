@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from math import prod
 from types import TracebackType
@@ -355,29 +355,26 @@ class _Layout:
 
     def range_bytes(self, box: Box) -> int:
         """Return the bytes of each contiguous range of the box."""
-        return _ranges(self._array.shape, box)[1] * self.dtype.itemsize
+        last = self._last_cut(box)
+        return prod(box_shape(box[last : last + 1])) * self._stride(last)
 
     def ranges(self, box: Box) -> npt.NDArray[np.int64]:
         """Return the offset in the file of each contiguous range of the box, in order."""
-        offsets, _ = _ranges(self._array.shape, box)
-        return self._array.begin + offsets * self.dtype.itemsize
+        if not prod(box_shape(box)):
+            return np.empty(0, np.int64)
+        last = self._last_cut(box)
+        offsets = np.array([self._array.begin], np.int64)
+        for dim, (begin, end) in enumerate(box[:last]):
+            offsets = (offsets[:, None] + np.arange(begin, end) * self._stride(dim)).reshape(-1)
+        return offsets + box[last][0] * self._stride(last) if box else offsets
 
+    def _last_cut(self, box: Box) -> int:
+        """Return the last dimension of which the box has a part only."""
+        shape = self._array.shape
+        return max((dim for dim, size in enumerate(shape) if box[dim] != (0, size)), default=0)
 
-@lru_cache(maxsize=256)
-def _ranges(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the first element of each contiguous range of a box, and the elements of a range."""
-    if not prod(box_shape(box)):
-        return np.empty(0, np.int64), 0
-    # The last dimension of which the box has a part only; those after it are whole.
-    last = max((dim for dim, size in enumerate(shape) if box[dim] != (0, size)), default=0)
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offsets = np.zeros(1, np.int64)
-    for (begin, end), stride in zip(box[:last], strides, strict=False):
-        offsets = (offsets[:, None] + np.arange(begin, end) * stride).reshape(-1)
-    if not box:
-        return offsets, 1
-    begin, end = box[last]
-    return offsets + begin * strides[last], (end - begin) * strides[last]
+    def _stride(self, dim: int) -> int:
+        return prod(self._array.shape[dim + 1 :]) * self.dtype.itemsize
 
 
 def copy_values(values: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
